@@ -1,0 +1,84 @@
+"""What a run has looked like so far. Only finite values of committed steps ever enter."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from stepguard.records.reading import Reading
+
+MAD_TO_SIGMA = 1.4826
+"""Makes the median absolute deviation of normal noise equal to its standard deviation."""
+FIRST_LOSSES = 3
+"""How many losses stand for the level a run began at."""
+
+
+@dataclass(slots=True)
+class History:
+    """A window of healthy losses, where the run began, its best level, and learning rates."""
+
+    window: int = 64
+    losses: deque[float] = field(default_factory=deque)
+    first: list[float] = field(default_factory=list)
+    best: float | None = None
+    last_loss: float | None = None
+    configured_lr: tuple[float, ...] = ()
+    """What the groups were set to when the guard was built, or what the user says they should be."""
+    top_lr: tuple[float, ...] = ()
+    """The highest learning rate each group has run with."""
+    zero_losses: int = 0
+    """Committed steps in a row whose loss and gradient were exactly 0."""
+    committed: int = 0
+
+    def __post_init__(self) -> None:
+        self.losses = deque(self.losses, maxlen=self.window)
+
+    def add(self, reading: Reading) -> None:
+        """Remember a committed step."""
+        self.committed += 1
+        self.top_lr = _highest(self.top_lr, reading.lr)
+        nothing = reading.loss == 0.0 and not reading.grad_norm
+        self.zero_losses = self.zero_losses + 1 if nothing else 0
+        if reading.loss is None or not math.isfinite(reading.loss):
+            return
+        self.losses.append(reading.loss)
+        self.last_loss = reading.loss
+        if len(self.first) < FIRST_LOSSES:
+            self.first.append(reading.loss)
+        level = self.level
+        self.best = level if self.best is None else min(self.best, level)
+
+    @property
+    def level(self) -> float:
+        """The usual loss now."""
+        return median(list(self.losses)[-9:])
+
+    @property
+    def began_at(self) -> float:
+        return max(self.first)
+
+    @property
+    def spread(self) -> float:
+        """How far losses usually lie from their level; never 0, so that a flat run can still be judged."""
+        values = list(self.losses)
+        centre = median(values)
+        noise = MAD_TO_SIGMA * median(abs(v - centre) for v in values)
+        floor = 0.1 * abs(centre) if len(values) >= MATURE else max(abs(centre), max(values) - min(values))
+        return max(noise, floor, 1e-12)
+
+    def ceiling(self, group: int) -> float:
+        """The highest learning rate this group was configured or seen with."""
+        known = [rates[group] for rates in (self.configured_lr, self.top_lr) if group < len(rates)]
+        return max(known, default=0.0)
+
+
+MATURE = 16
+"""Losses from which on the noise can be told from the trend."""
+
+
+def _highest(before: tuple[float, ...], now: tuple[float, ...]) -> tuple[float, ...]:
+    if len(before) != len(now):
+        return tuple(rate if math.isfinite(rate) else 0.0 for rate in now)
+    return tuple(max(a, b) if math.isfinite(b) else a for a, b in zip(before, now, strict=True))

@@ -1,0 +1,132 @@
+"""The run's append-only record: strict JSON lines, one writer per rank, readable after any crash."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepguard._errors import JournalError
+from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_jsonable
+from stepguard.records.incident import Incident
+from stepguard.records.reading import Reading
+
+SCHEMA = 1
+"""Raised when a line's meaning changes; readers refuse what is newer than themselves."""
+
+
+def journal_path(run_dir: Path, rank: int = 0) -> Path:
+    """Rank 0 writes `journal.jsonl`, the others `journal.rank<k>.jsonl`."""
+    return run_dir / ("journal.jsonl" if rank == 0 else f"journal.rank{rank}.jsonl")
+
+
+class Journal:
+    """Appends lines; a line is one `write` of a whole record, so a crash can tear only the last one."""
+
+    def __init__(self, run_dir: Path, rank: int = 0) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = journal_path(run_dir, rank)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        _end_torn_line(self._fd)
+
+    def write(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
+        """Append one record; `durable` waits until it is on disk."""
+        line = dumps({"v": SCHEMA, "type": kind, **fields}) + "\n"
+        os.write(self._fd, line.encode())
+        if durable:
+            os.fsync(self._fd)
+
+    def write_step(self, reading: Reading, *, committed: bool) -> None:
+        """One line a step, with only what was seen."""
+        fields = {key: value for key, value in to_fields(reading).items() if value not in (None, (), {}, [])}
+        self.write("step", {**fields, "committed": committed})
+
+    def write_incident(self, incident: Incident) -> None:
+        self.write("incident", {"incident": to_jsonable(incident)}, durable=True)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+STEP_FIELDS = ("step", "loss", "components", "grad_norm", "clip_factor", "scale", "lr", "labels", "seconds")
+
+
+def to_fields(reading: Reading) -> dict[str, Any]:
+    """The part of a Reading that every step's line carries."""
+    return {name: getattr(reading, name) for name in STEP_FIELDS}
+
+
+def _end_torn_line(fd: int) -> None:
+    """A crash may have left half a line; end it, so that the next record starts on its own."""
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        os.write(fd, b"\n")
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """A journal read back."""
+
+    path: Path
+    header: dict[str, Any] = field(default_factory=dict)
+    """The first `run` line: versions, settings, time."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Step lines, oldest first, with non-finite floats restored."""
+    incidents: list[Incident] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    """Everything else worth a line: notes, faults of the guard itself, the end of the run."""
+    torn: int = 0
+    """Lines that are not whole JSON (a crash while writing)."""
+
+
+def read_run(run: Path, rank: int = 0) -> RunRecord:
+    """Read a run directory or a journal file; raises JournalError with the way out."""
+    path = journal_path(run, rank) if run.is_dir() else run
+    if not path.is_file():
+        raise JournalError(
+            f"{path} does not exist; give a run directory that holds a journal.jsonl, or the file itself."
+        )
+    record = RunRecord(path=path)
+    for number, line in enumerate(_lines(path), start=1):
+        _take(record, line, number)
+    return record
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from (line for line in file if line.strip())
+
+
+def _take(record: RunRecord, line: str, number: int) -> None:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        record.torn += 1
+        return
+    if not isinstance(fields, dict) or "type" not in fields:
+        record.torn += 1
+        return
+    version = fields.get("v")
+    if not isinstance(version, int) or version > SCHEMA:
+        raise JournalError(
+            f"{record.path} line {number} has schema {version!r}; this stepguard reads up to {SCHEMA}: upgrade stepguard."
+        )
+    _sort(record, fields["type"], fields)
+
+
+def _sort(record: RunRecord, kind: str, fields: dict[str, Any]) -> None:
+    if kind == "incident":
+        record.incidents.append(from_jsonable(Incident, fields["incident"]))
+        return
+    plain = restore_floats(fields)
+    if kind == "step":
+        record.steps.append(plain)
+    elif kind == "run" and not record.header:
+        record.header = plain
+    else:
+        record.notes.append(plain)

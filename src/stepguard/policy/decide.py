@@ -1,0 +1,72 @@
+"""The first action of the policy that can still help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepguard.policy.budget import Budget
+from stepguard.records.decision import Action, Decision
+from stepguard.records.settings import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What the choice depends on besides policy and budget."""
+
+    step: int
+    hurt: bool = False
+    """The weights or optimizer state in memory are bad: leaving this batch out changes nothing."""
+    at_start: bool = False
+    """They were bad before the guard's first step."""
+    can_rewind: bool = False
+    new_scale: float | None = None
+    """A loss scale that is known to work, where the scale was the cause."""
+
+
+def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decision, Budget]:
+    """The action and the budget after it. Never raises; the last resort is `stop`."""
+    spent = budget.spend(situation.step)
+    if situation.at_start:
+        return _bad_start(policy, spent)
+    passed_over: list[str] = []
+    for action in policy.actions:
+        why_not = _why_not(action, situation, policy, spent)
+        if not why_not:
+            return _choose(action, situation, policy, spent, passed_over)
+        passed_over.append(f"no {action}: {why_not}")
+    return _choose("stop", situation, policy, spent, passed_over)
+
+
+def _why_not(action: Action, situation: Situation, policy: Policy, spent: Budget) -> str:
+    if action == "stop":
+        return ""
+    if action == "rewind":
+        if not situation.can_rewind:
+            return "no good snapshot or checkpoint to go back to"
+        used = f"{spent.rewinds} rewinds used"
+        return used if spent.rewinds >= policy.max_rewinds else ""
+    if situation.hurt and action in ("skip", "lower_lr"):
+        return "the state itself is damaged"
+    return spent.exceeded(policy)
+
+
+def _choose(
+    action: Action, situation: Situation, policy: Policy, spent: Budget, passed_over: list[str]
+) -> tuple[Decision, Budget]:
+    decision = Decision(
+        action=action,
+        reason="; ".join(passed_over),
+        consecutive=spent.consecutive,
+        total=spent.total,
+        lr_factor=policy.lr_factor if action == "lower_lr" else None,
+        new_scale=situation.new_scale,
+    )
+    if action != "rewind":
+        return decision, spent
+    # what came before the rewind is undone, so only the rewind itself counts on
+    return decision, Budget(recent=spent.recent, total=spent.total, rewinds=spent.rewinds + 1)
+
+
+def _bad_start(policy: Policy, spent: Budget) -> tuple[Decision, Budget]:
+    why = "the state was bad before the first step"
+    return Decision(action=policy.bad_start, reason=why, consecutive=spent.consecutive, total=spent.total), spent

@@ -1,0 +1,26 @@
+"""Plain frozen records: what every other layer exchanges. No torch in here."""
+
+from stepguard.records.decision import Action, Decision
+from stepguard.records.finding import Finding, Remedy
+from stepguard.records.incident import Incident
+from stepguard.records.origin import Operand, Origin, Phase
+from stepguard.records.reading import Reading
+from stepguard.records.settings import GuardConfig, Policy
+from stepguard.records.verdict import Severity, Verdict, VerdictKind
+
+__all__ = [
+    "Action",
+    "Decision",
+    "Finding",
+    "GuardConfig",
+    "Incident",
+    "Operand",
+    "Origin",
+    "Phase",
+    "Policy",
+    "Reading",
+    "Remedy",
+    "Severity",
+    "Verdict",
+    "VerdictKind",
+]

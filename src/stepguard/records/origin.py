@@ -1,0 +1,66 @@
+"""Where the first harmful value was born."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """One tensor or number that went into, or came out of, the operation."""
+
+    name: str = ""
+    """Argument name in the operator's schema, or a stored tensor's name."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    min: float | None = None
+    """Smallest finite element."""
+    max: float | None = None
+    """Largest finite element."""
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    zeros: int = 0
+    index: tuple[int, ...] | None = None
+    """First non-finite element, or for an operand the element that broke the operation."""
+    value: float | None = None
+    """The element at `index`, or the number itself for a Python scalar."""
+
+    @property
+    def finite(self) -> bool:
+        return not (self.nan or self.posinf or self.neginf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The birth of the first harmful value, as exactly as it could be confirmed."""
+
+    step: int
+    phase: Phase
+    module: str | None = None
+    """Dotted path; "" is the root model's own forward, None is outside every module."""
+    op: str | None = None
+    """The aten packet, for instance `aten._softmax`."""
+    node: str | None = None
+    """The autograd node, backward only."""
+    source: str | None = None
+    """`file.py:88` of the user's frame."""
+    context: tuple[str, ...] = ()
+    """Source lines around `source`, each with its number."""
+    tensor: str | None = None
+    """`batch:x`, `param:NAME`, `buffer:NAME`, `opt:SLOT` where a stored tensor is the culprit."""
+    samples: tuple[int, ...] = ()
+    """Indices in the batch, each confirmed by leaving it out; empty when none could be confirmed."""
+    micro_batch: int | None = None
+    rank: int | None = None
+    inputs: tuple[Operand, ...] = ()
+    output: Operand | None = None
+    method: str = ""
+    """How it was found: `replay`, `scan`, `output-gradient`, ..."""
+    reproduced: bool | None = None
+    """True: the replay shows it again; False: it does not (transient); None: no replay was possible."""
+    notes: tuple[str, ...] = ()
+    """What could not be seen, and facts on the graph the rules use (for instance `where:unselected`)."""

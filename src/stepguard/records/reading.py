@@ -1,0 +1,56 @@
+"""What one step looked like from outside: a few numbers, read with at most one host sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The agreed numbers of one optimizer step. Non-finite floats are kept as they are."""
+
+    step: int
+    """Index of the optimizer step, counted from 0 over the guard's life."""
+    loss: float | None = None
+    """Sum of the micro-batch losses, not scaled; None where no loss could be seen."""
+    micro_losses: tuple[float, ...] = ()
+    """The loss of each micro-batch, in order."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Named parts of the loss, added over the micro-batches."""
+    grad_norm: float | None = None
+    """2-norm of all gradients in fp32, after unscaling and before clipping."""
+    grads_finite: bool = True
+    """Exact: no gradient element is NaN or Inf."""
+    clip_factor: float | None = None
+    """What clipping multiplied the gradients by; None where nothing clips."""
+    scale: float | None = None
+    """GradScaler scale during the step."""
+    lr: tuple[float, ...] = ()
+    """Learning rate of each parameter group."""
+    labels: int | None = None
+    """How many targets the step had, where the batch says so."""
+    seconds: float | None = None
+    """Wall-clock time since the previous step was read."""
+    bad_state: tuple[str, ...] = ()
+    """Stored tensors that are non-finite: `param:NAME`, `buffer:NAME`, `opt:SLOT`."""
+    bad_inputs: tuple[str, ...] = ()
+    """Batch tensors that hold NaN or Inf (`batch:KEY`); looked at only once something is wrong."""
+    bad_grads: tuple[str, ...] = ()
+    """Parameters whose gradient is non-finite; filled only once something is wrong."""
+    state_born: bool = False
+    """True when `bad_state` was finite before this step's update: the optimizer made it."""
+    overflow: bool = False
+    """Gradients are non-finite only because the loss scale is too high (a replay at scale 1 is finite)."""
+    repeat_loss: float | None = None
+    """Loss of the last good batch on the present weights; only measured on suspicion."""
+    bad_ranks: tuple[int, ...] = ()
+    """Ranks whose own loss or gradient was bad before any reduction."""
+
+    @property
+    def bad_micro_batches(self) -> tuple[int, ...]:
+        """Indices of the micro-batches whose loss is not finite."""
+        return tuple(i for i, value in enumerate(self.micro_losses) if not _finite(value))
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0

@@ -1,0 +1,114 @@
+"""What users set: frozen, keyword-only, checked where it is built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Literal, get_args
+
+from stepguard._errors import ConfigError
+from stepguard.records.decision import Action
+
+ACTIONS: tuple[str, ...] = get_args(Action)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What to do about an incident: the actions are tried in order, each until its budget is used up."""
+
+    actions: tuple[Action, ...] = ("skip", "rewind", "stop")
+    """In order of preference. `stop` is implied at the end: a run never goes on without a decision."""
+    max_consecutive: int = 3
+    """Incidents in a row that `skip`, `lower_lr` or `warn` may answer; a committed step resets the count."""
+    max_per_1000: int = 20
+    """Incidents within any 1000 steps."""
+    max_total: int = 100
+    """Incidents in the whole run."""
+    max_rewinds: int = 3
+    """Rewinds in the whole run."""
+    lr_factor: float = 0.5
+    """With `lower_lr`: what every learning rate is multiplied by."""
+    bad_start: Literal["stop", "warn"] = "stop"
+    """When parameters, buffers or optimizer state are non-finite before the first step."""
+
+    def __post_init__(self) -> None:
+        for action in self.actions:
+            _one_of("Policy.actions", action, ACTIONS)
+        if not self.actions:
+            raise ConfigError(f"Policy.actions is empty; give at least one of {_quoted(ACTIONS)}.")
+        for name in ("max_consecutive", "max_per_1000", "max_total", "max_rewinds"):
+            _count(f"Policy.{name}", getattr(self, name))
+        if not 0.0 < self.lr_factor < 1.0:
+            raise ConfigError(f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5.")
+        _one_of("Policy.bad_start", self.bad_start, ("stop", "warn"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardConfig:
+    """Settings of one guard."""
+
+    clip_norm: float | None = None
+    """Clip the gradients to this 2-norm inside `guard.step`; None leaves them alone."""
+    run_dir: str | PathLike[str] | None = None
+    """Where journal, incidents and checkpoints go; None writes nothing."""
+    human_log: str | PathLike[str] | None = None
+    """Folder for a readable log: `latest.log` (a link to the newest) and `training_log.jsonl`."""
+    policy: Policy = field(default_factory=Policy)
+    snapshot_every: int | Literal["auto"] = "auto"
+    """Steps between in-memory snapshots."""
+    checkpoint_every: int | None = None
+    """Steps between sealed checkpoints; None saves only when asked."""
+    loss_scale: float | None = None
+    """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of the gradients.
+
+    It is halved when it is what makes the gradients overflow."""
+    labels_key: str | None = None
+    """Key of the batch that holds the targets, so that empty targets are counted."""
+    ignore_index: int = -100
+    """Target value that does not count as a label."""
+    spike_window: int = 64
+    """Losses remembered for the spike and drift tests."""
+    spike_sigmas: float = 6.0
+    """Robust deviations above the median that make a loss suspicious."""
+    locate: bool = True
+    """Replay a bad step to find where its first harmful value was born."""
+    capsule: Literal["full", "no-data", "off"] = "full"
+    """What of a bad step is kept on disk; `no-data` leaves the batch out."""
+    terminal: Literal["auto", "quiet"] = "auto"
+    """`quiet` prints nothing; incidents are still recorded."""
+
+    def __post_init__(self) -> None:
+        _positive("GuardConfig.clip_norm", self.clip_norm)
+        _positive("GuardConfig.loss_scale", self.loss_scale)
+        _positive("GuardConfig.spike_sigmas", self.spike_sigmas)
+        _count("GuardConfig.spike_window", self.spike_window, least=8)
+        if self.snapshot_every != "auto":
+            _count("GuardConfig.snapshot_every", self.snapshot_every, least=1)
+        if self.checkpoint_every is not None:
+            _count("GuardConfig.checkpoint_every", self.checkpoint_every, least=1)
+        if not isinstance(self.policy, Policy):
+            raise ConfigError(f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy.")
+        _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))
+        _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet"))
+
+
+def _quoted(allowed: tuple[str, ...]) -> str:
+    return ", ".join(repr(a) for a in allowed)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} is not known; use one of {_quoted(allowed)}.")
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name}={value!r} must be a finite number above 0, or None.")
+
+
+def _count(name: str, value: object, least: int = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")

@@ -1,0 +1,1 @@
+"""Holding on to what a step started from: RNG, buffers, batch, and what it was made of."""

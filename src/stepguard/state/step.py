@@ -1,0 +1,62 @@
+"""What one step was made of, kept just long enough to run it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stepguard.state.buffers import BufferKeeper
+from stepguard.state.rng import RngState
+
+LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
+
+
+@dataclass(slots=True)
+class Step:
+    """One optimizer step with everything a replay needs. Holds references, copies nothing but RNG states."""
+
+    index: int
+    model: nn.Module
+    optimizer: Optimizer
+    modules: dict[str, nn.Module]
+    """Further modules by name, such as a criterion."""
+    buffers: BufferKeeper
+    """Already holds the values from before the step."""
+    loss_fn: LossFn | None = None
+    """None in `watch` mode, where the guard does not run the step."""
+    micro_batches: tuple[Any, ...] = ()
+    rng: list[RngState] = field(default_factory=list)
+    """State before each micro-batch."""
+    scale: float = 1.0
+    """What the loss was multiplied by before backward."""
+    clip_norm: float | None = None
+
+    def named_roots(self) -> dict[str, nn.Module]:
+        """Root modules by the prefix their names get; the model's own is ""."""
+        return {"": unwrapped(self.model), **self.modules}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module inside DistributedDataParallel or torch.compile's wrapper."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        return unwrapped(inner)
+    if type(model).__name__ in ("DistributedDataParallel", "DataParallel") and isinstance(
+        getattr(model, "module", None), nn.Module
+    ):
+        return unwrapped(model.module)
+    return model
+
+
+def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """A loss function may return a scalar, or named scalars that are added."""
+    if isinstance(output, Mapping):
+        if not output:
+            raise ValueError("loss_fn returned an empty dict; return a scalar tensor or named scalar tensors.")
+        parts = list(output.values())
+        return sum(parts[1:], start=parts[0])
+    return output
