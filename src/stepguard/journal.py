@@ -114,7 +114,7 @@ def _take(record: RunRecord, line: str, number: int) -> None:
     version = fields.get("v")
     if not isinstance(version, int) or version > SCHEMA:
         raise JournalError(
-            f"{record.path} line {number} has schema {version!r}; this stepguard reads up to {SCHEMA}: upgrade stepguard."
+            f"{record.path} line {number} has schema {version!r}; this stepguard reads up to {SCHEMA}: upgrade it."
         )
     _sort(record, fields["type"], fields)
 

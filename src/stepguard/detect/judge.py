@@ -104,5 +104,5 @@ def _overflow(reading: Reading, config: GuardConfig) -> Verdict:
 
 
 def _spell(reading: Reading) -> str:
-    values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss]
-    return "nan" if any(v is not None and math.isnan(v) for v in values) else "infinite"
+    values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss or 0.0]
+    return "nan" if any(math.isnan(v) for v in values) else "infinite"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ KIND_SUFFIX = "_kind"
 
 
 @cache
-def _adapter(cls: type[Record]) -> TypeAdapter[Record]:
+def _adapter(cls: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
@@ -29,7 +30,8 @@ def to_jsonable(record: object) -> dict[str, Any]:
 
 def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
     """Rebuild a record; raises pydantic's ValidationError where a field does not fit."""
-    return _adapter(cls).validate_python(restore_floats(value))
+    record: Record = _adapter(cls).validate_python(restore_floats(value))
+    return record
 
 
 def dumps(value: dict[str, Any]) -> str:

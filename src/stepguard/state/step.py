@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import RngState
 
+PARALLEL_WRAPPERS = ("DistributedDataParallel", "DataParallel")
+
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 
 
@@ -45,10 +47,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     inner = getattr(model, "_orig_mod", None)
     if isinstance(inner, nn.Module):
         return unwrapped(inner)
-    if type(model).__name__ in ("DistributedDataParallel", "DataParallel") and isinstance(
-        getattr(model, "module", None), nn.Module
-    ):
-        return unwrapped(model.module)
+    if type(model).__name__ in PARALLEL_WRAPPERS:
+        inner = getattr(model, "module", None)
+        return unwrapped(inner) if isinstance(inner, nn.Module) else model
     return model
 
 
