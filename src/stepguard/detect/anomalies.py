@@ -28,20 +28,20 @@ ZERO_STEPS = 5
 
 def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     """A loss far above its usual level in one step."""
-    if reading.loss is None or not history.losses:
+    if reading.judged_loss is None or not history.losses:
         return OK
     limit = sigmas if len(history.losses) >= MATURE else max(sigmas, YOUNG_SIGMAS)
-    excess = (reading.loss - history.level) / history.spread
+    excess = (reading.judged_loss - history.level) / history.spread
     if excess <= limit:
         return OK
-    summary = f"loss {reading.loss:.6g} is {excess:.3g} deviations above its usual {history.level:.6g}"
-    evidence: dict[str, float | int | str] = {"loss": reading.loss, "level": history.level, "deviations": excess}
+    summary = f"loss {reading.judged_loss:.6g} is {excess:.3g} deviations above its usual {history.level:.6g}"
+    evidence: dict[str, float | int | str] = {"loss": reading.judged_loss, "level": history.level, "deviations": excess}
     return _weigh(Verdict(kind="spike", severity="suspicion", summary=summary, evidence=evidence), reading, history)
 
 
 def drift(reading: Reading, history: History) -> Verdict:
     """A slow steady rise, which rules on single steps never see."""
-    values = [*history.losses, reading.loss] if reading.loss is not None else list(history.losses)
+    values = [*history.losses, reading.judged_loss] if reading.judged_loss is not None else list(history.losses)
     if len(values) < DRIFT_LEAST:
         return OK
     rise, noise = trend(values)
@@ -76,7 +76,7 @@ def nothing_learned(reading: Reading, history: History) -> Verdict:
     """No target in the batch, or a loss and gradient that stay exactly 0."""
     if reading.labels == 0:
         return Verdict(kind="no_labels", severity="note", summary="no target of this step counts: nothing is learned")
-    silent = reading.loss == 0.0 and not reading.grad_norm
+    silent = reading.judged_loss == 0.0 and not reading.grad_norm
     if silent and history.zero_losses + 1 == ZERO_STEPS:
         summary = f"loss and gradient have been exactly 0 for {ZERO_STEPS} steps: nothing is learned"
         return Verdict(kind="zero_loss", severity="note", summary=summary)
@@ -92,7 +92,7 @@ def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
     progress = max(history.began_at - history.best, history.spread)
     lost = (again - history.best) / progress if math.isfinite(again) else math.inf
     evidence = {**(verdict.evidence or {}), "repeat_loss": again, "lost_share": lost}
-    half_the_jump = 0.5 * ((reading.loss or again) - history.level)
+    half_the_jump = 0.5 * ((reading.judged_loss or again) - history.level)
     if not math.isfinite(again) or (lost >= LOST_SHARE and again - history.level > half_the_jump):
         summary = f"{verdict.summary}; an earlier batch now gives {again:.6g}: the weights are hurt"
         return replace(verdict, severity="incident", summary=summary, evidence=evidence)

@@ -41,12 +41,13 @@ class History:
         self.top_lr = _highest(self.top_lr, reading.lr)
         nothing = reading.loss == 0.0 and not reading.grad_norm
         self.zero_losses = self.zero_losses + 1 if nothing else 0
-        if reading.loss is None or not math.isfinite(reading.loss):
+        loss = reading.judged_loss
+        if loss is None or not math.isfinite(loss):
             return
-        self.losses.append(reading.loss)
-        self.last_loss = reading.loss
+        self.losses.append(loss)
+        self.last_loss = loss
         if len(self.first) < FIRST_LOSSES:
-            self.first.append(reading.loss)
+            self.first.append(loss)
         level = self.level
         self.best = level if self.best is None else min(self.best, level)
 

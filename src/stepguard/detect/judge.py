@@ -41,7 +41,7 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
 
 def alarming(reading: Reading) -> bool:
     """Does the cheap reading ask for a closer look? True for everything non-finite."""
-    if reading.bad_state or not reading.grads_finite:
+    if reading.alarm or reading.bad_state or not reading.grads_finite:
         return True
     watched = (reading.loss, reading.grad_norm, *reading.micro_losses)
     return any(value is not None and not math.isfinite(value) for value in watched)
