@@ -21,8 +21,6 @@ DRIFT_LEAST = 32
 DRIFT_SIGMAS = 4.0
 LOST_SHARE = 0.5
 """Share of the progress since the first steps that must be gone before a finite anomaly is acted upon."""
-LR_JUMP = 2.0
-"""Times above every configured and seen learning rate."""
 ZERO_STEPS = 5
 
 
@@ -63,13 +61,13 @@ def trend(values: list[float]) -> tuple[float, float]:
 
 def lr_mismatch(reading: Reading, history: History) -> Verdict:
     """A learning rate at least twice as high as anything configured or seen before."""
-    for group, rate in enumerate(reading.lr):
-        ceiling = history.ceiling(group)
-        if ceiling > 0 and not rate <= LR_JUMP * ceiling:
-            summary = f"group {group} runs with lr {rate:.4g}; the highest configured or seen before is {ceiling:.4g}"
-            evidence: dict[str, float | int | str] = {"group": group, "lr": rate, "ceiling": ceiling}
-            return Verdict(kind="lr_mismatch", severity="note", summary=summary, evidence=evidence)
-    return OK
+    group = history.excess_lr(reading.lr)
+    if group is None:
+        return OK
+    rate, ceiling = reading.lr[group], history.ceiling(group)
+    summary = f"group {group} runs with lr {rate:.4g}; the highest configured or seen before is {ceiling:.4g}"
+    evidence: dict[str, float | int | str] = {"group": group, "lr": rate, "ceiling": ceiling}
+    return Verdict(kind="lr_mismatch", severity="note", summary=summary, evidence=evidence)
 
 
 def nothing_learned(reading: Reading, history: History) -> Verdict:
@@ -86,6 +84,8 @@ def nothing_learned(reading: Reading, history: History) -> Verdict:
 def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
     """Suspicion stays one until the loss of an earlier batch on the present weights is known."""
     again = reading.repeat_loss
+    if again is None and history.jumped_lately(reading.step):
+        again = reading.judged_loss  # the learning rate jumped just before: evidence enough
     if again is None:
         return verdict
     assert history.last_loss is not None and history.best is not None

@@ -21,7 +21,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.overhear import Overheard
-from stepguard.engine.pipeline import Pipeline
+from stepguard.engine.pipeline import FINITE_KINDS, Pipeline
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.result import StepResult
 from stepguard.engine.schedule import ScheduleCopy
@@ -80,9 +80,9 @@ class Watcher:
         incident, self._incident = self._incident, None
         if self._late is not None:
             self.shield.call(None, self.reader.after_update)
-            self._end_step()
             if norm_statistics(self.context.roots):
                 self.settle()  # statistics must be put back before the next forward, so this cannot wait
+            self._end_step()
         elif incident is not None:
             self._vetoed(incident)
         else:
@@ -119,7 +119,9 @@ class Watcher:
         if verdict.bad:
             self._hide()
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-            if self._incident is None:
+            decision = self._incident.decision if self._incident is not None else None
+            if decision is None or (verdict.kind in FINITE_KINDS and decision.action == "warn"):
+                self._incident = None
                 self._give_back()
 
     def _flag(self, pending: Pending) -> None:

@@ -93,6 +93,7 @@ class Pipeline:
         situation = Situation(
             step=incident.step,
             hurt=hurt,
+            lost_share=lost_share(incident.verdict),
             at_start=hurt and context.history.committed == 0 and not committed,
             new_scale=working_scale(step) if reading.overflow and context.config.loss_scale else None,
         )
@@ -142,6 +143,12 @@ class Pipeline:
         if self._context.agreement.mode == "spread" and step.loss_fn is not None:
             return not rerun(step).grads_finite
         return bool(reading.bad_grads)
+
+
+def lost_share(verdict: Verdict) -> float | None:
+    """For a finite anomaly: how many times what the run had learned is gone."""
+    share = (verdict.evidence or {}).get("lost_share")
+    return float(share) if verdict.kind in FINITE_KINDS and share is not None else None
 
 
 def _made_by_forward(reading: Reading) -> bool:

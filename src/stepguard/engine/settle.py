@@ -38,7 +38,7 @@ def recorded(context: Context, reading: Reading, *, went_through: bool) -> None:
     if context.journal is not None:
         context.journal.write_step(reading, committed=went_through)
     if context.human is not None:
-        context.human.step(reading)
+        context.human.step(reading, committed=went_through)
 
 
 def _young(context: Context) -> bool:

@@ -13,7 +13,7 @@ from stepguard.engine import settle as close
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.late import LateUpdate, takes_found_inf
-from stepguard.engine.pipeline import Pipeline
+from stepguard.engine.pipeline import FINITE_KINDS, Pipeline
 from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
@@ -122,7 +122,7 @@ class Stepper:
         if verdict.severity == "note":
             self.shield.call(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
-            return self._vetoed(step, reading, verdict)
+            return self._refused(step, pending, reading, verdict)
         if verdict.kind == "scale_calibration":
             self._scaler_update()
             self._after(step, reading, went_through=False)
@@ -148,23 +148,36 @@ class Stepper:
         self._after(step, reading, went_through=True)
         return StepResult().resolve(reading, committed=True, incident=incident)
 
+    def _refused(self, step: Step, pending: Pending, reading: Reading, verdict: Verdict) -> StepResult:
+        """An incident before the update: finite anomalies may be let through, all else is vetoed."""
+        if verdict.kind not in FINITE_KINDS:
+            return self._vetoed(step, reading, verdict)
+        incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
+        if incident is None or (incident.decision is not None and incident.decision.action == "warn"):
+            return self._commit(step, pending, reading, incident)
+        return self._drop(reading, incident)
+
     def _vetoed(self, step: Step, reading: Reading, verdict: Verdict) -> StepResult:
-        """The update does not happen: buffers, scaler and schedule are put back before anything else."""
-        context = self.context
-        context.buffers.restore()
-        close.hold_scaler(context)
+        """The update does not happen. Buffers are put back before anything else."""
+        self.context.buffers.restore()
         end = capture_rng()
         incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-        if incident is None:
-            return StepResult().resolve(reading, committed=False)
-        if incident.decision is not None and incident.decision.action == "skip":
+        if incident is not None and incident.decision is not None and incident.decision.action == "skip":
             partial = self._without_bad_micro_batches(step, reading, incident)
             restore_rng(end)
             if partial is not None:
                 return partial
+        return self._drop(reading, incident)
+
+    def _drop(self, reading: Reading, incident: Incident | None) -> StepResult:
+        """Buffers, scaler and schedule are as if this batch had never come."""
+        context = self.context
+        context.buffers.restore()
+        close.hold_scaler(context)
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
-        close.apply(context, incident)
+        if incident is not None:
+            close.apply(context, incident)
         return StepResult().resolve(reading, committed=False, incident=incident)
 
     def _without_bad_micro_batches(self, step: Step, reading: Reading, incident: Incident) -> StepResult | None:
