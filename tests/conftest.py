@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]

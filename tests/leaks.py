@@ -28,7 +28,6 @@ PATCHABLE: tuple[tuple[Any, str], ...] = (
     (torch.nn.utils, "clip_grad_norm_"),
     (torch, "save"),
     (torch, "load"),
-    (sys, "excepthook"),
     (threading, "excepthook"),
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -65,6 +64,14 @@ def _hooks_probe(name: str, home: Any) -> Probe:
 def _patch_probe(owner: Any, name: str) -> Probe:
     label = f"{getattr(owner, '__name__', owner)}.{name}"
     return Probe(label, lambda: getattr(owner, name, None), lambda before: setattr(owner, name, before))
+
+
+def _excepthook() -> Any:
+    """The hook below those of torch.distributed, which never removes its own."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":
+        hook = hook.__closure__[hook.__code__.co_freevars.index("old_hook")].cell_contents
+    return hook
 
 
 def _environment() -> dict[str, str]:
@@ -117,6 +124,7 @@ PROBES: dict[str, Probe] = {
         _hooks_probe("global module hooks", nn_module),
         _hooks_probe("global optimizer hooks", optim_module),
         *(_patch_probe(owner, name) for owner, name in PATCHABLE),
+        Probe("sys.excepthook", _excepthook, lambda before: setattr(sys, "excepthook", before)),
         Probe("os.environ", _environment, _reset_environment),
         Probe("working directory", os.getcwd, os.chdir),
         Probe("sys.argv", lambda: list(sys.argv), lambda before: sys.argv.__setitem__(slice(None), before)),

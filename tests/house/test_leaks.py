@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import leaks
 import numpy as np
 import pytest
 import torch
+from torch.optim import optimizer as optim_module
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import leaks
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
@@ -36,7 +38,8 @@ def _leave_patch(owner: object, name: str) -> Callable[[], None]:
 
 LEAVE: dict[str, Callable[[], object]] = {
     "global module hooks": lambda: torch.nn.modules.module.register_module_forward_hook(lambda *a: None),
-    "global optimizer hooks": lambda: torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *a: None),
+    "global optimizer hooks": lambda: optim_module.register_optimizer_step_pre_hook(lambda *a: None),
+    "sys.excepthook": _leave_patch(sys, "excepthook"),
     "os.environ": lambda: os.environ.__setitem__("STEPGUARD_LEAKED", "1"),
     "working directory": lambda: os.chdir("/"),
     "sys.argv": lambda: sys.argv.append("leaked"),
@@ -86,6 +89,14 @@ def test_thread_that_is_about_to_end_is_no_leak() -> None:
     thread = threading.Thread(target=release.wait)
     thread.start()
     release.set()
+    assert leaks.leaks_since(before) == []
+
+
+def test_hook_that_torch_distributed_forgets_is_not_blamed_on_the_test() -> None:
+    before = leaks.look()
+    _leave_process_group()
+    torch.distributed.destroy_process_group()
+    assert sys.excepthook.__name__ == "_distributed_excepthook"
     assert leaks.leaks_since(before) == []
 
 
