@@ -30,7 +30,7 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
         return OK
     limit = sigmas if len(history.losses) >= MATURE else max(sigmas, YOUNG_SIGMAS)
     excess = (reading.judged_loss - history.level) / history.spread
-    if excess <= limit:
+    if not excess > limit:
         return OK
     summary = f"loss {reading.judged_loss:.6g} is {excess:.3g} deviations above its usual {history.level:.6g}"
     evidence: dict[str, float | int | str] = {"loss": reading.judged_loss, "level": history.level, "deviations": excess}
@@ -43,7 +43,7 @@ def drift(reading: Reading, history: History) -> Verdict:
     if len(values) < DRIFT_LEAST:
         return OK
     rise, noise = trend(values)
-    if rise <= DRIFT_SIGMAS * max(noise, 0.01 * abs(values[0])):
+    if not rise > DRIFT_SIGMAS * max(noise, 0.01 * abs(values[0])):
         return OK
     summary = f"loss has risen by {rise:.4g} over {len(values)} steps ({rise / len(values):+.3g} a step)"
     evidence: dict[str, float | int | str] = {"rise": rise, "steps": len(values), "noise": noise}
@@ -52,11 +52,22 @@ def drift(reading: Reading, history: History) -> Verdict:
 
 def trend(values: list[float]) -> tuple[float, float]:
     """Rise over the window by least squares, and the standard deviation of what the line leaves over."""
-    n = len(values)
-    mean_x, mean_y = (n - 1) / 2, sum(values) / n
-    slope = sum((i - mean_x) * (v - mean_y) for i, v in enumerate(values)) / sum((i - mean_x) ** 2 for i in range(n))
-    left = sum((v - mean_y - slope * (i - mean_x)) ** 2 for i, v in enumerate(values))
-    return slope * (n - 1), math.sqrt(left / n)
+    unit = max(map(abs, values)) or 1.0  # squares of float64 losses beyond 1e154 would overflow
+    n, ys = len(values), [value / unit for value in values]
+    mean_x, mean_y = (n - 1) / 2, sum(ys) / n
+    slope = sum((i - mean_x) * (y - mean_y) for i, y in enumerate(ys)) / sum((i - mean_x) ** 2 for i in range(n))
+    left = sum((y - mean_y - slope * (i - mean_x)) ** 2 for i, y in enumerate(ys))
+    return slope * (n - 1) * unit, math.sqrt(left / n) * unit
+
+
+def impossible_lr(reading: Reading) -> Verdict:
+    """A learning rate that is NaN or infinite: the update would ruin every weight."""
+    for group, rate in enumerate(reading.lr):
+        if not math.isfinite(rate):
+            summary = f"group {group} runs with lr {rate}: the update would make every weight non-finite"
+            evidence: dict[str, float | int | str] = {"group": group, "lr": rate}
+            return Verdict(kind="lr_mismatch", severity="incident", summary=summary, evidence=evidence)
+    return OK
 
 
 def lr_mismatch(reading: Reading, history: History) -> Verdict:
@@ -92,8 +103,10 @@ def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
     progress = max(history.began_at - history.best, history.spread)
     lost = (again - history.best) / progress if math.isfinite(again) else math.inf
     evidence = {**(verdict.evidence or {}), "repeat_loss": again, "lost_share": lost}
-    half_the_jump = 0.5 * ((reading.judged_loss or again) - history.level)
-    if not math.isfinite(again) or (lost >= LOST_SHARE and again - history.level > half_the_jump):
+    now = again if reading.judged_loss is None else reading.judged_loss
+    half_the_jump = 0.5 * (now - history.level)
+    before = history.level if reading.repeat_before is None else max(history.level, reading.repeat_before)
+    if not math.isfinite(again) or (lost >= LOST_SHARE and again - before > half_the_jump):
         summary = f"{verdict.summary}; an earlier batch now gives {again:.6g}: the weights are hurt"
         return replace(verdict, severity="incident", summary=summary, evidence=evidence)
     summary = f"{verdict.summary}; an earlier batch still gives {again:.6g}: the data did it"

@@ -40,7 +40,7 @@ class Pipeline:
         again = self._repeat_loss()
         if again is None:
             return reading, replace(verdict, severity="note")
-        reading = replace(reading, repeat_loss=again)
+        reading = replace(reading, repeat_loss=again[0], repeat_before=again[1])
         return reading, judge(reading, context.history, context.config)
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
@@ -109,20 +109,18 @@ class Pipeline:
             context.human.incident(incident)
         context.terminal.incident(incident)
 
-    def _repeat_loss(self) -> float | None:
-        """The loss of an earlier healthy batch on the present weights; the largest over the ranks."""
+    def _repeat_loss(self) -> tuple[float, float] | None:
+        """The loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
         context = self._context
-        again: float | None = None
+        again: tuple[float, float] | None = None
         if context.anchor is not None:
             step, then = context.anchor
-            now = reevaluate(step)
-            # on the scale of the history: how much this batch lost since it was healthy
-            again = context.history.level + (now - then) if math.isfinite(now) else now
+            again = (reevaluate(step), then)
         if context.agreement.mode != "collective":
             return again
         told = [facts["again"] for facts in context.agreement.gather({"again": again})]
-        known = [value for value in told if value is not None]
-        return max(known, key=lambda v: math.inf if math.isnan(v) else v) if known else None
+        known = [pair for pair in told if pair is not None]
+        return max(known, key=lambda pair: pair[0] - pair[1] if math.isfinite(pair[0]) else math.inf, default=None)
 
     def _agree(self, step: Step, reading: Reading) -> Reading:
         """Every rank goes on with the reading of the worst one, so that all decide the same."""

@@ -44,7 +44,9 @@ class Reading:
     overflow: bool = False
     """Gradients are non-finite only because the loss scale is too high (a replay at scale 1 is finite)."""
     repeat_loss: float | None = None
-    """Loss of the last good batch on the present weights; only measured on suspicion."""
+    """Loss of an earlier good batch on the present weights; only measured on suspicion."""
+    repeat_before: float | None = None
+    """What that same batch gave when it was new; without it a hard batch looks like hurt weights."""
     alarm: bool = False
     """Some rank reported a non-finite value."""
     bad_ranks: tuple[int, ...] = ()
