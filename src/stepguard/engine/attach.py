@@ -21,7 +21,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.overhear import Overheard
-from stepguard.engine.pipeline import FINITE_KINDS, Pipeline
+from stepguard.engine.pipeline import Pipeline, let_through
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.result import StepResult
 from stepguard.engine.schedule import ScheduleCopy
@@ -119,8 +119,7 @@ class Watcher:
         if verdict.bad:
             self._hide()
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-            decision = self._incident.decision if self._incident is not None else None
-            if decision is None or (verdict.kind in FINITE_KINDS and decision.action == "warn"):
+            if self._incident is None or let_through(self._incident):
                 self._incident = None
                 self._give_back()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from stepguard.engine import settle as close
+from stepguard.engine.pipeline import FINITE_KINDS, let_through
 from stepguard.engine.reader import MicroLoss
 from stepguard.engine.result import StepResult
 from stepguard.engine.stepper import Stepper
@@ -60,7 +61,7 @@ class ClosureStepper(Stepper):
             for batch in micro_batches:
                 loss = loss_fn(batch)
                 assert isinstance(loss, Tensor)
-                loss.backward()
+                torch.autograd.backward(loss)
                 total += float(loss)
             return total
 
@@ -79,7 +80,7 @@ class Evaluations:
         self.incident: Incident | None = None
         self._last: Tensor | None = None
 
-    def closure(self) -> Tensor:
+    def closure(self) -> Any:
         """What the optimizer calls."""
         if self.incident is not None and self._last is not None:
             return self._last
@@ -92,22 +93,22 @@ class Evaluations:
     def _read(self, losses: list[MicroLoss]) -> None:
         stepper, context = self._stepper, self._stepper.context
         pending = stepper.reader.issue(losses)
-        reading = stepper.reader.complete(pending)
-        first = self.first is None
-        verdict = self._judge(reading, first)
+        reading, verdict = self._judge(stepper.reader.complete(pending))
+        self.first = self.first or reading
         if verdict.bad:
-            self.first = reading
-            self.incident = stepper.pipeline.respond(self._step, reading, verdict)
-            silence(context.optimizer)
-        elif context.config.clip_norm is not None and pending.norm is not None:
+            incident = stepper.pipeline.respond(self._step, reading, verdict)
+            if not let_through(incident):
+                self.first, self.incident = reading, incident
+                silence(context.optimizer)
+                return
+        if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
 
-    def _judge(self, reading: Reading, first: bool) -> Verdict:
+    def _judge(self, reading: Reading) -> tuple[Reading, Verdict]:
         """Later evaluations lie along a line search: their losses say nothing about the run."""
         reading, verdict = self._stepper.pipeline.assess(self._step, reading)
-        if first:
-            self.first = reading
-        return OK if not first and verdict.kind in ("spike", "drift") else verdict
+        along_the_line = self.first is not None and verdict.kind in FINITE_KINDS
+        return reading, OK if along_the_line else verdict
 
 
 def silence(optimizer: Optimizer) -> None:

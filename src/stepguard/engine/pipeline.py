@@ -143,6 +143,12 @@ class Pipeline:
         return bool(reading.bad_grads)
 
 
+def let_through(incident: Incident) -> bool:
+    """A finite step on hurt weights that the policy only warns about: the update goes on."""
+    decision = incident.decision
+    return incident.verdict.kind in FINITE_KINDS and decision is not None and decision.action == "warn"
+
+
 def lost_share(verdict: Verdict) -> float | None:
     """For a finite anomaly: how many times what the run had learned is gone."""
     share = (verdict.evidence or {}).get("lost_share")

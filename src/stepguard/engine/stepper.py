@@ -13,7 +13,7 @@ from stepguard.engine import settle as close
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.late import LateUpdate, takes_found_inf
-from stepguard.engine.pipeline import FINITE_KINDS, Pipeline
+from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
@@ -80,7 +80,7 @@ class Stepper:
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
             context.agreement.announce([seen.total])
-            self._scaled(loss).backward()
+            torch.autograd.backward(self._scaled(loss))
         self._unscale()
         return losses
 
@@ -153,7 +153,7 @@ class Stepper:
         if verdict.kind not in FINITE_KINDS:
             return self._vetoed(step, reading, verdict)
         incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-        if incident is None or (incident.decision is not None and incident.decision.action == "warn"):
+        if incident is None or let_through(incident):
             return self._commit(step, pending, reading, incident)
         return self._drop(reading, incident)
 
@@ -251,7 +251,7 @@ class Stepper:
         self.context.optimizer.zero_grad(set_to_none=True)
         for batch in micro_batches:
             loss, _ = micro_loss(loss_fn(batch), batch, self.context)
-            self._scaled(loss).backward()
+            torch.autograd.backward(self._scaled(loss))
         self._unscale()
         return self._update_unguarded()
 

@@ -8,7 +8,6 @@ from stepguard.policy.budget import Budget
 from stepguard.records.decision import Action, Decision
 from stepguard.records.settings import Policy
 
-
 BEYOND_REPAIR = 50.0
 """Times the progress of the whole run: a loss this far up does not come back by itself."""
 
@@ -54,7 +53,7 @@ def _why_not(action: Action, situation: Situation, policy: Policy, spent: Budget
             return "no good snapshot or checkpoint to go back to"
         used = f"{spent.rewinds} rewinds used"
         return used if spent.rewinds >= policy.max_rewinds else ""
-    if situation.lost_share is not None and action != "rewind":
+    if situation.lost_share is not None:
         return "the weights are hurt, leaving this batch out mends nothing"
     if situation.hurt and action in ("skip", "lower_lr"):
         return "the state itself is damaged"

@@ -81,4 +81,4 @@ class Agreement:
             return grad * cell.to(grad)  # times 1 leaves a healthy gradient bit-identical
 
         carry.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the parameter does not warn
-        return [p.register_hook(carry) for p in trainable[:CARRIERS]]
+        return [p.register_hook(carry) for p in trainable[:CARRIERS]]  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Parameters, buffers and optimizer state: a cheap device-side finite test, and an exact scan that names the bad ones."""
+"""Parameters, buffers and optimizer state: a cheap finite test on the device, and a scan that names the bad ones."""
 
 from __future__ import annotations
 

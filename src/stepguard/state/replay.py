@@ -1,4 +1,4 @@
-"""Running a step again without leaving a trace: gradients, buffers, RNG and the process group are as before after it."""
+"""Running a step again without leaving a trace: gradients, buffers and RNG are as before, no collective is held."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None
             restore_rng(step.rng[index])
             loss = total_loss(step.loss_fn(step.micro_batches[index]))
             losses.append(float(loss.detach()))
-            (loss * scale if scale != 1.0 else loss).backward()
+            torch.autograd.backward(loss * scale if scale != 1.0 else loss)
         gradients = tuple(p.grad for p in params)
         finite = all(g is None or bool(torch.isfinite(_values(g)).all()) for g in gradients)
     return Rerun(tuple(losses), finite, gradients)
