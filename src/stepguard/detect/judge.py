@@ -53,7 +53,7 @@ def _state(reading: Reading) -> Verdict:
     first = reading.bad_state[0]
     kind = STATE_KINDS[first.partition(":")[0]]
     more = f" and {len(reading.bad_state) - 1} more" if len(reading.bad_state) > 1 else ""
-    when = "became non-finite in this step's update" if reading.state_born else "was non-finite before this step"
+    when = "became non-finite in this step" if reading.state_born else "was non-finite before this step"
     return Verdict(kind=kind, severity="incident", summary=f"{first}{more} {when}")
 
 

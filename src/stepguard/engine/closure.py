@@ -1,4 +1,4 @@
-"""Optimizers that call the loss several times a step (LBFGS): every evaluation is read, and the whole step can be undone."""
+"""Optimizers that call the loss several times a step (LBFGS): each evaluation is read, the whole step can be undone."""
 
 from __future__ import annotations
 

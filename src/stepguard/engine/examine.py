@@ -22,9 +22,12 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
         return replace(reading, overflow=True, bad_state=())
     buffers_after = bad_buffers(context.roots, context.sentinels)
     step.buffers.restore()
+    before = stored_trouble(context)
+    made_now = buffers_after if not before and _only_buffers(reading) else []
     return replace(
         reading,
-        bad_state=tuple(stored_trouble(context)) or (tuple(buffers_after) if _only_buffers(reading) else ()),
+        bad_state=tuple(before or made_now),
+        state_born=reading.state_born or bool(made_now),
         bad_inputs=tuple(bad_batch_tensors(step.micro_batches)),
         bad_grads=tuple(_bad_gradients(context)),
     )

@@ -89,7 +89,7 @@ class Pipeline:
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Any:
         context = self._context
         reading = incident.reading
-        hurt = committed or (bool(reading.bad_state) and not reading.state_born and not _made_by_forward(reading))
+        hurt = committed or (bool(reading.bad_state) and not reading.state_born)
         situation = Situation(
             step=incident.step,
             hurt=hurt,
@@ -153,14 +153,3 @@ def lost_share(verdict: Verdict) -> float | None:
     """For a finite anomaly: how many times what the run had learned is gone."""
     share = (verdict.evidence or {}).get("lost_share")
     return float(share) if verdict.kind in FINITE_KINDS and share is not None else None
-
-
-def _made_by_forward(reading: Reading) -> bool:
-    """Only buffers are bad, and the veto has already put them back."""
-    return (
-        all(name.startswith("buffer:") for name in reading.bad_state) and reading.grads_finite and _was_finite(reading)
-    )
-
-
-def _was_finite(reading: Reading) -> bool:
-    return reading.loss is not None and math.isfinite(reading.loss)
