@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from stepguard.detect import judge
 from stepguard.detect.judge import alarming
@@ -12,10 +11,11 @@ from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
 from stepguard.engine.examine import examine, working_scale
 from stepguard.engine.facts import run_facts
+from stepguard.engine.record import record
 from stepguard.locate import locate
 from stepguard.policy import decide
 from stepguard.policy.decide import Situation
-from stepguard.records import Incident, Origin, Reading, Verdict
+from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.state.replay import reevaluate, rerun
 from stepguard.state.step import Step
@@ -58,7 +58,7 @@ class Pipeline:
             incident = self._explain(incident, step)
             incident = replace(incident, decision=self._decide(incident, step, committed))
         finally:
-            self._record(incident)
+            incident = record(context, incident, step)
         return incident
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
@@ -86,7 +86,7 @@ class Pipeline:
         told = agreement.gather({"origin": to_jsonable(origin) if origin is not None else None})[leader]["origin"]
         return from_jsonable(Origin, told) if told is not None else None
 
-    def _decide(self, incident: Incident, step: Step, committed: bool) -> Any:
+    def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context = self._context
         reading = incident.reading
         hurt = committed or (bool(reading.bad_state) and not reading.state_born)
@@ -99,15 +99,6 @@ class Pipeline:
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
         return decision
-
-    def _record(self, incident: Incident) -> None:
-        context = self._context
-        context.incidents.append(incident)
-        if context.journal is not None:
-            context.journal.write_incident(incident)
-        if context.human is not None:
-            context.human.incident(incident)
-        context.terminal.incident(incident)
 
     def _repeat_loss(self) -> tuple[float, float] | None:
         """The loss of an earlier healthy batch now and when it was new; the worst over the ranks."""

@@ -22,7 +22,7 @@ from stepguard._errors import CapsuleError
 from stepguard.records import Reading
 from stepguard.records.codec import dumps, from_jsonable, to_jsonable
 from stepguard.state.atomic import new_folder
-from stepguard.state.plain import NotPlain, put_together, take_apart
+from stepguard.state.plain import NotPlainError, put_together, take_apart
 from stepguard.state.rng import RngState
 from stepguard.state.step import Step
 
@@ -96,7 +96,7 @@ def write_capsule(
     if keep == "full":
         try:
             facts["micro_batches"] = [take_apart(b, tensors, f"batch/{i}") for i, b in enumerate(step.micro_batches)]
-        except NotPlain as why:
+        except NotPlainError as why:
             facts["left_out"] = str(why)
     _state_apart(step, tensors)
     if sum(t.numel() * t.element_size() for t in tensors.values()) > limit_bytes:

@@ -11,7 +11,7 @@ from torch import Tensor
 SCALARS = (str, int, float, bool, type(None))
 
 
-class NotPlain(ValueError):
+class NotPlainError(ValueError):
     """A value that is neither a tensor, a container, nor a plain scalar."""
 
 
@@ -31,7 +31,7 @@ def take_apart(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
     array = getattr(value, "__array__", None)
     if array is not None:
         return take_apart(torch.as_tensor(value), tensors, name)
-    raise NotPlain(f"{name} is a {type(value).__name__}; only tensors, containers and plain values can be kept.")
+    raise NotPlainError(f"{name} is a {type(value).__name__}; only tensors, containers and plain values can be kept.")
 
 
 def put_together(structure: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
