@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepguard.engine.context import Context
 from stepguard.records import Incident
-from stepguard.records.codec import dumps, to_jsonable
+from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
 from stepguard.state.capsule import write_capsule
 from stepguard.state.step import Step
@@ -22,7 +22,7 @@ def record(context: Context, incident: Incident, step: Step) -> Incident:
     context.incidents.append(incident)
     if context.journal is not None:
         context.journal.write_incident(incident)
-        write_file(_folder(context, incident) / "incident.json", dumps(to_jsonable(incident)).encode())
+        write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
     if context.human is not None:
         context.human.incident(incident)
     context.terminal.incident(incident)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stepguard._errors import CapsuleError
 from stepguard.records import Reading
-from stepguard.records.codec import dumps, from_jsonable, to_jsonable
+from stepguard.records.codec import dumps, from_jsonable, to_plain
 from stepguard.state.atomic import new_folder
 from stepguard.state.plain import NotPlainError, put_together, take_apart
 from stepguard.state.rng import RngState
@@ -88,7 +88,7 @@ def write_capsule(
         "scale": step.scale,
         "clip_norm": step.clip_norm,
         "build": build,
-        "reading": to_jsonable(reading),
+        "reading": to_plain(reading),
         "environment": environment(),
         "rng": [_rng_apart(state, tensors, f"rng/{i}") for i, state in enumerate(step.rng)],
         "optimizer": {"name": type(step.optimizer).__name__},
