@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,10 @@ from stepguard.report.terminal import Terminal
 from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import Step, unwrapped
+
+
+guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
 
 
 @dataclass
@@ -119,8 +124,16 @@ def build_context(
     configured = config.lr
     context.history.configured_lr = tuple(configured or lr for lr in context.lr)
     context.resources.callback(agreement.close)
+    guarded.add(optimizer)
+    context.resources.callback(guarded.discard, optimizer)
     _open_files(context)
     return context
+
+
+def bare_step(context: Context) -> Step:
+    """The last step, when nothing of it can be run again."""
+    index = max(context.step - 1, 0)
+    return Step(index, context.model, context.optimizer, context.modules, context.buffers)
 
 
 def _open_files(context: Context) -> None:

@@ -9,7 +9,7 @@ from stepguard.detect import judge
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
-from stepguard.engine.examine import examine, working_scale
+from stepguard.engine.examine import examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.record import record
 from stepguard.locate import locate
@@ -60,6 +60,13 @@ class Pipeline:
         finally:
             incident = record(context, incident, step)
         return incident
+
+    def last_look(self, step: Step) -> None:
+        """At the end of a run: were the parameters still finite after the last update?"""
+        reading = Reading(step=step.index, lr=self._context.lr, bad_state=tuple(stored_trouble(self._context)))
+        verdict = judge(reading, self._context.history, self._context.config)
+        if verdict.bad:
+            self.respond(step, reading, verdict, committed=True)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
         """Worth a line, not an action."""

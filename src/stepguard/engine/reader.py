@@ -93,6 +93,10 @@ class Reader:
         """A cheap look at the new parameters, read with the next step's packet."""
         self._state = largest(self._context.parameters)
 
+    def last_update_finite(self) -> bool:
+        """The look after the last update, which no further step will read. Waits for the device."""
+        return self._state is None or math.isfinite(Packet([self._state]).fetch()[0])
+
     def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing."""
         context = self._context

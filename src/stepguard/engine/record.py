@@ -45,7 +45,13 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
         return incident
     try:
         kept = write_capsule(
-            folder, step, incident.reading, build=config.build, keep=config.capsule, limit_bytes=config.capsule_limit
+            folder,
+            step,
+            incident.reading,
+            verdict=incident.verdict,
+            build=config.build,
+            keep=config.capsule,
+            limit_bytes=config.capsule_limit,
         )
     except OSError as fault:  # a full disk must not cost the incident
         context.note("note", {"step": incident.step, "kind": "capsule", "summary": f"no capsule: {fault}"})

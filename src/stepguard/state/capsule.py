@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stepguard._errors import CapsuleError
-from stepguard.records import Reading
+from stepguard.records import Reading, Verdict
 from stepguard.records.codec import dumps, from_jsonable, to_plain
 from stepguard.state.atomic import new_folder
 from stepguard.state.plain import NotPlainError, put_together, take_apart
@@ -42,6 +42,17 @@ class Capsule:
         """`module:function` that returns model, optimizer and loss function."""
         build: str | None = self.facts.get("build")
         return build
+
+    @property
+    def script(self) -> str | None:
+        """The script that was running, relative to the directory it ran in."""
+        script: str | None = self.facts.get("script")
+        return script
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the script was called with."""
+        return [str(a) for a in self.facts.get("arguments", [])]
 
     @property
     def reading(self) -> Reading:
@@ -76,6 +87,7 @@ def write_capsule(
     step: Step,
     reading: Reading,
     *,
+    verdict: Verdict,
     build: str | None,
     keep: Literal["full", "no-data"],
     limit_bytes: int,
@@ -88,7 +100,10 @@ def write_capsule(
         "scale": step.scale,
         "clip_norm": step.clip_norm,
         "build": build,
+        **running_script(),
         "reading": to_plain(reading),
+        "verdict": verdict.kind,
+        "summary": verdict.summary,
         "environment": environment(),
         "rng": [_rng_apart(state, tensors, f"rng/{i}") for i, state in enumerate(step.rng)],
         "optimizer": {"name": type(step.optimizer).__name__},
@@ -129,11 +144,18 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "default_dtype": str(torch.get_default_dtype()),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
+
+
+def running_script() -> dict[str, Any]:
+    """The main script, if it is a file below the current directory."""
+    main = Path(sys.argv[0]).resolve() if sys.argv and sys.argv[0] else None
+    if main is None or main.suffix != ".py" or not main.is_file() or not main.is_relative_to(Path.cwd()):
+        return {}
+    return {"script": str(main.relative_to(Path.cwd())), "arguments": sys.argv[1:]}
 
 
 def _state_apart(step: Step, tensors: dict[str, Tensor]) -> None:
