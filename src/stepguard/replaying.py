@@ -65,9 +65,8 @@ def _from_script(capsule: Capsule, script: str) -> Incident:
     def take(context: Context, loss_fn: LossFn) -> None:
         found.append(_run(capsule, context.model, context.optimizer, loss_fn, context.modules))
 
-    with _as_main(path, capsule.arguments), taking(take):
-        with suppress(StepTaken):
-            runpy.run_path(str(path), run_name="__main__")
+    with _as_main(path, capsule.arguments), taking(take), suppress(StepTaken):
+        runpy.run_path(str(path), run_name="__main__")
     if not found:
         raise CapsuleError(
             f"{path.name} ended without calling guard.step, so there was nothing to run the capsule with."

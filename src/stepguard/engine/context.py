@@ -29,7 +29,6 @@ from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import Step, unwrapped
 
-
 guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
 
