@@ -1,11 +1,14 @@
-"""Records to strict JSON and back: NaN and Inf become null beside a `<field>_kind` that says which."""
+"""Records to strict JSON and back: NaN and Inf become null beside a `<field>_kind` that says which.
+
+A key that itself ends in `_kind` and could be taken for such a companion gets a `~` at its end, removed on reading.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable
-from functools import cache
+import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -13,11 +16,17 @@ from pydantic import TypeAdapter
 Record = TypeVar("Record")
 
 KIND_SUFFIX = "_kind"
+KINDS = ("nan", "inf", "-inf")
+_ESCAPED = re.compile(r"_kind~+$")
+_ESCAPABLE = re.compile(r"_kind~*$")
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
-@cache
-def _adapter(cls: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    """Building one takes a millisecond, so each record type has one for ever."""
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    return _ADAPTERS[cls]
 
 
 def to_jsonable(record: object) -> dict[str, Any]:
@@ -35,8 +44,9 @@ def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """One line of strict JSON."""
-    return json.dumps(strict_json(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    """One line of strict JSON, always encodable: what UTF-8 cannot hold (undecodable file names) stays escaped."""
+    text = json.dumps(strict_json(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def float_kind(value: float) -> str | None:
@@ -47,16 +57,9 @@ def float_kind(value: float) -> str | None:
 
 
 def strict_json(value: Any) -> Any:
-    """Plain containers with every non-finite float replaced by null and named beside it."""
+    """Plain containers with every non-finite float of a dict replaced by null and named beside it."""
     if isinstance(value, dict):
-        out: dict[str, Any] = {}
-        for key, item in value.items():
-            name = str(key)
-            out[name] = strict_json(item)
-            kind = _kind_of(item)
-            if kind is not None:
-                out[name + KIND_SUFFIX] = kind
-        return out
+        return _strict_dict({str(key): item for key, item in value.items()})
     if isinstance(value, list | tuple):
         return [strict_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -64,11 +67,37 @@ def strict_json(value: Any) -> Any:
     return value
 
 
-def _kind_of(value: Any) -> str | list[str | None] | None:
+def _strict_dict(value: dict[str, Any]) -> dict[str, Any]:
+    escape = _needs_escape(value)
+    out: dict[str, Any] = {}
+    for key, item in value.items():
+        name = key + "~" if escape and _ESCAPABLE.search(key) else key
+        out[name] = strict_json(item)
+        kind = _kind_of(item)
+        if kind is not None:
+            out[name + KIND_SUFFIX] = kind
+    return out
+
+
+def _needs_escape(value: dict[str, Any]) -> bool:
+    """Could a key of the user's be taken for the companion of another one?"""
+    suspects = [key for key in value if KIND_SUFFIX in key]
+    return any(_ESCAPED.search(key) or any(owner in value for owner in _owners(key)) for key in suspects)
+
+
+def _owners(key: str) -> Iterator[str]:
+    while key.endswith(KIND_SUFFIX):
+        key = key.removesuffix(KIND_SUFFIX)
+        yield key
+
+
+def _kind_of(value: Any) -> str | list[Any] | None:
+    """The companion of a value: a name for a float, a list of companions for a list that holds any."""
     if isinstance(value, float):
         return float_kind(value)
-    if isinstance(value, list | tuple) and any(isinstance(v, float) and not math.isfinite(v) for v in value):
-        return [float_kind(v) if isinstance(v, float) else None for v in value]
+    if isinstance(value, list | tuple):
+        kinds = [_kind_of(item) for item in value]
+        return kinds if any(kind is not None for kind in kinds) else None
     return None
 
 
@@ -78,22 +107,26 @@ def restore_floats(value: Any) -> Any:
         return [restore_floats(item) for item in value]
     if not isinstance(value, dict):
         return value
+    escaped = any(_ESCAPED.search(key) for key in value)
     out: dict[str, Any] = {}
     for key, item in value.items():
         owner = key.removesuffix(KIND_SUFFIX)
         if owner != key and owner in value and _is_kind(item, value[owner]):
             continue
-        out[key] = _restore(item, value.get(key + KIND_SUFFIX))
+        name = key[:-1] if escaped and _ESCAPED.search(key) else key
+        out[name] = _restore(item, value.get(key + KIND_SUFFIX))
     return out
 
 
 def _is_kind(kind: Any, owner: Any) -> bool:
-    return (owner is None and kind in ("nan", "inf", "-inf")) or (isinstance(owner, list) and isinstance(kind, list))
+    if isinstance(owner, list) and isinstance(kind, list):
+        return len(owner) == len(kind)
+    return owner is None and kind in KINDS
 
 
 def _restore(item: Any, kind: Any) -> Any:
-    if item is None and kind in ("nan", "inf", "-inf"):
+    if item is None and kind in KINDS:
         return float(kind)
-    if isinstance(item, list) and isinstance(kind, list):
-        return [float(k) if k is not None else restore_floats(v) for v, k in zip(item, kind, strict=True)]
+    if isinstance(item, list) and isinstance(kind, list) and len(item) == len(kind):
+        return [_restore(part, part_kind) for part, part_kind in zip(item, kind, strict=True)]
     return restore_floats(item)

@@ -63,6 +63,8 @@ class GuardConfig:
     """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of the gradients.
 
     It is halved when it is what makes the gradients overflow."""
+    lr: float | None = None
+    """The learning rate you mean to run with; None takes what the optimizer has when the guard is built."""
     labels_key: str | None = None
     """Key of the batch that holds the targets, so that empty targets are counted."""
     ignore_index: int = -100
@@ -81,6 +83,7 @@ class GuardConfig:
     def __post_init__(self) -> None:
         _positive("GuardConfig.clip_norm", self.clip_norm)
         _positive("GuardConfig.loss_scale", self.loss_scale)
+        _positive("GuardConfig.lr", self.lr)
         _positive("GuardConfig.spike_sigmas", self.spike_sigmas)
         _count("GuardConfig.spike_window", self.spike_window, least=8)
         if self.snapshot_every != "auto":
