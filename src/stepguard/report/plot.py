@@ -42,12 +42,13 @@ def _draw(figure: Any, curves: Curves, title: str) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[LOSS_SHARE, 1 - LOSS_SHARE])
     _curve(top, curves.loss, curves.loss_scale, BLUE, smooth=curves.smooth_loss)
     _curve(bottom, curves.norm, curves.norm_scale, TEAL)
+    figure.align_ylabels([top, bottom])
     _learning_rate(bottom, curves)
     for axes, name in ((top, "loss"), (bottom, "gradient norm")):
         _tidy(axes, name)
         for step in curves.vetoed[:500]:
             axes.axvline(step, color=RED, alpha=0.10, linewidth=1, zorder=0)
-    top.set_title(title or "training loss", loc="left", color=INK, fontsize=12, fontweight="bold", pad=26)
+    top.set_title(title or "training loss", loc="left", color=INK, fontsize=12, fontweight="bold", pad=22)
     _marks(top, curves)
     _incident_labels(top, curves)
     bottom.set_xlabel("optimizer step", color=INK)
@@ -57,13 +58,25 @@ def _draw(figure: Any, curves: Curves, title: str) -> None:
 
 def _curve(axes: Any, series: Series, scale: str, colour: str, smooth: Series | None = None) -> None:
     smoothed = bool(smooth and smooth[0])
-    axes.plot(*series, color=colour, linewidth=0.8 if smoothed else 1.3, alpha=0.35 if smoothed else 0.95, zorder=2)
+    axes.plot(*series, color=colour, linewidth=0.8 if smoothed else 1.1, alpha=0.35 if smoothed else 0.95, zorder=2)
     if smooth and smoothed:
         axes.plot(*smooth, color=colour, linewidth=1.8, zorder=3)
     if scale == "symlog":
         axes.set_yscale("symlog", linthresh=symlog_threshold(series[1]))
-    else:
-        axes.set_yscale(scale)
+        return
+    axes.set_yscale(scale)
+    if scale == "log":
+        _plain_log_ticks(axes, series[1])
+
+
+def _plain_log_ticks(axes: Any, values: Sequence[float]) -> None:
+    """0.5, 1, 2 instead of powers of ten, with more of them the fewer decades there are."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    narrow = max(values) / min(values) < 100
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _tidy(axes: Any, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepguard.report import phrases
-from stepguard.report.run_words import Row, counts, heading, lead_up, shorten, what_was_done
+from stepguard.report.run_words import Row, counts, further_commands, heading, lead_up, shorten, what_was_done
 from stepguard.report.summary import IncidentGroup, RunSummary
 
 _COLUMNS = ("#", "kind", "first step", "last step", "count", "in a row", "where", "cause", "done", "lr")
@@ -65,7 +65,7 @@ def _row(position: int, group: IncidentGroup) -> tuple[str, ...]:
 def _details(position: int, group: IncidentGroup) -> Iterator[str]:
     yield from ("", f"{position}. {group.summary or phrases.verdict_title(group.verdict)}")
     yield from (f"   - {sentence}" for sentence in group.evidence)
-    yield from (f"   - `{command}`" for command in group.commands[:2])
+    yield from (f"   - `{command}`" for command in further_commands(group))
 
 
 def _chain(summary: RunSummary) -> Iterator[str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepguard.report import phrases, screen
-from stepguard.report.run_words import counts, heading, lead_up, shorten, what_was_done
+from stepguard.report.run_words import counts, further_commands, heading, lead_up, shorten, what_was_done
 from stepguard.report.summary import IncidentGroup, RunSummary
 from stepguard.report.timeline import Event
 
@@ -54,7 +54,7 @@ def _title(console: Console, text: str, unicode: bool) -> None:
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="cyan")
+    grid.add_column(no_wrap=True, style="cyan", min_width=6)
     grid.add_column(overflow="fold")
     for name, value in rows:
         grid.add_row(f" {name}", Text(value))
@@ -87,7 +87,7 @@ def _details(console: Console, position: int, group: IncidentGroup) -> None:
         ("lr", phrases.rates(group.lr)),
     ]
     console.print(Padding(_pairs([row for row in rows if row[1]]), (0, 0, 0, 3)))
-    for command in group.commands[:2]:
+    for command in further_commands(group):
         # not in the table: a long path must stay on one line to be copied
         console.print(Text.assemble(("    next   ", "cyan"), (command, "bold")), soft_wrap=True)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stepguard.report import phrases
 from stepguard.report.summary import IncidentGroup, RunSummary
@@ -10,20 +11,33 @@ from stepguard.report.timeline import Event
 
 Row = tuple[str, str]
 MOST_EVENTS = 40
-_HEADER_APART = ("settings", "config", "versions", "time", "began")
+_VERSIONS = ("stepguard", "torch", "python")
+_RUN_FACTS = ("optimizer", "parameters", "lr", "rank", "world", "agreement")
+_TOLD = (*_VERSIONS, *_RUN_FACTS, "versions", "time", "config", "settings")
 
 
 def heading(summary: RunSummary) -> list[Row]:
-    """When, with what, and which settings are not the default."""
+    """When, with what, on how many ranks, and which settings are not the default."""
     header = summary.header
-    versions = header.get("versions") or {}
+    versions = header.get("versions") or {name: header[name] for name in _VERSIONS if name in header}
     rows = [
-        ("began", str(header.get("time") or header.get("began") or "")),
+        ("began", phrases.moment(header.get("time"))),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("optimizer", _optimizer(header)),
+        ("ranks", f"{header['world']}, this is rank {header.get('rank', 0)}" if header.get("world", 1) > 1 else ""),
         ("settings", ", ".join(f"{name}={_plain(value)}" for name, value in summary.changed_settings.items())),
-        *((name, _plain(value)) for name, value in header.items() if name not in _HEADER_APART),
+        *((str(name), _plain(value)) for name, value in header.items() if name not in _TOLD),
     ]
     return [row for row in rows if row[1]]
+
+
+def _optimizer(header: Mapping[str, Any]) -> str:
+    parts = [str(header.get("optimizer") or "")]
+    if header.get("parameters"):
+        parts.append(phrases.count(header["parameters"], "parameter"))
+    if header.get("lr"):
+        parts.append(f"lr {phrases.rates(header['lr'])}")
+    return ", ".join(part for part in parts if part)
 
 
 def counts(summary: RunSummary) -> list[Row]:
@@ -66,12 +80,17 @@ def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:
 
 def _spark(values: Sequence[float], plain: bool) -> str:
     first, last = phrases.number(values[0]), phrases.number(values[-1])
-    return f"{first} {phrases.sparkline(values, plain=plain)} {last}  ({phrases.count(len(values), 'step')})"
+    return f"{phrases.sparkline(values, plain=plain)}  {first} to {last} in {phrases.count(len(values), 'step')}"
 
 
 def what_was_done(group: IncidentGroup) -> str:
     """`skipped 3, rewound 1`."""
     return ", ".join(f"{phrases.ACTION_DONE.get(action, action)} {times}" for action, times in group.actions.items())
+
+
+def further_commands(group: IncidentGroup) -> list[str]:
+    """What to type next, without the command whose output this is."""
+    return [command for command in group.commands if not command.startswith("stepguard report ")]
 
 
 def shorten(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[Sequence[Event], int]:

@@ -15,7 +15,7 @@ from stepguard.report import phrases
 from stepguard.report.panel import next_commands
 from stepguard.report.timeline import Event, timeline
 
-LEAD_UP = 40
+LEAD_UP = 32
 """Steps shown before the first incident."""
 
 StepLine = Mapping[str, Any]

@@ -14,7 +14,7 @@ Weight = Literal["info", "note", "incident", "good"]
 RISE = 4.0
 """Times above its usual level that make a gradient norm part of the story."""
 LOOK_BACK = 50
-WORDS = ("summary", "message", "reason", "detail", "status", "path")
+WORDS = ("summary", "error", "message", "reason", "detail", "status", "path")
 """Fields of a journal line that can be shown as they are, best first."""
 
 
@@ -47,7 +47,7 @@ def timeline(
         *_beginning(header, steps),
         *_rise(steps, incidents),
         *_stretches(incidents),
-        *_noted(notes),
+        *_noted(notes, max((line["step"] for line in steps), default=0)),
         *_ending(steps, incidents),
     ]
     return tuple(sorted(events, key=lambda event: event.step))
@@ -56,7 +56,7 @@ def timeline(
 def _beginning(header: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
     if not steps:
         return
-    when = header.get("time") or header.get("began")
+    when = phrases.moment(header.get("time"))
     loss = steps[0].get("loss")
     text = "the run began" + (f" at {when}" if when else "")
     yield Event(step=steps[0]["step"], text=text + (f", loss {phrases.number(loss)}" if loss is not None else ""))
@@ -131,23 +131,22 @@ def _birth(incident: Incident) -> list[str]:
     return parts
 
 
-def _noted(notes: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+def _noted(notes: Sequence[Mapping[str, Any]], end: int) -> Iterator[Event]:
     """Notes of one kind are one event; everything else in the journal is an event of its own."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for line in notes:
         name = str(line.get("kind", "")) if line.get("type") == "note" else f"{line.get('type')}#{len(kinds)}"
         kinds.setdefault(name, []).append(line)
     for lines in kinds.values():
-        step, last = _step_of(lines[0]), _step_of(lines[-1])
-        if step is None:
-            continue
+        step, last = _step_of(lines[0], end), _step_of(lines[-1], end)
         times = f" ({len(lines)} times)" if len(lines) > 1 else ""
         yield Event(step=step, last_step=last, text=_told(lines[0]) + times, weight=_weight(lines[0]))
 
 
-def _step_of(line: Mapping[str, Any]) -> int | None:
+def _step_of(line: Mapping[str, Any], end: int) -> int:
+    """Lines on the whole run (its end) carry no step of their own."""
     step = line.get("step")
-    return step if isinstance(step, int) else None
+    return step if isinstance(step, int) else end
 
 
 def _told(line: Mapping[str, Any]) -> str:
@@ -157,11 +156,19 @@ def _told(line: Mapping[str, Any]) -> str:
         return said or phrases.verdict_title(str(line.get("kind", "note")))
     if kind == "fault":
         return f"the guard failed and was disarmed: {said}".rstrip(": ")
+    if kind == "end":
+        return (
+            "the guard was closed" + (f": {said}" if said else "") + ("" if line.get("armed", True) else ", disarmed")
+        )
+    if kind == "run":
+        return f"the run was started again at {phrases.moment(line.get('time'))}"
     return f"{kind}: {said}".rstrip(": ")
 
 
 def _weight(line: Mapping[str, Any]) -> Weight:
-    return "incident" if line.get("type") == "fault" else "note"
+    """Only what the guard noticed is coloured; a saved checkpoint is neither good nor bad."""
+    by_type: dict[str, Weight] = {"fault": "incident", "note": "note", "rewind": "note"}
+    return by_type.get(str(line.get("type")), "info")
 
 
 def _ending(steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -> Iterator[Event]:
