@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import StringIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -76,7 +76,9 @@ def _table(groups: Sequence[IncidentGroup]) -> RenderableType:
 
 def _details(console: Console, position: int, group: IncidentGroup) -> None:
     console.print()
-    console.print(Text.assemble((f" {position}. ", "dim"), group.summary or phrases.verdict_title(group.verdict)))
+    title = Table.grid(padding=(0, 1, 0, 0))
+    title.add_row(Text(f" {position}.", style="dim"), Text(group.summary or phrases.verdict_title(group.verdict)))
+    console.print(title)
     where = ", ".join(part for part in (group.where, group.culprits) if part)
     sure = f" ({phrases.confidence(group.confidence)})" if group.confidence is not None else ""
     rows = [
@@ -93,17 +95,15 @@ def _details(console: Console, position: int, group: IncidentGroup) -> None:
 
 
 def _chain(events: Sequence[Event], unicode: bool) -> RenderableType:
-    rows: list[RenderableType] = []
     shown, left_out = shorten(events)
-    wide = max(len(event.steps) for event in shown)
+    first, then = ("•", "↓") if unicode else ("*", "v")
+    chain = Table.grid(padding=(0, 2, 0, 0))
+    chain.add_column(no_wrap=True, style="dim")
+    chain.add_column(no_wrap=True, style="dim")
+    chain.add_column()
     for position, event in enumerate(shown):
-        if position:
-            rows.append(Text(f" {'':<{wide}}  {'↓' if unicode else 'v'}", style="dim"))
         if left_out and position == len(shown) // 2:
-            rows.append(Text(f" {'':<{wide}}  {phrases.count(left_out, 'event')} left out", style="dim"))
-        line = Table.grid(padding=(0, 2, 0, 0))
-        line.add_column(width=wide + 1, no_wrap=True, style="dim")
-        line.add_column()
-        line.add_row(f" {event.steps}", Text(event.text, style=STYLES[event.weight]))
-        rows.append(line)
-    return Group(*rows)
+            chain.add_row("", then, Text(f"{phrases.count(left_out, 'event')} left out", style="dim"))
+        mark = then if position else first
+        chain.add_row(f" {event.steps}", mark, Text(event.text, style=STYLES[event.weight]))
+    return chain

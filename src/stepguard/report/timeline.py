@@ -157,9 +157,7 @@ def _told(line: Mapping[str, Any]) -> str:
     if kind == "fault":
         return f"the guard failed and was disarmed: {said}".rstrip(": ")
     if kind == "end":
-        return (
-            "the guard was closed" + (f": {said}" if said else "") + ("" if line.get("armed", True) else ", disarmed")
-        )
+        return "the guard was closed" if line.get("armed", True) else "the disarmed guard was closed"
     if kind == "run":
         return f"the run was started again at {phrases.moment(line.get('time'))}"
     return f"{kind}: {said}".rstrip(": ")
