@@ -36,7 +36,7 @@ def plot(
         raise ConfigError(f"{record.path} holds no step yet, so there is nothing to draw.")
     write = write_png if chosen is PlotFormat.PNG else write_html
     try:
-        write(record.steps, record.incidents, path)
+        write(record.steps, record.incidents, path, title=f"training loss: {folder_of(run).resolve().name}")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
     typer.echo(f"wrote {path}")

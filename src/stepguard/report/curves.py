@@ -15,8 +15,10 @@ from stepguard.report.summary import calibration_steps, group_incidents
 Scale = Literal["log", "symlog", "linear"]
 Series = tuple[list[int], list[float]]
 MOST_LABELS = 6
+MOST_MARKS = 400
+"""Marks drawn of a kind; the legend has the true number."""
 SMOOTH_OVER = 25
-"""About this many points of a smoothed curve are one median."""
+"""At least this many values are one median; more in long runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class Curves:
     smooth_loss: Series
     loss_scale: Scale
     norm: Series
+    smooth_norm: Series
     norm_scale: Scale
     rate: Series
     """Learning rate of the first parameter group."""
@@ -61,6 +64,7 @@ def gather(steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) ->
         smooth_loss=_smooth(loss),
         loss_scale=scale_for(loss[1]),
         norm=norm,
+        smooth_norm=_smooth(norm),
         norm_scale=scale_for(norm[1]),
         rate=_rates(steps),
         vetoed=sorted(dropped | (flagged - committed)),
@@ -101,13 +105,31 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Series:
 def _smooth(series: Series) -> Series:
     """A running median, which a single spike cannot bend; empty for short runs."""
     steps, values = series
-    window = min(SMOOTH_OVER, len(values) // 8)
+    window = min(max(SMOOTH_OVER, len(values) // 200), len(values) // 8)
     if window < 3:
         return [], []
     half = window // 2
     # for long runs one median every few steps is as smooth and far cheaper
     places = range(half, len(values) - half, max(1, len(values) // 2000))
     return [steps[i] for i in places], [median(values[i - half : i + half + 1]) for i in places]
+
+
+def stretches(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Sorted steps as runs without a gap: first and last of each."""
+    runs: list[tuple[int, int]] = []
+    for step in steps:
+        if runs and step - runs[-1][1] <= 1:
+            runs[-1] = (runs[-1][0], step)
+        else:
+            runs.append((step, step))
+    return runs
+
+
+def thin(steps: Sequence[int], most: int = MOST_MARKS) -> Sequence[int]:
+    """Evenly fewer marks, always with the first and the last."""
+    if len(steps) <= most:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
 def _labels(incidents: Sequence[Incident]) -> list[Label]:

@@ -8,12 +8,13 @@ from typing import Any
 
 from stepguard._errors import ConfigError
 from stepguard.records import Incident
-from stepguard.report.curves import Curves, Series, decimate, gather, symlog_threshold
+from stepguard.report.curves import Curves, Series, decimate, gather, stretches, symlog_threshold, thin
 
 INK, PALE, GRID = "#1f2933", "#9aa5b1", "#e4e7eb"
 BLUE, TEAL, AMBER, RED, GREY = "#2563eb", "#0f766e", "#d97706", "#dc2626", "#7b8794"
 LOSS_SHARE = 0.68
 """Height of the loss panel; the gradient norm has the rest."""
+MOST_SPANS = 300
 
 
 def write_png(
@@ -39,27 +40,41 @@ def write_png(
 
 
 def _draw(figure: Any, curves: Curves, title: str) -> None:
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[LOSS_SHARE, 1 - LOSS_SHARE])
-    _curve(top, curves.loss, curves.loss_scale, BLUE, smooth=curves.smooth_loss)
-    _curve(bottom, curves.norm, curves.norm_scale, TEAL)
-    figure.align_ylabels([top, bottom])
-    _learning_rate(bottom, curves)
-    for axes, name in ((top, "loss"), (bottom, "gradient norm")):
+    top, *below = _panels(figure, curves)
+    _curve(top, curves.loss, curves.loss_scale, BLUE, curves.smooth_loss)
+    for axes in below:
+        _curve(axes, curves.norm, curves.norm_scale, TEAL, curves.smooth_norm)
+        _learning_rate(axes, curves)
+    for axes, name in zip((top, *below), ("loss", "gradient norm"), strict=False):
         _tidy(axes, name)
-        for step in curves.vetoed[:500]:
-            axes.axvline(step, color=RED, alpha=0.10, linewidth=1, zorder=0)
+        for first, last in stretches(curves.vetoed)[:MOST_SPANS]:
+            axes.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.08, linewidth=0.8, zorder=0)
     top.set_title(title or "training loss", loc="left", color=INK, fontsize=12, fontweight="bold", pad=22)
+    if not curves.loss[0]:
+        top.text(0.5, 0.5, "no finite loss", transform=top.transAxes, color=GREY, ha="center", va="center")
+        top.set_yticks([])
     _marks(top, curves)
     _incident_labels(top, curves)
-    bottom.set_xlabel("optimizer step", color=INK)
+    lowest = below[0] if below else top
+    lowest.set_xlabel("optimizer step", color=INK)
+    lowest.xaxis.get_major_locator().set_params(integer=True)
     margin = max(1.0, (curves.last_step - curves.first_step) * 0.015)
-    bottom.set_xlim(curves.first_step - margin, curves.last_step + margin)
+    lowest.set_xlim(curves.first_step - margin, curves.last_step + margin)
 
 
-def _curve(axes: Any, series: Series, scale: str, colour: str, smooth: Series | None = None) -> None:
-    smoothed = bool(smooth and smooth[0])
-    axes.plot(*series, color=colour, linewidth=0.8 if smoothed else 1.1, alpha=0.35 if smoothed else 0.95, zorder=2)
-    if smooth and smoothed:
+def _panels(figure: Any, curves: Curves) -> list[Any]:
+    """The loss, and below it the gradient norm where there is one."""
+    if not curves.norm[0]:
+        return [figure.subplots()]
+    panels = list(figure.subplots(2, 1, sharex=True, height_ratios=[LOSS_SHARE, 1 - LOSS_SHARE]))
+    figure.align_ylabels(panels)
+    return panels
+
+
+def _curve(axes: Any, series: Series, scale: str, colour: str, smooth: Series) -> None:
+    smoothed = bool(smooth[0])
+    axes.plot(*series, color=colour, linewidth=0.8 if smoothed else 1.1, alpha=0.45 if smoothed else 0.95, zorder=2)
+    if smoothed:
         axes.plot(*smooth, color=colour, linewidth=1.8, zorder=3)
     if scale == "symlog":
         axes.set_yscale("symlog", linthresh=symlog_threshold(series[1]))
@@ -114,7 +129,8 @@ def _marks(axes: Any, curves: Curves) -> None:
         if steps:
             at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
             look = {"marker": mark, "s": 42, "edgecolors": edge, "facecolors": face, "linewidths": 1.3}
-            axes.scatter(steps, [1.025] * len(steps), label=f"{name} ({len(steps):,})", **look, **at)
+            shown = thin(steps)
+            axes.scatter(shown, [1.025] * len(shown), label=f"{name} ({len(steps):,})", **look, **at)
     if curves.vetoed or curves.let_through or curves.calibrations:
         place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.06), "ncols": 3, "borderaxespad": 0.0}
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, handletextpad=0.2, **place)
@@ -149,7 +165,7 @@ def write_html(
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[LOSS_SHARE, 0.32])
     _add_lines(figure, curves)
     _add_marks(figure, curves)
-    figure.update_layout(template="plotly_white", title=title or "training loss", hovermode="x unified", height=720)
+    figure.update_layout(template="plotly_white", title=title or "training loss", hovermode="x unified", height=700)
     figure.update_layout(font_color=INK, legend={"orientation": "h", "y": 1.08, "x": 1, "xanchor": "right"})
     # plotly has no symlog; a linear axis still shows every value
     figure.update_yaxes(title="loss", type="log" if curves.loss_scale == "log" else "linear", row=1, col=1)
@@ -163,9 +179,10 @@ def write_html(
 
 def _add_lines(figure: Any, curves: Curves) -> None:
     lines = (
-        ("loss", curves.loss, BLUE, 1.2, 1),
-        ("loss, running median", curves.smooth_loss, "#1e3a8a", 2.4, 1),
-        ("gradient norm", curves.norm, TEAL, 1.2, 2),
+        ("loss", curves.loss, "#93b4f5" if curves.smooth_loss[0] else BLUE, 1.2, 1),
+        ("loss, running median", curves.smooth_loss, BLUE, 2.4, 1),
+        ("gradient norm", curves.norm, "#86bdb8" if curves.smooth_norm[0] else TEAL, 1.2, 2),
+        ("norm, running median", curves.smooth_norm, TEAL, 2.0, 2),
     )
     for name, series, colour, width, row in lines:
         if series[0]:
@@ -177,7 +194,8 @@ def _add_lines(figure: Any, curves: Curves) -> None:
         x, y = decimate(curves.rate)
         line = {"color": AMBER, "width": 1}
         figure.add_scatter(x=x, y=y, name="learning rate", mode="lines", line=line, yaxis="y3", xaxis="x2")
-        figure.update_layout(yaxis3={"overlaying": "y2", "side": "right", "showgrid": False, "color": AMBER})
+        axis = {"overlaying": "y2", "side": "right", "showgrid": False, "color": AMBER, "exponentformat": "e"}
+        figure.update_layout(yaxis3={**axis, "nticks": 4, "title": "learning rate"})
 
 
 def _add_marks(figure: Any, curves: Curves) -> None:
@@ -186,12 +204,23 @@ def _add_marks(figure: Any, curves: Curves) -> None:
         (curves.let_through, "diamond-open", RED, "let through"),
         (curves.calibrations, "circle-open", GREY, "loss-scale calibration"),
     )
-    edge = max(curves.loss[1], default=1.0)
+    edge = _upper_edge(curves)
     for steps, symbol, colour, name in kinds:
         if steps:
             look = {"symbol": symbol, "color": colour, "size": 11}
-            text = f"{name} ({len(steps):,})"
-            figure.add_scatter(x=steps, y=[edge] * len(steps), name=text, mode="markers", marker=look, row=1, col=1)
+            x, text = thin(steps), f"{name} ({len(steps):,})"
+            figure.add_scatter(x=x, y=[edge] * len(x), name=text, mode="markers", marker=look, row=1, col=1)
+    middle = (curves.first_step + curves.last_step) / 2
     for row, label in enumerate(curves.labels):
+        words = {"text": label.text, "font": {"color": RED}, "yshift": -24 - 16 * row}
+        side = "top left" if label.step > middle else "top right"
         line = {"color": RED, "width": 1, "dash": "dot"}
-        figure.add_vline(x=label.step, line=line, annotation_text=label.text, annotation_yshift=-16 * row, row=1, col=1)
+        figure.add_vline(x=label.step, line=line, annotation=words, annotation_position=side, row=1, col=1)
+
+
+def _upper_edge(curves: Curves) -> float:
+    """Just above the highest loss."""
+    values = curves.loss[1] or [1.0]
+    if curves.loss_scale == "log":
+        return max(values) * 1.2
+    return max(values) + 0.08 * ((max(values) - min(values)) or 1.0)
