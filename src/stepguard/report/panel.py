@@ -159,7 +159,7 @@ def _done(incident: Incident, policy: Policy | None) -> RenderableType:
     decision = incident.decision
     assert decision is not None
     done = phrases.ACTION_DONE.get(decision.action, decision.action)
-    lines = [Text.assemble((done, "bold"), f": {phrases.ACTION_EFFECT.get(decision.action, '')}".rstrip(": "))]
+    lines = [Text.assemble((done, "bold"), f": {phrases.effect(incident)}".rstrip(": "))]
     if decision.reason:
         lines.append(Text(decision.reason))
     if decision.lr_factor is not None:
