@@ -83,7 +83,7 @@ def test_record_survives_strict_json(cls: type) -> None:
 def test_any_plain_dict_survives_strict_json(value: dict[str, Any]) -> None:
     assume(same(restore_floats(value), value))  # not one that looks as if it had been made strict already
     text = dumps(value)
-    assert "\n" not in text
+    assert len(text.splitlines()) == 1
     text.encode("utf-8")
     assert same(restore_floats(strict_loads(text)), value)
 
@@ -125,6 +125,13 @@ def test_loss_component_with_the_name_of_a_companion_is_not_overwritten() -> Non
 
 def test_missing_value_stays_missing() -> None:
     assert from_jsonable(Reading, to_jsonable(Reading(step=3))).loss is None
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x0b", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_no_line_separator_breaks_the_line(end: str) -> None:
+    text = dumps({"note": f"a{end}é"})
+    assert len(text.splitlines()) == 1
+    assert strict_loads(text) == {"note": f"a{end}é"}
 
 
 def test_undecodable_file_name_is_written_and_read_back() -> None:

@@ -17,6 +17,7 @@ Record = TypeVar("Record")
 KIND_SUFFIX = "_kind"
 IN_PLACE = "~float"
 KINDS = ("nan", "inf", "-inf")
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
@@ -42,9 +43,9 @@ def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """One line of strict JSON, always encodable: what UTF-8 cannot hold (undecodable file names) stays escaped."""
+    """One line of strict JSON for every reader: what ends lines or does not fit UTF-8 stays escaped."""
     text = json.dumps(strict_json(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text if text.isascii() else text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace").decode()
 
 
 def float_kind(value: float) -> str | None:
