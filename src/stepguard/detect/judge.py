@@ -41,7 +41,7 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
 
 def alarming(reading: Reading) -> bool:
     """Does the cheap reading ask for a closer look? True for everything non-finite."""
-    if reading.bad_state or not reading.grads_finite:
+    if reading.alarm or reading.bad_state or not reading.grads_finite:
         return True
     watched = (reading.loss, reading.grad_norm, *reading.micro_losses)
     return any(value is not None and not math.isfinite(value) for value in watched)
@@ -53,7 +53,7 @@ def _state(reading: Reading) -> Verdict:
     first = reading.bad_state[0]
     kind = STATE_KINDS[first.partition(":")[0]]
     more = f" and {len(reading.bad_state) - 1} more" if len(reading.bad_state) > 1 else ""
-    when = "became non-finite in this step's update" if reading.state_born else "was non-finite before this step"
+    when = "became non-finite in this step" if reading.state_born else "was non-finite before this step"
     return Verdict(kind=kind, severity="incident", summary=f"{first}{more} {when}")
 
 

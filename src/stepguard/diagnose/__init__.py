@@ -1,1 +1,9 @@
 """TBD."""
+
+
+class RunFacts:
+    pass
+
+
+def diagnose(incident, facts):
+    return ()

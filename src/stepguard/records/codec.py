@@ -28,10 +28,15 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
     return _ADAPTERS[cls]
 
 
+def to_plain(record: object) -> dict[str, Any]:
+    """The record as nested dicts, floats as they are: what `dumps` and `Journal.write` take."""
+    plain: dict[str, Any] = _adapter(type(record)).dump_python(record, mode="python")
+    return plain
+
+
 def to_jsonable(record: object) -> dict[str, Any]:
     """The record as plain values that `json.dumps(allow_nan=False)` takes."""
-    plain = _adapter(type(record)).dump_python(record, mode="python")
-    strict = strict_json(plain)
+    strict = strict_json(to_plain(record))
     assert isinstance(strict, dict)
     return strict
 
