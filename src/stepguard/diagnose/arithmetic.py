@@ -5,36 +5,13 @@ from __future__ import annotations
 import math
 
 from stepguard.diagnose.case import Case, elements, has_zero, high, low, reach
+from stepguard.diagnose.ops import COUNTED, MEASURED, NORM_LAYERS, PRODUCTS, STATISTICS
 from stepguard.records import Operand
 
 DIVISIONS = {"div": ("other", 1), "true_divide": ("other", 1), "divide": ("other", 1), "floor_divide": ("other", 1)}
 DIVISIONS |= {"remainder": ("other", 1), "fmod": ("other", 1), "addcdiv": ("tensor2", 2)}
 DIVISIONS |= {"reciprocal": ("self", 0), "rsqrt": ("self", 0)}
 """Operation -> which argument it divides by."""
-
-STATISTICS = frozenset({"std", "var", "std_mean", "var_mean"})
-NORM_LAYERS = frozenset(
-    "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update "
-    "_native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm _fused_rms_norm rms_norm "
-    "layer_norm group_norm batch_norm instance_norm".split()
-)
-SOFTMAXES = frozenset(
-    "_softmax softmax _log_softmax log_softmax logsumexp _safe_softmax _logcumsumexp logcumsumexp _masked_softmax "
-    "special_log_softmax special_softmax _sparse_softmax _scaled_dot_product_attention_math "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention scaled_dot_product_attention".split()
-)
-EXPONENTIALS = frozenset("exp exp2 expm1 sinh cosh special_exp2 special_expm1".split())
-PRODUCTS = frozenset(
-    "mm bmm addmm addbmm baddbmm matmul linear mv addmv dot vdot addr mul multiply addcmul square convolution "
-    "_convolution mkldnn_convolution conv1d conv2d conv3d add sub rsub sum nansum mean cumsum prod cumprod pow "
-    "float_power lerp mse_loss huber_loss smooth_l1_loss l1_loss linalg_vector_norm norm linalg_matrix_norm dist "
-    "_cdist_forward _pdist_forward einsum logaddexp cross_entropy_loss axpy _to_copy copy to _euclidean_dist "
-    "mkldnn_linear _addmm_activation add_relu native_dropout gelu silu elu celu selu softplus index_add scatter_add "
-    "var std var_mean std_mean mse_loss_backward convolution_backward native_layer_norm_backward "
-    "threshold_backward embedding_dense_backward foreach_norm _thnn_fused_lstm_cell".split()
-)
-"""Operations that leave the range only because their operands are large."""
 
 
 def zero_divisor(case: Case) -> Operand | None:
@@ -113,17 +90,11 @@ def singular_inputs(case: Case) -> bool:
 
 def overflow(case: Case) -> bool:
     """Finite operands, a result out of range, and no pole in between: the numbers were simply too large."""
-    if not case.inputs or singular_inputs(case) or case.op in STATISTICS and case.has("one_element"):
+    if not case.inputs or singular_inputs(case) or (case.op in STATISTICS and case.has("one_element")):
         return False
     if any(elements(operand) == 0 for operand in case.inputs if operand.dtype):
         return False
     return case.op in PRODUCTS | NORM_LAYERS or bool(case.wider)
-
-
-COUNTED = frozenset("sum nansum count_nonzero numel len size ne eq gt ge lt le any bincount count".split())
-MEASURED = frozenset(
-    "std var std_mean var_mean linalg_vector_norm norm amax amin max min abs sub sqrt mul pow prod clamp".split()
-)
 
 
 def counts_nothing(case: Case, divisor: Operand) -> bool:

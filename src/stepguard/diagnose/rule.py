@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from textwrap import dedent
 from typing import get_args
 
 from stepguard.diagnose.case import Case
@@ -82,3 +83,13 @@ class Rule:
 
 def by_safety(remedies: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
     return tuple(sorted(remedies, key=lambda remedy: SAFETY_ORDER.index(remedy.safety)))
+
+
+def prose(text: str) -> str:
+    """A paragraph written over several lines of a rule's file, as one."""
+    return " ".join(text.split())
+
+
+def code(text: str) -> str:
+    """Lines of code written inside a rule's file, without the indentation they have there."""
+    return dedent(text).strip()

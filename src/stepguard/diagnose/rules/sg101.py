@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import CERTAIN, HINT, STRONG, Proof, Rule
+from stepguard.diagnose.rule import CERTAIN, HINT, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import at_index, counts, spell
 from stepguard.records import Operand, Remedy
 
@@ -38,30 +38,62 @@ def _where(bad: Operand) -> str:
 RULE = Rule(
     code="SG101",
     title="non-finite input",
-    what="A tensor of the batch contains NaN or Inf before the model has done anything with it.",
-    why="Missing values read as NaN (CSV, rolling means, sensor gaps), a division or logarithm during preprocessing, "
-    "a fill value that overflowed on conversion, or a file that was damaged or decoded wrongly. One such element is "
-    "enough: the mean over the batch makes the loss NaN, and backward makes every gradient NaN.",
-    how="Once a step is bad, every floating-point tensor of the batch is scanned. The rule fires when the bad value that "
-    "reached the loss is one of them; the sample is confirmed by leaving it out. NaN in the batch that never reaches "
-    "the loss (masked targets) is not reported.",
+    what=prose(
+        """
+        A tensor of the batch contains NaN or Inf before the model has done anything with it.
+        """
+    ),
+    why=prose(
+        """
+        Missing values read as NaN (CSV, rolling means, sensor gaps), a division or logarithm during
+        preprocessing, a fill value that overflowed on conversion, or a file that was damaged or decoded
+        wrongly. One such element is enough: the mean over the batch makes the loss NaN, and backward makes
+        every gradient NaN.
+        """
+    ),
+    how=prose(
+        """
+        Once a step is bad, every floating-point tensor of the batch is scanned. The rule fires when the bad
+        value that reached the loss is one of them; the sample is confirmed by leaving it out. NaN in the
+        batch that never reaches the loss (masked targets) is not reported.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Leave the bad samples out in the collate function, and count them",
-            snippet="good = batch.isfinite().all(dim=1)\n"
-            "loss = (batch[good] @ weight - target[good]).pow(2).mean()  # log (~good).sum()",
+            snippet=code(
+                """
+                good = batch.isfinite().all(dim=1)
+                loss = (batch[good] @ weight - target[good]).pow(2).mean()  # log (~good).sum()
+                """
+            ),
         ),
         Remedy(
             title="Impute before the model; replacing NaN in the loss or the output is too late for the gradient",
-            snippet="known = batch.isfinite()\n"
-            "mean = batch.where(known, 0.0).sum(0) / known.sum(0).clamp_min(1)\n"
-            "loss = (batch.where(known, mean) @ weight - target).pow(2).mean()",
+            snippet=code(
+                """
+                known = batch.isfinite()
+                mean = batch.where(known, 0.0).sum(0) / known.sum(0).clamp_min(1)
+                loss = (batch.where(known, mean) @ weight - target).pow(2).mean()
+                """
+            ),
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nbatch = torch.tensor([[1.0, 2.0], [float('nan'), 0.5], [0.2, 0.1]])\n"
-    "target = torch.tensor([1.0, 0.0, 1.0])\nweight = torch.zeros(2, requires_grad=True)",
+    setup=code(
+        """
+        import torch
+
+        batch = torch.tensor([[1.0, 2.0], [float('nan'), 0.5], [0.2, 0.1]])
+        target = torch.tensor([1.0, 0.0, 1.0])
+        weight = torch.zeros(2, requires_grad=True)
+        """
+    ),
     bad="loss = (batch @ weight - target).pow(2).mean()",
-    see=("unit8co/darts#1977", "unit8co/darts#1438", "NVIDIA/Megatron-LM#780"),
+    see=(
+        "unit8co/darts#1977",
+        "unit8co/darts#1438",
+        "NVIDIA/Megatron-LM#780",
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.diagnose.case import Case, high, low
-from stepguard.diagnose.rule import STRONG, Proof, Rule
+from stepguard.diagnose.rule import STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.rules.sg102 import NLL
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Remedy
@@ -24,7 +24,9 @@ def _noted(case: Case) -> Proof | None:
     numbers = f"{case.place} got a target it is not defined for"
     if operand is not None:
         numbers += f": {describe(operand)}"
-        numbers += f"; the offending one is {spell(operand.value)}{at_index(operand)}" if operand.value is not None else ""
+        numbers += (
+            f"; the offending one is {spell(operand.value)}{at_index(operand)}" if operand.value is not None else ""
+        )
     return Proof(confidence=0.94, evidence=(numbers, case.confirmed_samples))
 
 
@@ -35,7 +37,9 @@ def _ctc(case: Case) -> Proof | None:
     lengths = ""
     if inputs is not None and targets is not None:
         lengths = f"inputs are {spell(low(inputs))} long or more, targets up to {spell(high(targets))}"
-    numbers = f"{case.place} is infinite: a target cannot be aligned with an input that short (repeats need a blank each)"
+    numbers = (
+        f"{case.place} is infinite: a target cannot be aligned with an input that short (repeats need a blank each)"
+    )
     return Proof(confidence=0.94, evidence=(numbers, lengths, case.confirmed_samples))
 
 
@@ -71,28 +75,64 @@ def _probability(case: Case) -> Proof | None:
 RULE = Rule(
     code="SG104",
     title="target outside the loss's domain",
-    what="A target has a value for which the loss is not defined: a box of negative width under a logarithm, a class "
-    "whose score is masked to -inf, a probability outside [0, 1], a CTC target longer than its input.",
-    why="Wrong annotations (x2 < x1, label 255 for void), labels scaled twice, a vocabulary mask that also hides the "
-    "right answer, or augmentation that shrinks the input below what its target needs.",
-    how="The first bad value is born in the loss from values that come straight from the batch's targets and lie "
-    "outside what the operation accepts; the sample is confirmed by leaving it out.",
+    what=prose(
+        """
+        A target has a value for which the loss is not defined: a box of negative width under a logarithm, a
+        class whose score is masked to -inf, a probability outside [0, 1], a CTC target longer than its input.
+        """
+    ),
+    why=prose(
+        """
+        Wrong annotations (x2 < x1, label 255 for void), labels scaled twice, a vocabulary mask that also
+        hides the right answer, or augmentation that shrinks the input below what its target needs.
+        """
+    ),
+    how=prose(
+        """
+        The first bad value is born in the loss from values that come straight from the batch's targets and
+        lie outside what the operation accepts; the sample is confirmed by leaving it out.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Drop or repair such annotations in the dataset, and count them",
-            snippet="size = box[:, 2:] - box[:, :2]\nvalid = (size > 0).all(dim=1)\n"
-            "loss = (prediction[valid] - size[valid].log()).abs().mean()  # log (~valid).sum()",
+            snippet=code(
+                """
+                size = box[:, 2:] - box[:, :2]
+                valid = (size > 0).all(dim=1)
+                loss = (prediction[valid] - size[valid].log()).abs().mean()  # log (~valid).sum()
+                """
+            ),
         ),
         Remedy(
             title="Order the corners when the boxes are read",
-            snippet="low, high = torch.minimum(box[:, :2], box[:, 2:]), torch.maximum(box[:, :2], box[:, 2:])\n"
-            "loss = (prediction - (high - low).clamp_min(1e-3).log()).abs().mean()",
+            snippet=code(
+                """
+                low, high = torch.minimum(box[:, :2], box[:, 2:]), torch.maximum(box[:, :2], box[:, 2:])
+                loss = (prediction - (high - low).clamp_min(1e-3).log()).abs().mean()
+                """
+            ),
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nbox = torch.tensor([[0.0, 0.0, 4.0, 4.0], [6.0, 2.0, 2.0, 8.0]])  # the second has x2 < x1\n"
-    "prediction = torch.zeros(2, 2, requires_grad=True)",
-    bad="size = box[:, 2:] - box[:, :2]\nloss = (prediction - size.log()).abs().mean()",
-    see=("open-mmlab/mmdetection#3397", "open-mmlab/mmdetection#3013", "pytorch/pytorch#31557"),
+    setup=code(
+        """
+        import torch
+
+        box = torch.tensor([[0.0, 0.0, 4.0, 4.0], [6.0, 2.0, 2.0, 8.0]])  # the second has x2 < x1
+        prediction = torch.zeros(2, 2, requires_grad=True)
+        """
+    ),
+    bad=code(
+        """
+        size = box[:, 2:] - box[:, :2]
+        loss = (prediction - size.log()).abs().mean()
+        """
+    ),
+    see=(
+        "open-mmlab/mmdetection#3397",
+        "open-mmlab/mmdetection#3013",
+        "pytorch/pytorch#31557",
+    ),
 )

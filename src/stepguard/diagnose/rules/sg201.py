@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from stepguard.diagnose.arithmetic import NORM_LAYERS, counts_nothing, zero_divisor
+from stepguard.diagnose.arithmetic import counts_nothing, zero_divisor
 from stepguard.diagnose.case import Case, has_zero, low
-from stepguard.diagnose.rule import HINT, LIKELY, STRONG, Proof, Rule
+from stepguard.diagnose.ops import NORM_LAYERS
+from stepguard.diagnose.rule import HINT, LIKELY, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Operand, Remedy
 
@@ -53,32 +54,75 @@ def _tiny(case: Case) -> Proof | None:
 RULE = Rule(
     code="SG201",
     title="division by zero",
-    what="A divisor is exactly zero (or so small that the quotient overflows): x / 0 is infinite, 0 / 0 is NaN.",
-    why="Something that is usually positive is zero for one sample: the standard deviation of a silent clip or a blank "
-    "image, the norm of a zero row, the sum of weights, the range max - min of constant data.",
-    how="The operation divides (div, reciprocal, rsqrt, a negative power, a norm layer with eps 0) and the operand it "
-    "divides by holds a zero. A divisor that counts valid elements is SG102; an epsilon that rounded to zero is SG302.",
+    what=prose(
+        """
+        A divisor is exactly zero (or so small that the quotient overflows): x / 0 is infinite, 0 / 0 is NaN.
+        """
+    ),
+    why=prose(
+        """
+        Something that is usually positive is zero for one sample: the standard deviation of a silent clip or
+        a blank image, the norm of a zero row, the sum of weights, the range max - min of constant data.
+        """
+    ),
+    how=prose(
+        """
+        The operation divides (div, reciprocal, rsqrt, a negative power, a norm layer with eps 0) and the
+        operand it divides by holds a zero. A divisor that counts valid elements is SG102; an epsilon that
+        rounded to zero is SG302.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Put a floor under the divisor: every healthy sample keeps its exact value",
-            snippet="scaled = (wave - wave.mean(-1, keepdim=True)) / wave.std(-1, keepdim=True).clamp_min(1e-5)\n"
-            "loss = (scaled * gain).pow(2).mean()",
+            snippet=code(
+                """
+                scaled = (wave - wave.mean(-1, keepdim=True)) / wave.std(-1, keepdim=True).clamp_min(1e-5)
+                loss = (scaled * gain).pow(2).mean()
+                """
+            ),
         ),
         Remedy(
             title="Leave constant samples out when the data is read, and count them",
-            snippet="audible = wave.std(-1) > 0\nheard = wave[audible]\n"
-            "scaled = (heard - heard.mean(-1, keepdim=True)) / heard.std(-1, keepdim=True)\n"
-            "loss = (scaled * gain).pow(2).mean()",
+            snippet=code(
+                """
+                audible = wave.std(-1) > 0
+                heard = wave[audible]
+                scaled = (heard - heard.mean(-1, keepdim=True)) / heard.std(-1, keepdim=True)
+                loss = (scaled * gain).pow(2).mean()
+                """
+            ),
         ),
         Remedy(
             title="Add the epsilon to the divisor (this also changes healthy samples a little)",
-            snippet="scaled = (wave - wave.mean(-1, keepdim=True)) / (wave.std(-1, keepdim=True) + 1e-5)\n"
-            "loss = (scaled * gain).pow(2).mean()",
+            snippet=code(
+                """
+                scaled = (wave - wave.mean(-1, keepdim=True)) / (wave.std(-1, keepdim=True) + 1e-5)
+                loss = (scaled * gain).pow(2).mean()
+                """
+            ),
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nwave = torch.randn(4, 16)\nwave[2] = 0  # digital silence\ngain = torch.ones(16, requires_grad=True)",
-    bad="scaled = (wave - wave.mean(-1, keepdim=True)) / wave.std(-1, keepdim=True)\nloss = (scaled * gain).pow(2).mean()",
-    see=("huggingface/peft#2049", "maxrmorrison/torchcrepe#5", "yxlu-0102/MP-SENet#33"),
+    setup=code(
+        """
+        import torch
+
+        wave = torch.randn(4, 16)
+        wave[2] = 0  # digital silence
+        gain = torch.ones(16, requires_grad=True)
+        """
+    ),
+    bad=code(
+        """
+        scaled = (wave - wave.mean(-1, keepdim=True)) / wave.std(-1, keepdim=True)
+        loss = (scaled * gain).pow(2).mean()
+        """
+    ),
+    see=(
+        "huggingface/peft#2049",
+        "maxrmorrison/torchcrepe#5",
+        "yxlu-0102/MP-SENet#33",
+    ),
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from stepguard.diagnose.arithmetic import EXPONENTIALS, singular_inputs
+from stepguard.diagnose.arithmetic import singular_inputs
 from stepguard.diagnose.case import Case, high, low, reach
 from stepguard.diagnose.dtypes import exp_limit
-from stepguard.diagnose.rule import LIKELY, PLAUSIBLE, STRONG, Proof, Rule
+from stepguard.diagnose.ops import EXPONENTIALS
+from stepguard.diagnose.rule import LIKELY, PLAUSIBLE, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Operand, Remedy
 
@@ -45,12 +46,25 @@ def _power(case: Case) -> Proof | None:
 RULE = Rule(
     code="SG203",
     title="exp overflow",
-    what="exp(x) (or expm1, sinh, cosh, a large power) exceeds the largest number of its dtype. The limit is x = 88.7 in "
-    "float32 and bfloat16 and x = 11.09 in float16.",
-    why="A log-variance, logit or routing coefficient that nothing bounds has grown; a hand-written softmax, softplus, "
-    "sigmoid or Sinkhorn iteration exponentiates without subtracting the maximum first.",
-    how="The operation is an exponential, its operand is finite and larger than the limit of its dtype. If the infinity is "
-    "then swallowed and only backward fails it is SG403; in float16 with an exponent that float32 could take, SG301.",
+    what=prose(
+        """
+        exp(x) (or expm1, sinh, cosh, a large power) exceeds the largest number of its dtype. The limit is x =
+        88.7 in float32 and bfloat16 and x = 11.09 in float16.
+        """
+    ),
+    why=prose(
+        """
+        A log-variance, logit or routing coefficient that nothing bounds has grown; a hand-written softmax,
+        softplus, sigmoid or Sinkhorn iteration exponentiates without subtracting the maximum first.
+        """
+    ),
+    how=prose(
+        """
+        The operation is an exponential, its operand is finite and larger than the limit of its dtype. If the
+        infinity is then swallowed and only backward fails it is SG403; in float16 with an exponent that
+        float32 could take, SG301.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
@@ -59,16 +73,35 @@ RULE = Rule(
         ),
         Remedy(
             title="Subtract the maximum before exponentiating",
-            snippet="top = score.amax(dim=-1, keepdim=True).detach()\n"
-            "loss = ((score - top).exp().sum(dim=-1).log() + top.squeeze(-1)).mean()",
+            snippet=code(
+                """
+                top = score.amax(dim=-1, keepdim=True).detach()
+                loss = ((score - top).exp().sum(dim=-1).log() + top.squeeze(-1)).mean()
+                """
+            ),
         ),
         Remedy(
             title="Bound what is exponentiated with a soft limit that keeps its gradient (for a log-variance)",
-            snippet="limit = 20.0\nbounded = limit * torch.tanh(score / limit)\nloss = bounded.exp().sum(dim=-1).log().mean()",
+            snippet=code(
+                """
+                limit = 20.0
+                bounded = limit * torch.tanh(score / limit)
+                loss = bounded.exp().sum(dim=-1).log().mean()
+                """
+            ),
             safety="changes-training",
         ),
     ),
-    setup="import torch\n\nscore = torch.tensor([[100.0, 1.0], [2.0, 3.0]], requires_grad=True)",
+    setup=code(
+        """
+        import torch
+
+        score = torch.tensor([[100.0, 1.0], [2.0, 3.0]], requires_grad=True)
+        """
+    ),
     bad="loss = score.exp().sum(dim=-1).log().mean()",
-    see=("vanderschaarlab/synthcity#331", "Linear95/CLUB#27"),
+    see=(
+        "vanderschaarlab/synthcity#331",
+        "Linear95/CLUB#27",
+    ),
 )

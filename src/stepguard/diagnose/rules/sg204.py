@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from stepguard.diagnose.arithmetic import SOFTMAXES
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule
+from stepguard.diagnose.ops import SOFTMAXES, words
+from stepguard.diagnose.rule import Proof, Rule, code, prose
 from stepguard.diagnose.wording import at_index, describe
 from stepguard.records import Operand, Remedy
 
-SOFTMAX_NODES = frozenset("Softmax LogSoftmax Logsumexp SafeSoftmax Logcumsumexp".split())
+SOFTMAX_NODES = words("Softmax LogSoftmax Logsumexp SafeSoftmax Logcumsumexp")
 MASKS = ("attn_bias", "attn_mask", "mask", "bias")
 
 
@@ -61,46 +61,89 @@ def _row_maximum(case: Case) -> Proof | None:
     )
     if not reduced and case.note("masked_rows") is None:
         return None
-    text = f"{case.place}: {top.neginf} row maxima are -inf, so every entry of those rows is masked and -inf - -inf is NaN"
+    text = (
+        f"{case.place}: {top.neginf} row maxima are -inf, so every entry of those rows is masked and -inf - -inf is NaN"
+    )
     return Proof(confidence=0.94, evidence=(text, describe(scores), case.confirmed_samples))
 
 
 RULE = Rule(
     code="SG204",
     title="softmax or logsumexp over a fully masked row",
-    what="Every entry of a row is -inf when the softmax (log_softmax, logsumexp) normalises it: there is nothing to "
-    "normalise, so the row becomes NaN, and its gradient poisons every weight.",
-    why="A sample consists of padding only, a left-padded causal mask leaves the first queries without a key, a window or "
-    "segment mask has no overlap, or two masks that are each harmless cover everything together.",
-    how="The operation is a softmax (or a hand-written one that subtracts the row's maximum) and its operand has at least "
-    "one whole row of -inf; the number of such rows is in the evidence. A causal mask with one free key per row is fine "
-    "and not reported.",
+    what=prose(
+        """
+        Every entry of a row is -inf when the softmax (log_softmax, logsumexp) normalises it: there is nothing
+        to normalise, so the row becomes NaN, and its gradient poisons every weight.
+        """
+    ),
+    why=prose(
+        """
+        A sample consists of padding only, a left-padded causal mask leaves the first queries without a key, a
+        window or segment mask has no overlap, or two masks that are each harmless cover everything together.
+        """
+    ),
+    how=prose(
+        """
+        The operation is a softmax (or a hand-written one that subtracts the row's maximum) and its operand
+        has at least one whole row of -inf; the number of such rows is in the evidence. A causal mask with one
+        free key per row is fine and not reported.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Give a dead row something to look at before the softmax, and zero it afterwards",
-            snippet="masked = score.masked_fill(pad, float('-inf'))\n"
-            "dead = pad.all(dim=-1, keepdim=True)\n"
-            "weights = torch.softmax(masked.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)\n"
-            "loss = (weights @ value).pow(2).mean()",
+            snippet=code(
+                """
+                masked = score.masked_fill(pad, float('-inf'))
+                dead = pad.all(dim=-1, keepdim=True)
+                weights = torch.softmax(masked.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
+                loss = (weights @ value).pow(2).mean()
+                """
+            ),
         ),
         Remedy(
             title="Use scaled_dot_product_attention: it returns 0 for fully masked rows, with finite gradients",
-            snippet="out = torch.nn.functional.scaled_dot_product_attention(\n"
-            "    score[None], torch.eye(3)[None], value[None], attn_mask=~pad[None], scale=1.0\n)\n"
-            "loss = out.pow(2).mean()",
+            snippet=code(
+                """
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    score[None], torch.eye(3)[None], value[None], attn_mask=~pad[None], scale=1.0
+                )
+                loss = out.pow(2).mean()
+                """
+            ),
             safety="changes-numbers",
         ),
         Remedy(
             title="Drop empty samples in the collate function",
-            snippet="keep = ~pad.all(dim=-1)\n"
-            "weights = torch.softmax(score[keep].masked_fill(pad[keep], float('-inf')), dim=-1)\n"
-            "loss = (weights @ value).pow(2).mean()",
+            snippet=code(
+                """
+                keep = ~pad.all(dim=-1)
+                weights = torch.softmax(score[keep].masked_fill(pad[keep], float('-inf')), dim=-1)
+                loss = (weights @ value).pow(2).mean()
+                """
+            ),
             safety="changes-training",
         ),
     ),
-    setup="import torch\n\nscore = torch.randn(2, 3, requires_grad=True)\nvalue = torch.randn(3, 4)\n"
-    "pad = torch.tensor([[False, False, True], [True, True, True]])  # the second row has no key left",
-    bad="weights = torch.softmax(score.masked_fill(pad, float('-inf')), dim=-1)\nloss = (weights @ value).pow(2).mean()",
-    see=("pytorch/pytorch#41508", "pytorch/pytorch#40932", "pytorch/pytorch#160064"),
+    setup=code(
+        """
+        import torch
+
+        score = torch.randn(2, 3, requires_grad=True)
+        value = torch.randn(3, 4)
+        pad = torch.tensor([[False, False, True], [True, True, True]])  # the second row has no key left
+        """
+    ),
+    bad=code(
+        """
+        weights = torch.softmax(score.masked_fill(pad, float('-inf')), dim=-1)
+        loss = (weights @ value).pow(2).mean()
+        """
+    ),
+    see=(
+        "pytorch/pytorch#41508",
+        "pytorch/pytorch#40932",
+        "pytorch/pytorch#160064",
+    ),
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from stepguard.diagnose.arithmetic import STATISTICS
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import LIKELY, Proof, Rule
+from stepguard.diagnose.ops import STATISTICS, words
+from stepguard.diagnose.rule import LIKELY, Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe, spell
 from stepguard.records import Operand, Remedy
 
-STATISTIC_NODES = frozenset("Std Var StdMean VarMean".split())
+STATISTIC_NODES = words("Std Var StdMean VarMean")
 SQUARES_OVERFLOW = 1e18
 
 
@@ -17,7 +17,7 @@ def _evidence(case: Case) -> Proof | None:
     one = case.has("one_element") or case.has("reduced", "1")
     if case.op not in STATISTICS and not (case.node in STATISTIC_NODES and one):
         return None
-    if data is None or not data.finite or not case.makes_nan and not one:
+    if data is None or not data.finite or (not case.makes_nan and not one):
         return None
     if not one and (case.magnitude > SQUARES_OVERFLOW or case.wider):
         return None
@@ -35,36 +35,77 @@ def _single(data: Operand) -> bool:
 RULE = Rule(
     code="SG205",
     title="statistic of one element (std, var)",
-    what="A standard deviation or variance was taken over one element. torch's default divides by n - 1, which is 0: the "
-    "result is NaN.",
-    why="The last batch of an epoch holds one sample, a group has one member (GRPO, per-episode advantages), a mask leaves "
-    "one token, or the batch size is 1 where the code normalises over the batch.",
-    how="The operation is std, var, std_mean or var_mean, its operand is finite, and the reduced size is not larger than "
-    "the correction.",
+    what=prose(
+        """
+        A standard deviation or variance was taken over one element. torch's default divides by n - 1, which
+        is 0: the result is NaN.
+        """
+    ),
+    why=prose(
+        """
+        The last batch of an epoch holds one sample, a group has one member (GRPO, per-episode advantages), a
+        mask leaves one token, or the batch size is 1 where the code normalises over the batch.
+        """
+    ),
+    how=prose(
+        """
+        The operation is std, var, std_mean or var_mean, its operand is finite, and the reduced size is not
+        larger than the correction.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Normalise only where there is more than one element",
-            snippet="if reward.numel() > 1:\n    advantage = (reward - reward.mean()) / (reward.std() + 1e-8)\n"
-            "else:\n    advantage = reward - reward.mean()\nloss = (advantage * log_p).mean()",
+            snippet=code(
+                """
+                if reward.numel() > 1:
+                    advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
+                else:
+                    advantage = reward - reward.mean()
+                loss = (advantage * log_p).mean()
+                """
+            ),
         ),
         Remedy(
             title="Use the biased statistic; its backward at 0 is finite only with the epsilon inside the root",
-            snippet="deviation = (reward.var(correction=0) + 1e-8).sqrt()\n"
-            "loss = ((reward - reward.mean()) / deviation * log_p).mean()",
+            snippet=code(
+                """
+                deviation = (reward.var(correction=0) + 1e-8).sqrt()
+                loss = ((reward - reward.mean()) / deviation * log_p).mean()
+                """
+            ),
             safety="changes-numbers",
         ),
         Remedy(
             title="Drop the last incomplete batch: DataLoader(..., drop_last=True)",
-            snippet="data = torch.utils.data.TensorDataset(torch.randn(5), torch.zeros(5))\n"
-            "loader = torch.utils.data.DataLoader(data, batch_size=4, drop_last=True)\n"
-            "reward, _ = next(iter(loader))\n"
-            "loss = ((reward - reward.mean()) / (reward.std() + 1e-8) * log_p).mean()",
+            snippet=code(
+                """
+                data = torch.utils.data.TensorDataset(torch.randn(5), torch.zeros(5))
+                loader = torch.utils.data.DataLoader(data, batch_size=4, drop_last=True)
+                reward, _ = next(iter(loader))
+                loss = ((reward - reward.mean()) / (reward.std() + 1e-8) * log_p).mean()
+                """
+            ),
             safety="changes-training",
         ),
     ),
-    setup="import torch\n\nreward = torch.tensor([0.7])  # a group with one member\n"
-    "log_p = torch.tensor([-1.0], requires_grad=True)",
-    bad="advantage = (reward - reward.mean()) / (reward.std() + 1e-8)\nloss = (advantage * log_p).mean()",
-    see=("DLR-RM/stable-baselines3#440", "pytorch/pytorch#1381"),
+    setup=code(
+        """
+        import torch
+
+        reward = torch.tensor([0.7])  # a group with one member
+        log_p = torch.tensor([-1.0], requires_grad=True)
+        """
+    ),
+    bad=code(
+        """
+        advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
+        loss = (advantage * log_p).mean()
+        """
+    ),
+    see=(
+        "DLR-RM/stable-baselines3#440",
+        "pytorch/pytorch#1381",
+    ),
 )

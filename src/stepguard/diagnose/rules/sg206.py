@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from stepguard.diagnose.arithmetic import SOFTMAXES
 from stepguard.diagnose.case import Case, has_zero
-from stepguard.diagnose.rule import PLAUSIBLE, STRONG, Proof, Rule
+from stepguard.diagnose.ops import SOFTMAXES, words
+from stepguard.diagnose.rule import PLAUSIBLE, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import counts, describe
 from stepguard.records import Operand, Remedy
 
-TIMES = frozenset("mul multiply mm bmm addmm baddbmm matmul dot mv addcmul linear convolution einsum".split())
-SUMS = frozenset("add sub rsub sum mean cumsum lerp addmm logaddexp addcmul nansum index_add scatter_add".split())
+TIMES = words("mul multiply mm bmm addmm baddbmm matmul dot mv addcmul linear convolution einsum")
+SUMS = words("add sub rsub sum mean cumsum lerp addmm logaddexp addcmul nansum index_add scatter_add")
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -46,26 +46,59 @@ def _infinities(operand: Operand) -> str:
 RULE = Rule(
     code="SG206",
     title="inf - inf or 0 * inf",
-    what="Two infinities met, or an infinity met a zero. inf - inf, 0 * inf and inf / inf have no value: the result is NaN.",
-    why="An infinity that was harmless by itself (a -inf mask, log 0, an overflowed score) is multiplied by a 0 mask instead "
-    "of being selected away, or two masked terms are subtracted from each other.",
-    how="The operation has an infinite operand and makes NaN without having been given one. Where the infinity came from an "
-    "operation of this step, that operation is reported instead.",
+    what=prose(
+        """
+        Two infinities met, or an infinity met a zero. inf - inf, 0 * inf and inf / inf have no value: the
+        result is NaN.
+        """
+    ),
+    why=prose(
+        """
+        An infinity that was harmless by itself (a -inf mask, log 0, an overflowed score) is multiplied by a 0
+        mask instead of being selected away, or two masked terms are subtracted from each other.
+        """
+    ),
+    how=prose(
+        """
+        The operation has an infinite operand and makes NaN without having been given one. Where the infinity
+        came from an operation of this step, that operation is reported instead.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Select instead of multiplying: masked_fill or where on the operand, not on the product",
-            snippet="kept = log_ratio.masked_fill(~mask, 0.0)\nloss = (kept * weight).sum() / mask.sum().clamp_min(1)",
+            snippet=code(
+                """
+                kept = log_ratio.masked_fill(~mask, 0.0)
+                loss = (kept * weight).sum() / mask.sum().clamp_min(1)
+                """
+            ),
         ),
         Remedy(
             title="Keep infinities out: mask with a large finite number instead of -inf",
-            snippet="finite = log_ratio.clamp_min(-1e4)\n"
-            "loss = (finite * mask * weight).sum() / mask.sum().clamp_min(1)",
+            snippet=code(
+                """
+                finite = log_ratio.clamp_min(-1e4)
+                loss = (finite * mask * weight).sum() / mask.sum().clamp_min(1)
+                """
+            ),
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nlog_ratio = torch.tensor([0.3, float('-inf'), 0.1])  # the second position is padding\n"
-    "mask = torch.tensor([True, False, True])\nweight = torch.ones(3, requires_grad=True)",
+    setup=code(
+        """
+        import torch
+
+        log_ratio = torch.tensor([0.3, float('-inf'), 0.1])  # the second position is padding
+        mask = torch.tensor([True, False, True])
+        weight = torch.ones(3, requires_grad=True)
+        """
+    ),
     bad="loss = (log_ratio * mask * weight).sum() / mask.sum()",
-    see=("ecmwf/WeatherGenerator#2723", "NovaSky-AI/SkyRL#1635", "NVIDIA-NeMo/Megatron-Bridge#3117"),
+    see=(
+        "ecmwf/WeatherGenerator#2723",
+        "NovaSky-AI/SkyRL#1635",
+        "NVIDIA-NeMo/Megatron-Bridge#3117",
+    ),
 )

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import overflow, zero_divisor
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule
+from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe, limit_of, spell
 from stepguard.records import Remedy
 
 HALF_SCORE = 0.93
 DYNAMIC_SCALE = Remedy(
     title="Use a dynamic loss scale (GradScaler): it halves itself until the gradients fit",
-    snippet="scaler = torch.amp.GradScaler('cpu', init_scale=2.0**8)\n"
-    "with torch.autocast('cpu', dtype=torch.bfloat16):\n    loss = layer(x).pow(2).mean()\n"
-    "scaler.scale(loss).backward()\nscaler.unscale_(optimizer)",
+    snippet=code(
+        """
+        scaler = torch.amp.GradScaler('cpu', init_scale=2.0**8)
+        with torch.autocast('cpu', dtype=torch.bfloat16):
+            loss = layer(x).pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        """
+    ),
 )
 
 
@@ -61,36 +67,82 @@ def _static_scale(case: Case) -> Proof:
 RULE = Rule(
     code="SG301",
     title="half-precision overflow",
-    what="An operation in half precision has finite operands, but its result exceeds the largest number of the dtype: "
-    "65504 in float16. The same operation is finite in float32.",
-    why="float16 covers five decades above 1. Activations of a wide feed-forward layer, unscaled attention scores, a mask of "
-    "finfo.min plus a negative score, a sum over many elements, gradients under a large loss scale or added up over "
-    "micro-batches leave it easily. bfloat16 has the range of float32 and does not overflow here.",
-    how="The operands are finite float16, no zero was divided by, and the result is infinite; where possible the operation is "
-    "repeated in float32 and is finite. For gradients, the step is repeated at loss scale 1.",
+    what=prose(
+        """
+        An operation in half precision has finite operands, but its result exceeds the largest number of the
+        dtype: 65504 in float16. The same operation is finite in float32.
+        """
+    ),
+    why=prose(
+        """
+        float16 covers five decades above 1. Activations of a wide feed-forward layer, unscaled attention
+        scores, a mask of finfo.min plus a negative score, a sum over many elements, gradients under a large
+        loss scale or added up over micro-batches leave it easily. bfloat16 has the range of float32 and does
+        not overflow here.
+        """
+    ),
+    how=prose(
+        """
+        The operands are finite float16, no zero was divided by, and the result is infinite; where possible
+        the operation is repeated in float32 and is finite. For gradients, the step is repeated at loss scale
+        1.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Run this layer in float32: leave autocast for it",
-            snippet="with torch.autocast('cpu', dtype=torch.float16):\n"
-            "    with torch.autocast('cpu', enabled=False):\n        loss = layer(x.float()).pow(2).mean()",
+            snippet=code(
+                """
+                with torch.autocast('cpu', dtype=torch.float16):
+                    with torch.autocast('cpu', enabled=False):
+                        loss = layer(x.float()).pow(2).mean()
+                """
+            ),
             safety="changes-numbers",
         ),
         Remedy(
             title="Autocast to bfloat16, which has the range of float32 and needs no loss scale",
-            snippet="with torch.autocast('cpu', dtype=torch.bfloat16):\n    loss = layer(x).float().pow(2).mean()",
+            snippet=code(
+                """
+                with torch.autocast('cpu', dtype=torch.bfloat16):
+                    loss = layer(x).float().pow(2).mean()
+                """
+            ),
             safety="changes-numbers",
         ),
         Remedy(
             title="Divide the loss by the number of micro-batches before backward, not the gradients after",
-            snippet="micro_batches = x.float().split(1)\n"
-            "loss = sum(layer(part).pow(2).mean() / len(micro_batches) for part in micro_batches)",
+            snippet=code(
+                """
+                micro_batches = x.float().split(1)
+                loss = sum(layer(part).pow(2).mean() / len(micro_batches) for part in micro_batches)
+                """
+            ),
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nlayer = torch.nn.Linear(8, 4, bias=False)\ntorch.nn.init.constant_(layer.weight, 200.0)\n"
-    "optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)\nx = torch.full((2, 8), 100.0)",
-    bad="with torch.autocast('cpu', dtype=torch.float16):\n    loss = layer(x).float().pow(2).mean()",
-    see=("huggingface/transformers#5651", "huggingface/transformers#9295", "huggingface/transformers#17306",
-         "deepspeedai/DeepSpeed#8035", "https://docs.pytorch.org/docs/stable/amp.html"),
+    setup=code(
+        """
+        import torch
+
+        layer = torch.nn.Linear(8, 4, bias=False)
+        torch.nn.init.constant_(layer.weight, 200.0)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
+        x = torch.full((2, 8), 100.0)
+        """
+    ),
+    bad=code(
+        """
+        with torch.autocast('cpu', dtype=torch.float16):
+            loss = layer(x).float().pow(2).mean()
+        """
+    ),
+    see=(
+        "huggingface/transformers#5651",
+        "huggingface/transformers#9295",
+        "huggingface/transformers#17306",
+        "deepspeedai/DeepSpeed#8035",
+        "https://docs.pytorch.org/docs/stable/amp.html",
+    ),
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from stepguard.diagnose.arithmetic import NORM_LAYERS, log_argument, zero_divisor
+from stepguard.diagnose.arithmetic import log_argument, zero_divisor
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.dtypes import FORMATS, rounds_to_zero
-from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule
+from stepguard.diagnose.ops import NORM_LAYERS
+from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe, spell
 from stepguard.records import Operand, Remedy
 
@@ -25,7 +26,9 @@ def _evidence(case: Case) -> Proof | None:
         return Proof(confidence=0.9, evidence=(first, f"the smallest positive number there is {_smallest(case)}"))
     if zero is None:
         return None
-    rounded = f"in {case.dtype} everything up to {_smallest(case)} / 2 is 0, and next to 1 everything below {_ulp(case)}"
+    rounded = (
+        f"in {case.dtype} everything up to {_smallest(case)} / 2 is 0, and next to 1 everything below {_ulp(case)}"
+    )
     confidence = 0.94 if case.wider else PLAUSIBLE
     return Proof(confidence=confidence, evidence=(_consequence(case, zero), rounded, case.confirmed_samples))
 
@@ -50,30 +53,68 @@ def _ulp(case: Case) -> str:
 RULE = Rule(
     code="SG302",
     title="half-precision underflow (eps rounds to 0)",
-    what="A number that protects a division or a logarithm is zero in half precision: 1e-8 does not exist in float16 (its "
-    "smallest number is 6e-8), and 1 - t is 0 in bfloat16 for every t above 0.998.",
-    why="Epsilons are written for float32 (F.normalize uses 1e-12, many RMSNorms 1e-8), and casting a model or a time step to "
-    "half precision silently switches them off. A probability per sample of 1/512 makes it look random.",
-    how="The operation runs in half precision and divides by, or takes the log of, an exact 0, while the epsilon that was "
-    "added or clamped to rounds to 0 in that dtype, or the same lines are finite in float32.",
+    what=prose(
+        """
+        A number that protects a division or a logarithm is zero in half precision: 1e-8 does not exist in
+        float16 (its smallest number is 6e-8), and 1 - t is 0 in bfloat16 for every t above 0.998.
+        """
+    ),
+    why=prose(
+        """
+        Epsilons are written for float32 (F.normalize uses 1e-12, many RMSNorms 1e-8), and casting a model or
+        a time step to half precision silently switches them off. A probability per sample of 1/512 makes it
+        look random.
+        """
+    ),
+    how=prose(
+        """
+        The operation runs in half precision and divides by, or takes the log of, an exact 0, while the
+        epsilon that was added or clamped to rounds to 0 in that dtype, or the same lines are finite in
+        float32.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Compute this line in float32 and cast the result back",
-            snippet="wide = x.float()\nunit = (wide / wide.norm(dim=-1, keepdim=True).clamp_min(1e-12)).to(x.dtype)\n"
-            "loss = (unit * scale).float().pow(2).mean()",
+            snippet=code(
+                """
+                wide = x.float()
+                unit = (wide / wide.norm(dim=-1, keepdim=True).clamp_min(1e-12)).to(x.dtype)
+                loss = (unit * scale).float().pow(2).mean()
+                """
+            ),
             safety="changes-numbers",
         ),
         Remedy(
             title="Choose the epsilon from the dtype",
-            snippet="unit = torch.nn.functional.normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny)\n"
-            "loss = (unit * scale).float().pow(2).mean()",
+            snippet=code(
+                """
+                unit = torch.nn.functional.normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny)
+                loss = (unit * scale).float().pow(2).mean()
+                """
+            ),
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nx = torch.zeros(2, 4, dtype=torch.float16)  # a padded row\nx[0] = 1.0\n"
-    "scale = torch.ones(4, requires_grad=True)",
-    bad="unit = torch.nn.functional.normalize(x, dim=-1)  # eps=1e-12 is 0 in float16\n"
-    "loss = (unit * scale).float().pow(2).mean()",
-    see=("pytorch/pytorch#32137", "pytorch/pytorch#41527", "huggingface/diffusers#13316"),
+    setup=code(
+        """
+        import torch
+
+        x = torch.zeros(2, 4, dtype=torch.float16)  # a padded row
+        x[0] = 1.0
+        scale = torch.ones(4, requires_grad=True)
+        """
+    ),
+    bad=code(
+        """
+        unit = torch.nn.functional.normalize(x, dim=-1)  # eps=1e-12 is 0 in float16
+        loss = (unit * scale).float().pow(2).mean()
+        """
+    ),
+    see=(
+        "pytorch/pytorch#32137",
+        "pytorch/pytorch#41527",
+        "huggingface/diffusers#13316",
+    ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import overflow, zero_divisor
 from stepguard.diagnose.case import Case, has_zero
-from stepguard.diagnose.rule import HINT, PLAUSIBLE, Proof, Rule
+from stepguard.diagnose.rule import HINT, PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.rules.sg202 import LOG_NODES
 from stepguard.diagnose.wording import at_index, describe
 from stepguard.records import Operand, Remedy
@@ -28,23 +28,31 @@ SINGULAR = {
     "WeightNormInterface": "weight norm divides by the norm of a row, which is 0",
     "CosineSimilarity": "the cosine similarity of a zero vector has no slope",
 }
-SINGULAR |= {
-    node: "the norm of a zero vector has no slope: it divides by the norm"
-    for node in "Norm LinalgVectorNorm LinalgNorm LinalgMatrixNorm Dist Cdist Pdist EuclideanDist Renorm".split()
-}
-SINGULAR |= {
-    node: "eigenvectors of equal eigenvalues have no slope: it divides by their difference, which is 0"
-    for node in "LinalgEigh LinalgEig LinalgSvd Svd SymEig LinalgEigvalsh".split()
-}
-SINGULAR |= {
-    node: "the slope divides by a diagonal or pivot that is 0: the matrix is singular"
-    for node in "LinalgQr LinalgInvEx LinalgSolveEx LinalgCholeskyEx LinalgDet LinalgSlogdet Cholesky LinalgPinv".split()
-}
-SINGULAR |= {
-    node: "the slope of a standard deviation of 0 is infinite: it divides by the deviation"
-    for node in ("Std", "StdMean")
-}
-SINGULAR |= {node: "the slope of a logarithm is 1 / x, which is infinite at 0" for node in LOG_NODES | {"Lgamma"}}
+SINGULAR |= dict.fromkeys(
+    ["Norm", "LinalgVectorNorm", "LinalgNorm", "LinalgMatrixNorm", "Dist", "Cdist", "Pdist", "EuclideanDist", "Renorm"],
+    "the norm of a zero vector has no slope: it divides by the norm",
+)
+SINGULAR |= dict.fromkeys(
+    ["LinalgEigh", "LinalgEig", "LinalgSvd", "Svd", "SymEig", "LinalgEigvalsh"],
+    "eigenvectors of equal eigenvalues have no slope: it divides by their difference, which is 0",
+)
+SINGULAR |= dict.fromkeys(
+    [
+        "LinalgQr",
+        "LinalgInvEx",
+        "LinalgSolveEx",
+        "LinalgCholeskyEx",
+        "LinalgDet",
+        "LinalgSlogdet",
+        "Cholesky",
+        "LinalgPinv",
+    ],
+    "the slope divides by a diagonal or pivot that is 0: the matrix is singular",
+)
+SINGULAR |= dict.fromkeys(
+    ("Std", "StdMean"), "the slope of a standard deviation of 0 is infinite: it divides by the deviation"
+)
+SINGULAR |= dict.fromkeys(LOG_NODES | {"Lgamma"}, "the slope of a logarithm is 1 / x, which is infinite at 0")
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -81,34 +89,78 @@ def _explodes(case: Case) -> Proof | None:
 RULE = Rule(
     code="SG401",
     title="singular gradient (sqrt at 0, acos at 1, eigh of equal eigenvalues)",
-    what="The function is finite at this point but its derivative is not. The loss looks healthy, the gradient is Inf or NaN.",
-    why="A magnitude or distance is exactly 0 (silence, identical points, a zero parameter), a cosine is exactly 1, a "
-    "probability in a focal loss with gamma < 1 saturates, a symmetric matrix has equal eigenvalues. The usual cure, an "
-    "epsilon after the root, changes nothing: it must go inside.",
-    how="The forward pass is finite; in backward, the node of a function with a known singular point makes the first Inf or "
-    "NaN, and the operand it divides by is 0. detect_anomaly looks for NaN only and blames a later node.",
+    what=prose(
+        """
+        The function is finite at this point but its derivative is not. The loss looks healthy, the gradient
+        is Inf or NaN.
+        """
+    ),
+    why=prose(
+        """
+        A magnitude or distance is exactly 0 (silence, identical points, a zero parameter), a cosine is
+        exactly 1, a probability in a focal loss with gamma < 1 saturates, a symmetric matrix has equal
+        eigenvalues. The usual cure, an epsilon after the root, changes nothing: it must go inside.
+        """
+    ),
+    how=prose(
+        """
+        The forward pass is finite; in backward, the node of a function with a known singular point makes the
+        first Inf or NaN, and the operand it divides by is 0. detect_anomaly looks for NaN only and blames a
+        later node.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Double where: give the root a harmless argument where it is 0, and choose 0 afterwards",
-            snippet="power = spectrum.pow(2).sum(-1)\nsilent = power == 0\n"
-            "magnitude = torch.where(silent, 0.0, torch.where(silent, 1.0, power).sqrt())\n"
-            "loss = (magnitude - reference).abs().mean()",
+            snippet=code(
+                """
+                power = spectrum.pow(2).sum(-1)
+                silent = power == 0
+                magnitude = torch.where(silent, 0.0, torch.where(silent, 1.0, power).sqrt())
+                loss = (magnitude - reference).abs().mean()
+                """
+            ),
         ),
         Remedy(
             title="Use the built-in with a defined subgradient: torch.linalg.vector_norm, or abs of a complex tensor",
-            snippet="magnitude = torch.linalg.vector_norm(spectrum, dim=-1)\n"
-            "loss = (magnitude - reference).abs().mean()",
+            snippet=code(
+                """
+                magnitude = torch.linalg.vector_norm(spectrum, dim=-1)
+                loss = (magnitude - reference).abs().mean()
+                """
+            ),
             safety="changes-numbers",
         ),
         Remedy(
             title="Put an epsilon inside the root (not after it)",
-            snippet="magnitude = (spectrum.pow(2).sum(-1) + 1e-8).sqrt()\nloss = (magnitude - reference).abs().mean()",
+            snippet=code(
+                """
+                magnitude = (spectrum.pow(2).sum(-1) + 1e-8).sqrt()
+                loss = (magnitude - reference).abs().mean()
+                """
+            ),
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nspectrum = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)  # the second bin is silent\n"
-    "reference = torch.ones(2)",
-    bad="magnitude = spectrum.pow(2).sum(-1).sqrt()\nloss = (magnitude - reference).abs().mean()",
-    see=("pytorch/audio#993", "kornia/kornia#918", "speechbrain/speechbrain#181", "pytorch/pytorch#46849"),
+    setup=code(
+        """
+        import torch
+
+        spectrum = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)  # the second bin is silent
+        reference = torch.ones(2)
+        """
+    ),
+    bad=code(
+        """
+        magnitude = spectrum.pow(2).sum(-1).sqrt()
+        loss = (magnitude - reference).abs().mean()
+        """
+    ),
+    see=(
+        "pytorch/audio#993",
+        "kornia/kornia#918",
+        "speechbrain/speechbrain#181",
+        "pytorch/pytorch#46849",
+    ),
 )

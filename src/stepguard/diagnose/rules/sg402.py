@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.diagnose.case import Case, has_zero
-from stepguard.diagnose.rule import CERTAIN, Proof, Rule
+from stepguard.diagnose.rule import CERTAIN, Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe
 from stepguard.records import Operand, Remedy
 
@@ -37,17 +37,34 @@ def _zeros(gradient: Operand) -> str:
 RULE = Rule(
     code="SG402",
     title="gradient of an unselected `where` branch",
-    what="torch.where(condition, f(x), g(x)) computes both branches everywhere. Where f is discarded its gradient is 0, and "
-    "0 times an infinite or NaN slope is NaN.",
-    why="`where` reads like an if, so it is used to protect sqrt, log, exp or a division from the values it cannot take. It "
-    "protects the forward pass only. Multiplying by a 0 mask behaves the same.",
-    how="The loss is finite, the gradient is not, and the node that made NaN got a zero gradient for elements whose forward "
-    "value is discarded by a where, masked_fill or index further on.",
+    what=prose(
+        """
+        torch.where(condition, f(x), g(x)) computes both branches everywhere. Where f is discarded its
+        gradient is 0, and 0 times an infinite or NaN slope is NaN.
+        """
+    ),
+    why=prose(
+        """
+        `where` reads like an if, so it is used to protect sqrt, log, exp or a division from the values it
+        cannot take. It protects the forward pass only. Multiplying by a 0 mask behaves the same.
+        """
+    ),
+    how=prose(
+        """
+        The loss is finite, the gradient is not, and the node that made NaN got a zero gradient for elements
+        whose forward value is discarded by a where, masked_fill or index further on.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
             title="Double where: make the argument harmless first, then select",
-            snippet="safe = torch.where(x > 0, x, 1.0)\nloss = torch.where(x > 0, safe.sqrt(), 0.0).sum()",
+            snippet=code(
+                """
+                safe = torch.where(x > 0, x, 1.0)
+                loss = torch.where(x > 0, safe.sqrt(), 0.0).sum()
+                """
+            ),
         ),
         Remedy(
             title="Compute the function only where it is wanted",
@@ -59,7 +76,17 @@ RULE = Rule(
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nx = torch.tensor([4.0, 0.0, -1.0], requires_grad=True)",
+    setup=code(
+        """
+        import torch
+
+        x = torch.tensor([4.0, 0.0, -1.0], requires_grad=True)
+        """
+    ),
     bad="loss = torch.where(x > 0, x.sqrt(), 0.0).sum()",
-    see=("pytorch/pytorch#23395", "pytorch/pytorch#68425", "Ciela-Institute/caustics#83"),
+    see=(
+        "pytorch/pytorch#23395",
+        "pytorch/pytorch#68425",
+        "Ciela-Institute/caustics#83",
+    ),
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from stepguard.diagnose.arithmetic import DIVISIONS, EXPONENTIALS, LOGS, overflow
+from stepguard.diagnose.arithmetic import DIVISIONS, LOGS, overflow
 from stepguard.diagnose.case import Case, has_zero
-from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule
+from stepguard.diagnose.ops import EXPONENTIALS
+from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.rules.sg202 import SATURATING
 from stepguard.diagnose.wording import counts, describe
 from stepguard.records import Remedy
@@ -20,9 +21,7 @@ def _evidence(case: Case) -> Proof | None:
     if not case.absorbed or not case.forward:
         return None
     swallowed_by = (case.note("absorbed_by") or "").removeprefix("aten.").rstrip("_")
-    if case.op in POLES and not (case.short and overflow(case)):
-        confidence = 0.94
-    elif case.op in LOGS and swallowed_by in SATURATING:
+    if (case.op in POLES and not (case.short and overflow(case))) or (case.op in LOGS and swallowed_by in SATURATING):
         confidence = 0.94
     elif case.note("absorbed") is not None:
         confidence = PLAUSIBLE + 0.1
@@ -56,12 +55,25 @@ def _in_backward(case: Case) -> Proof | None:
 RULE = Rule(
     code="SG403",
     title="infinity absorbed in forward, NaN in backward",
-    what="An operation made an infinity, a saturating function turned it into a harmless number (erf(inf) = 1, "
-    "1 / inf = 0, exp(-inf) = 0), and the loss is finite. Backward multiplies the saturated slope 0 by the infinite one: NaN.",
-    why="A divisor or exponent reached its limit for one sample: erf(1 / s) with s = 0, a hand-written sigmoid "
-    "1 / (1 + exp(-x)) with a large -x, exp(-d / 0). Forward checks and loss checks cannot see it.",
-    how="In the replay an operation with finite operands makes an infinity, the loss is finite, and the gradients are NaN "
-    "through that very place.",
+    what=prose(
+        """
+        An operation made an infinity, a saturating function turned it into a harmless number (erf(inf) = 1, 1
+        / inf = 0, exp(-inf) = 0), and the loss is finite. Backward multiplies the saturated slope 0 by the
+        infinite one: NaN.
+        """
+    ),
+    why=prose(
+        """
+        A divisor or exponent reached its limit for one sample: erf(1 / s) with s = 0, a hand-written sigmoid
+        1 / (1 + exp(-x)) with a large -x, exp(-d / 0). Forward checks and loss checks cannot see it.
+        """
+    ),
+    how=prose(
+        """
+        In the replay an operation with finite operands makes an infinity, the loss is finite, and the
+        gradients are NaN through that very place.
+        """
+    ),
     evidence=_evidence,
     remedies=(
         Remedy(
@@ -74,7 +86,13 @@ RULE = Rule(
             safety="changes-numbers",
         ),
     ),
-    setup="import torch\n\nx = torch.tensor([0.5, -200.0], requires_grad=True)",
+    setup=code(
+        """
+        import torch
+
+        x = torch.tensor([0.5, -200.0], requires_grad=True)
+        """
+    ),
     bad="loss = (1 / (1 + torch.exp(-x))).sum()  # exp(200) = inf, 1 / inf = 0: looks right",
     see=("SuLvXiangXin/zipnerf-pytorch#54",),
 )
