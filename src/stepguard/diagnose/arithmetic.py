@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stepguard.diagnose.case import Case, elements, has_zero, high, low, reach
+from stepguard.diagnose.case import Case, elements, has_zero, high, low, met, reach
 from stepguard.diagnose.ops import COUNTED, MEASURED, NORM_LAYERS, PRODUCTS, STATISTICS
 from stepguard.records import Operand
 
@@ -51,7 +51,7 @@ def log_argument(case: Case) -> tuple[Operand, float, float] | None:
         return None
     name, position, least, most = LOGS[case.op]
     operand = case.argument(name, position)
-    if operand is None or not (low(operand) <= least or high(operand) >= most):
+    if operand is None or not (met(operand)[0] <= least or met(operand)[1] >= most):
         return None
     return operand, least, most
 
@@ -64,15 +64,16 @@ def negative_root(case: Case) -> tuple[Operand, str] | None:
         return (variance, "root of a variance") if variance is not None and low(variance) < 0 else None
     if operand is None or operand.nan:
         return None
-    if case.op in ("sqrt", "rsqrt") and low(operand) < 0:
+    least, most = met(operand)
+    if case.op in ("sqrt", "rsqrt") and least < 0:
         return operand, "square root"
-    if case.op in ("pow", "float_power") and low(operand) < 0:
+    if case.op in ("pow", "float_power") and least < 0:
         exponent = case.argument("exponent", 1)
         if exponent is None or fractional(exponent):
             return operand, "power " + ("" if exponent is None else f"{high(exponent):g}")
-    if case.op in ("acos", "asin") and reach(operand) > 1:
+    if case.op in ("acos", "asin") and max(abs(least), abs(most)) > 1:
         return operand, f"{case.op}, which is real on [-1, 1] only: beyond, 1 - x*x is negative and has no root"
-    if case.op == "acosh" and low(operand) < 1:
+    if case.op == "acosh" and least < 1:
         return operand, "acosh, which is real from 1 on: below, x*x - 1 is negative and has no root"
     return None
 
@@ -97,15 +98,19 @@ def overflow(case: Case) -> bool:
     return case.op in PRODUCTS | NORM_LAYERS or bool(case.wider)
 
 
+MASK_NAMES = ("mask", "label", "valid", "length")
+
+
 def counts_nothing(case: Case, divisor: Operand) -> bool:
     """Is the zero divisor a count or a mask's sum, so that the mean runs over no element?"""
-    if divisor.dtype and ("int" in divisor.dtype or "bool" in divisor.dtype) and not case.has("target_out_of_domain"):
-        return True
     made_by = (case.note("denominator_from") or "").removeprefix("aten.").rstrip("_")
-    numerator = case.argument("self", 0)
-    nothing_above = case.op in ("reciprocal", "rsqrt") or has_zero(numerator)
-    if made_by in MEASURED:
+    if made_by in MEASURED or case.op not in ("div", "true_divide", "reciprocal", "mul"):
         return False
+    root = (case.note("denominator_root") or "").lower()
+    whole_type = "int" in divisor.dtype or "bool" in divisor.dtype
+    if whole_type or any(word in root for word in MASK_NAMES):
+        return True
+    nothing_above = case.op == "reciprocal" or has_zero(case.argument("self", 0)) or case.has("numerator", "zero")
     whole = elements(divisor) > 1 and high(divisor) >= 1 and not fractional(divisor) and low(divisor) == 0
     if made_by in COUNTED:
         return (nothing_above or case.phase == "loss") and (whole or reach(divisor) == 0)

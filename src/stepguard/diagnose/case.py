@@ -73,6 +73,9 @@ class Case:
         for operand in self.inputs:
             if operand.name == name:
                 return operand
+        listed = [operand for operand in self.inputs if operand.name.startswith(f"{name}[")]
+        if listed:
+            return next((o for o in listed if not o.finite or has_zero(o)), listed[0])
         if position < len(self.inputs) and not self.inputs[position].name:
             return self.inputs[position]
         return None
@@ -160,6 +163,11 @@ class Case:
         return what + (f" at {self.origin.source}" if self.origin.source else "")
 
     @property
+    def overflows_by_scale(self) -> bool:
+        """The gradients are finite at loss scale 1."""
+        return not self.reading.grads_finite and (self.reading.overflow or self.has("overflow", "scale"))
+
+    @property
     def confirmed_samples(self) -> str:
         """The guilty samples in words; empty when none was confirmed."""
         if self.origin is None or not self.origin.samples:
@@ -167,6 +175,13 @@ class Case:
         which = ", ".join(map(str, self.origin.samples))
         batch = f" of micro-batch {self.origin.micro_batch}" if self.origin.micro_batch else ""
         return f"sample {which}{batch} causes it: without it the step is finite"
+
+
+def met(operand: Operand) -> tuple[float, float]:
+    """What stood at the bad position: that one element where it is known, else the whole range."""
+    if operand.index is not None and operand.value is not None and math.isfinite(operand.value):
+        return operand.value, operand.value
+    return _ends(operand)
 
 
 def low(operand: Operand) -> float:
@@ -191,8 +206,11 @@ def reach(operand: Operand) -> float:
 
 
 def has_zero(operand: Operand | None) -> bool:
+    """A zero at the bad position where that is known, else a zero anywhere."""
     if operand is None:
         return False
+    if operand.index is not None and operand.value is not None and math.isfinite(operand.value):
+        return operand.value == 0.0
     return operand.zeros > 0 or operand.value == 0.0 or (operand.min == 0.0 and operand.max == 0.0)
 
 

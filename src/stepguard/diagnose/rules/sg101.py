@@ -13,6 +13,9 @@ def _evidence(case: Case) -> Proof | None:
     if case.origin is not None and (case.phase == "input" or (named and case.tensor in case.reading.bad_inputs)):
         which = case.tensor or ", ".join(case.reading.bad_inputs) or "an input"
         return Proof(confidence=CERTAIN, evidence=(_holds(case, which), case.confirmed_samples))
+    if case.note("constant") is not None:
+        text = f"a tensor from outside model and batch was already {case.note('constant')} when {case.place} read it"
+        return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
     if not case.reading.bad_inputs:
         return None
     listed = f"the batch holds NaN or Inf in {', '.join(case.reading.bad_inputs)}"
@@ -26,7 +29,9 @@ def _evidence(case: Case) -> Proof | None:
 def _holds(case: Case, which: str) -> str:
     bad = next((o for o in (*case.inputs, case.output) if o is not None and not o.finite), None)
     if bad is None:
-        return f"`{which}` was non-finite before the model saw it"
+        number = case.note("bad_elements")
+        amount = f"holds {number} non-finite elements" if number else "was non-finite"
+        return f"`{which}` {amount} before the model saw it"
     amount = ", ".join(part for part in (counts(bad, kind) for kind in ("nan", "posinf", "neginf")) if part)
     return f"`{which}` holds {amount} before the model saw it{_where(bad)}"
 

@@ -12,6 +12,8 @@ from stepguard.records import Remedy
 
 EXTREME_INPUT = 1e6
 """A batch element no normalised data set has."""
+OUTLIER = 1e4
+"""Times the largest value of all other samples."""
 EXTREME_OPERAND = 1e15
 """Half of float32's exponent range is gone: one more product overflows."""
 
@@ -19,12 +21,15 @@ EXTREME_OPERAND = 1e15
 def _evidence(case: Case) -> Proof | None:
     if not (case.forward or case.phase == "backward") or not (overflow(case) or case.op in EXPONENTIALS):
         return None
-    batch_max = case.number("batch_max")
+    batch_max = case.number("sample_max") or case.number("batch_max")
     numbers = (
         f"{case.place} overflowed: its operands reach {spell(case.magnitude)}, the limit is {limit_of(case.dtype)}"
     )
-    if batch_max is not None and abs(batch_max) >= min(EXTREME_INPUT, largest(case.dtype)):
+    others = case.number("others_max")
+    stands_out = bool(batch_max and others is not None and batch_max >= OUTLIER * max(others, 1.0))
+    if batch_max is not None and (stands_out or batch_max >= min(EXTREME_INPUT, largest(case.dtype))):
         first = f"the batch is finite but holds {spell(batch_max)}"
+        first += f"; all other samples stay within {spell(others)}" if others is not None else ""
         return Proof(confidence=0.94, evidence=(first, numbers, case.confirmed_samples))
     if case.narrow or case.op in EXPONENTIALS or case.magnitude < EXTREME_OPERAND:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stepguard.diagnose.case import Case, high, low
+from stepguard.diagnose.arithmetic import counts_nothing, log_argument, negative_root, zero_divisor
+from stepguard.diagnose.case import Case, high, low, met
 from stepguard.diagnose.rule import STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.rules.sg102 import NLL
 from stepguard.diagnose.wording import at_index, describe, spell
@@ -14,7 +15,7 @@ BCE = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 def _evidence(case: Case) -> Proof | None:
     if case.unselected:
         return None
-    return _noted(case) or _ctc(case) or _class_index(case) or _probability(case)
+    return _noted(case) or _ctc(case) or _class_index(case) or _probability(case) or _from_batch(case)
 
 
 def _noted(case: Case) -> Proof | None:
@@ -27,6 +28,8 @@ def _noted(case: Case) -> Proof | None:
         numbers += (
             f"; the offending one is {spell(operand.value)}{at_index(operand)}" if operand.value is not None else ""
         )
+    worst = case.number("target_out_of_domain")
+    numbers += f" ({spell(worst)})" if worst is not None else ""
     return Proof(confidence=0.94, evidence=(numbers, case.confirmed_samples))
 
 
@@ -40,7 +43,9 @@ def _ctc(case: Case) -> Proof | None:
     numbers = (
         f"{case.place} is infinite: a target cannot be aligned with an input that short (repeats need a blank each)"
     )
-    return Proof(confidence=0.94, evidence=(numbers, lengths, case.confirmed_samples))
+    how_many = case.note("ctc_infeasible")
+    short = f"{how_many} targets of the batch are too long" if how_many else ""
+    return Proof(confidence=0.94, evidence=(numbers, lengths, short, case.confirmed_samples))
 
 
 def _class_index(case: Case) -> Proof | None:
@@ -53,7 +58,7 @@ def _class_index(case: Case) -> Proof | None:
     if classes and high(target) >= classes:
         text = f"a target is {spell(high(target))}, but there are {classes} classes (0 to {classes - 1})"
         return Proof(confidence=0.95, evidence=(text,))
-    if scores.neginf and case.makes_inf and not scores.nan:
+    if case.has("target_probability", "zero") or (scores.neginf and case.makes_inf and not scores.nan):
         text = f"a target names a class whose score is -inf ({scores.neginf} scores are): its probability is exactly 0"
         return Proof(confidence=STRONG, evidence=(text, case.confirmed_samples))
     return None
@@ -70,6 +75,21 @@ def _probability(case: Case) -> Proof | None:
         text = f"a target probability is negative ({spell(low(mine))}): t * log t does not exist"
         return Proof(confidence=0.94, evidence=(text, case.confirmed_samples))
     return None
+
+
+def _from_batch(case: Case) -> Proof | None:
+    """A logarithm, root or division in the loss whose operand is computed from the batch alone."""
+    root = case.note("argument_root") or case.note("denominator_root")
+    broken = log_argument(case) is not None or negative_root(case) is not None or zero_divisor(case) is not None
+    if case.phase != "loss" or not root or not broken:
+        return None
+    divisor = zero_divisor(case)
+    if divisor is not None and counts_nothing(case, divisor):
+        return None
+    value = next((o for o in case.inputs if o.index is not None), case.inputs[0])
+    text = f"{case.place} got {spell(met(value)[0])}{at_index(value)}, which is computed from `{root}` alone"
+    confidence = 0.94 if log_argument(case) is not None else 0.8
+    return Proof(confidence=confidence, evidence=(text, describe(value), case.confirmed_samples))
 
 
 RULE = Rule(

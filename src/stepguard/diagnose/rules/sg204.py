@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.ops import SOFTMAXES, words
 from stepguard.diagnose.rule import Proof, Rule, code, prose
@@ -36,15 +38,12 @@ def _masked(case: Case) -> Operand | None:
 def _rows(case: Case, rows: str | None, scores: Operand | None) -> str:
     how_many = f"{rows} row{'s' if rows != '1' else ''}" if rows else "a row"
     where = at_index(case.output) if case.output is not None else ""
-    total = f" of {_leading(scores)}" if scores is not None and rows else ""
+    total = f" of {_total(case, scores)}" if scores is not None and rows else ""
     return f"{case.place}: {how_many}{total} with every entry -inf{where}; exp(-inf) sums to 0 and 0 / 0 is NaN"
 
 
-def _leading(scores: Operand) -> int:
-    count = 1
-    for size in scores.shape[:-1]:
-        count *= size
-    return count
+def _total(case: Case, scores: Operand) -> str:
+    return case.note("rows") or str(math.prod(scores.shape[:-1]))
 
 
 def _scores(scores: Operand | None) -> str:

@@ -24,7 +24,7 @@ DYNAMIC_SCALE = Remedy(
 
 
 def _evidence(case: Case) -> Proof | None:
-    if case.reading.overflow and not case.reading.grads_finite:
+    if case.overflows_by_scale:
         return _static_scale(case)
     if not case.inputs or case.unselected or not case.short:
         return None

@@ -5,10 +5,13 @@ from __future__ import annotations
 from stepguard.diagnose.arithmetic import log_argument, zero_divisor
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.dtypes import FORMATS, rounds_to_zero
-from stepguard.diagnose.ops import NORM_LAYERS
+from stepguard.diagnose.ops import NORM_LAYERS, words
 from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe, spell
 from stepguard.records import Operand, Remedy
+
+GUARDS = words("add clamp clamp_min maximum rsub addcmul")
+"""Operations people keep a number above 0 with: x + eps, clamp_min(eps), 1 - t."""
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -16,7 +19,7 @@ def _evidence(case: Case) -> Proof | None:
         return None
     zero = _zero(case)
     if case.has("eps_underflow"):
-        eps = case.number("eps_underflow")
+        eps = case.number("eps_underflow") or case.number("eps")
         which = f"eps={spell(eps)}" if eps is not None else "the epsilon"
         first = f"{which} is 0 in {case.dtype}, whose smallest positive number is {_smallest(case)}"
         return Proof(confidence=0.96, evidence=(first, _consequence(case, zero), case.confirmed_samples))
@@ -29,8 +32,10 @@ def _evidence(case: Case) -> Proof | None:
     rounded = (
         f"in {case.dtype} everything up to {_smallest(case)} / 2 is 0, and next to 1 everything below {_ulp(case)}"
     )
-    confidence = 0.94 if case.wider else PLAUSIBLE
-    return Proof(confidence=confidence, evidence=(_consequence(case, zero), rounded, case.confirmed_samples))
+    made_by = (case.note("denominator_from") or case.note("argument_from") or "").removeprefix("aten.").rstrip("_")
+    guarded = f"the 0 comes from {made_by}, which was to keep it above 0" if made_by in GUARDS else ""
+    confidence = 0.94 if case.wider or guarded else PLAUSIBLE
+    return Proof(confidence=confidence, evidence=(_consequence(case, zero), guarded, rounded, case.confirmed_samples))
 
 
 def _zero(case: Case) -> Operand | None:

@@ -20,11 +20,13 @@ def _evidence(case: Case) -> Proof | None:
     first = "no gradient element is NaN or Inf, but their 2-norm in float32 is infinite"
     limit = f"squares overflow from {SQUARE_LIMIT:.3g} on"
     largest = f"; the largest gradient element is {case.magnitude:.3g}" if case.magnitude else ""
+    true_norm = case.number("finite_norm")
+    wide = f"in float64 the norm is {true_norm:.3g}" if true_norm is not None else ""
     clip = f"clip_grad_norm_ to {case.facts.clip_norm:g}" if case.facts.clip_norm else "clip_grad_norm_"
     silent = (
         f"{clip} would multiply every gradient by {case.facts.clip_norm or 1:g} / inf = 0: a step that learns nothing"
     )
-    return Proof(confidence=CERTAIN, evidence=(first, limit + largest, silent))
+    return Proof(confidence=CERTAIN, evidence=(first, limit + largest, wide, silent))
 
 
 RULE = Rule(

@@ -39,7 +39,7 @@ def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
 
 
 def _epsilon(case: Case, dtype: str) -> str:
-    eps = case.facts.eps if case.facts.eps is not None else case.number("eps_underflow")
+    eps = case.facts.eps if case.facts.eps is not None else case.number("eps_underflow") or case.number("eps")
     if eps is None or dtype not in FORMATS:
         return ""
     owner = f"{case.facts.optimizer} " if case.facts.optimizer else ""

@@ -9,6 +9,9 @@ from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
+    if case.has("uninitialised"):
+        text = f"{case.place} read memory that torch.empty left uninitialised"
+        return Proof(confidence=0.95, evidence=(text, _amount(case)))
     stored = [name for name in case.reading.bad_state if name.startswith("param:")]
     named = case.tensor.startswith("param:") and case.phase == "state"
     if case.reading.state_born or not (named or (stored and (case.origin is None or case.phase == "state"))):
