@@ -14,11 +14,15 @@ from typer.core import TyperGroup
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
 from stepguard.cli.plot import plot
+from stepguard.cli.replay import replay
 from stepguard.cli.report import report
+from stepguard.cli.run import run
 
 COMMANDS: tuple[Callable[..., None], ...] = (
+    run,
     report,
     plot,
+    replay,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 
@@ -46,8 +50,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
 for command in COMMANDS:
-    app.command()(command)
+    app.command(context_settings=PASSES_ARGUMENTS_ON if command is run else None)(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from stepguard.records import GuardConfig
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    passing = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-    app.command("run", context_settings=passing)(run)
-
-
 def run(
     context: typer.Context,
     script: str = typer.Argument(help="The training script; everything after it goes to the script."),

@@ -28,6 +28,10 @@ class History:
     """What the groups were set to when the guard was built, or what the user says they should be."""
     top_lr: tuple[float, ...] = ()
     """The highest learning rate each group has run with."""
+    rates: deque[tuple[float, ...]] = field(default_factory=deque)
+    """Learning rates of recent committed steps, oldest first."""
+    norms: deque[float] = field(default_factory=deque)
+    """Finite gradient norms of recent committed steps, oldest first."""
     zero_losses: int = 0
     """Committed steps in a row whose loss and gradient were exactly 0."""
     committed: int = 0
@@ -36,6 +40,8 @@ class History:
 
     def __post_init__(self) -> None:
         self.losses = deque(self.losses, maxlen=self.window)
+        self.rates = deque(self.rates, maxlen=self.window)
+        self.norms = deque(self.norms, maxlen=self.window)
 
     def add(self, reading: Reading) -> None:
         """Remember a committed step."""
@@ -43,6 +49,9 @@ class History:
         if self.excess_lr(reading.lr) is not None:
             self.jumped_at = reading.step
         self.top_lr = _highest(self.top_lr, reading.lr)
+        self.rates.append(reading.lr)
+        if reading.grad_norm is not None and math.isfinite(reading.grad_norm):
+            self.norms.append(reading.grad_norm)
         nothing = reading.loss == 0.0 and not reading.grad_norm
         self.zero_losses = self.zero_losses + 1 if nothing else 0
         loss = reading.judged_loss

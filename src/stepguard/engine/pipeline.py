@@ -79,7 +79,7 @@ class Pipeline:
         context = self._context
         if context.config.locate:
             incident = replace(incident, origin=self._locate(step, incident.reading))
-        return replace(incident, findings=diagnose(incident, run_facts(context, step)))
+        return replace(incident, findings=diagnose(incident, run_facts(context, incident.reading)))
 
     def _locate(self, step: Step, reading: Reading) -> Origin | None:
         """The worst rank looks, alone; then everybody knows."""
