@@ -1,0 +1,90 @@
+"""Is every element finite? Asked of every tensor of a replay, so the answer must cost one pass over the memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASK_LEVELS = 2
+"""A tensor of infinities and at most this many distinct finite values is a mask, not data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flaws:
+    """Which kinds of non-finite value a tensor holds."""
+
+    nan: bool = False
+    inf: bool = False
+
+    def __bool__(self) -> bool:
+        return self.nan or self.inf
+
+
+CLEAN = Flaws()
+
+
+def numeric(value: Any) -> bool:
+    """A tensor whose elements can be NaN or infinite."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The elements as a dense real tensor: values of a sparse one, real and imaginary parts of a complex one."""
+    dense = tensor.detach()
+    if dense.layout is not torch.strided:
+        dense = dense._values() if dense.layout is torch.sparse_coo else dense.values()  # type: ignore[no-untyped-call]
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    return dense
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Exact. A finite sum proves it; a sum may overflow by itself, so then the extremes decide."""
+    values = plain(tensor)
+    if values.numel() == 0:
+        return True
+    try:
+        if math.isfinite(values.sum().item()):
+            return True
+        low, high = torch.aminmax(values)
+    except (RuntimeError, NotImplementedError):  # 8-bit floats know no reductions
+        low, high = torch.aminmax(values.float())
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def flaws(tensor: Tensor) -> Flaws:
+    """NaN, Inf, both or none."""
+    if all_finite(tensor):
+        return CLEAN
+    values = plain(tensor)
+    return Flaws(nan=bool(torch.isnan(values).any()), inf=bool(torch.isinf(values).any()))
+
+
+def broken(tensor: Tensor) -> Tensor:
+    """True where an element is not finite, in the tensor's own shape."""
+    bad: Tensor = ~torch.isfinite(tensor.detach())
+    return bad
+
+
+def mask_like(tensor: Tensor) -> bool:
+    """Infinities of one sign among one or two constants: written on purpose, as an attention mask is."""
+    values = plain(tensor)
+    if not values.numel() or bool(torch.isnan(values).any()):
+        return False
+    infinite = torch.isinf(values)
+    signs = values[infinite].sign().unique()
+    levels = values[~infinite].unique()
+    return signs.numel() == 1 and levels.numel() <= MASK_LEVELS
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Address of the memory, shared by every view of it; 0 where there is none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        values = plain(tensor)
+        return values.untyped_storage().data_ptr() if values is not tensor else 0
