@@ -42,6 +42,8 @@ class Call:
     """Bad output elements that no bad input explains."""
     selects: bool = False
     """Chooses elements by a condition: where, masked_fill, indexing by a boolean mask."""
+    numeric: bool = True
+    """Gives at least one tensor that could hold a NaN; a comparison does not."""
     blank: bool = False
     """Memory nobody has written yet."""
     rows: tuple[int, ...] = ()

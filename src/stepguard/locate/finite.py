@@ -45,23 +45,31 @@ def plain(tensor: Tensor) -> Tensor:
 def all_finite(tensor: Tensor) -> bool:
     """Exact. A finite sum proves it; a sum may overflow by itself, so then the extremes decide."""
     values = plain(tensor)
-    if values.numel() == 0:
-        return True
-    try:
-        if math.isfinite(values.sum().item()):
-            return True
-        low, high = torch.aminmax(values)
-    except (RuntimeError, NotImplementedError):  # 8-bit floats know no reductions
-        low, high = torch.aminmax(values.float())
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+    return values.numel() == 0 or _finite_sum(values) or not _flaws_by_extremes(values)
 
 
 def flaws(tensor: Tensor) -> Flaws:
-    """NaN, Inf, both or none."""
-    if all_finite(tensor):
-        return CLEAN
+    """NaN or Inf. Beside a NaN an Inf goes unmentioned: the extremes of a tensor with NaN are NaN."""
     values = plain(tensor)
-    return Flaws(nan=bool(torch.isnan(values).any()), inf=bool(torch.isinf(values).any()))
+    if values.numel() == 0 or _finite_sum(values):
+        return CLEAN
+    return _flaws_by_extremes(values)
+
+
+def _finite_sum(values: Tensor) -> bool:
+    try:
+        return math.isfinite(values.sum().item())
+    except (RuntimeError, NotImplementedError):  # 8-bit floats know no reductions
+        return False
+
+
+def _flaws_by_extremes(values: Tensor) -> Flaws:
+    try:
+        low, high = torch.aminmax(values)
+    except (RuntimeError, NotImplementedError):
+        low, high = torch.aminmax(values.float())
+    extremes = (low.item(), high.item())
+    return Flaws(nan=any(map(math.isnan, extremes)), inf=any(map(math.isinf, extremes)))
 
 
 def broken(tensor: Tensor) -> Tensor:
