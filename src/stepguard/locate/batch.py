@@ -49,10 +49,10 @@ def _rebuild(value: Any, change: Change, name: str, joint: str) -> Any:
         items = [below(position, item) for position, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
+        clone = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(twin, field.name, below(field.name, getattr(value, field.name)))
-        return twin
+            object.__setattr__(clone, field.name, below(field.name, getattr(value, field.name)))
+        return clone
     return value
 
 

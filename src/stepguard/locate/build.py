@@ -15,7 +15,7 @@ from stepguard.locate.replay import Replayer, Traced
 from stepguard.locate.source import Line
 from stepguard.locate.tracer import Tracer
 from stepguard.locate.walk import Found
-from stepguard.records.origin import Origin, Phase
+from stepguard.records.origin import Operand, Origin, Phase
 from stepguard.state.step import Step
 
 PHASES: dict[str, Phase] = {"batch": "input", "param": "state", "buffer": "state", "opt": "state"}
@@ -52,7 +52,7 @@ def _stored_origin(found: Found, traced: Traced, replayer: Replayer) -> Origin:
     name, user = found.birth.op, found.consumer
     tensor = _tensor(name, replayer, traced.micro_batch)
     notes = [*found.notes, *_setting(replayer.step, traced)]
-    operands = ()
+    operands: tuple[Operand, ...] = ()
     if tensor is not None:
         operand = stored.operand_of(name, tensor)
         operands, notes = (operand,), [*stored.elements(tensor, operand), *notes]

@@ -17,11 +17,11 @@ KEEP = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_",
 FUNCTIONAL = frozenset({"all_reduce", "all_reduce_", "broadcast", "broadcast_", "wait_tensor", "_wrap_tensor_autograd"})
 
 
-class CollectiveInReplay(RuntimeError):
+class CollectiveInReplayError(RuntimeError):
     """The user's code needs the other ranks, so this step cannot be replayed alone."""
 
 
-class Alone(TorchDispatchMode):
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """For replays without a trace."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,7 +48,7 @@ def alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_allgather_base_":
         args[0].view(-1, *args[1].shape).copy_(args[1])
         return _with_work(args[0], func)
-    raise CollectiveInReplay(f"{func} needs the other ranks")
+    raise CollectiveInReplayError(f"{func} needs the other ranks")
 
 
 def _fill(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
@@ -60,5 +60,5 @@ def _fill(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
 def _with_work(value: Any, func: Any) -> Any:
     from torch._C._distributed_c10d import FakeWork, Work
 
-    work = Work.boxed(FakeWork())  # type: ignore[attr-defined]
+    work = Work.boxed(FakeWork())
     return work if len(func._schema.returns) == 1 else (value, work)

@@ -13,7 +13,7 @@ from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.isolation import untouched
-from stepguard.locate.replay import Replayer, ReplayFailed, Traced
+from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.locate.search import bad_micro_batch, compiled_only
 from stepguard.locate.walk import Found, Walk, first_reader
 from stepguard.records.origin import Origin
@@ -28,7 +28,7 @@ def locate(step: Step, reading: Reading) -> Origin:
     """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found them."""
     try:
         return _locate(step, reading)
-    except ReplayFailed as failure:
+    except ReplayError as failure:
         return stored.evidence_origin(step, reading, fact("replay-error", str(failure)[:200]))
 
 
@@ -75,7 +75,7 @@ def _bad_state(step: Step, reading: Reading) -> Origin:
     with untouched(step) as keeper:
         try:
             traced = Replayer(step, keeper).trace(0, backward=False)
-        except ReplayFailed:
+        except ReplayError:
             return origin
     tensor = stored.stored_tensor(step, origin.tensor)
     maker = traced.tracer.maker_of(tensor) if tensor is not None else None
@@ -96,8 +96,7 @@ def _replay(replayer: Replayer, reading: Reading) -> Origin:
         return _clean_replay(replayer, reading)
     origin = origin_of(found, traced, replayer)
     if reading.bad_state and origin.tensor not in reading.bad_state:
-        known = stored.state_origin(step, reading)
-        return known
+        return stored.state_origin(step, reading)
     if reading.overflow:
         origin = replace(origin, notes=(*origin.notes, fact("overflow", "scale")))
     return _name_samples(replayer, traced, found, origin)

@@ -36,7 +36,7 @@ def plain(tensor: Tensor) -> Tensor:
     """The elements as a dense real tensor: values of a sparse one, real and imaginary parts of a complex one."""
     dense = tensor.detach()
     if dense.layout is not torch.strided:
-        dense = dense._values() if dense.layout is torch.sparse_coo else dense.values()  # type: ignore[no-untyped-call]
+        dense = dense._values() if dense.layout is torch.sparse_coo else dense.values()
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj())
     return dense
@@ -84,9 +84,8 @@ def mask_like(tensor: Tensor) -> bool:
     if not values.numel() or bool(torch.isnan(values).any()):
         return False
     infinite = torch.isinf(values)
-    signs = values[infinite].sign().unique()
-    levels = values[~infinite].unique()
-    return signs.numel() == 1 and levels.numel() <= MASK_LEVELS
+    signs, levels = torch.unique(values[infinite].sign()), torch.unique(values[~infinite])
+    return len(signs) == 1 and len(levels) <= MASK_LEVELS
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -34,7 +34,7 @@ def untouched(step: Step) -> Iterator[BufferKeeper]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if distributed():
-            stack.enter_context(Alone())
+            stack.enter_context(Alone())  # type: ignore[no-untyped-call]
         yield keeper
 
 
@@ -55,7 +55,7 @@ def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
     for parameter in parameters:
         parameter.grad = None
         with suppress(AttributeError, RuntimeError):
-            parameter._post_accumulate_grad_hooks = None
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     try:
         yield
     finally:

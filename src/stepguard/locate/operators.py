@@ -20,7 +20,7 @@ INDEXED = frozenset("aten." + name for name in ("index", "index_put", "index_put
 BLANK = frozenset("aten." + name for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
 OVERWRITES = frozenset(
     "aten." + name
-    for name in "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ set_ resize_ geometric_".split()
+    for name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_")
 )
 """In-place operators that do not read what they replace."""
 TESTS = frozenset("aten." + name for name in ("isnan", "isinf", "isfinite", "_local_scalar_dense", "equal"))

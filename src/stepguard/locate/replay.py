@@ -21,7 +21,7 @@ from stepguard.state.rng import restore_rng
 from stepguard.state.step import Step, total_loss
 
 
-class ReplayFailed(Exception):
+class ReplayError(Exception):
     """The user's code raised in a replay; the cause is chained."""
 
 
@@ -112,9 +112,9 @@ class Replayer:
                 if backward and ran.loss_finite and loss.requires_grad:
                     if tracer is not None:
                         tracer.stage = "backward"
-                    (loss * self.step.scale if self.step.scale != 1.0 else loss).backward()
+                    (loss * self.step.scale if self.step.scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         except Exception as error:
-            raise ReplayFailed(f"{type(error).__name__}: {error}") from error
+            raise ReplayError(f"{type(error).__name__}: {error}") from error
         if backward and ran.loss_finite:
             ran.grads_finite = not self.bad_gradients()
         return ran

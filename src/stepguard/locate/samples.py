@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepguard.locate import batch as batches
-from stepguard.locate.replay import Replayer, ReplayFailed
+from stepguard.locate.replay import Replayer, ReplayError
 
 MOST_GUILTY = 8
 """More bad samples than this say something about the batch, not about samples."""
@@ -34,7 +34,7 @@ class Trial:
         chosen = batches.subset(self._batch, list(keep), self.count)
         try:
             return not self._replayer.run(self._micro, chosen, backward=self._backward).clean
-        except ReplayFailed:
+        except ReplayError:
             return None
         finally:
             self._replayer.clear_gradients()

@@ -7,7 +7,6 @@ operations here. Tensors that no operation made (parameters, batch, constants) a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,11 +31,11 @@ EXACT_ELEMENTS = 20_000_000
 MOST_SPOTS = 16
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use as a context around the replayed forward, backward or update; then ask `maker_of`."""
 
     def __init__(self, modules: ModuleSpans, stage: Stage = "forward") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules
         self.stage: Stage = stage
         self.calls: list[Call] = []
@@ -116,7 +115,7 @@ class Tracer(TorchDispatchMode):
         """A call with its stage, module, node and line."""
         call = Call(index=len(self.calls), op=name, stage=self.stage)
         self.calls.append(call)
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         sequence = sequence_number()
         call.module = self.modules.current
         if node is None:

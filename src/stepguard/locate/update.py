@@ -19,7 +19,7 @@ from stepguard.locate.finite import all_finite
 from stepguard.locate.isolation import untouched
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operands import summarise
-from stepguard.locate.replay import Replayer, ReplayFailed
+from stepguard.locate.replay import Replayer, ReplayError
 from stepguard.locate.source import context, spell
 from stepguard.locate.tracer import Tracer
 from stepguard.records.origin import Origin
@@ -144,7 +144,7 @@ def _gradients(step: Step) -> Gradients:
         try:
             for micro in range(len(step.micro_batches)):
                 replayer.run(micro)
-        except ReplayFailed:
+        except ReplayError:
             return {}
         return {key: grad / step.scale for key, grad in _present(step).items()}
 

@@ -110,7 +110,7 @@ class Walk:
     def _absorption(self, call: Call) -> list[str]:
         notes = [fact("absorbed", "forward")]
         edge = [reader for reader in self._frontier(call) if not reader.selects]
-        return notes + [fact("absorbed_by", edge[0].op)] if edge else notes
+        return [*notes, fact("absorbed_by", edge[0].op)] if edge else notes
 
     def _gradient_of(self, made: Call) -> Call | None:
         """The backward operation that gave the bad gradient of a forward call, or of what first met its value."""
@@ -120,7 +120,7 @@ class Walk:
         sequences += [min(meeting, key=lambda c: c.index).sequence] if meeting else []
         if not sequences:
             return None
-        passed_on = {id(cause) for c in late for cause in c.causes if cause.sequence != c.sequence}
+        passed_on = {id(cause) for c in late for cause in c.causes if cause.sequence != c.sequence or _joins(c)}
         passed_on |= {id(target) for target in self._targets}
         finals = [c for c in late if c.sequence == sequences[0] and id(c) in passed_on]
         return min(finals, key=lambda c: c.index) if finals else None
@@ -145,7 +145,7 @@ class Walk:
         if birth.out.inf and not birth.out.nan:
             turned = [c for c in self._chain.values() if c.out.nan and not any(p.out.nan for p in c.causes)]
             later = [c for c in turned if c is not birth]
-            notes = notes + [fact("then", min(later, key=lambda c: c.index).op)] if later else notes
+            notes = [*notes, fact("then", min(later, key=lambda c: c.index).op)] if later else notes
         return Found(birth, None, notes)
 
     def _consumer(self, stored: Call) -> Call | None:
@@ -162,6 +162,12 @@ class Walk:
 def first_reader(tracer: Tracer, stored: Call) -> Call | None:
     """First operation that read a stored tensor's bad value, whatever became of it."""
     return next((call for call in tracer.calls if stored in call.flawed), None)
+
+
+def _joins(call: Call) -> bool:
+    """The engine adds the gradients of several uses of a tensor, under the name of the node they go to."""
+    others = [p for p in call.parents if p.stage == "backward" and p.sequence != call.sequence]
+    return call.op in ("aten.add", "aten.add_") and bool(others)
 
 
 def _same_place(made: Call, root: Call) -> bool:
