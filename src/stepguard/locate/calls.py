@@ -15,6 +15,23 @@ Stage = Literal["stored", "forward", "backward", "optimizer"]
 COPIES = frozenset({"aten._to_copy", "aten.clone", "aten.copy_", "aten.detach", "aten.lift_fresh", "aten.alias"})
 """Operations that only move values: never the interesting consumer or producer of one."""
 
+MOVES = COPIES | {
+    "aten." + name
+    for name in (
+        "index",
+        "gather",
+        "index_select",
+        "cat",
+        "stack",
+        "embedding",
+        "masked_select",
+        "take",
+        "flip",
+        "roll",
+    )
+}
+"""Operations that put values elsewhere without combining them."""
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -44,6 +61,8 @@ class Call:
     """Chooses elements by a condition: where, masked_fill, indexing by a boolean mask."""
     numeric: bool = True
     """Gives at least one tensor that could hold a NaN; a comparison does not."""
+    reduces: bool = False
+    """Combines elements into fewer."""
     blank: bool = False
     """Memory nobody has written yet."""
     rows: tuple[int, ...] = ()

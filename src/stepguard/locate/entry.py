@@ -158,6 +158,8 @@ def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Orig
     batch = replayer.step.micro_batches[traced.micro_batch]
     trial = samples.Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
     guilty = samples.guilty_samples(trial, _suspects(found, origin, batch, trial.count))
+    if not guilty:
+        return replace(origin, notes=(*origin.notes, fact("samples", "confounded"))) if trial.count > 1 else origin
     return replace(origin, samples=guilty, notes=(*origin.notes, *_contrast(batch, guilty, trial.count)))
 
 
@@ -176,8 +178,6 @@ def _suspects(found: Found, origin: Origin, batch: Any, count: int) -> list[int]
 
 def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> list[str]:
     """The largest magnitude in the guilty samples and in all others."""
-    if not guilty:
-        return []
     inside, outside = [0.0], [0.0]
     for _, tensor in batches.named_tensors(batch):
         if numeric(tensor) and tensor.dim() and tensor.shape[0] == count:

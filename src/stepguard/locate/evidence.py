@@ -47,7 +47,7 @@ ARGUMENT = {
     "pow": "self",
 }
 DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
-GROWS = {"exp": "self", "exp2": "self", "expm1": "self", "sinh": "self", "cosh": "self", "pow": "exponent"}
+GROWS = {"exp": "self", "exp2": "self", "expm1": "self", "sinh": "self", "cosh": "self"}
 
 
 @dataclass(slots=True)
@@ -145,9 +145,11 @@ def _argument(birth: Birth) -> list[str]:
     edge = -1.0 if base == "log1p" else 0.0
     if value > edge or math.isnan(value):
         return []
-    power = birth.at("exponent") if base == "pow" else None
     if base == "pow" and value == 0.0:
+        power = birth.at("exponent")
         return ["negative_power", *_lineage(birth, name, "argument")] if power is not None and power < 0 else []
+    if base == "pow" and not birth.call.out.nan:
+        return []  # a large negative base overflows like a positive one
     notes = [fact("argument", "zero" if value == edge else "negative"), fact("argument_value", value)]
     return notes + _lineage(birth, name, "argument")
 
@@ -164,7 +166,8 @@ def _infinities(birth: Birth) -> list[str]:
     values = [v for v in (birth.at(read.name) for read in birth.reads) if v is not None]
     values += [value for _, value in birth.numbers]
     infinite = any(map(math.isinf, values))
-    notes = ["tame_inf"] if infinite or any(r.tame and r.flaws for r in birth.reads) else []
+    constant = any(math.isinf(value) for _, value in birth.numbers)
+    notes = ["tame_inf"] if constant or any(r.tame and r.flaws for r in birth.reads) else []
     if infinite and birth.operator.base == "mul" and 0.0 in values:
         notes.append("zero_times_inf")
     if infinite and birth.operator.base in ("add", "sub"):
@@ -177,8 +180,8 @@ def _gradient(birth: Birth) -> list[str]:
     call = birth.call
     if call.stage != "backward" or call.node is None:
         return []
-    notes = []
-    for read in birth.reads:
+    notes: list[str] = []
+    for read in birth.reads if birth.operator.pointwise else ():
         came_in = read.maker.stage == "backward" and read.maker.sequence != call.sequence
         value = birth.at(read.name)
         if came_in and value == 0.0:

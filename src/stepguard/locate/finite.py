@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MASK_LEVELS = 2
-"""A tensor of infinities and at most this many distinct finite values is a mask, not data."""
+MASK_SHARE = 0.2
+"""With at least this share of -inf a tensor is a mask even if its other values differ, as with position biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,15 @@ def broken(tensor: Tensor) -> Tensor:
 
 
 def mask_like(tensor: Tensor) -> bool:
-    """Infinities of one sign among one or two constants: written on purpose, as an attention mask is."""
+    """Infinities of one sign around a constant, or very many of them: written on purpose, as a mask is."""
     values = plain(tensor)
     if not values.numel() or bool(torch.isnan(values).any()):
         return False
     infinite = torch.isinf(values)
     signs, levels = torch.unique(values[infinite].sign()), torch.unique(values[~infinite])
-    return len(signs) == 1 and len(levels) <= MASK_LEVELS
+    if len(signs) != 1:
+        return False
+    return len(levels) <= 1 or (float(signs[0]) < 0 and float(infinite.double().mean()) >= MASK_SHARE)
 
 
 def storage_key(tensor: Tensor) -> int:

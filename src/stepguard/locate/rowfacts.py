@@ -35,6 +35,10 @@ def rows(birth: Birth) -> list[str]:
         notes += _probabilities(birth)
     if base == "xlogy":
         notes += _negative_target(birth)
+    if base == "_weight_norm_interface":
+        notes += _zero_norm(birth)
+    if "batch_norm" in base:
+        notes += _negative_variance(birth)
     if base == "_ctc_loss":
         notes += _ctc(birth)
     return notes
@@ -100,6 +104,22 @@ def _negative_target(birth: Birth) -> list[str]:
     """torch computes `target * log(target)` as xlogy in kl_div, where a negative target is outside the domain."""
     value = birth.at("other")
     return [fact("target_out_of_domain", value)] if value is not None and value < 0 and not math.isinf(value) else []
+
+
+def _zero_norm(birth: Birth) -> list[str]:
+    """Weight normalisation divides every row of `v` by its norm."""
+    direction = _argument(birth, "v")
+    if not isinstance(direction, Tensor) or bool(direction.reshape(direction.shape[0], -1).any(1).all()):
+        return []
+    return [fact("denominator", "zero"), fact("denominator_from", "norm")]
+
+
+def _negative_variance(birth: Birth) -> list[str]:
+    variance, eps = _argument(birth, "running_var"), _argument(birth, "eps")
+    if not isinstance(variance, Tensor) or _argument(birth, "training"):
+        return []
+    low = float(variance.min()) + float(eps or 0.0)
+    return [fact("argument", "negative"), fact("argument_value", low)] if low < 0 else []
 
 
 def _ctc(birth: Birth) -> list[str]:

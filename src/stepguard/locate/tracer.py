@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from stepguard.locate import collectives
-from stepguard.locate.calls import Call, Stage
+from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import Birth, Invocation, measure
 from stepguard.locate.explain import Read, explain
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
@@ -148,10 +148,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.out, call.tame, call.born = found, why.tame, why.born
         call.causes = tuple(read.maker for read in why.causes)
         call.shape = tuple(out.shape)
-        if call.stage == "backward" and any(c.stage != "backward" for c in call.causes):
+        if call.stage == "backward" and (call.born or any(c.stage != "backward" for c in call.causes)):
             self._poisoned_nodes.add(call.sequence)
         in_poisoned_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
-        telling = call.born or in_poisoned_node or (call.tame and out.numel() == 1)
+        call.reduces = call.op not in MOVES and any(out.numel() < read.tensor.numel() for read in reads)
+        telling = call.born or in_poisoned_node or (call.tame and call.reduces)
         if telling and self._measured < MOST_MEASURED:
             self._measured += 1
             call.rows, call.spots = _positions(out, why.where)

@@ -8,7 +8,6 @@ and it is the gradient of the unselected branch that hurts.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -71,12 +70,14 @@ class Walk:
             earlier = [call for call in ancestors(made) if call.born]
             if earlier:
                 return self._finish(min(earlier, key=lambda call: call.index), self._absorption(made))
-        return self._finish(root, [fact("where", "unselected")] if _upstream_deselected(root) else [])
+        siblings = [call for call in self._chain.values() if call.sequence == root.sequence]
+        unselected = any(_upstream_deselected(call) for call in siblings)
+        return self._finish(root, [fact("where", "unselected")] if unselected else [])
 
     def _from_forward(self, root: Call) -> Found:
         first = self._original(root)
         if self._deselected(first):
-            late = self._gradient_of(first)
+            late = self._gradient_of([root.sequence, first.sequence])
             if late is not None:
                 return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
         return self._finish(first, self._absorption(first))
@@ -85,7 +86,7 @@ class Walk:
         """A checkpointed block runs twice: the first run is what the user means."""
         if "recomputed" not in call.notes:
             return call
-        same = (c for c in self._tracer.calls if (c.op, c.module, c.line) == (call.op, call.module, call.line))
+        same = (c for c in self._tracer.calls if (c.op, c.line) == (call.op, call.line))
         return next((c for c in same if c.born and c.index < call.index), call)
 
     def _frontier(self, call: Call) -> list[Call]:
@@ -112,11 +113,11 @@ class Walk:
         edge = [reader for reader in self._frontier(call) if not reader.selects]
         return [*notes, fact("absorbed_by", edge[0].op)] if edge else notes
 
-    def _gradient_of(self, made: Call) -> Call | None:
-        """The backward operation that gave the bad gradient of a forward call, or of what first met its value."""
+    def _gradient_of(self, sequences: list[int]) -> Call | None:
+        """The backward operation that gave the bad gradient of one of these nodes, or of what first met the value."""
         late = [c for c in self._chain.values() if c.stage == "backward"]
         meeting = [c for c in late if any(cause.stage == "forward" for cause in c.causes)]
-        sequences = [made.sequence] if any(c.sequence == made.sequence for c in late) else []
+        sequences = [s for s in sequences if s >= 0 and any(c.sequence == s for c in late)]
         sequences += [min(meeting, key=lambda c: c.index).sequence] if meeting else []
         if not sequences:
             return None
@@ -135,8 +136,8 @@ class Walk:
                 seen.add(id(call))
                 tame.append(call)
                 stack.extend(call.flawed)
-        single = [c for c in tame if c.stage != "stored" and math.prod(c.shape) == 1]
-        found = min(single or tame, key=lambda c: c.index, default=None)
+        reducing = [c for c in tame if c.reduces]
+        found = min(reducing or tame, key=lambda c: c.index, default=None)
         return None if found is None else self._finish(found, ["tame_inf"])
 
     def _finish(self, birth: Call, notes: list[str]) -> Found:
