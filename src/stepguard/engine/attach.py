@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from stepguard._errors import TrainingHalted
 from stepguard.engine import settle as close
+from stepguard.engine.arming import Arming
 from stepguard.engine.capture import Capture
 from stepguard.engine.closure import needs_closure, silence, wrapped_once
 from stepguard.engine.context import Context
@@ -41,9 +42,10 @@ class Watcher:
 
     def __init__(self, context: Context, shield: Shield) -> None:
         self.context, self.shield = context, shield
-        self.reader, self.pipeline = Reader(context), Pipeline(context)
+        self.arming = Arming(context)
+        self.reader, self.pipeline = Reader(context), Pipeline(context, self.arming.locate)
         self.heard = Overheard(context)
-        self.capture = Capture(context.model)
+        self.capture = Capture(context.model, shield, self.arming.model_called)
         self._reading: Reading | None = None
         self._incident: Incident | None = None
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -54,6 +56,8 @@ class Watcher:
         optimizer, resources = context.optimizer, context.resources
         resources.callback(self.capture.close)
         resources.callback(listen(self.heard))
+        resources.callback(listen(self.arming))
+        resources.callback(self.arming.close)
         resources.callback(optimizer.register_step_pre_hook(self._before).remove)
         resources.callback(optimizer.register_step_post_hook(self._after).remove)
         if context.scaler is not None and context.scaling():
@@ -95,7 +99,9 @@ class Watcher:
 
     def _check(self) -> None:
         """Gradients are there and nothing has been updated yet."""
-        self.settle()
+        self.arming.pause()
+        self._settle_late()
+        self.shield.call(None, self.arming.finish)
         self._hold_schedule()
         self.shield.call(None, self.reader.start)
         pending = self.shield.call(None, self._issue)
@@ -137,6 +143,11 @@ class Watcher:
 
     def settle(self) -> None:
         """Read a fused step whose verdict is still on the device."""
+        if self._late is not None:
+            with self.arming.paused():
+                self._settle_late()
+
+    def _settle_late(self) -> None:
         late, self._late = self._late, None
         if late is None:
             return
@@ -208,16 +219,16 @@ class Watcher:
         self.context.step += 1
         if self._late is None:
             self.shield.call(None, self.context.buffers.remember)
+        self.shield.call(None, self.arming.begin)
 
     def _step(self, reading: Reading | None) -> Step:
         context = self.context
         step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
-        calls = self.capture.calls
-        if calls and len({call.positional for call in calls}) == 1:
+        calls, step.model_fn = self.capture.calls, self.capture.model_fn()
+        if step.model_fn is not None:
             # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1
-            step.loss_fn, step.model_only = self.capture.loss_fn, True
             step.micro_batches = tuple(call.as_batch() for call in calls)
-            step.rng = [call.rng for call in calls]
+            step.rng, step.lines = [call.rng for call in calls], tuple(call.line for call in calls)
         elif reading is not None:
             step.scale = reading.scale or 1.0
         return step
@@ -248,6 +259,8 @@ class Watcher:
         if not self.heard.losses:
             update(new_scale)
             return
+        self.arming.pause()
+        self.shield.call(None, self.arming.finish)
         pending = self.shield.call(None, self._issue)
         reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if reading is not None:

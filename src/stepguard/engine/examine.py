@@ -10,7 +10,7 @@ from stepguard.records import Reading
 from stepguard.sentinel.gradients import finite
 from stepguard.sentinel.stored import bad_buffers, bad_parameters, bad_slots, parameter_names
 from stepguard.state.batch import bad_batch_tensors
-from stepguard.state.replay import rerun
+from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
 from stepguard.state.step import Step
 
 LOWEST_SCALE = 2.0**-24
@@ -46,6 +46,9 @@ def overflows_by_scale(step: Step, scale: float) -> bool:
     """Is the same step finite without the loss scale? Then the scale is the only fault."""
     if scale == 1.0:
         return False
+    if step.model_only:
+        # the loss's own backward cannot be run again: gradients that come back from it infinite are the scale's
+        return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
     if not step.whole:
         return scale > 1.0  # cannot be run again: a scale above 1 is presumed to be calibrating
     return rerun(step, scale=1.0).grads_finite

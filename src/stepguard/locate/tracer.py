@@ -66,17 +66,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in collectives.NAMESPACES:
             return collectives.alone(func, args, kwargs)
+        seen = self._look(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if seen is not None:
+            self._record(*seen, result)
+        return result
+
+    def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Invocation, bool] | None:
+        """What goes in, before the operation runs, and whether it selects; None for what is of no interest."""
         operator = describe(func)
         if operator.views or operator.name in TESTS:
-            return func(*args, **kwargs)
+            return None
         entries = operator.entries(args, kwargs)
         reads = [self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)]
         numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
-        result = func(*args, **kwargs)
-        invocation = Invocation(operator, func, kept_args, kept_kwargs, reads, numbers)
-        self._record(invocation, operator.selects(entries), result)
-        return result
+        return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers), operator.selects(entries)
 
     def _read(self, entry: Entry, operator: Operator) -> Read:
         tensor = entry.value
