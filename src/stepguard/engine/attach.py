@@ -61,8 +61,7 @@ class Watcher:
         resources.callback(optimizer.register_step_pre_hook(self._before).remove)
         resources.callback(optimizer.register_step_post_hook(self._after).remove)
         if context.scaler is not None and context.scaling():
-            _wrap_update(context.scaler, self._scaler_update)
-            resources.callback(delattr, context.scaler, "update")
+            resources.callback(_wrap_update(context.scaler, self._scaler_update))
         context.buffers.remember()
 
     # --- hooks -------------------------------------------------------------------------------------------------
@@ -299,10 +298,23 @@ class _Repeated:
         return self._last
 
 
-def _wrap_update(scaler: Any, around: Callable[[Callable[..., None], Any], None]) -> None:
-    original = scaler.update
+def _wrap_update(scaler: Any, around: Callable[[Callable[..., None], Any], None]) -> Callable[[], None]:
+    """Several guards may wrap one scaler, and close in any order; returns the call that takes this one out."""
+    original, active = scaler.update, [True]
 
     def update(new_scale: Any = None) -> None:
-        around(original, new_scale)
+        if active:
+            around(original, new_scale)
+        else:
+            original(new_scale)
 
+    def undo() -> None:
+        active.clear()
+        if vars(scaler).get("update") is update:
+            vars(scaler).pop("update")
+            if getattr(original, "_stepguard", False):
+                scaler.update = original
+
+    update._stepguard = True  # type: ignore[attr-defined]
     scaler.update = update
+    return undo

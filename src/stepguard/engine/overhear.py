@@ -9,6 +9,8 @@ from stepguard.engine.context import Context
 from stepguard.engine.reader import MicroLoss
 from stepguard.sentinel.gradients import HALVES, GradientNorm
 
+NO_GRADIENT = (0, 0)
+
 
 class Overheard:
     """A listener of sentinel.taps for one guard. Never waits for the device."""
@@ -30,6 +32,8 @@ class Overheard:
             scale = scaler._get_scale_async()
             value = value / scale if scale is not None else value
         self._before = self._gradient_marks()
+        if all(mark == NO_GRADIENT for mark in self._before):
+            self.losses = []  # whatever came before has been thrown away by zero_grad
         self.losses.append(MicroLoss(value))
         self._context.agreement.announce([value])
 
@@ -60,4 +64,4 @@ class Overheard:
 
     def _gradient_marks(self) -> list[tuple[int, int]]:
         grads = [p.grad for p in self._context.parameters]
-        return [(id(g), g._version) if g is not None else (0, 0) for g in grads]
+        return [(id(g), g._version) if g is not None else NO_GRADIENT for g in grads]

@@ -34,13 +34,14 @@ def alone(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    broadcast = model.broadcast_buffers
+    # a forward without synchronisation also turns off the next forward's, which other ranks still take part in
+    broadcast, sync = model.broadcast_buffers, model.require_forward_param_sync
     model.broadcast_buffers = False
     try:
         with model.no_sync():
             yield
     finally:
-        model.broadcast_buffers = broadcast
+        model.broadcast_buffers, model.require_forward_param_sync = broadcast, sync
 
 
 @contextmanager
