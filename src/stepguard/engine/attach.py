@@ -30,7 +30,6 @@ from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
 from stepguard.sentinel.risk import risky_update
-from stepguard.sentinel.stored import norm_statistics
 from stepguard.sentinel.taps import listen
 from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.step import Step
@@ -83,7 +82,7 @@ class Watcher:
         incident, self._incident = self._incident, None
         if self._late is not None:
             self.shield.call(None, self.reader.after_update)
-            if norm_statistics(self.context.roots):
+            if self.context.buffers.statistics():
                 self.settle()  # statistics must be put back before the next forward, so this cannot wait
             self._end_step()
         elif incident is not None:

@@ -106,7 +106,7 @@ class Reader:
         values = [m.total for m in losses] + [_added([m.parts[p] for m in losses if p in m.parts]) for p in parts]
         named = {
             "norm": norm.total if norm is not None else None,
-            "buffers": largest(norm_statistics(context.roots)),
+            "buffers": largest(context.buffers.statistics()),
             "state": self._state,
             "scale": _scale(context),
             "labels": _added([m.labels for m in losses if m.labels is not None]) if _labelled(losses) else None,
