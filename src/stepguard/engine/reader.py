@@ -16,7 +16,7 @@ from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, finite, gradient_norm
 from stepguard.sentinel.packet import Packet
-from stepguard.sentinel.stored import largest, norm_statistics, state_tensors
+from stepguard.sentinel.stored import InTurn, largest, norm_statistics, state_tensors
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import total_loss
 
@@ -79,6 +79,7 @@ class Reader:
         self._context = context
         self._state: Tensor | None = None
         self._started = False
+        self._turn = InTurn()
 
     def start(self) -> None:
         """Before the first step: everything that is stored, optimizer state included, joins the first packet."""
@@ -90,12 +91,13 @@ class Reader:
         self._state = largest(stored)
 
     def after_update(self) -> None:
-        """A cheap look at the new parameters, read with the next step's packet."""
-        self._state = largest(self._context.parameters)
+        """A cheap look at the new parameters, of a large model some in turn; read with the next step's packet."""
+        self._state = largest(self._turn.share(self._context.parameters))
 
     def last_update_finite(self) -> bool:
-        """The look after the last update, which no further step will read. Waits for the device."""
-        return self._state is None or math.isfinite(Packet([self._state]).fetch()[0])
+        """A look at everything after the last update, which no further step will read. Waits for the device."""
+        state = largest(self._context.parameters)
+        return state is None or math.isfinite(Packet([state]).fetch()[0])
 
     def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing."""
