@@ -35,6 +35,9 @@ class Pipeline:
         if alarming(reading):
             reading = self._agree(step, examine(context, step, reading))
         verdict = judge(reading, context.history, context.config)
+        if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
+            # each rank sees only its own loss here, and acting on it alone would leave the others behind
+            return reading, replace(verdict, severity="note")
         if verdict.severity != "suspicion":
             return reading, verdict
         again = self._repeat_loss()
