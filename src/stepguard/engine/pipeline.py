@@ -76,6 +76,8 @@ class Pipeline:
         context = self._context
         fields = {"step": reading.step, "kind": verdict.kind, "summary": verdict.summary, "evidence": verdict.evidence}
         context.note("note", fields)
+        if context.human is not None:
+            context.human.note(verdict.summary, reading.step, verdict.kind)
         context.terminal.note(verdict.summary, reading.step, verdict.kind)
 
     def _explain(self, incident: Incident, step: Step) -> Incident:
