@@ -276,8 +276,9 @@ def test_bars_of_tqdm_are_cleared_while_writing(monkeypatch: pytest.MonkeyPatch)
     assert events == ["clear", "write", "redraw"]
 
 
-def test_real_tqdm_bar_stays_on_its_own_line() -> None:
+def test_real_tqdm_bar_stays_on_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
     tqdm = pytest.importorskip("tqdm").tqdm
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread of its own
     screen = FakeTerminal()
     with tqdm(total=3, file=screen, ncols=40, mininterval=0, miniters=1) as bar:
         bar.update()

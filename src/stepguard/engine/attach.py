@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from stepguard._errors import TrainingHalted
 from stepguard.engine import settle as close
+from stepguard.engine.capture import Capture
 from stepguard.engine.closure import needs_closure, silence, wrapped_once
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
@@ -42,6 +43,7 @@ class Watcher:
         self.context, self.shield = context, shield
         self.reader, self.pipeline = Reader(context), Pipeline(context)
         self.heard = Overheard(context)
+        self.capture = Capture(context.model)
         self._reading: Reading | None = None
         self._incident: Incident | None = None
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -50,6 +52,7 @@ class Watcher:
         self._own_flag = False
         self._schedule: ScheduleCopy | None = None
         optimizer, resources = context.optimizer, context.resources
+        resources.callback(self.capture.close)
         resources.callback(listen(self.heard))
         resources.callback(optimizer.register_step_pre_hook(self._before).remove)
         resources.callback(optimizer.register_step_post_hook(self._after).remove)
@@ -201,14 +204,23 @@ class Watcher:
     def _end_step(self) -> None:
         self._reading, self._undo = None, None
         self.heard.clear()
+        self.capture.clear()
         self.context.step += 1
         if self._late is None:
             self.shield.call(None, self.context.buffers.remember)
 
     def _step(self, reading: Reading | None) -> Step:
         context = self.context
-        scale = (reading.scale if reading is not None else None) or 1.0
-        return Step(context.step, context.model, context.optimizer, context.modules, context.buffers, scale=scale)
+        step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
+        calls = self.capture.calls
+        if calls and len({call.positional for call in calls}) == 1:
+            # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1
+            step.loss_fn, step.model_only = self.capture.loss_fn, True
+            step.micro_batches = tuple(call.as_batch() for call in calls)
+            step.rng = [call.rng for call in calls]
+        elif reading is not None:
+            step.scale = reading.scale or 1.0
+        return step
 
     # --- veto --------------------------------------------------------------------------------------------------
 
@@ -267,6 +279,7 @@ class _Repeated:
         if self._watcher._incident is not None:
             return self._last
         self._watcher.heard.clear()
+        self._watcher.capture.clear()
         with torch.enable_grad():
             self._last = self._closure()
         self._watcher._check()

@@ -18,7 +18,7 @@ LOWEST_SCALE = 2.0**-24
 
 def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
-    if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(context, step):
+    if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(step, reading.scale or step.scale):
         return replace(reading, overflow=True, bad_state=())
     buffers_after = bad_buffers(context.roots, context.sentinels)
     step.buffers.restore()
@@ -42,12 +42,12 @@ def stored_trouble(context: Context) -> list[str]:
     ]
 
 
-def overflows_by_scale(context: Context, step: Step) -> bool:
+def overflows_by_scale(step: Step, scale: float) -> bool:
     """Is the same step finite without the loss scale? Then the scale is the only fault."""
-    if step.scale == 1.0:
+    if scale == 1.0:
         return False
-    if step.loss_fn is None:
-        return step.scale > 1.0  # cannot be run again: a scale above 1 is presumed to be calibrating
+    if not step.whole:
+        return scale > 1.0  # cannot be run again: a scale above 1 is presumed to be calibrating
     return rerun(step, scale=1.0).grads_finite
 
 

@@ -136,7 +136,7 @@ class Pipeline:
             return True
         if reading.grads_finite or reading.overflow:
             return False
-        if self._context.agreement.mode == "spread" and step.loss_fn is not None:
+        if self._context.agreement.mode == "spread" and step.whole:
             return not rerun(step).grads_finite
         return bool(reading.bad_grads)
 

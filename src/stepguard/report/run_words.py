@@ -22,6 +22,7 @@ def heading(summary: RunSummary) -> list[Row]:
     versions = header.get("versions") or {name: header[name] for name in _VERSIONS if name in header}
     rows = [
         ("began", phrases.moment(header.get("time"))),
+        ("restarts", f"{summary.restarts}, all in this report" if summary.restarts else ""),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("optimizer", _optimizer(header)),
         ("ranks", f"{header['world']}, this is rank {header.get('rank', 0)}" if header.get("world", 1) > 1 else ""),

@@ -79,6 +79,8 @@ class RunSummary:
     header: dict[str, Any]
     changed_settings: dict[str, Any]
     """Settings of the guard that are not the default."""
+    restarts: int
+    """How often the run was started again with the same journal."""
     steps: int
     committed: int
     skipped: int
@@ -113,6 +115,7 @@ def summarize(record: Record) -> RunSummary:
         journal=str(record.path),
         header={key: value for key, value in record.header.items() if key not in ("v", "type")},
         changed_settings=changed_settings(record.header),
+        restarts=sum(line.get("type") == "run" for line in record.notes),
         steps=len(record.steps),
         committed=len(committed),
         skipped=len(record.steps) - len(committed) - len(calibrations),

@@ -135,6 +135,8 @@ def _noted(notes: Sequence[Mapping[str, Any]], end: int) -> Iterator[Event]:
     """Notes of one kind are one event; everything else in the journal is an event of its own."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for line in notes:
+        if line.get("type") == "run":
+            continue  # started again: it has no step, the summary counts it
         name = str(line.get("kind", "")) if line.get("type") == "note" else f"{line.get('type')}#{len(kinds)}"
         kinds.setdefault(name, []).append(line)
     for lines in kinds.values():
@@ -158,8 +160,6 @@ def _told(line: Mapping[str, Any]) -> str:
         return f"the guard failed and was disarmed: {said}".rstrip(": ")
     if kind == "end":
         return "the guard was closed" if line.get("armed", True) else "the disarmed guard was closed"
-    if kind == "run":
-        return f"the run was started again at {phrases.moment(line.get('time'))}"
     return f"{kind}: {said}".rstrip(": ")
 
 

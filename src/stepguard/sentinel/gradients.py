@@ -31,7 +31,7 @@ class GradientNorm:
 @torch.no_grad()
 def gradient_norm(grads: Sequence[Tensor]) -> GradientNorm | None:
     """Norm of all gradients; None when there are none."""
-    dense = [dense_real(g) for g in grads]
+    dense = [dense_values(g) for g in grads]
     if not dense:
         return None
     if not any(g.dtype in HALVES for g in dense):
@@ -50,27 +50,42 @@ def gradient_norm(grads: Sequence[Tensor]) -> GradientNorm | None:
         rounded += [n.to(device=device, dtype=group[0].dtype) for n in norms]
     total = torch.linalg.vector_norm(torch.stack(wide))
     if len({n.dtype for n in rounded}) > 1:
-        return GradientNorm(total, total)
+        return GradientNorm(total, get_total_norm(dense))  # torch adds mixed dtypes in an order of its own
     return GradientNorm(total, torch.linalg.vector_norm(torch.stack(rounded)))
 
 
+@torch.no_grad()
 def clip(params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None) -> None:
     """Clip as torch does. With the norm known on the host, a factor of 1 costs nothing."""
     if known is not None and math.isfinite(known) and max_norm / (known * (1 + 1e-2) + 1e-6) > 1.0:
         return  # clearly below the limit even after half-precision rounding: torch would multiply by exactly 1
-    clip_norm = norm.clip
-    if known is not None and norm.clip is not norm.total and not bool(torch.isfinite(norm.clip)):
-        clip_norm = norm.total  # the half-precision norm overflowed, the fp32 one did not
-    clip_grads_with_norm_(params, max_norm, clip_norm)
+    if norm.clip is norm.total:
+        clip_grads_with_norm_(params, max_norm, norm.total)
+        return
+    factor, wide = _factor(max_norm, norm.clip), _factor(max_norm, norm.total)
+    # where the half-precision norm overflows, the fp32 one does not; chosen on the device, so nothing waits
+    factor = torch.where(torch.isfinite(norm.clip), factor.to(wide.dtype), wide)
+    for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
+        torch._foreach_mul_(group, factor.to(group[0].device))
 
 
-def dense_real(tensor: Tensor) -> Tensor:
-    """The stored values as a plain real tensor: sparse values, complex as pairs, the local shard of a DTensor."""
+def _factor(max_norm: float, norm: Tensor) -> Tensor:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def dense_values(tensor: Tensor) -> Tensor:
+    """The stored values as a plain tensor: sparse values, the local shard of a DTensor."""
     local = getattr(tensor, "to_local", None)
     if local is not None:
         tensor = local()
     if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+        return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return tensor
+
+
+def dense_real(tensor: Tensor) -> Tensor:
+    """As `dense_values`, complex numbers as pairs."""
+    tensor = dense_values(tensor)
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
