@@ -115,6 +115,8 @@ class Guard:
     def _fault(self, fault: Exception) -> None:
         context = self._context
         context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
+        if context.human is not None:
+            context.human.fault(f"{type(fault).__name__}: {fault}")
         context.terminal.fault(f"{type(fault).__name__}: {fault}")
 
     def __enter__(self) -> Guard:

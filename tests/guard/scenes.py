@@ -242,6 +242,6 @@ def _differences(left: Any, right: Any, place: str) -> Iterator[str]:
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.is_sparse:
         return torch.equal(left.coalesce().to_dense(), right.coalesce().to_dense())
-    return torch.equal(left, right) or torch.equal(left.isnan(), right.isnan()) and torch.equal(
-        left.nan_to_num(), right.nan_to_num()
+    return torch.equal(left, right) or (
+        torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
     )

@@ -116,7 +116,7 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank),
+        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         resources=ExitStack(),
         loss_scale=config.loss_scale or 1.0,
     )

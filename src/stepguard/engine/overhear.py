@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.reader import MicroLoss
+from stepguard.engine.reader import MicroLoss, announce
 from stepguard.sentinel.gradients import HALVES, GradientNorm
 
 
@@ -31,7 +31,7 @@ class Overheard:
             value = value / scale if scale is not None else value
         self._before = self._gradient_marks()
         self.losses.append(MicroLoss(value))
-        self._context.agreement.announce([value])
+        announce(self._context, value)
 
     def after_backward(self, root: Tensor) -> None:
         """A backward that left this guard's gradients alone was somebody else's loss."""

@@ -35,6 +35,9 @@ class Pipeline:
         if alarming(reading):
             reading = self._agree(step, examine(context, step, reading))
         verdict = judge(reading, context.history, context.config)
+        if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
+            # each rank sees only its own loss here, and acting on it alone would leave the others behind
+            return reading, replace(verdict, severity="note")
         if verdict.severity != "suspicion":
             return reading, verdict
         again = self._repeat_loss()
@@ -73,6 +76,8 @@ class Pipeline:
         context = self._context
         fields = {"step": reading.step, "kind": verdict.kind, "summary": verdict.summary, "evidence": verdict.evidence}
         context.note("note", fields)
+        if context.human is not None:
+            context.human.note(verdict.summary, reading.step, verdict.kind)
         context.terminal.note(verdict.summary, reading.step, verdict.kind)
 
     def _explain(self, incident: Incident, step: Step) -> Incident:

@@ -62,6 +62,13 @@ def micro_loss(output: Any, batch: Any, context: Context) -> tuple[Tensor, Micro
     return loss, MicroLoss(loss.detach(), parts, _count_labels(batch, context))
 
 
+def announce(context: Context, loss: Tensor) -> None:
+    """Under DDP: let what only this rank can see reach the others with the gradients."""
+    if context.agreement.mode == "spread":
+        statistics = largest(norm_statistics(context.roots))
+        context.agreement.announce([loss] if statistics is None else [loss, statistics])
+
+
 def _count_labels(batch: Any, context: Context) -> Tensor | None:
     key = context.config.labels_key
     if key is None:

@@ -14,7 +14,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
-from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
+from stepguard.engine.reader import MicroLoss, Pending, Reader, announce, micro_loss
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
@@ -79,7 +79,7 @@ class Stepper:
             assert step.loss_fn is not None
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
-            context.agreement.announce([seen.total])
+            announce(context, seen.total)
             torch.autograd.backward(self._scaled(loss))
         self._unscale()
         return losses
