@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 SMALL = 65536
-"""Elements up to which a buffer is copied every step whatever its version counter says."""
+"""A copy of so many elements costs less than it is worth to think about."""
 
 
 @dataclass(slots=True)
@@ -37,10 +37,14 @@ class _Copy:
 
 
 class BufferKeeper:
-    """Remembers every buffer of some modules at one moment and can go back to it."""
+    """Remembers every buffer of some modules at one moment and can go back to it.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    `small` is the number of elements up to which a buffer is copied whatever its version counter says.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, small: int = SMALL) -> None:
         self._modules = tuple(modules)
+        self._small = small
         self._places: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
@@ -49,7 +53,7 @@ class BufferKeeper:
         """Take the present values. In-place copies into memory allocated once."""
         if self._changed_layout():
             self._places = [_Place(m, key, buffer) for m in self._owners() for key, buffer in m._buffers.items()]
-            self._copies = _copies(self._places)
+            self._copies = _copies(self._places, self._small)
             self._count = len(self._places)
             return
         stale = [c for c in self._copies if c.always or c.live._version != c.version]
@@ -82,13 +86,13 @@ def keeps_statistics(module: nn.Module) -> bool:
     return bool(getattr(module, "track_running_stats", False))
 
 
-def _copies(places: list[_Place]) -> list[_Copy]:
+def _copies(places: list[_Place], small: int) -> list[_Copy]:
     """One copy a tensor, however many places it has."""
     copies: dict[int, _Copy] = {}
     for place in places:
         buffer = place.buffer
         if buffer is not None and id(buffer) not in copies and not _expanded(buffer):
-            always = keeps_statistics(place.owner) or buffer.numel() <= SMALL
+            always = keeps_statistics(place.owner) or buffer.numel() <= small
             copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always)
     return list(copies.values())
 

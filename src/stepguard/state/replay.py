@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step, total_loss
 
@@ -66,20 +68,12 @@ def _kept_gradients(step: Step) -> Iterator[None]:
 
 @contextmanager
 def _kept_buffers(roots: Sequence[nn.Module]) -> Iterator[None]:
-    kept = [
-        (owner, key, buffer, buffer.detach().clone())
-        for root in roots
-        for owner in root.modules()
-        for key, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+    keeper = BufferKeeper(roots, small=sys.maxsize)
+    keeper.remember()
     try:
         yield
     finally:
-        with torch.no_grad():
-            for owner, key, buffer, value in kept:
-                owner._buffers[key] = buffer
-                buffer.copy_(value)
+        keeper.restore()
 
 
 def _parameters(step: Step) -> list[Tensor]:
