@@ -10,7 +10,7 @@ from stepguard.detect import judge
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
-from stepguard.engine.examine import examine, working_scale
+from stepguard.engine.examine import accept, examine, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.locate import locate
 from stepguard.policy import decide
@@ -35,6 +35,9 @@ class Pipeline:
         if alarming(reading):
             reading = self._agree(step, examine(context, step, reading))
         verdict = judge(reading, context.history, context.config)
+        if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
+            # every rank sees its own loss only, and asking the others takes a collective that they do not join
+            return reading, replace(verdict, severity="note")
         if verdict.severity != "suspicion":
             return reading, verdict
         again = self._repeat_loss()
@@ -98,6 +101,8 @@ class Pipeline:
             new_scale=working_scale(step) if reading.overflow and context.config.loss_scale else None,
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
+        if situation.at_start and decision.action == "warn":
+            accept(context, reading.bad_state)
         return decision
 
     def _record(self, incident: Incident) -> None:

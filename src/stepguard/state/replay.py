@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stepguard.state.buffers import expanded
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step, total_loss
 
@@ -21,7 +22,7 @@ def untouched(step: Step) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_kept_rng())
         stack.enter_context(_kept_gradients(step))
-        stack.enter_context(_kept_buffers(roots))
+        stack.enter_context(kept_buffers(roots))
         stack.enter_context(alone(step.model))
         step.buffers.restore()
         yield
@@ -65,13 +66,14 @@ def _kept_gradients(step: Step) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_buffers(roots: Sequence[nn.Module]) -> Iterator[None]:
+def kept_buffers(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Whatever happens to the buffers inside is undone."""
     kept = [
         (owner, key, buffer, buffer.detach().clone())
         for root in roots
         for owner in root.modules()
         for key, buffer in owner._buffers.items()
-        if buffer is not None
+        if buffer is not None and not expanded(buffer)
     ]
     try:
         yield
