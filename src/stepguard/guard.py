@@ -94,10 +94,16 @@ class Guard:
             return
         self._closed = True
         try:
-            self._settle()
+            self._finish()
             self._shield.call(None, self._end)
         finally:
             self._context.resources.close()
+
+    def _finish(self) -> None:
+        if self._watcher is not None:
+            self._watcher.finish()
+        else:
+            self._stepper.settle()
 
     def _settle(self) -> None:
         if self._watcher is not None:

@@ -9,7 +9,7 @@ from stepguard.detect import judge
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
-from stepguard.engine.examine import examine, stored_trouble, working_scale
+from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.record import record
 from stepguard.locate import locate
@@ -36,7 +36,7 @@ class Pipeline:
             reading = self._agree(step, examine(context, step, reading))
         verdict = judge(reading, context.history, context.config)
         if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
-            # each rank sees only its own loss here, and acting on it alone would leave the others behind
+            # every rank sees its own loss only, and asking the others takes a collective that they do not join
             return reading, replace(verdict, severity="note")
         if verdict.severity != "suspicion":
             return reading, verdict
@@ -110,6 +110,8 @@ class Pipeline:
             new_scale=working_scale(step) if reading.overflow and context.config.loss_scale else None,
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
+        if situation.at_start and decision.action == "warn":
+            accept(context, reading.bad_state)
         return decision
 
     def _repeat_loss(self) -> tuple[float, float] | None:

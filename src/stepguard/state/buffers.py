@@ -34,6 +34,13 @@ class _Copy:
     saved: Tensor
     version: int
     always: bool
+    """Copied whatever its version counter says."""
+    silent: bool
+    """A norm layer's statistics: they change without raising the version counter."""
+
+    @property
+    def moved(self) -> bool:
+        return self.live._version != self.version
 
 
 class BufferKeeper:
@@ -56,7 +63,7 @@ class BufferKeeper:
             self._copies = _copies(self._places, self._small)
             self._count = len(self._places)
             return
-        stale = [c for c in self._copies if c.always or c.live._version != c.version]
+        stale = [c for c in self._copies if c.always or c.moved]
         if stale:
             torch._foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
             for copy in stale:
@@ -68,9 +75,17 @@ class BufferKeeper:
             place.owner._buffers[place.key] = place.buffer
         with torch.no_grad():
             for copy in self._copies:
-                if copy.always or copy.live._version != copy.version:
+                if copy.always or copy.moved:
                     copy.live.copy_(copy.saved)
                     copy.version = copy.live._version
+
+    def changing(self) -> bool:
+        """Has a forward pass changed a buffer since `remember`? A norm layer is presumed to have."""
+        return self._changed_layout() or any(c.silent or c.moved for c in self._copies)
+
+    def remembered(self, buffer: Tensor) -> Tensor:
+        """What `remember` took of this buffer; itself where nothing was taken."""
+        return next((c.saved for c in self._copies if c.live is buffer), buffer)
 
     def _owners(self) -> Iterator[nn.Module]:
         return (module for root in self._modules for module in root.modules())
@@ -91,13 +106,14 @@ def _copies(places: list[_Place], small: int) -> list[_Copy]:
     copies: dict[int, _Copy] = {}
     for place in places:
         buffer = place.buffer
-        if buffer is not None and id(buffer) not in copies and not _expanded(buffer):
-            always = keeps_statistics(place.owner) or buffer.numel() <= small
-            copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always)
+        if buffer is not None and id(buffer) not in copies and not expanded(buffer):
+            silent = keeps_statistics(place.owner)
+            always = silent or buffer.numel() <= small
+            copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always, silent)
     return list(copies.values())
 
 
-def _expanded(buffer: Tensor) -> bool:
+def expanded(buffer: Tensor) -> bool:
     """A view that repeats its elements cannot be written in place, neither by the user nor by us."""
     if buffer.layout is not torch.strided:
         return False

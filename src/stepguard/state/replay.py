@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ def untouched(step: Step) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_kept_rng())
         stack.enter_context(_kept_gradients(step))
-        stack.enter_context(_kept_buffers(roots))
+        stack.enter_context(kept_buffers(roots))
         stack.enter_context(alone(step.model))
         step.buffers.restore()
         yield
@@ -67,7 +67,8 @@ def _kept_gradients(step: Step) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_buffers(roots: Sequence[nn.Module]) -> Iterator[None]:
+def kept_buffers(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Whatever happens to the buffers inside is undone."""
     keeper = BufferKeeper(roots, small=sys.maxsize)
     keeper.remember()
     try:
