@@ -160,20 +160,18 @@ def _quiet() -> Iterator[None]:
 
 
 def _without(package: str) -> str | None:
-    return None if importlib.util.find_spec(package) else f"{package} is not installed"
+    return None if importlib.util.find_spec(package) else "not installed"
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("bare", "clipping, no check", bare),
+    Variant("bare", "bare", bare),
     Variant("watch", "stepguard.watch", watched, ours=True),
     Variant("step", "guard.step", stepped, ours=True),
-    Variant("bare, fused", "clipping, fused AdamW", bare, fused=True),
+    Variant("bare, fused", "bare, fused AdamW", bare, fused=True),
     Variant("watch, fused", "stepguard.watch, fused AdamW", watched, fused=True, ours=True),
     Variant("step, fused", "guard.step, fused AdamW", stepped, fused=True, ours=True),
     Variant("hand-written", "isnan/isinf of loss and norm", seed_loop),
     Variant("each gradient", "isnan/isinf of every gradient", each_gradient),
-    Variant(
-        "DebugUnderflowOverflow", "transformers' module hooks", underflow_overflow, missing=_without("transformers")
-    ),
-    Variant("detect_anomaly", "torch.autograd.detect_anomaly", anomaly),
+    Variant("DebugUnderflowOverflow", "DebugUnderflowOverflow", underflow_overflow, missing=_without("transformers")),
+    Variant("detect_anomaly", "detect_anomaly", anomaly),
 )

@@ -129,9 +129,9 @@ def resnet(name: str, *, width: int, rows: int, rounds: int, depth: int = 2) -> 
 
 
 FULL: dict[str, Callable[[], Workload]] = {
-    "gpt-7m": lambda: gpt("gpt-7m", vocabulary=4096, width=256, depth=8, rows=8, length=128, rounds=80),
-    "gpt-50m": lambda: gpt("gpt-50m", vocabulary=24576, width=512, depth=12, rows=2, length=128, rounds=50),
-    "resnet-18": lambda: resnet("resnet-18", width=64, rows=16, rounds=80),
+    "gpt-7m": lambda: gpt("gpt-7m", vocabulary=4096, width=256, depth=8, rows=8, length=128, rounds=40),
+    "gpt-50m": lambda: gpt("gpt-50m", vocabulary=24576, width=512, depth=12, rows=2, length=128, rounds=20),
+    "resnet-18": lambda: resnet("resnet-18", width=64, rows=16, rounds=40),
 }
 QUICK: dict[str, Callable[[], Workload]] = {
     "gpt-tiny": lambda: gpt("gpt-tiny", vocabulary=64, width=32, depth=2, rows=2, length=16, rounds=3),
@@ -141,4 +141,4 @@ QUICK: dict[str, Callable[[], Workload]] = {
 
 def _millions(model: nn.Module) -> str:
     count = sum(p.numel() for p in model.parameters())
-    return f"{count / 1e6:.1f} M parameters"
+    return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"

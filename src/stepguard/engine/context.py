@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import platform
 import time
 import weakref
@@ -69,13 +70,22 @@ class Context:
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     last_read: float = field(default_factory=time.perf_counter)
+    _given: list[Tensor] = field(default_factory=list)
+    """The optimizer's parameters when `_ordered` was made."""
+    _ordered: list[Tensor] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the optimizer updates, in the model's order: the order `clip_grad_norm_(model.parameters())` adds in."""
-        ours = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
-        ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
-        return list((ordered | ours).values())
+        """What the optimizer updates, in the model's order: the order `clip_grad_norm_(model.parameters())` adds in.
+
+        Asked for several times a step, and walking a large model takes milliseconds: kept until the optimizer changes.
+        """
+        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
+            ours = {id(p): p for p in given}
+            ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
+            self._given, self._ordered = given, list((ordered | ours).values())
+        return self._ordered
 
     @property
     def lr(self) -> tuple[float, ...]:

@@ -53,6 +53,7 @@ class BufferKeeper:
         self._modules = tuple(modules)
         self._small = small
         self._places: list[_Place] = []
+        self._statistics: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
 
@@ -60,6 +61,7 @@ class BufferKeeper:
         """Take the present values. In-place copies into memory allocated once."""
         if self._changed_layout():
             self._places = [_Place(m, key, buffer) for m in self._owners() for key, buffer in m._buffers.items()]
+            self._statistics = [place for place in self._places if keeps_statistics(place.owner)]
             self._copies = _copies(self._places, self._small)
             self._count = len(self._places)
             return
@@ -68,6 +70,11 @@ class BufferKeeper:
             torch._foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
             for copy in stale:
                 copy.version = copy.live._version
+
+    def statistics(self) -> list[Tensor]:
+        """Running statistics of norm layers as they are now, without walking the model again."""
+        live = [place.owner._buffers.get(place.key) for place in self._statistics]
+        return [buffer for buffer in live if buffer is not None and buffer.is_floating_point()]
 
     def restore(self) -> None:
         """Back to what `remember` took, the same tensor objects included."""
