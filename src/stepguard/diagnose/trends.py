@@ -30,7 +30,9 @@ class Jump:
     def sentence(self) -> str:
         times = f"{self.now / self.before:.3g} times " if self.before > 0 else ""
         against = "the configured rate" if self.steps_ago is None else "the rate before"
-        when = "" if self.steps_ago is None else f", {self.steps_ago} steps before the bad one"
+        when = {None: "", 0: ", in this very step", 1: ", 1 step before the bad one"}.get(
+            self.steps_ago, f", {self.steps_ago} steps before the bad one"
+        )
         return f"group {self.group} runs with lr {self.now:.4g}, {times}{against} ({self.before:.4g}){when}"
 
 

@@ -22,7 +22,9 @@ def _evidence(case: Case) -> Proof | None:
     if case.phase == "backward" and case.absorbed:
         confidence = PLAUSIBLE
     numbers = f"{case.place}: {form}"
-    return Proof(confidence=confidence, evidence=(numbers, *map(_infinities, infinite), case.confirmed_samples))
+    zero = [o for o in case.inputs if o not in infinite and has_zero(o)]
+    operands = map(_infinities, (*infinite, *zero[:1]))
+    return Proof(confidence=confidence, evidence=(numbers, *operands, case.confirmed_samples))
 
 
 def _form(case: Case, infinite: list[Operand]) -> tuple[str, float]:
