@@ -14,7 +14,9 @@ SUMS = words("add sub rsub sum mean cumsum lerp addmm logaddexp addcmul nansum i
 
 def _evidence(case: Case) -> Proof | None:
     infinite = [o for o in case.inputs if not o.nan and (o.posinf or o.neginf)]
-    if case.unselected or not case.inputs or not infinite or not case.makes_nan or any(o.nan for o in case.inputs):
+    if not infinite or not case.makes_nan or any(o.nan for o in case.inputs):
+        return None
+    if case.unselected or case.phase in ("input", "state"):
         return None
     if case.op in SOFTMAXES and not any(o.posinf for o in infinite):
         return None
