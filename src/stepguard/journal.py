@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import JournalError
-from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_jsonable
+from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_plain
 from stepguard.records.incident import Incident
 from stepguard.records.reading import Reading
 
@@ -30,12 +30,12 @@ class Journal:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = journal_path(run_dir, rank)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _end_torn_line(self._fd)
+        self._torn = _ends_torn(self._fd)
 
     def write(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
         """Append one record; `durable` waits until it is on disk."""
         line = dumps({"v": SCHEMA, "type": kind, **fields}) + "\n"
-        os.write(self._fd, line.encode())
+        self._append(line.encode())
         if durable:
             os.fsync(self._fd)
 
@@ -45,7 +45,15 @@ class Journal:
         self.write("step", {**fields, "committed": committed})
 
     def write_incident(self, incident: Incident) -> None:
-        self.write("incident", {"incident": to_jsonable(incident)}, durable=True)
+        self.write("incident", {"incident": to_plain(incident)}, durable=True)
+
+    def _append(self, line: bytes) -> None:
+        """The whole line, after ending one that a crash or a full disk has torn."""
+        left = b"\n" + line if self._torn else line
+        self._torn = True
+        while left:
+            left = left[os.write(self._fd, left) :]
+        self._torn = False
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -61,11 +69,10 @@ def to_fields(reading: Reading) -> dict[str, Any]:
     return {name: getattr(reading, name) for name in STEP_FIELDS}
 
 
-def _end_torn_line(fd: int) -> None:
-    """A crash may have left half a line; end it, so that the next record starts on its own."""
+def _ends_torn(fd: int) -> bool:
+    """Has a crash left half a line at the end?"""
     size = os.fstat(fd).st_size
-    if size and os.pread(fd, 1, size - 1) != b"\n":
-        os.write(fd, b"\n")
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 @dataclass(slots=True)
@@ -81,7 +88,7 @@ class RunRecord:
     notes: list[dict[str, Any]] = field(default_factory=list)
     """Everything else worth a line: notes, faults of the guard itself, the end of the run."""
     torn: int = 0
-    """Lines that are not whole JSON (a crash while writing)."""
+    """Lines that cannot be read: not whole JSON (a crash while writing), or no incident where one should be."""
 
 
 def read_run(run: Path, rank: int = 0) -> RunRecord:
@@ -121,7 +128,7 @@ def _take(record: RunRecord, line: str, number: int) -> None:
 
 def _sort(record: RunRecord, kind: str, fields: dict[str, Any]) -> None:
     if kind == "incident":
-        record.incidents.append(from_jsonable(Incident, fields["incident"]))
+        _take_incident(record, fields.get("incident"))
         return
     plain = restore_floats(fields)
     if kind == "step":
@@ -130,3 +137,10 @@ def _sort(record: RunRecord, kind: str, fields: dict[str, Any]) -> None:
         record.header = plain
     else:
         record.notes.append(plain)
+
+
+def _take_incident(record: RunRecord, value: Any) -> None:
+    try:
+        record.incidents.append(from_jsonable(Incident, value))
+    except ValueError:  # pydantic's ValidationError is one
+        record.torn += 1

@@ -21,31 +21,29 @@ DRIFT_LEAST = 32
 DRIFT_SIGMAS = 4.0
 LOST_SHARE = 0.5
 """Share of the progress since the first steps that must be gone before a finite anomaly is acted upon."""
-LR_JUMP = 2.0
-"""Times above every configured and seen learning rate."""
 ZERO_STEPS = 5
 
 
 def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     """A loss far above its usual level in one step."""
-    if reading.loss is None or not history.losses:
+    if reading.judged_loss is None or not history.losses:
         return OK
     limit = sigmas if len(history.losses) >= MATURE else max(sigmas, YOUNG_SIGMAS)
-    excess = (reading.loss - history.level) / history.spread
-    if excess <= limit:
+    excess = (reading.judged_loss - history.level) / history.spread
+    if not excess > limit:
         return OK
-    summary = f"loss {reading.loss:.6g} is {excess:.3g} deviations above its usual {history.level:.6g}"
-    evidence: dict[str, float | int | str] = {"loss": reading.loss, "level": history.level, "deviations": excess}
+    summary = f"loss {reading.judged_loss:.6g} is {excess:.3g} deviations above its usual {history.level:.6g}"
+    evidence: dict[str, float | int | str] = {"loss": reading.judged_loss, "level": history.level, "deviations": excess}
     return _weigh(Verdict(kind="spike", severity="suspicion", summary=summary, evidence=evidence), reading, history)
 
 
 def drift(reading: Reading, history: History) -> Verdict:
     """A slow steady rise, which rules on single steps never see."""
-    values = [*history.losses, reading.loss] if reading.loss is not None else list(history.losses)
+    values = [*history.losses, reading.judged_loss] if reading.judged_loss is not None else list(history.losses)
     if len(values) < DRIFT_LEAST:
         return OK
     rise, noise = trend(values)
-    if rise <= DRIFT_SIGMAS * max(noise, 0.01 * abs(values[0])):
+    if not rise > DRIFT_SIGMAS * max(noise, 0.01 * abs(values[0])):
         return OK
     summary = f"loss has risen by {rise:.4g} over {len(values)} steps ({rise / len(values):+.3g} a step)"
     evidence: dict[str, float | int | str] = {"rise": rise, "steps": len(values), "noise": noise}
@@ -54,29 +52,40 @@ def drift(reading: Reading, history: History) -> Verdict:
 
 def trend(values: list[float]) -> tuple[float, float]:
     """Rise over the window by least squares, and the standard deviation of what the line leaves over."""
-    n = len(values)
-    mean_x, mean_y = (n - 1) / 2, sum(values) / n
-    slope = sum((i - mean_x) * (v - mean_y) for i, v in enumerate(values)) / sum((i - mean_x) ** 2 for i in range(n))
-    left = sum((v - mean_y - slope * (i - mean_x)) ** 2 for i, v in enumerate(values))
-    return slope * (n - 1), math.sqrt(left / n)
+    unit = max(map(abs, values)) or 1.0  # squares of float64 losses beyond 1e154 would overflow
+    n, ys = len(values), [value / unit for value in values]
+    mean_x, mean_y = (n - 1) / 2, sum(ys) / n
+    slope = sum((i - mean_x) * (y - mean_y) for i, y in enumerate(ys)) / sum((i - mean_x) ** 2 for i in range(n))
+    left = sum((y - mean_y - slope * (i - mean_x)) ** 2 for i, y in enumerate(ys))
+    return slope * (n - 1) * unit, math.sqrt(left / n) * unit
+
+
+def impossible_lr(reading: Reading) -> Verdict:
+    """A learning rate that is NaN or infinite: the update would ruin every weight."""
+    for group, rate in enumerate(reading.lr):
+        if not math.isfinite(rate):
+            summary = f"group {group} runs with lr {rate}: the update would make every weight non-finite"
+            evidence: dict[str, float | int | str] = {"group": group, "lr": rate}
+            return Verdict(kind="lr_mismatch", severity="incident", summary=summary, evidence=evidence)
+    return OK
 
 
 def lr_mismatch(reading: Reading, history: History) -> Verdict:
     """A learning rate at least twice as high as anything configured or seen before."""
-    for group, rate in enumerate(reading.lr):
-        ceiling = history.ceiling(group)
-        if ceiling > 0 and not rate <= LR_JUMP * ceiling:
-            summary = f"group {group} runs with lr {rate:.4g}; the highest configured or seen before is {ceiling:.4g}"
-            evidence: dict[str, float | int | str] = {"group": group, "lr": rate, "ceiling": ceiling}
-            return Verdict(kind="lr_mismatch", severity="note", summary=summary, evidence=evidence)
-    return OK
+    group = history.excess_lr(reading.lr)
+    if group is None:
+        return OK
+    rate, ceiling = reading.lr[group], history.ceiling(group)
+    summary = f"group {group} runs with lr {rate:.4g}; the highest configured or seen before is {ceiling:.4g}"
+    evidence: dict[str, float | int | str] = {"group": group, "lr": rate, "ceiling": ceiling}
+    return Verdict(kind="lr_mismatch", severity="note", summary=summary, evidence=evidence)
 
 
 def nothing_learned(reading: Reading, history: History) -> Verdict:
     """No target in the batch, or a loss and gradient that stay exactly 0."""
     if reading.labels == 0:
         return Verdict(kind="no_labels", severity="note", summary="no target of this step counts: nothing is learned")
-    silent = reading.loss == 0.0 and not reading.grad_norm
+    silent = reading.judged_loss == 0.0 and not reading.grad_norm
     if silent and history.zero_losses + 1 == ZERO_STEPS:
         summary = f"loss and gradient have been exactly 0 for {ZERO_STEPS} steps: nothing is learned"
         return Verdict(kind="zero_loss", severity="note", summary=summary)
@@ -86,14 +95,18 @@ def nothing_learned(reading: Reading, history: History) -> Verdict:
 def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
     """Suspicion stays one until the loss of an earlier batch on the present weights is known."""
     again = reading.repeat_loss
+    if again is None and history.jumped_lately(reading.step):
+        again = reading.judged_loss  # the learning rate jumped just before: evidence enough
     if again is None:
         return verdict
     assert history.last_loss is not None and history.best is not None
     progress = max(history.began_at - history.best, history.spread)
     lost = (again - history.best) / progress if math.isfinite(again) else math.inf
     evidence = {**(verdict.evidence or {}), "repeat_loss": again, "lost_share": lost}
-    half_the_jump = 0.5 * ((reading.loss or again) - history.level)
-    if not math.isfinite(again) or (lost >= LOST_SHARE and again - history.level > half_the_jump):
+    now = again if reading.judged_loss is None else reading.judged_loss
+    half_the_jump = 0.5 * (now - history.level)
+    before = history.level if reading.repeat_before is None else max(history.level, reading.repeat_before)
+    if not math.isfinite(again) or (lost >= LOST_SHARE and again - before > half_the_jump):
         summary = f"{verdict.summary}; an earlier batch now gives {again:.6g}: the weights are hurt"
         return replace(verdict, severity="incident", summary=summary, evidence=evidence)
     summary = f"{verdict.summary}; an earlier batch still gives {again:.6g}: the data did it"

@@ -28,25 +28,39 @@ class History:
     """What the groups were set to when the guard was built, or what the user says they should be."""
     top_lr: tuple[float, ...] = ()
     """The highest learning rate each group has run with."""
+    rates: deque[tuple[float, ...]] = field(default_factory=deque)
+    """Learning rates of recent committed steps, oldest first."""
+    norms: deque[float] = field(default_factory=deque)
+    """Finite gradient norms of recent committed steps, oldest first."""
     zero_losses: int = 0
     """Committed steps in a row whose loss and gradient were exactly 0."""
     committed: int = 0
+    jumped_at: int | None = None
+    """The last step whose learning rate was far above everything before."""
 
     def __post_init__(self) -> None:
         self.losses = deque(self.losses, maxlen=self.window)
+        self.rates = deque(self.rates, maxlen=self.window)
+        self.norms = deque(self.norms, maxlen=self.window)
 
     def add(self, reading: Reading) -> None:
         """Remember a committed step."""
         self.committed += 1
+        if self.excess_lr(reading.lr) is not None:
+            self.jumped_at = reading.step
         self.top_lr = _highest(self.top_lr, reading.lr)
+        self.rates.append(reading.lr)
+        if reading.grad_norm is not None and math.isfinite(reading.grad_norm):
+            self.norms.append(reading.grad_norm)
         nothing = reading.loss == 0.0 and not reading.grad_norm
         self.zero_losses = self.zero_losses + 1 if nothing else 0
-        if reading.loss is None or not math.isfinite(reading.loss):
+        loss = reading.judged_loss
+        if loss is None or not math.isfinite(loss):
             return
-        self.losses.append(reading.loss)
-        self.last_loss = reading.loss
+        self.losses.append(loss)
+        self.last_loss = loss
         if len(self.first) < FIRST_LOSSES:
-            self.first.append(reading.loss)
+            self.first.append(loss)
         level = self.level
         self.best = level if self.best is None else min(self.best, level)
 
@@ -68,12 +82,28 @@ class History:
         floor = 0.1 * abs(centre) if len(values) >= MATURE else max(abs(centre), max(values) - min(values))
         return max(noise, floor, 1e-12)
 
+    def excess_lr(self, rates: tuple[float, ...]) -> int | None:
+        """The first group that runs with far more than it was ever configured or seen with."""
+        for group, rate in enumerate(rates):
+            ceiling = self.ceiling(group)
+            if ceiling > 0 and not rate <= LR_JUMP * ceiling:
+                return group
+        return None
+
+    def jumped_lately(self, step: int) -> bool:
+        """Did the learning rate jump just before this step?"""
+        return self.jumped_at is not None and step - self.jumped_at <= LR_JUMP_MEMORY
+
     def ceiling(self, group: int) -> float:
         """The highest learning rate this group was configured or seen with."""
         known = [rates[group] for rates in (self.configured_lr, self.top_lr) if group < len(rates)]
         return max(known, default=0.0)
 
 
+LR_JUMP = 2.0
+"""Times above every configured and seen learning rate."""
+LR_JUMP_MEMORY = 10
+"""Steps for which a jump of the learning rate explains what follows."""
 MATURE = 16
 """Losses from which on the noise can be told from the trend."""
 

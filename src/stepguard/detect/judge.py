@@ -26,7 +26,7 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
         lambda: _state(reading),
         lambda: _loss(reading),
         lambda: _gradient(reading, config),
-        lambda: anomalies.lr_mismatch(reading, history) if _not_a_number(reading) else OK,
+        lambda: anomalies.impossible_lr(reading),
         lambda: anomalies.spike(reading, history, config.spike_sigmas),
         lambda: anomalies.drift(reading, history),
         lambda: anomalies.nothing_learned(reading, history),
@@ -41,14 +41,10 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
 
 def alarming(reading: Reading) -> bool:
     """Does the cheap reading ask for a closer look? True for everything non-finite."""
-    if reading.bad_state or not reading.grads_finite:
+    if reading.alarm or reading.bad_state or not reading.grads_finite:
         return True
     watched = (reading.loss, reading.grad_norm, *reading.micro_losses)
     return any(value is not None and not math.isfinite(value) for value in watched)
-
-
-def _not_a_number(reading: Reading) -> bool:
-    return any(not math.isfinite(rate) for rate in reading.lr)
 
 
 def _state(reading: Reading) -> Verdict:
@@ -57,7 +53,7 @@ def _state(reading: Reading) -> Verdict:
     first = reading.bad_state[0]
     kind = STATE_KINDS[first.partition(":")[0]]
     more = f" and {len(reading.bad_state) - 1} more" if len(reading.bad_state) > 1 else ""
-    when = "became non-finite in this step's update" if reading.state_born else "was non-finite before this step"
+    when = "became non-finite in this step" if reading.state_born else "was non-finite before this step"
     return Verdict(kind=kind, severity="incident", summary=f"{first}{more} {when}")
 
 
@@ -77,7 +73,7 @@ def _loss(reading: Reading) -> Verdict:
 def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
     if not reading.grads_finite:
         return _overflow(reading, config) if reading.overflow else _bad_gradient(reading)
-    if reading.grad_norm is not None and math.isinf(reading.grad_norm):
+    if reading.grad_norm is not None and not math.isfinite(reading.grad_norm):
         summary = "every gradient element is finite, but their fp32 norm overflows: clipping would zero the update"
         return Verdict(kind="infinite_norm", severity="incident", summary=summary)
     return OK

@@ -1,1 +1,1 @@
-"""TBD."""
+"""The flow of one step: begin, read, agree, judge, veto, locate, diagnose, decide, apply, record."""

@@ -1,1 +1,5 @@
-"""TBD."""
+"""Where was the first harmful value born? Replays the bad step and walks back from the bad loss or gradient."""
+
+from stepguard.locate.entry import locate, locate_update
+
+__all__ = ["locate", "locate_update"]

@@ -8,6 +8,9 @@ from stepguard.policy.budget import Budget
 from stepguard.records.decision import Action, Decision
 from stepguard.records.settings import Policy
 
+BEYOND_REPAIR = 50.0
+"""Times the progress of the whole run: a loss this far up does not come back by itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -18,6 +21,8 @@ class Situation:
     """The weights or optimizer state in memory are bad: leaving this batch out changes nothing."""
     at_start: bool = False
     """They were bad before the guard's first step."""
+    lost_share: float | None = None
+    """For a finite step on hurt weights: how many times the progress made so far is lost."""
     can_rewind: bool = False
     new_scale: float | None = None
     """A loss scale that is known to work, where the scale was the cause."""
@@ -28,6 +33,9 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
     spent = budget.spend(situation.step)
     if situation.at_start:
         return _bad_start(policy, spent)
+    if situation.lost_share is not None and situation.lost_share < BEYOND_REPAIR and not situation.can_rewind:
+        # leaving the batch out mends nothing, and training on from here often recovers by itself
+        return _choose("warn", situation, policy, spent, ["no rewind: no good snapshot or checkpoint to go back to"])
     passed_over: list[str] = []
     for action in policy.actions:
         why_not = _why_not(action, situation, policy, spent)
@@ -45,6 +53,8 @@ def _why_not(action: Action, situation: Situation, policy: Policy, spent: Budget
             return "no good snapshot or checkpoint to go back to"
         used = f"{spent.rewinds} rewinds used"
         return used if spent.rewinds >= policy.max_rewinds else ""
+    if situation.lost_share is not None:
+        return "the weights are hurt, leaving this batch out mends nothing"
     if situation.hurt and action in ("skip", "lower_lr"):
         return "the state itself is damaged"
     return spent.exceeded(policy)

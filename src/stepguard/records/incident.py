@@ -42,11 +42,11 @@ class Incident:
 
 
 def _place(origin: Origin) -> str:
-    where = origin.tensor or origin.op or ""
-    if origin.module:
-        where += f" in {origin.module}"
-    if origin.source:
-        where += f" at {origin.source}"
-    if origin.samples:
-        where += " sample " + ", ".join(map(str, origin.samples))
-    return f"{origin.phase}: {where}".rstrip(": ")
+    parts = [
+        origin.tensor or origin.op or "",
+        f"in {origin.module}" if origin.module else "",
+        f"at {origin.source}" if origin.source else "",
+        "sample " + ", ".join(map(str, origin.samples)) if origin.samples else "",
+    ]
+    where = " ".join(part for part in parts if part)
+    return f"{origin.phase}: {where}" if where else origin.phase

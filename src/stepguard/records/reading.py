@@ -29,6 +29,8 @@ class Reading:
     """Learning rate of each parameter group."""
     labels: int | None = None
     """How many targets the step had, where the batch says so."""
+    shared_loss: float | None = None
+    """Largest loss over all ranks, where the ranks compare losses; what finite anomalies are judged by."""
     seconds: float | None = None
     """Wall-clock time since the previous step was read."""
     bad_state: tuple[str, ...] = ()
@@ -42,9 +44,18 @@ class Reading:
     overflow: bool = False
     """Gradients are non-finite only because the loss scale is too high (a replay at scale 1 is finite)."""
     repeat_loss: float | None = None
-    """Loss of the last good batch on the present weights; only measured on suspicion."""
+    """Loss of an earlier good batch on the present weights; only measured on suspicion."""
+    repeat_before: float | None = None
+    """What that same batch gave when it was new; without it a hard batch looks like hurt weights."""
+    alarm: bool = False
+    """Some rank reported a non-finite value."""
     bad_ranks: tuple[int, ...] = ()
     """Ranks whose own loss or gradient was bad before any reduction."""
+
+    @property
+    def judged_loss(self) -> float | None:
+        """The loss every rank sees alike."""
+        return self.loss if self.shared_loss is None else self.shared_loss
 
     @property
     def bad_micro_batches(self) -> tuple[int, ...]:

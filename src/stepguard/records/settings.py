@@ -63,6 +63,8 @@ class GuardConfig:
     """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of the gradients.
 
     It is halved when it is what makes the gradients overflow."""
+    lr: float | None = None
+    """The learning rate you mean to run with; None takes what the optimizer has when the guard is built."""
     labels_key: str | None = None
     """Key of the batch that holds the targets, so that empty targets are counted."""
     ignore_index: int = -100
@@ -75,12 +77,17 @@ class GuardConfig:
     """Replay a bad step to find where its first harmful value was born."""
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
+    capsule_limit: int = 2**30
+    """Bytes a capsule may take; a larger step is recorded without one, with a note."""
+    build: str | None = None
+    """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run again elsewhere."""
     terminal: Literal["auto", "quiet"] = "auto"
     """`quiet` prints nothing; incidents are still recorded."""
 
     def __post_init__(self) -> None:
         _positive("GuardConfig.clip_norm", self.clip_norm)
         _positive("GuardConfig.loss_scale", self.loss_scale)
+        _positive("GuardConfig.lr", self.lr)
         _positive("GuardConfig.spike_sigmas", self.spike_sigmas)
         _count("GuardConfig.spike_window", self.spike_window, least=8)
         if self.snapshot_every != "auto":
@@ -89,6 +96,9 @@ class GuardConfig:
             _count("GuardConfig.checkpoint_every", self.checkpoint_every, least=1)
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy.")
+        _count("GuardConfig.capsule_limit", self.capsule_limit)
+        if self.build is not None and self.build.count(":") != 1:
+            raise ConfigError(f"GuardConfig.build={self.build!r} must look like 'package.module:function'.")
         _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))
         _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet"))
 

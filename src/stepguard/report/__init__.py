@@ -1,1 +1,6 @@
-"""TBD."""
+"""Showing what happened: records in, terminal panels, summaries, plots and a readable log out. No torch."""
+
+from stepguard.report.humanlog import HumanLog
+from stepguard.report.terminal import Terminal
+
+__all__ = ["HumanLog", "Terminal"]

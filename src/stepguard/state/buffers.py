@@ -2,11 +2,14 @@
 
 Norm layers change theirs without raising the tensor's version counter, so they are copied every step, as are small
 buffers. Large ones (position tables, masks) are copied once and again only when their version counter moved.
+
+Not covered: a large buffer that is written through `.data` (the counter does not see it) keeps what the step left, and
+a buffer registered under a new name during the step stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +20,16 @@ SMALL = 65536
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Place:
+    """Where a buffer is registered. It may be None, and one tensor may have several places."""
+
     owner: nn.Module
     key: str
+    buffer: Tensor | None
+
+
+@dataclass(slots=True)
+class _Copy:
     live: Tensor
     saved: Tensor
     version: int
@@ -31,43 +41,40 @@ class BufferKeeper:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
-        self._slots: list[_Slot] = []
+        self._places: list[_Place] = []
+        self._copies: list[_Copy] = []
         self._count = -1
 
     def remember(self) -> None:
         """Take the present values. In-place copies into memory allocated once."""
         if self._changed_layout():
-            self._slots = self._all_slots()
+            self._places = [_Place(m, key, buffer) for m in self._owners() for key, buffer in m._buffers.items()]
+            self._copies = _copies(self._places)
+            self._count = len(self._places)
             return
-        stale = [s for s in self._slots if s.always or s.live._version != s.version]
+        stale = [c for c in self._copies if c.always or c.live._version != c.version]
         if stale:
-            torch._foreach_copy_([s.saved for s in stale], [s.live.detach() for s in stale])
-            for slot in stale:
-                slot.version = slot.live._version
+            torch._foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
+            for copy in stale:
+                copy.version = copy.live._version
 
     def restore(self) -> None:
         """Back to what `remember` took, the same tensor objects included."""
+        for place in self._places:
+            place.owner._buffers[place.key] = place.buffer
         with torch.no_grad():
-            for slot in self._slots:
-                slot.owner._buffers[slot.key] = slot.live
-                slot.live.copy_(slot.saved)
-                slot.version = slot.live._version
+            for copy in self._copies:
+                if copy.always or copy.live._version != copy.version:
+                    copy.live.copy_(copy.saved)
+                    copy.version = copy.live._version
+
+    def _owners(self) -> Iterator[nn.Module]:
+        return (module for root in self._modules for module in root.modules())
 
     def _changed_layout(self) -> bool:
-        if sum(len(m._buffers) for root in self._modules for m in root.modules()) != self._count:
+        if sum(len(m._buffers) for m in self._owners()) != self._count:
             return True
-        return any(slot.owner._buffers.get(slot.key) is not slot.live for slot in self._slots)
-
-    def _all_slots(self) -> list[_Slot]:
-        slots, seen, self._count = [], set(), 0
-        for root in self._modules:
-            for module in root.modules():
-                self._count += len(module._buffers)
-                for key, buffer in module._buffers.items():
-                    if buffer is not None and id(buffer) not in seen:
-                        seen.add(id(buffer))
-                        slots.append(_slot(module, key, buffer))
-        return slots
+        return any(place.owner._buffers.get(place.key) is not place.buffer for place in self._places)
 
 
 def keeps_statistics(module: nn.Module) -> bool:
@@ -75,6 +82,19 @@ def keeps_statistics(module: nn.Module) -> bool:
     return bool(getattr(module, "track_running_stats", False))
 
 
-def _slot(module: nn.Module, key: str, buffer: Tensor) -> _Slot:
-    always = keeps_statistics(module) or buffer.numel() <= SMALL
-    return _Slot(module, key, buffer, buffer.detach().clone(), buffer._version, always)
+def _copies(places: list[_Place]) -> list[_Copy]:
+    """One copy a tensor, however many places it has."""
+    copies: dict[int, _Copy] = {}
+    for place in places:
+        buffer = place.buffer
+        if buffer is not None and id(buffer) not in copies and not _expanded(buffer):
+            always = keeps_statistics(place.owner) or buffer.numel() <= SMALL
+            copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always)
+    return list(copies.values())
+
+
+def _expanded(buffer: Tensor) -> bool:
+    """A view that repeats its elements cannot be written in place, neither by the user nor by us."""
+    if buffer.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))

@@ -36,6 +36,13 @@ class Step:
     scale: float = 1.0
     """What the loss was multiplied by before backward."""
     clip_norm: float | None = None
+    model_only: bool = False
+    """`loss_fn` stands for the model's part of a watched step: it gives the gradients, but its value is no loss."""
+
+    @property
+    def whole(self) -> bool:
+        """Can the step be run again from batch to loss?"""
+        return self.loss_fn is not None and not self.model_only
 
     def named_roots(self) -> dict[str, nn.Module]:
         """Root modules by the prefix their names get; the model's own is ""."""

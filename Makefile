@@ -1,0 +1,45 @@
+# The whole house in one file: `make help` lists what there is.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+BENCHES := overhead $(filter-out overhead _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test check format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+venv: $(STAMP) ## create .venv; done again only when pyproject.toml or constraints.txt change
+
+# constraints.txt pins torch: the pinned version is a CPU build here, a free one would bring gigabytes of CUDA packages
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: venv ## a run that hits NaN, is diagnosed and goes on
+	$(RUN) -m examples.demo
+
+test: venv ## every test
+	$(RUN) -m pytest
+
+check: venv ## lint, format, types, import direction
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(RUN) -m pytest tests/house/test_layers.py
+
+format: venv ## let ruff fix and format what it can
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+bench: venv ## print the promised numbers beside the peers
+	@set -e; for bench in $(BENCHES); do $(RUN) -m benchmarks.$$bench; done
+
+clean: ## remove .venv and everything generated
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_run
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

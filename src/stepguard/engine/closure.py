@@ -1,0 +1,130 @@
+"""Optimizers that call the loss several times a step (LBFGS): each evaluation is read, the whole step can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from stepguard.engine import settle as close
+from stepguard.engine.pipeline import FINITE_KINDS, let_through
+from stepguard.engine.reader import MicroLoss
+from stepguard.engine.result import StepResult
+from stepguard.engine.stepper import Stepper
+from stepguard.records import Incident, Reading
+from stepguard.records.verdict import OK, Verdict
+from stepguard.sentinel.gradients import clip
+from stepguard.sentinel.undo import UndoCopy
+from stepguard.state.step import LossFn, Step
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Does `step` insist on re-evaluating the loss by itself?"""
+    return isinstance(optimizer, LBFGS)
+
+
+class ClosureStepper(Stepper):
+    """`guard.step` for LBFGS."""
+
+    def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+        step = self.shield.call(None, self.begin, loss_fn, micro_batches)
+        if step is None:
+            return self._plain(loss_fn, micro_batches)
+        undo = UndoCopy(self.context.optimizer)
+        evaluations = Evaluations(self, step)
+        self.context.optimizer.step(evaluations.closure)
+        reading = evaluations.first
+        if evaluations.incident is not None and reading is not None:
+            return self._undone(undo, evaluations.incident, reading)
+        self.shield.call(None, self.reader.after_update)
+        self._advance()
+        if reading is not None:
+            self._after(step, reading, went_through=True)
+        return StepResult().resolve(reading, committed=True)
+
+    def _undone(self, undo: UndoCopy, incident: Incident, reading: Reading) -> StepResult:
+        context = self.context
+        undo.restore()
+        context.buffers.restore()
+        self.shield.call(None, close.recorded, context, reading, went_through=False)
+        context.step += 1
+        close.apply(context, incident)
+        return StepResult().resolve(reading, committed=False, incident=incident)
+
+    def _plain(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+        def closure() -> float:
+            self.context.optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            for batch in micro_batches:
+                loss = loss_fn(batch)
+                assert isinstance(loss, Tensor)
+                torch.autograd.backward(loss)
+                total += float(loss)
+            return total
+
+        self.context.optimizer.step(closure)
+        self._advance()
+        self.context.step += 1
+        return StepResult().resolve(None, committed=True)
+
+
+class Evaluations:
+    """The evaluations of one step. After a bad one the rest are cut short by gradients of zero."""
+
+    def __init__(self, stepper: Stepper, step: Step) -> None:
+        self._stepper, self._step = stepper, step
+        self.first: Reading | None = None
+        self.incident: Incident | None = None
+        self._last: Tensor | None = None
+
+    def closure(self) -> Any:
+        """What the optimizer calls."""
+        if self.incident is not None and self._last is not None:
+            return self._last
+        self._step.rng.clear()
+        losses = self._stepper.forward_backward(self._step)
+        self._last = torch.stack([m.total.reshape(()) for m in losses]).sum()
+        self._stepper.shield.call(None, self._read, losses)
+        return self._last
+
+    def _read(self, losses: list[MicroLoss]) -> None:
+        stepper, context = self._stepper, self._stepper.context
+        pending = stepper.reader.issue(losses)
+        reading, verdict = self._judge(stepper.reader.complete(pending))
+        self.first = self.first or reading
+        if verdict.bad:
+            incident = stepper.pipeline.respond(self._step, reading, verdict)
+            if not let_through(incident):
+                self.first, self.incident = reading, incident
+                silence(context.optimizer)
+                return
+        if context.config.clip_norm is not None and pending.norm is not None:
+            clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
+
+    def _judge(self, reading: Reading) -> tuple[Reading, Verdict]:
+        """Later evaluations lie along a line search: their losses say nothing about the run."""
+        reading, verdict = self._stepper.pipeline.assess(self._step, reading)
+        along_the_line = self.first is not None and verdict.kind in FINITE_KINDS
+        return reading, OK if along_the_line else verdict
+
+
+def silence(optimizer: Optimizer) -> None:
+    """Gradients of exactly zero end a line search at once."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def wrapped_once(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
+    """A closure that is checked after it ran, for optimizers that call it once."""
+
+    def checked() -> Any:
+        with torch.enable_grad():
+            out = closure()
+        check()
+        return out
+
+    return checked

@@ -1,0 +1,182 @@
+"""What the parts of one guard share."""
+
+from __future__ import annotations
+
+import platform
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stepguard import __version__
+from stepguard._errors import ConfigError
+from stepguard.detect import History
+from stepguard.journal import Journal
+from stepguard.policy import Budget
+from stepguard.records import GuardConfig, Incident
+from stepguard.report.humanlog import HumanLog
+from stepguard.report.terminal import Terminal
+from stepguard.sentinel.reduce import Agreement
+from stepguard.state.buffers import BufferKeeper
+from stepguard.state.step import Step, unwrapped
+
+guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
+
+
+@dataclass
+class Context:
+    """The user's objects, the settings, and the run's memory so far."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    scaler: GradScaler | None
+    modules: dict[str, nn.Module]
+    config: GuardConfig
+    agreement: Agreement
+    history: History
+    buffers: BufferKeeper
+    roots: dict[str, nn.Module]
+    journal: Journal | None
+    human: HumanLog | None
+    terminal: Terminal
+    resources: ExitStack
+    """Everything installed or opened; closing it undoes all."""
+    budget: Budget = field(default_factory=Budget)
+    incidents: list[Incident] = field(default_factory=list)
+    commit_hooks: list[Callable[[], None]] = field(default_factory=list)
+    step: int = 0
+    """Index of the next optimizer step."""
+    loss_scale: float = 1.0
+    """Static scale; falls when it is what overflows."""
+    sentinels: frozenset[str] = frozenset()
+    """Buffers that held Inf or NaN from the beginning: on purpose."""
+    anchor: tuple[Step, float] | None = None
+    """A healthy step and its loss, to tell hurt weights from hard data."""
+    last_read: float = field(default_factory=time.perf_counter)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer updates, in the model's order: the order `clip_grad_norm_(model.parameters())` adds in."""
+        ours = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
+        return list((ordered | ours).values())
+
+    @property
+    def lr(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    @property
+    def lr_ceiling(self) -> tuple[float, ...]:
+        return tuple(self.history.ceiling(i) or float("inf") for i in range(len(self.optimizer.param_groups)))
+
+    def scaling(self) -> bool:
+        """Does a GradScaler really scale?"""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def note(self, kind: str, fields: dict[str, Any]) -> None:
+        """A journal line that is neither a step nor an incident."""
+        if self.journal is not None:
+            self.journal.write(kind, fields)
+
+
+def build_context(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    scaler: GradScaler | None,
+    modules: dict[str, nn.Module] | None,
+    config: GuardConfig,
+) -> Context:
+    """Check what the user gave and open what the guard writes to."""
+    optimizer = _real_optimizer(optimizer)
+    _check(model, optimizer, modules)
+    roots = {"": unwrapped(model), **(modules or {})}
+    agreement = Agreement(model)
+    context = Context(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        modules=dict(modules or {}),
+        config=config,
+        agreement=agreement,
+        history=History(window=config.spike_window),
+        buffers=BufferKeeper(roots.values()),
+        roots=roots,
+        journal=None,
+        human=None,
+        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank),
+        resources=ExitStack(),
+        loss_scale=config.loss_scale or 1.0,
+    )
+    configured = config.lr
+    context.history.configured_lr = tuple(configured or lr for lr in context.lr)
+    context.resources.callback(agreement.close)
+    guarded.add(optimizer)
+    context.resources.callback(guarded.discard, optimizer)
+    _open_files(context)
+    return context
+
+
+def bare_step(context: Context) -> Step:
+    """The last step, when nothing of it can be run again."""
+    index = max(context.step - 1, 0)
+    return Step(index, context.model, context.optimizer, context.modules, context.buffers)
+
+
+def _open_files(context: Context) -> None:
+    config, rank = context.config, context.agreement.rank
+    if config.run_dir is not None:
+        context.journal = Journal(Path(config.run_dir), rank)
+        context.resources.callback(context.journal.close)
+        context.journal.write("run", _header(context))
+    if config.human_log is not None:
+        context.human = HumanLog(Path(config.human_log), rank)
+        context.resources.callback(context.human.close)
+
+
+def _header(context: Context) -> dict[str, Any]:
+    settings = {
+        k: v if isinstance(v, int | float | str | dict | None) else str(v) for k, v in asdict(context.config).items()
+    }
+    return {
+        "time": time.time(),
+        "stepguard": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rank": context.agreement.rank,
+        "world": context.agreement.size,
+        "agreement": context.agreement.mode,
+        "optimizer": type(context.optimizer).__name__,
+        "parameters": sum(p.numel() for p in context.parameters),
+        "lr": context.lr,
+        "config": settings,
+    }
+
+
+def _real_optimizer(optimizer: Optimizer) -> Optimizer:
+    """accelerate's wrapper has no hook lists of its own; the optimizer inside has."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks") else optimizer
+
+
+def _check(model: object, optimizer: object, modules: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer.")
+    if modules is not None and not (
+        isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
+    ):
+        raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")

@@ -1,0 +1,54 @@
+"""Fused optimizers: the veto happens on the device through `found_inf`, and the host learns of it one step later."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+
+from stepguard.engine import settle as close
+from stepguard.engine.context import Context
+from stepguard.engine.reader import Pending
+from stepguard.engine.result import StepResult
+from stepguard.engine.schedule import ScheduleCopy
+from stepguard.records import Reading
+from stepguard.state.step import Step
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Every group is fused, so the kernel itself leaves parameters and moments alone when told to."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+class LateUpdate:
+    """An update that has been issued and whose verdict is not read yet."""
+
+    def __init__(self, context: Context, step: Step, pending: Pending, result: StepResult) -> None:
+        self.step, self.pending, self.result = step, pending, result
+        self._schedule = ScheduleCopy(context.scheduler, context.optimizer) if context.scheduler is not None else None
+        self._scaler = close.scaler_copy(context)
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Step, unless the device finds something non-finite."""
+        optimizer.found_inf = self.pending.suspect()  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+
+    @staticmethod
+    def vetoed(reading: Reading) -> bool:
+        """Did the device leave the parameters alone? The same test as `Pending.suspect`, on the host."""
+        watched = (reading.loss, reading.grad_norm, *reading.micro_losses, *reading.components.values())
+        finite = all(value is None or math.isfinite(value) for value in watched)
+        return reading.alarm or bool(reading.bad_state) or not finite
+
+    def take_back(self, context: Context, *, calibrating: bool) -> None:
+        """What the host did on the assumption that the step would go through."""
+        if self._schedule is not None:
+            self._schedule.restore()
+        if not calibrating:
+            context.buffers.restore()
+            close.restore_scaler(context, self._scaler)

@@ -1,0 +1,58 @@
+"""What `guard.step` returns. Numbers are read from the device on first access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stepguard.records import Incident, Reading
+
+
+class StepResult:
+    """The outcome of one step. Unread, it costs no host sync."""
+
+    __slots__ = ("_committed", "_incident", "_reading", "_settle")
+
+    def __init__(self, settle: Callable[[], None] | None = None) -> None:
+        self._settle = settle
+        self._reading: Reading | None = None
+        self._committed = False
+        self._incident: Incident | None = None
+
+    def resolve(self, reading: Reading | None, *, committed: bool, incident: Incident | None = None) -> StepResult:
+        """Filled in by the guard, once."""
+        self._reading, self._committed, self._incident, self._settle = reading, committed, incident, None
+        return self
+
+    @property
+    def loss(self) -> float | None:
+        """Sum of the micro-batch losses, exact and unscaled; None where the guard is disarmed."""
+        reading = self._read()
+        return reading.loss if reading is not None else None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """fp32 norm of the gradients before clipping."""
+        reading = self._read()
+        return reading.grad_norm if reading is not None else None
+
+    @property
+    def committed(self) -> bool:
+        """Did the optimizer really step?"""
+        self._read()
+        return self._committed
+
+    @property
+    def incident(self) -> Incident | None:
+        """What was wrong with this step; None when it was healthy."""
+        self._read()
+        return self._incident
+
+    def _read(self) -> Reading | None:
+        if self._settle is not None:
+            self._settle()
+        return self._reading
+
+    def __repr__(self) -> str:
+        if self._settle is not None:
+            return "StepResult(not read yet)"
+        return f"StepResult(loss={self.loss}, grad_norm={self.grad_norm}, committed={self.committed})"

@@ -1,0 +1,101 @@
+"""Closing a step: what a committed step leaves behind, and what a vetoed one puts back."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+import torch
+
+from stepguard._errors import EXIT_HALTED, TrainingHalted
+from stepguard.engine.context import Context
+from stepguard.engine.schedule import lower_lr
+from stepguard.records import Incident, Reading
+from stepguard.state.step import Step
+
+ANCHOR_EVERY = 16
+"""Committed steps between two remembered healthy batches."""
+
+
+def committed(context: Context, step: Step, reading: Reading) -> None:
+    """The update went through and was healthy."""
+    context.history.add(reading)
+    context.budget = context.budget.committed()
+    if context.history.committed % ANCHOR_EVERY == 1 or context.anchor is None or _young(context):
+        keep_anchor(context, step, reading)
+    recorded(context, reading, went_through=True)
+
+
+def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
+    """Remember this step as healthy, so that its batch can be tried on later weights."""
+    loss = reading.judged_loss
+    if step.whole and loss is not None:
+        context.anchor = (step, loss)
+
+
+def recorded(context: Context, reading: Reading, *, went_through: bool) -> None:
+    """One line a step."""
+    if context.journal is not None:
+        context.journal.write_step(reading, committed=went_through)
+    if context.human is not None:
+        context.human.step(reading, committed=went_through)
+
+
+def _young(context: Context) -> bool:
+    return context.history.committed < ANCHOR_EVERY
+
+
+def apply(context: Context, incident: Incident) -> None:
+    """Do what was decided. Skipping needs nothing more: the update never happened."""
+    decision = incident.decision
+    if decision is None:
+        return
+    if decision.new_scale is not None:
+        context.loss_scale = decision.new_scale
+    if decision.lr_factor is not None:
+        lower_lr(context.optimizer, context.scheduler, decision.lr_factor)
+    if decision.action == "stop":
+        context.terminal.halted(incident)
+        exit_with_code_three()
+        raise TrainingHalted(incident)
+
+
+def hold_scaler(context: Context) -> None:
+    """End the scaler's step without moving scale or growth: this batch never came."""
+    scaler = context.scaler
+    if scaler is not None and context.scaling():
+        scale = scaler._get_scale_async()
+        if scale is not None:
+            scaler.update(new_scale=scale.detach().clone())
+
+
+def exit_with_code_three() -> None:
+    """An uncaught TrainingHalted ends the process with exit code 3 instead of Python's 1."""
+    previous = sys.excepthook
+    if getattr(previous, "_stepguard", False):
+        return
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(value, TrainingHalted):
+            previous(kind, value, trace)
+            return
+        print(f"stepguard: {value}", file=sys.stderr)
+        raise SystemExit(EXIT_HALTED)
+
+    hook._stepguard = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def scaler_copy(context: Context) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Scale and growth counter, on the device."""
+    scaler = context.scaler
+    if scaler is None or not context.scaling() or scaler._scale is None or scaler._growth_tracker is None:
+        return None
+    return scaler._scale.clone(), scaler._growth_tracker.clone()
+
+
+def restore_scaler(context: Context, saved: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    scaler = context.scaler
+    if saved is not None and scaler is not None and scaler._scale is not None and scaler._growth_tracker is not None:
+        scaler._scale.copy_(saved[0])
+        scaler._growth_tracker.copy_(saved[1])

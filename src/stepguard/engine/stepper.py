@@ -1,0 +1,278 @@
+"""`guard.step`: the guard runs the step, so it can replay it exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepguard.engine import settle as close
+from stepguard.engine.context import Context
+from stepguard.engine.examine import stored_trouble
+from stepguard.engine.late import LateUpdate, takes_found_inf
+from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
+from stepguard.engine.reader import MicroLoss, Pending, Reader, announce, micro_loss
+from stepguard.engine.result import StepResult
+from stepguard.engine.shield import Shield
+from stepguard.records import Incident, Reading
+from stepguard.records.verdict import OK, Verdict
+from stepguard.sentinel.gradients import clip
+from stepguard.sentinel.risk import risky_update
+from stepguard.sentinel.undo import UndoCopy
+from stepguard.state.replay import rerun
+from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.step import LossFn, Step
+
+
+class Stepper:
+    """One optimizer step from zero_grad to scheduler.step, with the guard's parts in between."""
+
+    def __init__(self, context: Context, shield: Shield) -> None:
+        self.context, self.shield = context, shield
+        self.pipeline, self.reader = Pipeline(context), Reader(context)
+        self._late: LateUpdate | None = None
+
+    def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+        self.settle()
+        step = self.shield.call(None, self.begin, loss_fn, micro_batches)
+        if step is None:
+            return self._unguarded(loss_fn, micro_batches)
+        losses = self.forward_backward(step)
+        pending = self.shield.call(None, self.reader.issue, losses)
+        if pending is None:
+            return self._update_unguarded()
+        if takes_found_inf(self.context.optimizer):
+            return self._update_late(step, pending)
+        return self._update_now(step, pending)
+
+    def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step:
+        """Remember what the step starts from."""
+        context = self.context
+        self.reader.start()
+        context.buffers.remember()
+        return Step(
+            index=context.step,
+            model=context.model,
+            optimizer=context.optimizer,
+            modules=context.modules,
+            buffers=context.buffers,
+            loss_fn=loss_fn,
+            micro_batches=micro_batches,
+            clip_norm=context.config.clip_norm,
+        )
+
+    def forward_backward(self, step: Step, only: Sequence[int] | None = None) -> list[MicroLoss]:
+        """The user's code. With `only`, some micro-batches again with the random numbers they had."""
+        context = self.context
+        context.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for index, batch in enumerate(step.micro_batches):
+            if only is None:
+                step.rng.append(capture_rng())
+            elif index not in only:
+                continue
+            else:
+                restore_rng(step.rng[index])
+            assert step.loss_fn is not None
+            loss, seen = micro_loss(step.loss_fn(batch), batch, context)
+            losses.append(seen)
+            announce(context, seen.total)
+            torch.autograd.backward(self._scaled(loss))
+        self._unscale()
+        return losses
+
+    def settle(self) -> None:
+        """Read a step whose verdict was still on the device."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        reading = self.shield.call(None, self.reader.complete, late.pending)
+        if reading is None:
+            late.result.resolve(None, committed=True)
+            return
+        late.step.scale = reading.scale or self.context.loss_scale
+        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
+        self._finish_late(late, reading, verdict)
+
+    def _finish_late(self, late: LateUpdate, reading: Reading, verdict: Verdict) -> None:
+        context, vetoed = self.context, late.vetoed(reading)
+        if vetoed:
+            late.take_back(context, calibrating=verdict.kind == "scale_calibration")
+        if verdict.severity == "note":
+            self.shield.call(None, self.pipeline.note, reading, verdict)
+        if not verdict.bad:
+            late.result.resolve(reading, committed=not vetoed)
+            self._after(late.step, reading, went_through=not vetoed)
+            return
+        incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
+        late.result.resolve(reading, committed=not vetoed, incident=incident)
+        self.shield.call(None, close.recorded, context, reading, went_through=not vetoed)
+        if incident is not None:
+            close.apply(context, incident)
+
+    def _update_now(self, step: Step, pending: Pending) -> StepResult:
+        reading = self.shield.call(None, self.reader.complete, pending)
+        if reading is None:
+            return self._update_unguarded()
+        step.scale = reading.scale or 1.0
+        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+        if verdict.severity == "note":
+            self.shield.call(None, self.pipeline.note, reading, verdict)
+        if verdict.bad:
+            return self._refused(step, pending, reading, verdict)
+        if verdict.kind == "scale_calibration":
+            self._scaler_update()
+            self._after(step, reading, went_through=False)
+            return StepResult().resolve(reading, committed=False)
+        return self._commit(step, pending, reading)
+
+    def _commit(self, step: Step, pending: Pending, reading: Reading, incident: Incident | None = None) -> StepResult:
+        context = self.context
+        if context.config.clip_norm is not None and pending.norm is not None:
+            clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
+        risky = self.shield.call(False, risky_update, context.optimizer, context.lr_ceiling)
+        undo = self.shield.call(None, UndoCopy, context.optimizer) if risky else None
+        context.optimizer.step()
+        if undo is not None:
+            born = self.shield.call([], stored_trouble, context)
+            if born:
+                undo.restore()
+                reading = replace(reading, bad_state=tuple(born), state_born=True)
+                reading, verdict = self.pipeline.assess(step, reading)
+                return self._vetoed(step, reading, verdict)
+        self.shield.call(None, self.reader.after_update)
+        self._advance()
+        self._after(step, reading, went_through=True)
+        return StepResult().resolve(reading, committed=True, incident=incident)
+
+    def _refused(self, step: Step, pending: Pending, reading: Reading, verdict: Verdict) -> StepResult:
+        """An incident before the update: finite anomalies may be let through, all else is vetoed."""
+        if verdict.kind not in FINITE_KINDS:
+            return self._vetoed(step, reading, verdict)
+        incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
+        if incident is None or let_through(incident):
+            return self._commit(step, pending, reading, incident)
+        return self._drop(reading, incident)
+
+    def _vetoed(self, step: Step, reading: Reading, verdict: Verdict) -> StepResult:
+        """The update does not happen. Buffers are put back before anything else."""
+        self.context.buffers.restore()
+        end = capture_rng()
+        incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
+        if incident is not None and incident.decision is not None and incident.decision.action == "skip":
+            partial = self._without_bad_micro_batches(step, reading, incident)
+            restore_rng(end)
+            if partial is not None:
+                return partial
+        return self._drop(reading, incident)
+
+    def _drop(self, reading: Reading, incident: Incident | None) -> StepResult:
+        """Buffers, scaler and schedule are as if this batch had never come."""
+        context = self.context
+        context.buffers.restore()
+        close.hold_scaler(context)
+        self.shield.call(None, close.recorded, context, reading, went_through=False)
+        context.step += 1
+        if incident is not None:
+            close.apply(context, incident)
+        return StepResult().resolve(reading, committed=False, incident=incident)
+
+    def _without_bad_micro_batches(self, step: Step, reading: Reading, incident: Incident) -> StepResult | None:
+        """Go on with the good micro-batches, renormalised by how many are left; None when that is not possible."""
+        context, count = self.context, len(step.micro_batches)
+        if count == 1 or context.agreement.size > 1 or reading.bad_state:
+            return None
+        good = self.shield.call([], _good_micro_batches, step)
+        if not good or len(good) == count:
+            return None
+        losses = self.forward_backward(step, only=good)
+        grads = [p.grad for p in context.parameters if p.grad is not None]
+        torch._foreach_mul_(grads, count / len(good))
+        pending = self.reader.issue(losses)
+        left = self.reader.complete(pending)
+        left, verdict = self.pipeline.assess(step, left)
+        return None if verdict.bad else self._commit(step, pending, left, incident)
+
+    def _update_late(self, step: Step, pending: Pending) -> StepResult:
+        """A fused optimizer takes the verdict on the device; the host reads it one step later."""
+        context = self.context
+        result = StepResult(settle=self.settle)
+        late = LateUpdate(context, step, pending, result)
+        if context.config.clip_norm is not None and pending.norm is not None:
+            clip(context.parameters, context.config.clip_norm, pending.norm)
+        late.update(context.optimizer)
+        self.shield.call(None, self.reader.after_update)
+        self._late = late
+        self._scaler_update()
+        if context.scheduler is not None:
+            context.scheduler.step()
+        context.step += 1
+        return result
+
+    def _advance(self) -> None:
+        """After an update that really happened."""
+        self._scaler_update()
+        if self.context.scheduler is not None:
+            self.context.scheduler.step()
+
+    def _after(self, step: Step, reading: Reading, *, went_through: bool) -> None:
+        context = self.context
+        if went_through:
+            for hook in context.commit_hooks:
+                hook()
+            self.shield.call(None, close.committed, context, step, reading)
+        else:
+            self.shield.call(None, close.recorded, context, reading, went_through=False)
+        if step.index == context.step:
+            context.step += 1
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        context = self.context
+        if context.scaling() and context.scaler is not None:
+            return context.scaler.scale(loss)
+        return loss * context.loss_scale if context.loss_scale != 1.0 else loss
+
+    def _unscale(self) -> None:
+        context = self.context
+        if context.scaling() and context.scaler is not None:
+            context.scaler.unscale_(context.optimizer)
+        elif context.loss_scale != 1.0:
+            torch._foreach_mul_([p.grad for p in context.parameters if p.grad is not None], 1.0 / context.loss_scale)
+
+    def _scaler_update(self) -> None:
+        if self.context.scaler is not None and self.context.scaling():
+            self.context.scaler.update()
+
+    def _unguarded(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+        """The plain step of a disarmed guard."""
+        self.context.optimizer.zero_grad(set_to_none=True)
+        for batch in micro_batches:
+            loss, _ = micro_loss(loss_fn(batch), batch, self.context)
+            torch.autograd.backward(self._scaled(loss))
+        self._unscale()
+        return self._update_unguarded()
+
+    def _update_unguarded(self) -> StepResult:
+        context = self.context
+        if context.config.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(context.parameters, context.config.clip_norm)
+        if context.scaling() and context.scaler is not None:
+            context.scaler.step(context.optimizer)
+        else:
+            context.optimizer.step()
+        self._advance()
+        context.step += 1
+        return StepResult().resolve(None, committed=True)
+
+
+def _good_micro_batches(step: Step) -> list[int]:
+    """Those that are finite on their own."""
+    good = []
+    for index in range(len(step.micro_batches)):
+        again = rerun(step, micro=[index])
+        if again.grads_finite and all(loss - loss == 0.0 for loss in again.losses):
+            good.append(index)
+    return good

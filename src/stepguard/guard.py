@@ -1,0 +1,133 @@
+"""The public guard: `Guard.step` runs a step under protection, `watch` protects a loop that stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stepguard._errors import ConfigError
+from stepguard.engine.attach import Watcher
+from stepguard.engine.closure import ClosureStepper, needs_closure
+from stepguard.engine.context import bare_step, build_context
+from stepguard.engine.intercept import offer
+from stepguard.engine.result import StepResult
+from stepguard.engine.shield import Shield
+from stepguard.engine.stepper import Stepper
+from stepguard.records import GuardConfig, Incident
+from stepguard.state.step import LossFn
+
+__all__ = ["Guard", "StepResult", "watch"]
+
+
+class Guard:
+    """Protects one model and its optimizer. A context manager; `close` undoes everything it installed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+        modules: dict[str, nn.Module] | None = None,
+        loader: Any = None,
+        config: GuardConfig | None = None,
+    ) -> None:
+        self._context = build_context(model, optimizer, scheduler, scaler, modules, config or GuardConfig())
+        self._loader = loader
+        self._shield = Shield(self._fault)
+        stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
+        self._stepper = stepper(self._context, self._shield)
+        self._watcher: Watcher | None = None
+        self._closed = False
+
+    def step(self, loss_fn: LossFn, *micro_batches: Any) -> StepResult:
+        """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip, update.
+
+        `loss_fn(micro_batch)` returns a scalar, or a dict of named scalars that are added; micro-batch losses are
+        added, not averaged. Raises TrainingHalted when the policy stops the run.
+        """
+        if self._closed:
+            raise ConfigError("this guard is closed; make a new one to go on.")
+        if self._watcher is not None:
+            raise ConfigError(
+                "this guard watches a loop that runs its own steps; build stepguard.Guard to call step()."
+            )
+        if not micro_batches:
+            raise ConfigError("guard.step got no batch; call guard.step(loss_fn, batch), or several micro-batches.")
+        offer(self._context, loss_fn)
+        return self._stepper.run(loss_fn, micro_batches)
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """Every incident so far, oldest first."""
+        self._settle()
+        return tuple(self._context.incidents)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps seen so far, vetoed ones included."""
+        return self._context.step
+
+    @property
+    def rank(self) -> int:
+        return self._context.agreement.rank
+
+    @property
+    def armed(self) -> bool:
+        """False once a fault of the guard's own has disarmed it."""
+        return self._shield.armed
+
+    def on_commit(self, hook: Callable[[], None]) -> None:
+        """Call `hook` after every update that really happened: the place for an EMA."""
+        self._context.commit_hooks.append(hook)
+
+    def close(self) -> None:
+        """Read what is still pending, say how the run ended, and undo every hook. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._settle()
+            self._shield.call(None, self._end)
+        finally:
+            self._context.resources.close()
+
+    def _settle(self) -> None:
+        if self._watcher is not None:
+            self._watcher.settle()
+        else:
+            self._stepper.settle()
+
+    def _end(self) -> None:
+        context = self._context
+        inner = self._watcher or self._stepper
+        if context.step and not inner.reader.last_update_finite():
+            inner.pipeline.last_look(bare_step(context))
+        context.note("end", {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed})
+
+    def _fault(self, fault: Exception) -> None:
+        context = self._context
+        context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
+        context.terminal.fault(f"{type(fault).__name__}: {fault}")
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
+    """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`."""
+    guard = Guard(model, optimizer, **settings)
+    guard._watcher = Watcher(guard._context, guard._shield)
+    return guard

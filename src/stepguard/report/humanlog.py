@@ -1,0 +1,199 @@
+"""A log for `tail -f` and grep, and one JSON object a step for a quick plot.
+
+`train_<time>.log` is this run's log, `latest.log` a link to the newest, `training_log.jsonl` goes on over restarts.
+Every line is on its way to disk before the next step starts; a crash can lose at most the line being written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from stepguard.records import Incident, Reading
+from stepguard.records.codec import dumps
+from stepguard.report import phrases
+
+LATEST = "latest.log"
+STEPS = "training_log.jsonl"
+STAMP = "%Y%m%d-%H%M%S"
+
+_LOSS_KINDS = ("nonfinite_loss", "nonfinite_input")
+_GRADIENT_KINDS = ("nonfinite_gradient", "infinite_norm", "scaler_collapse")
+_ACTION_LINES = {
+    "skip": "Skipping batch and resetting gradients",
+    "lower_lr": "Skipping batch and resetting gradients, lowering the learning rate",
+    "rewind": "Rewinding to the last good snapshot",
+    "stop": "Stopping training to prevent corruption...",
+    "warn": "Going on, as the policy says",
+}
+
+
+class HumanLog:
+    """Written by rank 0; on other ranks every method does nothing (their journals have it all)."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], rank: int = 0, *, clock: Callable[[], datetime] = datetime.now
+    ) -> None:
+        self.folder = Path(folder)
+        self._clock = clock
+        self._log: TextIO | None = None
+        self._steps: TextIO | None = None
+        if rank == 0:
+            self._open()
+
+    def _open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = _fresh(self.folder, self._clock().strftime(STAMP))
+        self._log = self.path.open("x", encoding="utf-8", errors="replace", buffering=1)
+        point_link(self.folder / LATEST, self.path.name)
+        drop_torn_line(self.folder / STEPS)
+        self._steps = (self.folder / STEPS).open("a", encoding="utf-8", buffering=1)
+
+    def step(self, reading: Reading, *, committed: bool = True) -> None:
+        """One line a step, and one JSON object whose `loss` is null where it is not finite."""
+        self.line(step_line(reading, committed=committed))
+        if self._steps is not None:
+            self._steps.write(dumps(self._object(reading, committed)) + "\n")
+
+    def _object(self, reading: Reading, committed: bool) -> dict[str, Any]:
+        return {
+            "step": reading.step,
+            "loss": reading.loss,
+            **({"components": reading.components} if reading.components else {}),
+            "grad_norm": reading.grad_norm,
+            "lr": list(reading.lr),
+            "seconds": reading.seconds,
+            "committed": committed,
+            "time": self._clock().isoformat(timespec="seconds"),
+        }
+
+    def incident(self, incident: Incident) -> None:
+        """The ERROR lines: what is invalid, its parts, where and why, and what is done about it."""
+        for text in error_lines(incident):
+            self.line(text)
+
+    def note(self, verdict_summary: str, step: int, kind: str) -> None:
+        """Something worth a line that is no error."""
+        self.line(f"note at step {step}: {phrases.verdict_title(kind)}: {verdict_summary}")
+
+    def fault(self, message: str) -> None:
+        """The guard's own failure."""
+        self.line(f"ERROR: the guard failed and is disarmed; training goes on unguarded: {message}")
+
+    def line(self, text: str) -> None:
+        """Any line, for instance `Checking model parameters before epoch 15...`."""
+        if self._log is not None:
+            self._log.write(text.replace("\n", "\n  ") + "\n")
+
+    def close(self) -> None:
+        for file in (self._log, self._steps):
+            if file is not None:
+                file.close()
+        self._log = self._steps = None
+
+    def __enter__(self) -> HumanLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def step_line(reading: Reading, *, committed: bool = True) -> str:
+    """`step 12 loss 2.3412 grad_norm 0.91 lr 1.00e-04 0.21s`."""
+    words = [f"step {reading.step}"]
+    if reading.loss is not None:
+        words.append(f"loss {reading.loss:.4f}" if abs(reading.loss) < 1e6 else f"loss {reading.loss:.4e}")
+    words += [f"{name} {value:.4f}" for name, value in reading.components.items()]
+    if reading.grad_norm is not None:
+        words.append(f"grad_norm {reading.grad_norm:.2f}" if _two_digits(reading.grad_norm) else _short(reading))
+    if reading.lr:
+        words.append(f"lr {phrases.rates(reading.lr)}")
+    if reading.seconds is not None:
+        words.append(f"{reading.seconds:.2f}s")
+    return " ".join(words) + ("" if committed else " (not committed)")
+
+
+def _two_digits(norm: float) -> bool:
+    return not phrases.finite(norm) or norm == 0 or 0.1 <= norm < 1e6
+
+
+def _short(reading: Reading) -> str:
+    return f"grad_norm {reading.grad_norm:.2e}"
+
+
+def error_lines(incident: Incident) -> Iterator[str]:
+    """What the log says about one bad step; every incident has at least one line that starts with ERROR."""
+    yield from _headline(incident)
+    if incident.origin is not None:
+        culprits = phrases.culprits(incident.origin)
+        origin = f"  origin: {incident.origin.phase} {phrases.place(incident.origin)}".rstrip()
+        yield origin + (f", {culprits}" if culprits else "")
+        if incident.origin.output is not None:
+            yield f"  output: {phrases.operand(incident.origin.output)}"
+    for finding in incident.findings[:1]:
+        yield f"  cause: {finding.code} {finding.title}"
+    if incident.reading.lr:
+        yield f"  lr: {phrases.rates(incident.reading.lr)}"
+    if incident.decision is not None:
+        yield _ACTION_LINES.get(incident.decision.action, incident.decision.action)
+        yield f"  {phrases.budget(incident.decision)}" + (
+            f": {incident.decision.reason}" if incident.decision.reason else ""
+        )
+
+
+def _headline(incident: Incident) -> Iterator[str]:
+    reading, kind, step = incident.reading, incident.verdict.kind, incident.step
+    if kind in _LOSS_KINDS:
+        yield f"ERROR: Invalid loss at step {step}: {reading.loss}"
+        yield from (f"  {name}: {value}" for name, value in reading.components.items())
+    elif kind in _GRADIENT_KINDS:
+        yield f"ERROR: NaN/Inf gradient norm at step {step}"
+        yield f"ERROR: Invalid gradient norm: {reading.grad_norm}"
+    else:
+        yield f"ERROR: {phrases.verdict_title(kind)} at step {step}"
+    if incident.verdict.summary:
+        yield f"  {incident.verdict.summary}"
+
+
+def _fresh(folder: Path, stamp: str) -> Path:
+    """Two runs that start within one second do not write into the same file."""
+    path = folder / f"train_{stamp}.log"
+    again = 1
+    while path.exists():
+        again += 1
+        path = folder / f"train_{stamp}-{again}.log"
+    return path
+
+
+def point_link(link: Path, target: str) -> None:
+    """Make `link` name `target` in one step: a reader sees the old or the new one, never none."""
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    try:
+        fresh.symlink_to(target)
+        fresh.replace(link)
+    except OSError:
+        # a filesystem without links still gets its log, only without the short name
+        fresh.unlink(missing_ok=True)
+
+
+def drop_torn_line(path: Path) -> None:
+    """A crash may have left half a line; readers of this file expect every line to be whole."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size
+        while end > 0:
+            start = max(0, end - 4096)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end != size:
+            file.truncate(end)

@@ -1,0 +1,183 @@
+"""One incident as a panel: what, where, why, what was done, what to do, and the next command.
+
+There are rules above and below and no lines at the sides, so that snippets and commands can be copied.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from textwrap import dedent
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from stepguard.records import Incident, Operand, Origin, Policy, Reading
+from stepguard.report import phrases
+
+LABEL_WIDTH = 7
+MOST_EVIDENCE = 4
+MOST_OPERANDS = 4
+MOST_REMEDIES = 2
+SAFETY_NOTES = {"safe": "", "changes-numbers": "changes rounding", "changes-training": "changes what is learned"}
+_NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
+
+Section = tuple[str, RenderableType]
+
+
+def paint_incident(console: Console, incident: Incident, *, policy: Policy | None = None, unicode: bool = True) -> None:
+    """Print the whole panel; sections without data are left out."""
+    line = "━" if unicode else "-"
+    title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
+    console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
+    body = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    body.add_column(width=LABEL_WIDTH, no_wrap=True)
+    body.add_column(ratio=1)
+    for label, content in _sections(incident, policy, unicode):
+        body.add_row(Text(f" {label}", style="bold cyan"), content)
+    console.print(body)
+    for row, command in enumerate(next_commands(incident)):
+        # printed outside the table: a long path must stay on one line to be copied
+        name = " NEXT" if row == 0 else ""
+        console.print(Text.assemble((f"{name:<{LABEL_WIDTH + 2}}", "bold cyan"), (command, "bold")), soft_wrap=True)
+    console.print(Rule(characters=line, style="red"))
+
+
+def next_commands(incident: Incident) -> list[str]:
+    """What to type next, most telling first; only what this incident has files for."""
+    commands = []
+    if incident.run and incident.capsule:
+        commands.append(f"stepguard replay {shlex.quote(f'{incident.run}/{incident.capsule}')}")
+    if incident.findings:
+        commands.append(f"stepguard explain {incident.findings[0].code}")
+    if incident.run:
+        commands.append(f"stepguard report {shlex.quote(incident.run)}")
+    return commands
+
+
+def _sections(incident: Incident, policy: Policy | None, unicode: bool) -> Iterator[Section]:
+    yield "WHAT", _what(incident)
+    if incident.origin is not None:
+        yield "WHERE", _where(incident.origin, unicode)
+    if incident.findings:
+        yield "WHY", _why(incident)
+    if incident.decision is not None:
+        yield "DONE", _done(incident, policy)
+    if incident.findings and incident.findings[0].remedies:
+        yield "TO DO", _to_do(incident)
+
+
+def _what(incident: Incident) -> RenderableType:
+    lines: list[RenderableType] = [Text(incident.verdict.summary or phrases.verdict_title(incident.verdict.kind))]
+    numbers = _numbers(incident.reading)
+    if numbers:
+        lines.append(Text(numbers, style="dim"))
+    if len(incident.reading.bad_grads) > 1:
+        lines.append(Text(f"bad gradients: {phrases.first_few(incident.reading.bad_grads, 4)}", style="dim"))
+    return Group(*lines)
+
+
+def _numbers(reading: Reading) -> str:
+    named = {"loss": reading.loss, **reading.components, "grad norm": reading.grad_norm, "scale": reading.scale}
+    shown = [f"{name} {phrases.number(value)}" for name, value in named.items() if value is not None]
+    if reading.lr:
+        shown.append(f"lr {phrases.rates(reading.lr)}")
+    if reading.bad_ranks:
+        shown.append(f"bad on rank {phrases.first_few(reading.bad_ranks)}")
+    return ", ".join(shown)
+
+
+def _where(origin: Origin, unicode: bool) -> RenderableType:
+    lines: list[RenderableType] = [Text(f"{origin.phase}: {phrases.place(origin)}".rstrip(": "))]
+    if origin.context:
+        lines.append(Padding(_source(origin, unicode), (0, 0, 0, 2)))
+    values = [*origin.inputs[:MOST_OPERANDS], *([origin.output] if origin.output is not None else [])]
+    if values:
+        lines.append(Padding(_values(origin, values), (0, 0, 0, 2)))
+    culprits = phrases.culprits(origin)
+    if culprits:
+        lines.append(Text(culprits))
+    lines.extend(Text(sentence, style="dim") for sentence in _certainty(origin))
+    return Group(*lines)
+
+
+def _values(origin: Origin, values: list[Operand]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column()
+    for position, value in enumerate(values):
+        is_output = value is origin.output
+        name = "output" if is_output else value.name or f"input {position}"
+        table.add_row(name, Text(phrases.operand(value), style="" if value.finite else "yellow"))
+    return table
+
+
+def _certainty(origin: Origin) -> Iterator[str]:
+    if origin.reproduced is True:
+        yield "the replay shows it again"
+    elif origin.reproduced is False:
+        yield "the replay does not show it again: transient"
+    # notes without a blank are tokens for the rules (`where:unselected`), not sentences
+    yield from (note for note in origin.notes if " " in note)
+
+
+def _source(origin: Origin, unicode: bool) -> RenderableType:
+    """The source lines, highlighted, with a mark at the one that did it."""
+    numbered = [_NUMBERED.match(line) for line in origin.context]
+    culprit = (origin.source or "").rpartition(":")[2]
+    code = dedent("\n".join(match[2] if match else line for match, line in zip(numbered, origin.context, strict=True)))
+    painted = Syntax(code, "python", theme="ansi_dark").highlight(code).split("\n", allow_blank=True)
+    bar, digits = "│" if unicode else "|", max((len(match[1]) for match in numbered if match), default=0)
+    lines = []
+    for match, text in zip(numbered, painted, strict=False):
+        number = match[1] if match else ""
+        here = bool(number) and number == culprit
+        edge = Text(f"{'>' if here else ' '} {number:>{digits}} ", style="bold red" if here else "dim")
+        line = Text.assemble(edge, (f"{bar} ", "dim"), text, no_wrap=True, overflow="ellipsis" if unicode else "crop")
+        line.stylize("bold" if here else "")
+        lines.append(line)
+    return Group(*lines)
+
+
+def _why(incident: Incident) -> RenderableType:
+    finding = incident.findings[0]
+    title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
+    title.append(f"({phrases.confidence(finding.confidence)})", style="dim")
+    lines = [title, *(Text(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE])]
+    others = [f"{other.code} {other.title}" for other in incident.findings[1:3]]
+    if others:
+        lines.append(Text(f"less likely: {'; '.join(others)}", style="dim"))
+    return Group(*lines)
+
+
+def _done(incident: Incident, policy: Policy | None) -> RenderableType:
+    decision = incident.decision
+    assert decision is not None
+    done = phrases.ACTION_DONE.get(decision.action, decision.action)
+    lines = [Text.assemble((done, "bold"), f": {phrases.effect(incident)}".rstrip(": "))]
+    if decision.reason:
+        lines.append(Text(decision.reason))
+    if decision.lr_factor is not None:
+        lines.append(Text(f"every learning rate times {decision.lr_factor:g}"))
+    if decision.new_scale is not None:
+        lines.append(Text(f"loss scale is now {decision.new_scale:g}"))
+    lines.append(Text(phrases.budget(decision, policy), style="dim"))
+    return Group(*lines)
+
+
+def _to_do(incident: Incident) -> RenderableType:
+    lines: list[RenderableType] = []
+    for position, remedy in enumerate(incident.findings[0].remedies[:MOST_REMEDIES], start=1):
+        note = SAFETY_NOTES.get(remedy.safety, "")
+        lines.append(Text.assemble(f"{position}. {remedy.title}", (f" ({note})" if note else "", "dim")))
+        if remedy.snippet:
+            snippet = dedent(remedy.snippet).strip("\n")
+            code = Syntax(snippet, "python", theme="ansi_dark").highlight(snippet)
+            code.rstrip()
+            lines.append(Padding(code, (0, 0, 0, 4)))
+    return Group(*lines)

@@ -1,0 +1,185 @@
+"""How numbers, tensors, places and decisions are put into words. Every output uses the same ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from stepguard.records import Decision, Incident, Operand, Origin, Policy
+
+VERDICT_TITLES: dict[str, str] = {
+    "nonfinite_input": "non-finite input",
+    "nonfinite_loss": "non-finite loss",
+    "nonfinite_gradient": "non-finite gradient",
+    "nonfinite_parameter": "non-finite parameter",
+    "nonfinite_buffer": "non-finite buffer",
+    "nonfinite_optimizer_state": "non-finite optimizer state",
+    "infinite_norm": "infinite gradient norm",
+    "zero_loss": "zero loss",
+    "no_labels": "no labels",
+    "scale_calibration": "loss-scale calibration",
+    "scaler_collapse": "loss-scale collapse",
+    "spike": "loss spike",
+    "drift": "slow rise of the loss",
+    "lr_mismatch": "unexpected learning rate",
+}
+
+ACTION_DONE: dict[str, str] = {
+    "skip": "skipped",
+    "rewind": "rewound",
+    "lower_lr": "skipped, learning rate lowered",
+    "stop": "stopped the run",
+    "warn": "let through",
+}
+
+ACTION_EFFECT: dict[str, str] = {
+    "skip": "weights, optimizer state and buffers are as before the step",
+    "rewind": "model, optimizer and random state are back at the last good snapshot",
+    "lower_lr": "weights are as before the step",
+    "stop": "weights are those from before the bad step",
+    "warn": "the policy says to go on",
+}
+
+SPARKS = "▁▂▃▄▅▆▇█"
+ASCII_SPARKS = "_.-=+*#@"
+
+
+def verdict_title(kind: str) -> str:
+    """`nonfinite_loss` as people say it."""
+    return VERDICT_TITLES.get(kind, kind.replace("_", " "))
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, whole numbers in full, or nan, inf, -inf; `-` where nothing is known."""
+    if value is None:
+        return "-"
+    whole = math.isfinite(value) and value == int(value) and abs(value) < 1e9
+    return str(int(value)) if whole else f"{value:.4g}"
+
+
+def rates(lr: Sequence[float]) -> str:
+    """The learning rate of each group; one number where all groups share it."""
+    shown = [f"{rate:.2e}" for rate in lr]
+    return shown[0] if shown and len(set(shown)) == 1 else " / ".join(shown)
+
+
+def count(amount: int, noun: str) -> str:
+    """`1 step`, `3 steps`, `12,345 steps`."""
+    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
+
+
+def ordinal(n: int) -> str:
+    """1st, 2nd, 3rd, 4th, 11th, ..."""
+    ending = "th" if 10 <= n % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"
+
+
+def finite(value: object) -> bool:
+    """True for a finite number; False for NaN, Inf and everything that is no number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def moment(value: object) -> str:
+    """Seconds since 1970 as local time with its zone; anything else as it is."""
+    if isinstance(value, int | float):
+        return datetime.fromtimestamp(value).astimezone().isoformat(sep=" ", timespec="seconds")
+    return str(value or "")
+
+
+def operand(value: Operand) -> str:
+    """dtype, shape, what is wrong in it, and the range of what is not."""
+    parts = [" ".join(part for part in (value.dtype, _brackets(value.shape)) if part)]
+    if value.value is not None:
+        parts.append(number(value.value) + (f" at {_brackets(value.index)}" if value.index is not None else ""))
+    bad = [f"{n:,} {kind}" for n, kind in ((value.nan, "NaN"), (value.posinf, "+Inf"), (value.neginf, "-Inf")) if n]
+    if bad:
+        parts.append(", ".join(bad) + _share_of(value))
+    if value.zeros:
+        parts.append(count(value.zeros, "zero"))
+    if value.min is not None and value.max is not None and (value.shape or value.value is None):
+        parts.append(f"finite {number(value.min)} to {number(value.max)}")
+    return "; ".join(part for part in parts if part)
+
+
+def _brackets(indices: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, indices))}]" if indices else ""
+
+
+def _share_of(value: Operand) -> str:
+    total = math.prod(value.shape)
+    return f" of {total:,}" if value.shape and total else ""
+
+
+def place(origin: Origin) -> str:
+    """`aten._softmax in layers.3.attn at model.py:88`, as far as it is known."""
+    what = origin.tensor or origin.op or ""
+    if origin.node:
+        what = f"{what} ({origin.node})" if what else origin.node
+    words = [what] if what else []
+    if origin.module is not None:
+        words.append(f"in {origin.module or 'the model itself'}")
+    if origin.source:
+        words.append(f"at {origin.source}")
+    return " ".join(words)
+
+
+def culprits(origin: Origin) -> str:
+    """Sample, micro-batch and rank, where they could be confirmed."""
+    parts = []
+    if origin.samples:
+        parts.append(f"{'sample' if len(origin.samples) == 1 else 'samples'} {first_few(origin.samples)}")
+    if origin.micro_batch is not None:
+        parts.append(f"micro-batch {origin.micro_batch}")
+    if origin.rank is not None:
+        parts.append(f"rank {origin.rank}")
+    return ", ".join(parts)
+
+
+def first_few(items: Iterable[object], most: int = 8) -> str:
+    """The first few of a list, and how many more there are."""
+    listed = [str(item) for item in items]
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+def confidence(value: float) -> str:
+    """A share as a whole percentage."""
+    return f"{value:.0%} confident"
+
+
+def budget(decision: Decision, policy: Policy | None = None) -> str:
+    """How many incidents so far; of how many, where the policy is known."""
+    row, total = str(decision.consecutive), str(decision.total)
+    if policy is not None:
+        row += f" of {policy.max_consecutive}"
+        total += f" of {policy.max_total}"
+    return f"{row} in a row, {total} in this run"
+
+
+def effect(incident: Incident) -> str:
+    """What the decision means for the state in memory."""
+    action = incident.decision.action if incident.decision else ""
+    if incident.reading.bad_state and action in ("stop", "warn"):
+        return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
+    return ACTION_EFFECT.get(action, "")
+
+
+def kind_of(incident: Incident) -> tuple[str, ...]:
+    """Incidents with the same key are the same trouble again: same verdict, birthplace and cause."""
+    origin = incident.origin
+    where = (origin.op or origin.tensor or "", origin.module or "", origin.source or "") if origin else ("", "", "")
+    return (incident.verdict.kind, *where, incident.findings[0].code if incident.findings else "")
+
+
+def sparkline(values: Sequence[float], *, plain: bool = False) -> str:
+    """One character a value, `!` where it is not finite; on a log scale where the values span over a decade."""
+    usable = [value for value in values if math.isfinite(value)]
+    if not usable:
+        return "!" * len(values)
+    marks = ASCII_SPARKS if plain else SPARKS
+    on_log = min(usable) > 0 and max(usable) / min(usable) > 10
+    heights = [math.log(value) for value in usable] if on_log else usable
+    low, span = min(heights), (max(heights) - min(heights)) or 1.0
+    drawn = iter(marks[round((height - low) / span * (len(marks) - 1))] for height in heights)
+    return "".join(next(drawn) if math.isfinite(value) else "!" for value in values)

@@ -1,0 +1,116 @@
+"""Writing to a terminal that others write to as well: progress bars stay whole, pipes stay plain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from io import StringIO
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+WIDEST = 110
+"""Longer lines are hard to read, however wide the window is."""
+NARROWEST = 40
+PIPE_WIDTH = 100
+
+
+def is_tty(stream: TextIO) -> bool:
+    """False as well for streams that are closed or know no `isatty`."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """ANSI only for a real terminal, and never against NO_COLOR (https://no-color.org)."""
+    return is_tty(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def takes_unicode(stream: TextIO) -> bool:
+    """Whether box and bar characters survive this stream's encoding."""
+    return (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "").startswith("utf")
+
+
+def columns(stream: TextIO) -> int:
+    """How wide to write: the window's width within reason, a fixed width for files and pipes."""
+    try:
+        window = int(os.environ["COLUMNS"])
+    except (KeyError, ValueError):
+        window = _window_width(stream)
+    return max(NARROWEST, min(window, WIDEST))
+
+
+def _window_width(stream: TextIO) -> int:
+    if not is_tty(stream):
+        return PIPE_WIDTH
+    try:
+        # 0 is what a terminal answers that does not know its size
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (AttributeError, ValueError, OSError):
+        return 80
+
+
+def paper(*, width: int, colour: bool, record: bool = False) -> Console:
+    """A console that draws into memory, blind to the environment, so that the same input gives the same text."""
+    return Console(
+        file=StringIO(),
+        width=width,
+        height=100,
+        force_terminal=colour,
+        force_interactive=False,
+        force_jupyter=False,
+        color_system="truecolor" if colour and record else ("standard" if colour else None),
+        no_color=not colour,
+        legacy_windows=False,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        record=record,
+        _environ={},
+    )
+
+
+def draw(stream: TextIO, paint: Callable[[Console], None]) -> str:
+    """What `paint` prints, as text that fits this stream: its width, its colours, no trailing blanks."""
+    console = paper(width=columns(stream), colour=wants_colour(stream))
+    paint(console)
+    assert isinstance(console.file, StringIO)
+    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+
+
+def put(text: str, stream: TextIO) -> None:
+    """Write above whatever progress bar is on the screen. A terminal that is gone never ends a run."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    safe = text.encode(encoding, "replace").decode(encoding)
+    with contextlib.suppress(OSError, ValueError):
+        live = _rich_console_with_live_bar(stream)
+        if live is not None:
+            live.print(Text.from_ansi(safe.rstrip("\n")), soft_wrap=True)
+            return
+        with _tqdm_bars_cleared(stream):
+            stream.write(safe)
+            stream.flush()
+
+
+def _rich_console_with_live_bar(stream: TextIO) -> Console | None:
+    """The user's global console, if a progress bar of rich is being redrawn on it right now."""
+    console: Any = getattr(sys.modules.get("rich"), "_console", None)
+    if console is None or not console.is_terminal or not is_tty(stream):
+        return None
+    running = getattr(console, "_live_stack", None) or getattr(console, "_live", None)
+    return console if running else None
+
+
+@contextlib.contextmanager
+def _tqdm_bars_cleared(stream: TextIO) -> Iterator[None]:
+    """tqdm's own way to write between its bars; nothing where tqdm is not in use."""
+    bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    mode: Callable[..., AbstractContextManager[None]] | None = getattr(bar, "external_write_mode", None)
+    with mode(file=stream) if mode is not None else contextlib.nullcontext():
+        yield

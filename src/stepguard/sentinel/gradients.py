@@ -1,0 +1,104 @@
+"""The gradients' norm, and through it an exact finite test, in one foreach pass.
+
+A finite norm proves that every element is finite. Only a non-finite norm needs the slow exact test, because finite
+elements can overflow it. The norm is taken in fp32 for half-precision gradients; the norm that clips is rounded the
+way `torch.nn.utils.clip_grad_norm_` rounds it, so that a guarded run clips bit for bit as a bare one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNorm:
+    """0-dim tensors, still on the device."""
+
+    total: Tensor
+    """fp32 (fp64 for fp64 gradients): what is read and judged."""
+    clip: Tensor
+    """What torch's own clipping would have used."""
+
+
+@torch.no_grad()
+def gradient_norm(grads: Sequence[Tensor]) -> GradientNorm | None:
+    """Norm of all gradients; None when there are none."""
+    dense = [dense_values(g) for g in grads]
+    if not dense:
+        return None
+    if not any(g.dtype in HALVES for g in dense):
+        total = get_total_norm(dense)
+        return GradientNorm(total, total)
+    device = dense[0].device
+    wide, rounded = [], []
+    for group in _by_device_and_dtype(dense):
+        # CPU and CUDA kernels accumulate half precision in fp32 and round at the end, so this is torch's own number
+        norms = (
+            torch._foreach_norm(group, 2, dtype=torch.float32)
+            if group[0].dtype in HALVES
+            else torch._foreach_norm(group)
+        )
+        wide += [n.to(device) for n in norms]
+        rounded += [n.to(device=device, dtype=group[0].dtype) for n in norms]
+    total = torch.linalg.vector_norm(torch.stack(wide))
+    if len({n.dtype for n in rounded}) > 1:
+        return GradientNorm(total, get_total_norm(dense))  # torch adds mixed dtypes in an order of its own
+    return GradientNorm(total, torch.linalg.vector_norm(torch.stack(rounded)))
+
+
+@torch.no_grad()
+def clip(params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None) -> None:
+    """Clip as torch does. With the norm known on the host, a factor of 1 costs nothing."""
+    if known is not None and math.isfinite(known) and max_norm / (known * (1 + 1e-2) + 1e-6) > 1.0:
+        return  # clearly below the limit even after half-precision rounding: torch would multiply by exactly 1
+    if norm.clip is norm.total:
+        clip_grads_with_norm_(params, max_norm, norm.total)
+        return
+    factor, wide = _factor(max_norm, norm.clip), _factor(max_norm, norm.total)
+    # where the half-precision norm overflows, the fp32 one does not; chosen on the device, so nothing waits
+    factor = torch.where(torch.isfinite(norm.clip), factor.to(wide.dtype), wide)
+    for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
+        torch._foreach_mul_(group, factor.to(group[0].device))
+
+
+def _factor(max_norm: float, norm: Tensor) -> Tensor:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def dense_values(tensor: Tensor) -> Tensor:
+    """The stored values as a plain tensor: sparse values, the local shard of a DTensor."""
+    local = getattr(tensor, "to_local", None)
+    if local is not None:
+        tensor = local()
+    if tensor.layout is not torch.strided:
+        return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return tensor
+
+
+def dense_real(tensor: Tensor) -> Tensor:
+    """As `dense_values`, complex numbers as pairs."""
+    tensor = dense_values(tensor)
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def finite(tensor: Tensor) -> bool:
+    """Exact, on the host: no NaN and no Inf. For the slow path only."""
+    plain = dense_real(tensor.detach())
+    if not plain.is_floating_point() or plain.numel() == 0:
+        return True
+    return bool(torch.isfinite(plain).all())
+
+
+def _by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups.values()

@@ -1,0 +1,41 @@
+"""When an optimizer could make a NaN out of finite gradients, the update is checked at once and can be undone.
+
+That costs a copy of parameters and optimizer state, so it is done only where the arithmetic says it can happen:
+fp16 parameters, an epsilon that is 0 in the parameter's dtype, or a learning rate far above everything configured.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+LR_JUMP = 2.0
+
+
+def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...]) -> bool:
+    """Could this update turn finite gradients into non-finite weights?"""
+    for index, group in enumerate(optimizer.param_groups):
+        ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
+        if not float(group["lr"]) <= LR_JUMP * max(ceiling, 1e-30):
+            return True
+        if any(_fragile(p.dtype, _epsilon(group)) for p in group["params"]):
+            return True
+    return False
+
+
+def _epsilon(group: dict[str, Any]) -> float | None:
+    eps = group.get("eps")
+    if isinstance(eps, tuple | list):  # Adafactor has two; None stands for the dtype's own
+        eps = next((e for e in eps if isinstance(e, float)), None)
+    return float(eps) if isinstance(eps, int | float) else None
+
+
+@cache
+def _fragile(dtype: torch.dtype, eps: float | None) -> bool:
+    if dtype is torch.float16:
+        return True
+    return eps is not None and dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype)) == 0.0

@@ -1,0 +1,88 @@
+"""Seeing the loss and the pre-clip norm of a loop that stays as it is.
+
+Two torch functions are wrapped while at least one guard watches, and put back when the last one closes:
+`Tensor.backward`, whose root is the loss, and the norm inside `clip_grad_norm_`, which clipping has to compute
+anyway. Nothing is installed on the user's model, so copies, pickles and compiled graphs never carry a hook of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+
+class Listener(Protocol):
+    """Told about every backward and every clipping in the process; decides for itself what concerns it."""
+
+    def before_backward(self, root: Tensor) -> None: ...
+    def after_backward(self, root: Tensor) -> None: ...
+    def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None: ...
+
+
+_listeners: list[Listener] = []
+_originals: list[tuple[Any, str, Any]] = []
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Start telling `listener`; returns the call that stops it."""
+    if not _listeners:
+        _install()
+    _listeners.append(listener)
+    return functools.partial(_stop, listener)
+
+
+def _stop(listener: Listener) -> None:
+    if listener in _listeners:
+        _listeners.remove(listener)
+        if not _listeners:
+            _uninstall()
+
+
+def _install() -> None:
+    _wrap(torch.Tensor, "backward", _tapped_backward)
+    # private, but the only place every spelling of clip_grad_norm_ passes; without it the guard takes its own norm
+    if hasattr(clip_grad, "_get_total_norm"):
+        _wrap(clip_grad, "_get_total_norm", _tapped_norm)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    _originals.append((owner, name, original))
+    setattr(owner, name, make(original))
+
+
+def _uninstall() -> None:
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+
+
+def _tapped_backward(original: Any) -> Any:
+    @functools.wraps(original)
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for listener in tuple(_listeners):
+            listener.before_backward(self)
+        out = original(self, *args, **kwargs)
+        for listener in tuple(_listeners):
+            listener.after_backward(self)
+        return out
+
+    return backward
+
+
+def _tapped_norm(original: Any) -> Any:
+    @functools.wraps(original)
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        held = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        norm: Tensor = original(held, norm_type, *args, **kwargs)
+        if float(norm_type) == 2.0:
+            for listener in tuple(_listeners):
+                listener.after_norm(held, norm)
+        return norm
+
+    return total_norm

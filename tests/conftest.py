@@ -1,0 +1,28 @@
+"""Every test is seeded alike, and one that leaves a hook, patch, thread, variable or mode behind fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from leaks import leaks_since, look, seed, unseed
+
+pytest_plugins = ["pytester"]
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("house", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def _surroundings_stay() -> Iterator[None]:
+    randomness = seed()
+    before = look()
+    yield
+    found = leaks_since(before)
+    unseed(randomness)
+    if found:
+        pytest.fail("the test leaks\n  " + "\n  ".join(found), pytrace=False)

@@ -1,0 +1,92 @@
+"""What is not imported, seen from a fresh interpreter: commands that only read start at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from house.fresh import FRAMEWORKS, HEAVY, run_cli, run_code
+from stepguard.journal import Journal
+from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with one incident in its journal."""
+    reading = Reading(step=2, loss=float("nan"), micro_losses=(float("nan"),), lr=(0.1,))
+    incident = Incident(
+        id="i0",
+        step=2,
+        verdict=Verdict(kind="nonfinite_loss", severity="incident", summary="loss is nan"),
+        reading=reading,
+        origin=Origin(step=2, phase="forward", module="attn", op="aten._softmax", source="model.py:88"),
+        findings=(Finding(code="SG204", title="softmax over a fully masked row", confidence=0.9),),
+        decision=Decision(action="skip", consecutive=1, total=1),
+    )
+    journal = Journal(tmp_path / "run")
+    journal.write("run", {"stepguard": "0"})
+    for step in range(2):
+        journal.write_step(Reading(step=step, loss=1.0 / (step + 1), lr=(0.1,)), committed=True)
+    journal.write_step(reading, committed=False)
+    journal.write_incident(incident)
+    journal.close()
+    return tmp_path / "run"
+
+
+def test_import_brings_no_torch_and_no_framework(tmp_path: Path) -> None:
+    seen = run_code(tmp_path, "import stepguard; stepguard.__version__; stepguard.TrainingHalted")
+    assert "stepguard" in seen.modules
+    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
+
+
+def test_records_and_journal_bring_no_torch(tmp_path: Path) -> None:
+    seen = run_code(tmp_path, "import stepguard.records, stepguard.detect, stepguard.policy, stepguard.journal")
+    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
+
+
+def test_guard_brings_torch_and_no_framework(tmp_path: Path) -> None:
+    seen = run_code(tmp_path, "from stepguard import Guard, watch")
+    assert "torch" in seen.modules
+    assert seen.modules & FRAMEWORKS == frozenset()
+
+
+def test_help_starts_without_torch(tmp_path: Path) -> None:
+    seen = run_cli(tmp_path, "--help")
+    assert seen.code == 0, seen.stderr
+    assert "report" in seen.stdout and "explain" in seen.stdout
+    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
+
+
+def test_explain_starts_without_torch(tmp_path: Path) -> None:
+    seen = run_cli(tmp_path, "explain", "SG204")
+    assert seen.code == 0, seen.stderr
+    assert "SG204" in seen.stdout
+    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
+
+
+def test_report_starts_without_torch(tmp_path: Path, run_dir: Path) -> None:
+    seen = run_cli(tmp_path, "report", str(run_dir))
+    assert seen.code == 0, seen.stderr
+    assert "SG204" in seen.stdout
+    assert "torch" not in seen.modules
+
+
+def test_report_as_json_starts_without_torch(tmp_path: Path, run_dir: Path) -> None:
+    seen = run_cli(tmp_path, "report", str(run_dir), "--json")
+    assert seen.code == 0, seen.stderr
+    assert "SG204" in seen.stdout
+    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
+
+
+def test_import_of_torch_would_be_caught(tmp_path: Path) -> None:
+    assert "torch" in run_code(tmp_path, "import torch").modules
+
+
+def test_import_of_a_framework_would_be_caught_even_if_it_may_fail(tmp_path: Path) -> None:
+    code = "try:\n    import transformers.trainer\nexcept ImportError:\n    pass"
+    assert run_code(tmp_path, code).modules & FRAMEWORKS == {"transformers"}
+
+
+def test_exit_code_of_the_program_is_seen(tmp_path: Path) -> None:
+    assert run_code(tmp_path, "import sys; sys.exit(3)").code == 3

@@ -1,0 +1,74 @@
+"""Small files, small functions, a word on what each module is for, and nothing of the machine it was written on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import stepguard
+from house import hygiene
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(stepguard.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+BUILD_FILES = ("Makefile", ".ci/run", "pyproject.toml", "constraints.txt")
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(SOURCE.parent))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_module_is_short_and_explained(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert not hygiene.too_long(source), f"{_name(path)} has more than {hygiene.MOST_LINES} lines: split it"
+    assert hygiene.long_functions(source) == []
+    assert hygiene.explained(source), f"{_name(path)} needs a docstring that says what it is for"
+
+
+def test_no_file_names_a_path_of_the_machine() -> None:
+    texts = {path: path.read_bytes().decode(errors="ignore") for path in hygiene.repository_files(ROOT)}
+    assert len(texts) > 30
+    found = {
+        str(path.relative_to(ROOT)): lines for path, text in texts.items() if (lines := hygiene.machine_paths(text))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", BUILD_FILES)
+def test_build_names_no_registry(name: str) -> None:
+    assert hygiene.REGISTRY.search((ROOT / name).read_text(encoding="utf-8")) is None
+
+
+def test_long_function_would_be_caught() -> None:
+    body = "    pass\n" * hygiene.MOST_FUNCTION_LINES
+    assert hygiene.long_functions(f"def f():\n{body}") == ["f has 41 lines"]
+    assert hygiene.long_functions(f"class A:\n  async def f():\n{body}") == ["f has 41 lines"]
+    assert hygiene.long_functions("def f():\n" + "    pass\n" * (hygiene.MOST_FUNCTION_LINES - 1)) == []
+
+
+def test_long_file_would_be_caught() -> None:
+    assert hygiene.too_long("\n" * (hygiene.MOST_LINES + 1))
+    assert not hygiene.too_long("\n" * hygiene.MOST_LINES)
+
+
+@pytest.mark.parametrize("source", ["", "x = 1", '"""TBD."""', '"""   """'])
+def test_missing_docstring_would_be_caught(source: str) -> None:
+    assert not hygiene.explained(source)
+
+
+@pytest.mark.parametrize("line", ["cd /{}/main", "'/{}/x'", "path=/{}/.venv"])
+@pytest.mark.parametrize("folder", ["work", "root", "home/someone", "Users/someone"])
+def test_machine_path_would_be_caught(line: str, folder: str) -> None:
+    assert hygiene.machine_paths(line.format(folder)) == [line.format(folder)]
+
+
+@pytest.mark.parametrize("line", ["https://example.org/work/x", "src/work/x", "network/root/x", "{run}/work/x"])
+def test_other_slashes_are_let_through(line: str) -> None:
+    assert hygiene.machine_paths(line) == []
+
+
+@pytest.mark.parametrize("host", ["pypi" + ".org", "--index" + "-url x", "download.pytorch" + ".org"])
+def test_registry_would_be_caught(host: str) -> None:
+    assert hygiene.REGISTRY.search(host)
