@@ -59,9 +59,18 @@ def _in_history(case: Case) -> Jump | None:
 def _over_configured(case: Case) -> Jump | None:
     pairs = zip(case.facts.configured_lr, case.reading.lr, strict=False)
     for group, (allowed, rate) in enumerate(pairs):
-        if allowed > 0 and rate > ABOVE_CONFIGURED * allowed:
+        if allowed > 0 and rate > ABOVE_CONFIGURED * allowed and not _climbed(case, group, allowed):
             return Jump(group, allowed, rate, None)
     return None
+
+
+def _climbed(case: Case, group: int, allowed: float) -> bool:
+    """A schedule that climbs from its start (OneCycle, a linear warm-up) ends far above it without any jump."""
+    rates = [row[group] for row in case.facts.lr_history if group < len(row)]
+    if case.facts.resumed or len(rates) < 2:
+        return False
+    from_the_start = case.facts.committed is None or case.facts.committed < len(rates)
+    return not from_the_start or rates[0] <= ABOVE_CONFIGURED * allowed
 
 
 def _in_verdict(case: Case) -> Jump | None:
