@@ -67,12 +67,14 @@ def duplicate(batch: Any) -> Any:
 
 
 def repaired(batch: Any, names: frozenset[str]) -> Any:
-    """The named tensors with 0 in the place of every NaN and Inf."""
+    """The named tensors with their mean in the place of every NaN and Inf: 0 could break a division by itself."""
 
     def mend(name: str, tensor: Tensor) -> Tensor:
         if name not in names:
             return tensor
-        return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor)).detach()
+        finite = torch.isfinite(tensor)
+        usual = tensor[finite].mean() if bool(finite.any()) else torch.ones((), dtype=tensor.dtype)
+        return torch.where(finite, tensor, usual.to(tensor.dtype)).detach()
 
     return rebuild(batch, mend)
 

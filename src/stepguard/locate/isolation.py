@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -51,18 +51,18 @@ def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
 
     Such hooks (an optimizer fused into the backward, a sentinel) would update weights or count steps.
     """
-    kept = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
+    kept = [(p, p.grad, dict(p._post_accumulate_grad_hooks or {})) for p in parameters]
     for parameter in parameters:
         parameter.grad = None
-        with suppress(AttributeError, RuntimeError):
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        if parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks.clear()
     try:
         yield
     finally:
         for parameter, grad, hooks in kept:
             parameter.grad = grad
-            with suppress(AttributeError, RuntimeError):
-                parameter._post_accumulate_grad_hooks = hooks
+            if hooks:
+                parameter._post_accumulate_grad_hooks.update(hooks)
 
 
 @contextmanager
