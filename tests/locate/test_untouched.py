@@ -71,7 +71,9 @@ def picture(step: Step) -> dict[str, Any]:
     tensors |= {f"g:{n}": p.grad for n, p in step.model.named_parameters() if p.grad is not None}
     tensors |= {f"b:{n}": b for n, b in step.model.named_buffers()}
     tensors |= {f"x:{k}": v for k, v in step.micro_batches[0].items()}
-    seen: dict[str, Any] = {k: t.detach().clone().view(torch.uint8).tolist() if t.dim() else t.item() for k, t in tensors.items()}
+    seen: dict[str, Any] = {
+        k: t.detach().clone().view(torch.uint8).tolist() if t.dim() else t.item() for k, t in tensors.items()
+    }
     seen["opt"] = str(copy.deepcopy(step.optimizer.state_dict()))
     seen["rng"] = torch.get_rng_state().tolist()
     seen["python"] = random.getstate()

@@ -43,6 +43,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The user's line that created the autograd node of this number."""
         self.owners: dict[int, Call] = {}
         """The forward call that created the autograd node of this number."""
+        self.unseen: set[str] = set()
+        """Operators whose results could not be looked at."""
         self._makers: dict[int, Call] = {}
         self._last_sequence = -1
         self._measured = 0
@@ -75,7 +77,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
         result = func(*args, **kwargs)
         invocation = Invocation(operator, func, kept_args, kept_kwargs, reads, numbers)
-        self._record(invocation, operator.selects(entries), result)
+        try:
+            self._record(invocation, operator.selects(entries), result)
+        except (RuntimeError, NotImplementedError, TypeError):
+            self.unseen.add(operator.name)  # exotic tensors must not stop the user's code
         return result
 
     def _read(self, entry: Entry, operator: Operator) -> Read:
