@@ -60,6 +60,8 @@ class Invocation:
     kwargs: dict[str, Any]
     reads: list[Read]
     numbers: list[tuple[str, float]]
+    selects: bool = False
+    """Chooses elements by a condition."""
 
 
 @dataclass(slots=True)

@@ -71,17 +71,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator = describe(func)
         if operator.views or operator.name in TESTS:
             return func(*args, **kwargs)
+        # Exotic tensors must not stop the user's code: what cannot be looked at is named and passed through.
+        try:
+            invocation = self._prepare(operator, func, args, kwargs)
+        except (RuntimeError, NotImplementedError, TypeError):
+            self.unseen.add(operator.name)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        try:
+            self._record(invocation, result)
+        except (RuntimeError, NotImplementedError, TypeError):
+            self.unseen.add(operator.name)
+        return result
+
+    def _prepare(self, operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
         entries = operator.entries(args, kwargs)
         reads = [self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)]
         numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
-        result = func(*args, **kwargs)
-        invocation = Invocation(operator, func, kept_args, kept_kwargs, reads, numbers)
-        try:
-            self._record(invocation, operator.selects(entries), result)
-        except (RuntimeError, NotImplementedError, TypeError):
-            self.unseen.add(operator.name)  # exotic tensors must not stop the user's code
-        return result
+        return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, operator.selects(entries))
 
     def _read(self, entry: Entry, operator: Operator) -> Read:
         tensor = entry.value
@@ -95,13 +103,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 maker.out, maker.born = read.flaws, True
         return read
 
-    def _record(self, made_by: Invocation, selects: bool, result: Any) -> None:
+    def _record(self, made_by: Invocation, result: Any) -> None:
         operator, reads = made_by.operator, made_by.reads
         call = self._place(operator.name)
         used = [read for read in reads if operator.reads(read.name)]
         call.parents = tuple(read.maker for read in used)
         call.flawed = tuple(read.maker for read in used if read.flaws)
-        call.selects = selects
+        call.selects = made_by.selects
         call.blank = operator.name in BLANK
         written = [
             read.tensor if read.live is None else read.live
