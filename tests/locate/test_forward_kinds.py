@@ -424,3 +424,31 @@ def forces_computed_in_the_forward() -> Case:
 def test_forward_origin_is_exact(name: str) -> None:
     origin = check(CASES[name]())
     assert origin.source is not None and ("test_forward_kinds.py:" in origin.source or "cases.py:" in origin.source)
+
+
+def test_epsilon_that_vanishes_in_half_precision_is_a_fact() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return h / (h.abs().sum(-1, keepdim=True) + 1e-8)
+
+    batch = {"x": with_row(0.0).half(), "y": noise(4, 3).half()}
+    facts = ("denominator=zero", "eps_vanished=1e-08", "half")
+    check(Case(Norm().half(), batch, mse, phase="forward", module="", op="aten.div", samples=(1,), facts=facts))
+
+
+def test_batches_of_a_users_own_class_are_looked_into() -> None:
+    class Graph:
+        def __init__(self, nodes: Tensor) -> None:
+            self.nodes, self.name = nodes, "g"
+
+    nodes = noise(4, 3)
+    nodes[2, 1] = math.nan
+    place = {"phase": "input", "module": "", "op": "aten.addmm", "tensor": "batch:nodes"}
+    check(
+        Case(nn.Linear(3, 1), Graph(nodes), lambda m, b: m(b.nodes).pow(2).mean(), **place, samples=(2,), index=(2, 1))
+    )

@@ -36,24 +36,42 @@ def _rebuild(value: Any, change: Change, name: str, joint: str) -> Any:
 
     if isinstance(value, Tensor):
         return change(name, value)
-    if isinstance(value, dict) and type(value) is dict:
+    if type(value) is dict:
         return {key: below(key, item) for key, item in value.items()}
-    if isinstance(value, MutableMapping):
-        twin = copy.copy(value)
-        for key, item in value.items():
-            twin[key] = below(key, item)
-        return twin
     if isinstance(value, list):
         return [below(position, item) for position, item in enumerate(value)]
     if isinstance(value, tuple):
         items = [below(position, item) for position, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return _rebuild_object(value, below)
+
+
+def _rebuild_object(value: Any, below: Callable[[object, Any], Any]) -> Any:
+    """Mappings of other classes, dataclasses, and objects that carry tensors as attributes."""
+    if isinstance(value, MutableMapping):
+        twin: Any = copy.copy(value)
+        for key, item in value.items():
+            twin[key] = below(key, item)
+        return twin
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        clone = copy.copy(value)
+        twin = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(clone, field.name, below(field.name, getattr(value, field.name)))
-        return clone
+            object.__setattr__(twin, field.name, below(field.name, getattr(value, field.name)))
+        return twin
+    if _carries_tensors(value):
+        twin = copy.copy(value)
+        for key, item in vars(value).items():
+            if isinstance(item, Tensor):
+                setattr(twin, key, below(key, item))
+        return twin
     return value
+
+
+def _carries_tensors(value: Any) -> bool:
+    """An object of the user's own class with tensors as attributes; never a module."""
+    if isinstance(value, torch.nn.Module | type) or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(item, Tensor) for item in vars(value).values())
 
 
 def duplicate(batch: Any) -> Any:

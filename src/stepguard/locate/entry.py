@@ -92,6 +92,8 @@ def _replay(replayer: Replayer, reading: Reading) -> Origin:
     if micro is None:
         return _clean_replay(replayer, reading)
     traced, found = _search(replayer, micro, step.micro_batches[micro])
+    if found is None and not traced.ran.clean:
+        return replace(stored.evidence_origin(step, reading, "untraced"), micro_batch=micro, reproduced=True)
     if found is None:
         return _clean_replay(replayer, reading)
     origin = origin_of(found, traced, replayer)

@@ -29,6 +29,8 @@ MOST_MEASURED = 32
 EXACT_ELEMENTS = 20_000_000
 """Elements that may be compared position by position before the trace falls back to whole tensors."""
 MOST_SPOTS = 16
+LEAST_HALF = 2.0**-25
+"""Numbers up to this round to 0 in float16."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -45,6 +47,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The forward call that created the autograd node of this number."""
         self.unseen: set[str] = set()
         """Operators whose results could not be looked at."""
+        self.local_collectives = False
+        """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
         self._last_sequence = -1
         self._measured = 0
@@ -67,6 +71,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in collectives.NAMESPACES:
+            self.local_collectives = True
             return collectives.alone(func, args, kwargs)
         operator = describe(func)
         if operator.views or operator.name in TESTS:
@@ -111,6 +116,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.flawed = tuple(read.maker for read in used if read.flaws)
         call.selects = made_by.selects
         call.blank = operator.name in BLANK
+        call.vanished = _vanished(made_by, result)
         written = [
             read.tensor if read.live is None else read.live
             for read in reads
@@ -220,6 +226,13 @@ def _keep_overwritten(
         return copies.get(id(value), value)
 
     return tree_map(kept, args), tree_map(kept, kwargs)
+
+
+def _vanished(made_by: Invocation, result: Any) -> float | None:
+    """A constant that is 0 in the result's dtype, as 1e-8 is in float16."""
+    if not isinstance(result, Tensor) or result.dtype is not torch.float16:
+        return None
+    return next((number for _, number in made_by.numbers if 0 < abs(number) < LEAST_HALF), None)
 
 
 def _positions(out: Tensor, where: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
