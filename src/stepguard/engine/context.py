@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
+from stepguard.engine.intercept import borrowing
 from stepguard.journal import Journal
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
@@ -158,6 +159,8 @@ def bare_step(context: Context) -> Step:
 
 def _open_files(context: Context) -> None:
     config, rank = context.config, context.agreement.rank
+    if borrowing():
+        return
     if config.run_dir is not None:
         context.journal = Journal(Path(config.run_dir), rank)
         context.resources.callback(context.journal.close)
