@@ -225,6 +225,13 @@ def test_update_that_breaks_half_weights_is_named_without_a_replay() -> None:
     assert codes(None, **UPDATE, bad_state=("param:emb.weight",), facts=facts)[0] == "SG502"
 
 
+def test_moments_that_took_the_weights_along_are_the_cause() -> None:
+    bad = {"bad_state": ("param:w", "opt:exp_avg"), "kind": "nonfinite_parameter"}
+    where = origin("state", "aten.addmm", tensor="param:w")
+    assert codes(where, **bad, step=7) == ["SG503", "SG601"]
+    assert codes(where, **bad, step=0)[0] == "SG601"  # before the first step, both were loaded that way
+
+
 def test_a_run_that_diverged_into_an_infinite_norm_is_a_divergence() -> None:
     facts = RunFacts(losses=(8.0, 9e3, 4e7, 6e18), lr_history=((0.8,),) * 5)
     assert codes(None, **(CALM | {"kind": "infinite_norm", "grad_norm": INF}), facts=facts) == ["SG505", "SG501"]
