@@ -32,7 +32,7 @@ class Pipeline:
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look or a second measurement where the first one asks for it."""
         context = self._context
-        if alarming(reading):
+        if alarming(reading) and not reading.state_born:  # what the update made has been named, and undone
             reading = self._agree(step, examine(context, step, reading))
         verdict = judge(reading, context.history, context.config)
         if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
