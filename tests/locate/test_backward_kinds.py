@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from stepguard.locate import finite_unscaled, locate
 
 from .cases import Case, Net, check, mse, net_case, noise, with_row
 from .loop import Loop
@@ -255,6 +258,10 @@ def test_loss_scale_is_part_of_the_replay() -> None:
     origin = loop.step(0, [{"x": noise(8, 4) * 4, "y": noise(8, 1) * 4}])
     assert origin is not None and origin.phase == "backward" and origin.reproduced
     assert {"scale=4.1943e+06", "half", "finite_in=float32"} <= set(origin.notes)
+    assert loop.last is not None
+    step, reading = loop.last
+    assert finite_unscaled(step) is True
+    assert "overflow=scale" in locate(step, replace(reading, overflow=True)).notes
 
 
 def test_criterion_outside_the_model_keeps_its_name() -> None:

@@ -57,15 +57,10 @@ def test_a_single_sample_cannot_be_confirmed() -> None:
 
 
 def test_batch_statistics_that_any_sample_breaks_name_none() -> None:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        h = model(batch["x"])
-        return (h / (h.shape[0] - 4)).pow(2).mean() / max(0, 1)
-
     def strict(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         h = model(batch["x"])
         return (h.pow(2).sum() / torch.tensor(float(h.shape[0] - 4))).abs()
 
-    del loss
     origin = find(Case(nn.Linear(3, 1), {"x": noise(4, 3)}, strict, "loss", None, "aten.div"))
     assert origin.samples == ()
 

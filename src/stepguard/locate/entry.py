@@ -37,6 +37,18 @@ def locate_update(step: Step, reading: Reading) -> Origin:
     return update.update_origin(step, reading)
 
 
+def finite_unscaled(step: Step) -> bool | None:
+    """Is the step finite at loss scale 1? Then only the scale overflows. None where it cannot be replayed."""
+    if no_replay(step) is not None:
+        return None
+    with untouched(step) as keeper:
+        replayer = Replayer(replace(step, scale=1.0), keeper)
+        try:
+            return all(replayer.run(micro).clean for micro in range(len(step.micro_batches)))
+        except ReplayError:
+            return None
+
+
 def _locate(step: Step, reading: Reading) -> Origin:
     if reading.state_born:
         return update.update_origin(step, reading)
