@@ -63,9 +63,9 @@ def test_jump_is_found_in_negative_losses() -> None:
 
 def test_young_run_needs_a_larger_jump_than_a_settled_one() -> None:
     young = [2.0, 2.1, 1.9, 2.0]
-    assert play([*young, 12.0])[-1].kind == "ok"
+    assert play([*young, 18.0])[-1].kind == "ok"
     assert play([*young, 50.0])[-1].kind == "spike"
-    assert play([*SETTLED, 12.0])[-1].kind == "spike"
+    assert play([*SETTLED, 18.0])[-1].kind == "spike"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -146,6 +146,14 @@ def test_slow_rise_of_hurt_weights_becomes_an_incident() -> None:
     losses = slow_rise(0)
     history = played(losses[:-1])
     assert weigh(reading(len(losses), losses[-1]), history, now=losses[-1], before=losses[-1] - 0.5).bad
+
+
+def test_slow_rise_of_harder_data_stays_a_note_also_in_an_easy_step() -> None:
+    history = played(slow_rise(0))
+    assert history.best is not None
+    assert history.level - history.best > LOST_SHARE * (history.began_at - history.best)
+    verdict = weigh(reading(260, history.level - 0.3), history, now=history.level, before=history.level)
+    assert (verdict.kind, verdict.severity) == ("drift", "note")
 
 
 def test_learning_rate_above_everything_before_is_noted() -> None:
