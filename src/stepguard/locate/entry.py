@@ -12,12 +12,12 @@ from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
-from stepguard.locate.isolation import untouched
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.locate.search import bad_micro_batch, compiled_only
 from stepguard.locate.walk import Found, Walk, first_reader
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
+from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 
 MOST_REPAIRS = 3

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from stepguard.locate import collectives
 from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import Birth, Invocation, measure
 from stepguard.locate.explain import Read, explain
@@ -23,6 +22,7 @@ from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, nume
 from stepguard.locate.modules import ModuleSpans, sequence_number
 from stepguard.locate.operators import BLANK, TESTS, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
+from stepguard.state import collectives
 
 MOST_MEASURED = 32
 """Births whose operands are measured; a torrent of them tells nothing more."""

@@ -17,7 +17,6 @@ from stepguard.locate.build import line_of
 from stepguard.locate.calls import ancestors
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import all_finite
-from stepguard.locate.isolation import untouched
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operands import summarise
 from stepguard.locate.replay import Replayer, ReplayError
@@ -25,6 +24,7 @@ from stepguard.locate.source import context, spell
 from stepguard.locate.tracer import Tracer
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
+from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 
 Gradients = dict[int, Tensor]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from stepguard.locate.collectives import Alone, distributed
 from stepguard.state.buffers import BufferKeeper
+from stepguard.state.collectives import Alone, distributed
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step
 
