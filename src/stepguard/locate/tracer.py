@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from stepguard.locate.birth import Birth, Invocation
 from stepguard.locate.calls import MOVES, Call, Stage
-from stepguard.locate.evidence import Birth, Invocation, measure
+from stepguard.locate.evidence import measure
 from stepguard.locate.explain import Read, explain
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
 from stepguard.locate.modules import ModuleSpans, sequence_number
