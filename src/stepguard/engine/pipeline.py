@@ -21,6 +21,8 @@ from stepguard.state.replay import reevaluate, rerun
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
+ASK_AGAIN = 8
+"""Steps after which an earlier batch is evaluated again, unless the loss has doubled since."""
 
 
 class Pipeline:
@@ -28,6 +30,8 @@ class Pipeline:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._asked = (-ASK_AGAIN, 0.0)
+        """Step and loss for which an earlier batch was last evaluated again."""
 
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look or a second measurement where the first one asks for it."""
@@ -40,11 +44,20 @@ class Pipeline:
             return reading, replace(verdict, severity="note")
         if verdict.severity != "suspicion":
             return reading, verdict
-        again = self._repeat_loss()
+        again = self._repeat_loss() if self._worth_asking(reading) else None
         if again is None:
             return reading, replace(verdict, severity="note")
         reading = replace(reading, repeat_loss=again[0], repeat_before=again[1])
         return reading, judge(reading, context.history, context.config)
+
+    def _worth_asking(self, reading: Reading) -> bool:
+        """After a shift of the data many steps in a row look suspicious: one answer holds for a while."""
+        loss = reading.judged_loss or 0.0
+        step, asked = self._asked
+        if reading.step - step < ASK_AGAIN and abs(loss) <= 2 * abs(asked):
+            return False
+        self._asked = (reading.step, loss)
+        return True
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
         """Locate, diagnose, decide and record. The update has already been vetoed (or, `committed`, came too early)."""
