@@ -21,8 +21,8 @@ from stepguard.state.replay import reevaluate, rerun
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
-ASK_AGAIN = 8
-"""Steps after which an earlier batch is evaluated again, unless the loss has doubled since."""
+ASK_FIRST, ASK_AGAIN = 4, 8
+"""Suspicious steps in a row for which an earlier batch is evaluated again: the first few, then every eighth."""
 
 
 class Pipeline:
@@ -30,8 +30,8 @@ class Pipeline:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._asked = (-ASK_AGAIN, 0.0)
-        """Step and loss for which an earlier batch was last evaluated again."""
+        self._suspicious = (-1, 0)
+        """The last suspicious step, and how many in a row there have been."""
 
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look or a second measurement where the first one asks for it."""
@@ -51,13 +51,11 @@ class Pipeline:
         return reading, judge(reading, context.history, context.config)
 
     def _worth_asking(self, reading: Reading) -> bool:
-        """After a shift of the data many steps in a row look suspicious: one answer holds for a while."""
-        loss = reading.judged_loss or 0.0
-        step, asked = self._asked
-        if reading.step - step < ASK_AGAIN and abs(loss) <= 2 * abs(asked):
-            return False
-        self._asked = (reading.step, loss)
-        return True
+        """After a shift of the data many steps in a row look suspicious: then only some of them are looked into."""
+        last, run = self._suspicious
+        run = run + 1 if reading.step == last + 1 else 1
+        self._suspicious = (reading.step, run)
+        return run <= ASK_FIRST or run % ASK_AGAIN == 0
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
         """Locate, diagnose, decide and record. The update has already been vetoed (or, `committed`, came too early)."""
