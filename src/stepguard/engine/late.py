@@ -30,6 +30,8 @@ class LateUpdate:
         self.step, self.pending, self.result = step, pending, result
         self._schedule = ScheduleCopy(context.scheduler, context.optimizer) if context.scheduler is not None else None
         self._scaler = close.scaler_copy(context)
+        known = context.optimizer.state
+        self._new = [p for p in context.parameters if p not in known] if len(known) < len(context.parameters) else []
         self._grads: GradientMark | None = None
 
     def issued(self, context: Context) -> None:
@@ -60,6 +62,8 @@ class LateUpdate:
         """What the host did on the assumption that the step would go through."""
         if self._schedule is not None and schedule:
             self._schedule.restore()
+        for parameter in self._new:
+            context.optimizer.state.pop(parameter, None)  # the kernel changed nothing, but made it
         if not calibrating:
             self.step.buffers.restore()
             close.restore_scaler(context, self._scaler)
