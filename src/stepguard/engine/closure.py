@@ -104,7 +104,7 @@ class Evaluations:
         self.first = self.first or reading
         if verdict.bad:
             incident = stepper.pipeline.respond(self._step, reading, verdict)
-            if not let_through(incident):
+            if not let_through(verdict, incident):
                 self.first, self.incident = reading, incident
                 self.bad_gradients = [(p, p.grad) for p in context.parameters]
                 silence(context.optimizer)
@@ -142,9 +142,8 @@ class Evaluated(Protocol):
     """Who looks at the evaluations of one step."""
 
     heard: Overheard
+    vetoing: bool
 
-    @property
-    def vetoing(self) -> bool: ...
     def check(self, *, again: bool = False) -> None: ...
 
 

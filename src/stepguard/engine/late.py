@@ -28,6 +28,8 @@ class LateUpdate:
 
     def __init__(self, context: Context, step: Step, pending: Pending, result: StepResult) -> None:
         self.step, self.pending, self.result = step, pending, result
+        self.flag = pending.suspect()
+        """On the device: not 0 where the kernel leaves everything alone."""
         self._schedule = ScheduleCopy(context.scheduler, context.optimizer) if context.scheduler is not None else None
         self._scaler = close.scaler_copy(context)
         known = context.optimizer.state
@@ -45,7 +47,7 @@ class LateUpdate:
 
     def update(self, optimizer: Optimizer) -> None:
         """Step, unless the device finds something non-finite."""
-        optimizer.found_inf = self.pending.suspect()  # type: ignore[attr-defined]
+        optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
