@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from stepguard.records import Incident as Incident
     from stepguard.records import Origin as Origin
     from stepguard.records import Policy as Policy
+    from stepguard.replaying import replay as replay
 
 # name -> module; resolved on first use, so that the torch-free commands never import torch
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     "StepResult": "stepguard.guard",
     "StepguardError": "stepguard._errors",
     "TrainingHalted": "stepguard._errors",
+    "replay": "stepguard.replaying",
     "watch": "stepguard.guard",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "StepguardError",
     "TrainingHalted",
     "__version__",
+    "replay",
     "watch",
 ]
 

@@ -33,6 +33,10 @@ class JournalError(StepguardError):
     """A run directory holds no journal, or one this version cannot read."""
 
 
+class CapsuleError(StepguardError):
+    """A capsule is damaged, too new, without data, or its build function cannot be imported."""
+
+
 class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the design: it is an outcome, not a fault)
     """The policy stopped the run. The weights are those from before the bad step."""
 

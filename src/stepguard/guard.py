@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from stepguard._errors import ConfigError
 from stepguard.engine.attach import Watcher
 from stepguard.engine.closure import ClosureStepper, needs_closure
-from stepguard.engine.context import build_context
+from stepguard.engine.context import bare_step, build_context
+from stepguard.engine.intercept import offer
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.engine.stepper import Stepper
@@ -60,6 +61,7 @@ class Guard:
             )
         if not micro_batches:
             raise ConfigError("guard.step got no batch; call guard.step(loss_fn, batch), or several micro-batches.")
+        offer(self._context, loss_fn)
         return self._stepper.run(loss_fn, micro_batches)
 
     @property
@@ -67,6 +69,15 @@ class Guard:
         """Every incident so far, oldest first."""
         self._settle()
         return tuple(self._context.incidents)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps seen so far, vetoed ones included."""
+        return self._context.step
+
+    @property
+    def rank(self) -> int:
+        return self._context.agreement.rank
 
     @property
     def armed(self) -> bool:
@@ -102,11 +113,16 @@ class Guard:
 
     def _end(self) -> None:
         context = self._context
+        inner = self._watcher or self._stepper
+        if context.step and not inner.reader.last_update_finite():
+            inner.pipeline.last_look(bare_step(context))
         context.note("end", {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed})
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
         context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
+        if context.human is not None:
+            context.human.fault(f"{type(fault).__name__}: {fault}")
         context.terminal.fault(f"{type(fault).__name__}: {fault}")
 
     def __enter__(self) -> Guard:

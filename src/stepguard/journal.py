@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import JournalError
-from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_jsonable
+from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_plain
 from stepguard.records.incident import Incident
 from stepguard.records.reading import Reading
 
@@ -45,7 +45,7 @@ class Journal:
         self.write("step", {**fields, "committed": committed})
 
     def write_incident(self, incident: Incident) -> None:
-        self.write("incident", {"incident": to_jsonable(incident)}, durable=True)
+        self.write("incident", {"incident": to_plain(incident)}, durable=True)
 
     def _append(self, line: bytes) -> None:
         """The whole line, after ending one that a crash or a full disk has torn."""

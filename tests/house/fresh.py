@@ -13,7 +13,25 @@ import stepguard
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib"})
 FRAMEWORKS = frozenset(
-    ["transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "datasets", "wandb", "mlflow", "tensorboard", "hydra", "omegaconf", "plotly", "matplotlib", "starlette", "uvicorn", "prometheus_client"]
+    [
+        "transformers",
+        "accelerate",
+        "lightning",
+        "pytorch_lightning",
+        "peft",
+        "trl",
+        "datasets",
+        "wandb",
+        "mlflow",
+        "tensorboard",
+        "hydra",
+        "omegaconf",
+        "plotly",
+        "matplotlib",
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+    ]
 )
 """Each is made importable as an empty package, so that importing one shows even where it is not installed."""
 _RUNNER = """

@@ -21,6 +21,7 @@ PUBLIC = [
     "StepguardError",
     "TrainingHalted",
     "__version__",
+    "replay",
     "watch",
 ]
 FACADE = Path(stepguard.__file__)

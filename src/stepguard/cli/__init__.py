@@ -1,1 +1,1 @@
-"""TBD."""
+"""The command line: one file a command, listed in `app.COMMANDS`."""

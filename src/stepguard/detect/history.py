@@ -11,6 +11,8 @@ from stepguard.records.reading import Reading
 
 MAD_TO_SIGMA = 1.4826
 """Makes the median absolute deviation of normal noise equal to its standard deviation."""
+MEAN_TO_SIGMA = 1.2533
+"""The same for the mean absolute deviation."""
 FIRST_LOSSES = 3
 """How many losses stand for the level a run began at."""
 
@@ -28,6 +30,10 @@ class History:
     """What the groups were set to when the guard was built, or what the user says they should be."""
     top_lr: tuple[float, ...] = ()
     """The highest learning rate each group has run with."""
+    rates: deque[tuple[float, ...]] = field(default_factory=deque)
+    """Learning rates of recent committed steps, oldest first."""
+    norms: deque[float] = field(default_factory=deque)
+    """Finite gradient norms of recent committed steps, oldest first."""
     zero_losses: int = 0
     """Committed steps in a row whose loss and gradient were exactly 0."""
     committed: int = 0
@@ -36,6 +42,8 @@ class History:
 
     def __post_init__(self) -> None:
         self.losses = deque(self.losses, maxlen=self.window)
+        self.rates = deque(self.rates, maxlen=self.window)
+        self.norms = deque(self.norms, maxlen=self.window)
 
     def add(self, reading: Reading) -> None:
         """Remember a committed step."""
@@ -43,7 +51,10 @@ class History:
         if self.excess_lr(reading.lr) is not None:
             self.jumped_at = reading.step
         self.top_lr = _highest(self.top_lr, reading.lr)
-        nothing = reading.loss == 0.0 and not reading.grad_norm
+        self.rates.append(reading.lr)
+        if reading.grad_norm is not None and math.isfinite(reading.grad_norm):
+            self.norms.append(reading.grad_norm)
+        nothing = reading.judged_loss == 0.0 and not reading.grad_norm
         self.zero_losses = self.zero_losses + 1 if nothing else 0
         loss = reading.judged_loss
         if loss is None or not math.isfinite(loss):
@@ -69,7 +80,9 @@ class History:
         """How far losses usually lie from their level; never 0, so that a flat run can still be judged."""
         values = list(self.losses)
         centre = median(values)
-        noise = MAD_TO_SIGMA * median(abs(v - centre) for v in values)
+        away = [abs(v - centre) for v in values]
+        # where most losses are equal (often 0) the median says nothing about the rest, the mean does
+        noise = MAD_TO_SIGMA * median(away) or MEAN_TO_SIGMA * sum(away) / len(away)
         floor = 0.1 * abs(centre) if len(values) >= MATURE else max(abs(centre), max(values) - min(values))
         return max(noise, floor, 1e-12)
 

@@ -1,9 +1,9 @@
-"""TBD."""
+"""Why a step went bad: pure rules over the origin, the reading, the verdict and the run. No torch."""
 
+from stepguard.diagnose.case import Case
+from stepguard.diagnose.engine import diagnose
+from stepguard.diagnose.explain import UnknownCode, all_rules, explain
+from stepguard.diagnose.rule import Proof, Rule
+from stepguard.diagnose.run_facts import RunFacts
 
-class RunFacts:
-    pass
-
-
-def diagnose(incident, facts):
-    return ()
+__all__ = ["Case", "Proof", "Rule", "RunFacts", "UnknownCode", "all_rules", "diagnose", "explain"]

@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stepguard.engine import settle as close
+from stepguard.engine.capture import Capture
 from stepguard.engine.closure import Repeated, needs_closure, silence, wrapped_once
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
@@ -48,6 +49,7 @@ class Watcher:
         self.context, self.shield = context, shield
         self.reader, self.pipeline = Reader(context), Pipeline(context)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
+        self.capture = Capture(context.model)
         self._reading: Reading | None = None
         self._incident: Incident | None = None
         self.vetoing = False
@@ -57,6 +59,7 @@ class Watcher:
         self._late: LateUpdate | None = None
         self._own_flag = False
         optimizer, resources = context.optimizer, context.resources
+        resources.callback(self.capture.close)
         resources.callback(listen(self))
         resources.callback(optimizer.register_step_pre_hook(self._before).remove)
         resources.callback(optimizer.register_step_post_hook(self._after).remove)
@@ -262,14 +265,27 @@ class Watcher:
     def _end_step(self) -> None:
         self._reading, self._undo = None, None
         self._incident, self.vetoing = None, False
-        self.heard.clear()
+        self.forget()
         self.context.step += 1
         self.shield.call(None, self.context.buffers.remember)
 
+    def forget(self) -> None:
+        """What was heard of a step that is over, or of an evaluation that is made again."""
+        self.heard.clear()
+        self.capture.clear()
+
     def _step(self, reading: Reading | None) -> Step:
         context = self.context
-        scale = (reading.scale if reading is not None else None) or 1.0
-        return Step(context.step, context.model, context.optimizer, context.modules, context.buffers, scale=scale)
+        step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
+        calls = self.capture.calls
+        if calls and len({call.positional for call in calls}) == 1:
+            # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1
+            step.loss_fn, step.model_only = self.capture.loss_fn, True
+            step.micro_batches = tuple(call.as_batch() for call in calls)
+            step.rng = [call.rng for call in calls]
+        elif reading is not None:
+            step.scale = reading.scale or 1.0
+        return step
 
     def finish(self) -> None:
         """The loop is over: nothing else takes back what it did after a vetoed last update."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from stepguard.engine import settle as close
-from stepguard.engine.overhear import Overheard
 from stepguard.engine.pipeline import FINITE_KINDS, let_through
 from stepguard.engine.reader import MicroLoss
 from stepguard.engine.result import StepResult
@@ -141,9 +140,9 @@ def wrapped_once(closure: Callable[[], Any], check: Callable[[], None]) -> Calla
 class Evaluated(Protocol):
     """Who looks at the evaluations of one step."""
 
-    heard: Overheard
     vetoing: bool
 
+    def forget(self) -> None: ...
     def check(self, *, again: bool = False) -> None: ...
 
 
@@ -158,7 +157,7 @@ class Repeated:
     def __call__(self) -> Any:
         if self._watcher.vetoing:
             return self._last
-        self._watcher.heard.clear()
+        self._watcher.forget()
         with torch.enable_grad():
             self._last = self._closure()
         self._watcher.check(again=self._count > 0)

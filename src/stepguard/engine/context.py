@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import platform
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -19,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
+from stepguard.engine.intercept import borrowing
 from stepguard.journal import Journal
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
@@ -28,6 +31,9 @@ from stepguard.sentinel.gradients import finite
 from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import Step, unwrapped
+
+guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
 
 
 @dataclass
@@ -65,13 +71,22 @@ class Context:
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     last_read: float = field(default_factory=time.perf_counter)
+    _given: list[Tensor] = field(default_factory=list)
+    """The optimizer's parameters when `_ordered` was made."""
+    _ordered: list[Tensor] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the optimizer updates, in the model's order: the order `clip_grad_norm_(model.parameters())` adds in."""
-        ours = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
-        ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
-        return list((ordered | ours).values())
+        """What the optimizer updates, in the model's order: the order `clip_grad_norm_(model.parameters())` adds in.
+
+        Asked for several times a step, and walking a large model takes milliseconds: kept until the optimizer changes.
+        """
+        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
+            ours = {id(p): p for p in given}
+            ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
+            self._given, self._ordered = given, list((ordered | ours).values())
+        return self._ordered
 
     @property
     def lr(self) -> tuple[float, ...]:
@@ -123,19 +138,29 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank),
+        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         resources=ExitStack(),
         loss_scale=config.loss_scale or 1.0,
     )
     configured = config.lr
     context.history.configured_lr = tuple(configured or lr for lr in context.lr)
     context.resources.callback(agreement.close)
+    guarded.add(optimizer)
+    context.resources.callback(guarded.discard, optimizer)
     _open_files(context)
     return context
 
 
+def bare_step(context: Context) -> Step:
+    """The last step, when nothing of it can be run again."""
+    index = max(context.step - 1, 0)
+    return Step(index, context.model, context.optimizer, context.modules, context.buffers)
+
+
 def _open_files(context: Context) -> None:
     config, rank = context.config, context.agreement.rank
+    if borrowing():
+        return
     if config.run_dir is not None:
         context.journal = Journal(Path(config.run_dir), rank)
         context.resources.callback(context.journal.close)

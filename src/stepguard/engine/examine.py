@@ -66,8 +66,8 @@ def accept(context: Context, names: Iterable[str]) -> None:
 def overflows_by_scale(context: Context, step: Step) -> bool:
     """Is the same step finite with a lower loss scale? Then the scale is the only fault."""
     if not context.scaling():
-        return step.scale != 1.0 and step.loss_fn is not None and rerun(step, scale=1.0).grads_finite
-    if step.loss_fn is None:
+        return step.scale != 1.0 and step.whole and rerun(step, scale=1.0).grads_finite
+    if not step.whole:
         return True  # cannot be run again: a scaler that still falls is presumed to be calibrating
     return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
 

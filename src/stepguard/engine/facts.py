@@ -1,7 +1,28 @@
 """Plain numbers about the run for the diagnosing rules, which see no torch."""
 
+from __future__ import annotations
+
 from stepguard.diagnose import RunFacts
+from stepguard.engine.context import Context
+from stepguard.records import Reading
 
 
-def run_facts(context, step):
-    return RunFacts()
+def run_facts(context: Context, reading: Reading) -> RunFacts:
+    """What the rules may know beyond the incident itself."""
+    history, optimizer = context.history, context.optimizer
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    eps, betas = group.get("eps"), group.get("betas")
+    return RunFacts(
+        lr_history=(*history.rates, reading.lr),
+        configured_lr=history.configured_lr,
+        losses=tuple(history.losses),
+        grad_norms=tuple(history.norms),
+        param_dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in context.parameters})),
+        optimizer=type(optimizer).__name__,
+        eps=float(eps) if isinstance(eps, int | float) else None,
+        betas=tuple(float(b) for b in betas) if isinstance(betas, tuple | list) else (),
+        clip_norm=context.config.clip_norm,
+        scaling="dynamic" if context.scaling() else ("static" if context.loss_scale != 1.0 else "none"),
+        world_size=context.agreement.size,
+        committed=history.committed,
+    )

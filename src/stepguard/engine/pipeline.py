@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from stepguard.detect import judge
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
-from stepguard.engine.examine import accept, examine, working_scale
+from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
+from stepguard.engine.record import record
 from stepguard.locate import locate
 from stepguard.policy import decide
 from stepguard.policy.decide import Situation
-from stepguard.records import Incident, Origin, Reading, Verdict
+from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.state.replay import reevaluate, rerun
 from stepguard.state.step import Step
@@ -32,7 +32,7 @@ class Pipeline:
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look or a second measurement where the first one asks for it."""
         context = self._context
-        if alarming(reading):
+        if alarming(reading) and not reading.state_born:  # what the update made has been named, and undone
             reading = self._agree(step, examine(context, step, reading))
         verdict = judge(reading, context.history, context.config)
         if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
@@ -61,21 +61,30 @@ class Pipeline:
             incident = self._explain(incident, step)
             incident = replace(incident, decision=self._decide(incident, step, committed))
         finally:
-            self._record(incident)
+            incident = record(context, incident, step)
         return incident
+
+    def last_look(self, step: Step) -> None:
+        """At the end of a run: were the parameters still finite after the last update?"""
+        reading = Reading(step=step.index, lr=self._context.lr, bad_state=tuple(stored_trouble(self._context)))
+        verdict = judge(reading, self._context.history, self._context.config)
+        if verdict.bad:
+            self.respond(step, reading, verdict, committed=True)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
         """Worth a line, not an action."""
         context = self._context
         fields = {"step": reading.step, "kind": verdict.kind, "summary": verdict.summary, "evidence": verdict.evidence}
         context.note("note", fields)
+        if context.human is not None:
+            context.human.note(verdict.summary, reading.step, verdict.kind)
         context.terminal.note(verdict.summary, reading.step, verdict.kind)
 
     def _explain(self, incident: Incident, step: Step) -> Incident:
         context = self._context
         if context.config.locate:
             incident = replace(incident, origin=self._locate(step, incident.reading))
-        return replace(incident, findings=diagnose(incident, run_facts(context, step)))
+        return replace(incident, findings=diagnose(incident, run_facts(context, incident.reading)))
 
     def _locate(self, step: Step, reading: Reading) -> Origin | None:
         """The worst rank looks, alone; then everybody knows."""
@@ -89,7 +98,7 @@ class Pipeline:
         told = agreement.gather({"origin": to_jsonable(origin) if origin is not None else None})[leader]["origin"]
         return from_jsonable(Origin, told) if told is not None else None
 
-    def _decide(self, incident: Incident, step: Step, committed: bool) -> Any:
+    def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context = self._context
         reading = incident.reading
         hurt = committed or (bool(reading.bad_state) and not reading.state_born)
@@ -104,15 +113,6 @@ class Pipeline:
         if situation.at_start and decision.action == "warn":
             accept(context, reading.bad_state)
         return decision
-
-    def _record(self, incident: Incident) -> None:
-        context = self._context
-        context.incidents.append(incident)
-        if context.journal is not None:
-            context.journal.write_incident(incident)
-        if context.human is not None:
-            context.human.incident(incident)
-        context.terminal.incident(incident)
 
     def _repeat_loss(self) -> tuple[float, float] | None:
         """The loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
@@ -143,7 +143,7 @@ class Pipeline:
             return True
         if reading.grads_finite or reading.overflow:
             return False
-        if self._context.agreement.mode == "spread" and step.loss_fn is not None:
+        if self._context.agreement.mode == "spread" and step.whole:
             return not rerun(step).grads_finite
         return bool(reading.bad_grads)
 

@@ -15,7 +15,7 @@ from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, finite, gradient_norm
 from stepguard.sentinel.packet import Packet
-from stepguard.sentinel.stored import extremes, largest, named_buffers, norm_statistics, state_tensors
+from stepguard.sentinel.stored import InTurn, extremes, largest, named_buffers, norm_statistics, state_tensors
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import total_loss
 
@@ -76,6 +76,7 @@ class Reader:
         self._state: Tensor | None = None
         self._started = False
         self._left_out = 0
+        self._turn = InTurn()
 
     def start(self) -> None:
         """Before the first update: parameters and optimizer state join the first packet."""
@@ -90,19 +91,24 @@ class Reader:
         context.first_buffers = [(name, found) for name, found in seen if found is not None]
 
     def after_update(self) -> None:
-        """A cheap look at the new parameters, read with the next step's packet."""
-        self._state = self._largest(self._context.parameters)
+        """A cheap look at the new parameters, of a large model some in turn; read with the next step's packet."""
+        self._state = self._largest(self._turn.share(self._context.parameters))
 
     def announce(self, loss: Tensor) -> None:
         """Before backward: what only this rank can see travels to the others with the gradients."""
         agreement = self._context.agreement
         if agreement.mode == "spread":
-            own = (loss, self._state, self._largest(norm_statistics(self._context.roots)))
+            own = (loss, self._state, self._largest(self._context.buffers.statistics()))
             agreement.announce([value for value in own if value is not None])
 
     def _largest(self, tensors: list[Tensor]) -> Tensor | None:
         ignored = self._context.ignored
         return largest([t for t in tensors if id(t) not in ignored] if ignored else tensors)
+
+    def last_update_finite(self) -> bool:
+        """A look at everything after the last update, which no further step will read. Waits for the device."""
+        state = self._largest(self._context.parameters)
+        return state is None or math.isfinite(Packet([state]).fetch()[0])
 
     def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing."""
@@ -116,7 +122,7 @@ class Reader:
         values = [m.total for m in losses] + [_added([m.parts[p] for m in losses if p in m.parts]) for p in parts]
         named = {
             "norm": norm.total if norm is not None else None,
-            "buffers": self._largest(norm_statistics(context.roots)),
+            "buffers": self._largest(context.buffers.statistics()),
             "state": self._state,
             "scale": _scale(context),
             "labels": _added([m.labels for m in losses if m.labels is not None]) if _labelled(losses) else None,

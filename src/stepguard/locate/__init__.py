@@ -1,8 +1,5 @@
-"""TBD."""
+"""Where was the first harmful value born? Replays the bad step and walks back from the bad loss or gradient."""
 
-from stepguard.records import Origin, Reading
-from stepguard.state.step import Step
+from stepguard.locate.entry import finite_unscaled, locate, locate_update
 
-
-def locate(step: Step, reading: Reading) -> Origin:
-    return Origin(step=step.index, phase="forward")
+__all__ = ["finite_unscaled", "locate", "locate_update"]

@@ -1,14 +1,13 @@
 """Records to strict JSON and back: NaN and Inf become null beside a `<field>_kind` that says which.
 
-A key that itself ends in `_kind` and could be taken for such a companion gets a `~` at its end, removed on reading.
+Where the name of that companion is taken (loss components have the user's names) the value itself becomes
+`{"~float": "nan"}`. Writing twice changes nothing: what is strict already stays as it is.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -16,9 +15,9 @@ from pydantic import TypeAdapter
 Record = TypeVar("Record")
 
 KIND_SUFFIX = "_kind"
+IN_PLACE = "~float"
 KINDS = ("nan", "inf", "-inf")
-_ESCAPED = re.compile(r"_kind~+$")
-_ESCAPABLE = re.compile(r"_kind~*$")
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
@@ -29,10 +28,15 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
     return _ADAPTERS[cls]
 
 
+def to_plain(record: object) -> dict[str, Any]:
+    """The record as nested dicts, floats as they are: what `dumps` and `Journal.write` take."""
+    plain: dict[str, Any] = _adapter(type(record)).dump_python(record, mode="python")
+    return plain
+
+
 def to_jsonable(record: object) -> dict[str, Any]:
     """The record as plain values that `json.dumps(allow_nan=False)` takes."""
-    plain = _adapter(type(record)).dump_python(record, mode="python")
-    strict = strict_json(plain)
+    strict = strict_json(to_plain(record))
     assert isinstance(strict, dict)
     return strict
 
@@ -44,9 +48,9 @@ def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """One line of strict JSON, always encodable: what UTF-8 cannot hold (undecodable file names) stays escaped."""
+    """One line of strict JSON for every reader: what ends lines or does not fit UTF-8 stays escaped."""
     text = json.dumps(strict_json(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text if text.isascii() else text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace").decode()
 
 
 def float_kind(value: float) -> str | None:
@@ -68,27 +72,22 @@ def strict_json(value: Any) -> Any:
 
 
 def _strict_dict(value: dict[str, Any]) -> dict[str, Any]:
-    escape = _needs_escape(value)
     out: dict[str, Any] = {}
     for key, item in value.items():
-        name = key + "~" if escape and _ESCAPABLE.search(key) else key
-        out[name] = strict_json(item)
         kind = _kind_of(item)
-        if kind is not None:
-            out[name + KIND_SUFFIX] = kind
+        if kind is None:
+            out[key] = strict_json(item)
+        elif any(other.startswith(key + KIND_SUFFIX) for other in value):
+            out[key] = _in_place(item)
+        else:
+            out[key], out[key + KIND_SUFFIX] = strict_json(item), kind
     return out
 
 
-def _needs_escape(value: dict[str, Any]) -> bool:
-    """Could a key of the user's be taken for the companion of another one?"""
-    suspects = [key for key in value if KIND_SUFFIX in key]
-    return any(_ESCAPED.search(key) or any(owner in value for owner in _owners(key)) for key in suspects)
-
-
-def _owners(key: str) -> Iterator[str]:
-    while key.endswith(KIND_SUFFIX):
-        key = key.removesuffix(KIND_SUFFIX)
-        yield key
+def _in_place(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_in_place(item) for item in value]
+    return {IN_PLACE: float_kind(value)} if _kind_of(value) is not None else strict_json(value)
 
 
 def _kind_of(value: Any) -> str | list[Any] | None:
@@ -107,26 +106,28 @@ def restore_floats(value: Any) -> Any:
         return [restore_floats(item) for item in value]
     if not isinstance(value, dict):
         return value
-    escaped = any(_ESCAPED.search(key) for key in value)
+    if value.keys() == {IN_PLACE} and _is_kind(value[IN_PLACE], None):
+        return float(value[IN_PLACE])
     out: dict[str, Any] = {}
     for key, item in value.items():
         owner = key.removesuffix(KIND_SUFFIX)
         if owner != key and owner in value and _is_kind(item, value[owner]):
             continue
-        name = key[:-1] if escaped and _ESCAPED.search(key) else key
-        out[name] = _restore(item, value.get(key + KIND_SUFFIX))
+        kind = value.get(key + KIND_SUFFIX)
+        out[key] = _restore(item, kind) if _is_kind(kind, item) else restore_floats(item)
     return out
 
 
 def _is_kind(kind: Any, owner: Any) -> bool:
-    if isinstance(owner, list) and isinstance(kind, list):
-        return len(owner) == len(kind)
-    return owner is None and kind in KINDS
+    """Is it the companion of this value? Then it names a kind only where a value is null."""
+    if isinstance(kind, list):
+        if not isinstance(owner, list) or len(owner) != len(kind) or all(part is None for part in kind):
+            return False
+        return all(part is None or _is_kind(part, place) for part, place in zip(kind, owner, strict=True))
+    return owner is None and isinstance(kind, str) and kind in KINDS
 
 
 def _restore(item: Any, kind: Any) -> Any:
-    if item is None and kind in KINDS:
-        return float(kind)
-    if isinstance(item, list) and isinstance(kind, list) and len(item) == len(kind):
+    if isinstance(kind, list):
         return [_restore(part, part_kind) for part, part_kind in zip(item, kind, strict=True)]
-    return restore_floats(item)
+    return float(kind) if kind is not None else restore_floats(item)

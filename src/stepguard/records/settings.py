@@ -77,6 +77,10 @@ class GuardConfig:
     """Replay a bad step to find where its first harmful value was born."""
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
+    capsule_limit: int = 2**30
+    """Bytes a capsule may take; a larger step is recorded without one, with a note."""
+    build: str | None = None
+    """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run again elsewhere."""
     terminal: Literal["auto", "quiet"] = "auto"
     """`quiet` prints nothing; incidents are still recorded."""
 
@@ -92,6 +96,9 @@ class GuardConfig:
             _count("GuardConfig.checkpoint_every", self.checkpoint_every, least=1)
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy.")
+        _count("GuardConfig.capsule_limit", self.capsule_limit)
+        if self.build is not None and self.build.count(":") != 1:
+            raise ConfigError(f"GuardConfig.build={self.build!r} must look like 'package.module:function'.")
         _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))
         _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 
 from stepguard.records import Decision, Incident, Operand, Origin, Policy
 
@@ -79,6 +80,13 @@ def finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def moment(value: object) -> str:
+    """Seconds since 1970 as local time with its zone; anything else as it is."""
+    if isinstance(value, int | float):
+        return datetime.fromtimestamp(value).astimezone().isoformat(sep=" ", timespec="seconds")
+    return str(value or "")
+
+
 def operand(value: Operand) -> str:
     """dtype, shape, what is wrong in it, and the range of what is not."""
     parts = [" ".join(part for part in (value.dtype, _brackets(value.shape)) if part)]
@@ -147,6 +155,14 @@ def budget(decision: Decision, policy: Policy | None = None) -> str:
         row += f" of {policy.max_consecutive}"
         total += f" of {policy.max_total}"
     return f"{row} in a row, {total} in this run"
+
+
+def effect(incident: Incident) -> str:
+    """What the decision means for the state in memory."""
+    action = incident.decision.action if incident.decision else ""
+    if incident.reading.bad_state and action in ("stop", "warn"):
+        return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
+    return ACTION_EFFECT.get(action, "")
 
 
 def kind_of(incident: Incident) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Terminal:
             self.incident(incident)
         reason = incident.decision.reason if incident.decision else ""
         self._line(f"{STOPPING} at step {incident.step}" + (f": {reason}" if reason else ""), "bold red")
-        self._line("the weights in memory are those from before the bad step", "")
+        self._line(phrases.effect(incident) or phrases.ACTION_EFFECT["stop"], "")
         report = [command for command in next_commands(incident) if " report " in command]
         if report:
             self._line(f"next: {report[0]}", "")

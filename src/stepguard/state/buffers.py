@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 SMALL = 65536
-"""Elements up to which a buffer is copied every step whatever its version counter says."""
+"""A copy of so many elements costs less than it is worth to think about."""
 
 
 @dataclass(slots=True)
@@ -33,12 +33,10 @@ class _Copy:
     live: Tensor
     saved: Tensor
     version: int
+    always: bool
+    """Copied whatever its version counter says."""
     silent: bool
     """A norm layer's statistics: they change without raising the version counter."""
-
-    @property
-    def always(self) -> bool:
-        return self.silent or self.live.numel() <= SMALL
 
     @property
     def moved(self) -> bool:
@@ -46,11 +44,16 @@ class _Copy:
 
 
 class BufferKeeper:
-    """Remembers every buffer of some modules at one moment and can go back to it."""
+    """Remembers every buffer of some modules at one moment and can go back to it.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    `small` is the number of elements up to which a buffer is copied whatever its version counter says.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, small: int = SMALL) -> None:
         self._modules = tuple(modules)
+        self._small = small
         self._places: list[_Place] = []
+        self._statistics: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
 
@@ -58,7 +61,8 @@ class BufferKeeper:
         """Take the present values. In-place copies into memory allocated once."""
         if self._changed_layout():
             self._places = [_Place(m, key, buffer) for m in self._owners() for key, buffer in m._buffers.items()]
-            self._copies = _copies(self._places)
+            self._statistics = [place for place in self._places if keeps_statistics(place.owner)]
+            self._copies = _copies(self._places, self._small)
             self._count = len(self._places)
             return
         stale = [c for c in self._copies if c.always or c.moved]
@@ -66,6 +70,11 @@ class BufferKeeper:
             torch._foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
             for copy in stale:
                 copy.version = copy.live._version
+
+    def statistics(self) -> list[Tensor]:
+        """Running statistics of norm layers as they are now, without walking the model again."""
+        live = [place.owner._buffers.get(place.key) for place in self._statistics]
+        return [buffer for buffer in live if buffer is not None and buffer.is_floating_point()]
 
     def restore(self) -> None:
         """Back to what `remember` took, the same tensor objects included."""
@@ -99,14 +108,15 @@ def keeps_statistics(module: nn.Module) -> bool:
     return bool(getattr(module, "track_running_stats", False))
 
 
-def _copies(places: list[_Place]) -> list[_Copy]:
+def _copies(places: list[_Place], small: int) -> list[_Copy]:
     """One copy a tensor, however many places it has."""
     copies: dict[int, _Copy] = {}
     for place in places:
         buffer = place.buffer
         if buffer is not None and id(buffer) not in copies and not expanded(buffer):
             silent = keeps_statistics(place.owner)
-            copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, silent)
+            always = silent or buffer.numel() <= small
+            copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always, silent)
     return list(copies.values())
 
 

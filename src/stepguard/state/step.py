@@ -41,6 +41,13 @@ class Step:
     clip_norm: float | None = None
     grads_gone: bool = False
     """The loop has dropped or replaced this step's gradients since; what is there now belongs to another step."""
+    model_only: bool = False
+    """`loss_fn` stands for the model's part of a watched step: it gives the gradients, but its value is no loss."""
+
+    @property
+    def whole(self) -> bool:
+        """Can the step be run again from batch to loss?"""
+        return self.loss_fn is not None and not self.model_only
 
     def named_roots(self) -> dict[str, nn.Module]:
         """Root modules by the prefix their names get; the model's own is ""."""

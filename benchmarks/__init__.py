@@ -1,0 +1,1 @@
+"""What stepguard costs, beside what people use today: `python -m benchmarks.overhead`, `.counts`, `.table`."""

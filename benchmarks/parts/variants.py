@@ -1,0 +1,177 @@
+"""The training steps that are compared: a bare one, the checks people write or import today, and stepguard's."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import stepguard
+from benchmarks.parts.workloads import Batch, Workload
+from stepguard.sentinel import taps
+
+CLIP = 1.0
+RATE = 1e-4
+
+StepFn = Callable[[Batch], object]
+Stage = Callable[[], AbstractContextManager[None]]
+Wire = Callable[[Workload, nn.Module, Optimizer], "Runner"]
+
+
+@dataclass
+class Runner:
+    """One variant, wired to its own model: `step` is timed, `stage` surrounds it untimed."""
+
+    step: StepFn
+    stage: Stage = nullcontext
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train. `fused` chooses the optimizer, and with it the bare step it is compared with."""
+
+    name: str
+    what: str
+    wire: Wire
+    fused: bool = False
+    ours: bool = False
+    missing: str | None = None
+    """Why it cannot run here, for instance a package that is not installed."""
+
+    @property
+    def reference(self) -> str:
+        return "bare, fused" if self.fused else "bare"
+
+    def start(self, workload: Workload) -> Runner:
+        model = workload.build()
+        optimizer = AdamW(model.parameters(), lr=RATE, fused=self.fused or None)
+        return self.wire(workload, model, optimizer)
+
+
+def bare(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
+    """Forward, backward, clip, update: no check at all."""
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        workload.loss(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+    return Runner(step)
+
+
+def watched(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
+    """The bare loop after one line, `stepguard.watch`."""
+    guard = stepguard.watch(model, optimizer, config=stepguard.GuardConfig(terminal="quiet"))
+    loop = bare(workload, model, optimizer)
+    watcher = guard._watcher
+    assert watcher is not None
+    taps._stop(watcher.heard)
+    return Runner(loop.step, functools.partial(_listening, watcher.heard), guard.close)
+
+
+@contextmanager
+def _listening(listener: taps.Listener) -> Iterator[None]:
+    """A watching guard hears every backward of the process; here it must not slow down the other variants."""
+    stop = taps.listen(listener)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def stepped(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
+    """`guard.step` runs the step, clipping included."""
+    config = stepguard.GuardConfig(clip_norm=CLIP, terminal="quiet")
+    guard = stepguard.Guard(model, optimizer, config=config)
+    loss_fn = functools.partial(workload.loss, model)
+    return Runner(lambda batch: guard.step(loss_fn, batch), close=guard.close)
+
+
+def seed_loop(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
+    """What the incident reports settled on: `if isnan or isinf` on the loss and on the clipping norm."""
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        loss = workload.loss(model, batch)
+        if torch.isnan(loss) or torch.isinf(loss):
+            return
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        if torch.isnan(norm) or torch.isinf(norm):
+            optimizer.zero_grad()
+            return
+        optimizer.step()
+
+    return Runner(step)
+
+
+def each_gradient(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
+    """`isnan().any()` and `isinf().any()` of every gradient."""
+
+    def bad(grad: Tensor | None) -> bool:
+        return grad is not None and bool(torch.isnan(grad).any() or torch.isinf(grad).any())
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        workload.loss(model, batch).backward()
+        if any(bad(p.grad) for p in model.parameters()):
+            return
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+    return Runner(step)
+
+
+def underflow_overflow(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
+    """transformers' DebugUnderflowOverflow: hooks on every module."""
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    # it numbers batches by root forwards and keeps the last frames; nothing is printed while all is finite
+    DebugUnderflowOverflow(model, max_frames_to_save=21)
+    return bare(workload, model, optimizer)
+
+
+def anomaly(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
+    """torch.autograd.detect_anomaly around the step."""
+    loop = bare(workload, model, optimizer)
+
+    def step(batch: Batch) -> None:
+        with torch.autograd.detect_anomaly():
+            loop.step(batch)
+
+    return Runner(step, stage=_quiet)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """detect_anomaly warns that it is slow each time it is entered; that is what is measured here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _without(package: str) -> str | None:
+    return None if importlib.util.find_spec(package) else "not installed"
+
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant("bare", "bare", bare),
+    Variant("watch", "stepguard.watch", watched, ours=True),
+    Variant("step", "guard.step", stepped, ours=True),
+    Variant("bare, fused", "bare, fused AdamW", bare, fused=True),
+    Variant("watch, fused", "stepguard.watch, fused AdamW", watched, fused=True, ours=True),
+    Variant("step, fused", "guard.step, fused AdamW", stepped, fused=True, ours=True),
+    Variant("hand-written", "isnan/isinf of loss and norm", seed_loop),
+    Variant("each gradient", "isnan/isinf of every gradient", each_gradient),
+    Variant("DebugUnderflowOverflow", "DebugUnderflowOverflow", underflow_overflow, missing=_without("transformers")),
+    Variant("detect_anomaly", "detect_anomaly", anomaly),
+)

@@ -1,0 +1,78 @@
+"""The `stepguard` command. A new command is one new file and one line in COMMANDS.
+
+A command's file imports torch, and everything that does, inside its function: `--help` and `report` must start at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from stepguard import __version__
+from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
+from stepguard.cli.explain import explain
+from stepguard.cli.plot import plot
+from stepguard.cli.replay import replay
+from stepguard.cli.report import report
+from stepguard.cli.run import run
+
+COMMANDS: tuple[Callable[..., None], ...] = (
+    run,
+    report,
+    plot,
+    explain,
+    replay,
+)
+"""The function's name is the command's name, its docstring the help, its parameters the options."""
+
+
+class ErrorsInOneLine(TyperGroup):
+    """What stepguard raises on purpose is told in one line, never as a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StepguardError as error:
+            typer.echo(f"stepguard: error: {error}", err=True)
+            raise typer.Exit(EXIT_HALTED if isinstance(error, TrainingHalted) else EXIT_USAGE) from error
+
+
+app = typer.Typer(
+    name="stepguard",
+    cls=ErrorsInOneLine,
+    help="Keeps PyTorch training alive: detects, locates, explains and survives the bad step.",
+    epilog="Exit codes: 0 fine, 1 your script failed, 2 usage, 3 the policy stopped the run, "
+    "4 a checkpoint is corrupt, 5 a preflight check failed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+for command in COMMANDS:
+    app.command(context_settings=PASSES_ARGUMENTS_ON if command is run else None)(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stepguard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def stepguard(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+def main() -> None:
+    """Entry point of the `stepguard` script and of `python -m stepguard`."""
+    app(prog_name="stepguard")

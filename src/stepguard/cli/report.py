@@ -1,0 +1,61 @@
+"""`stepguard report RUN`: what happened in a run, from its journal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepguard._errors import ConfigError
+from stepguard.cli.run_folder import RankOption, RunArgument, open_run
+
+
+def report(
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="PATH", help="Write Markdown to this file; - is stdout.")
+    ] = None,
+    rank: RankOption = 0,
+) -> None:
+    """Show what happened in a run: counts, incidents by kind, what led to what."""
+    from stepguard.report.run_markdown import render_markdown
+    from stepguard.report.summary import render_json, summarize
+
+    if as_json and markdown is not None:
+        raise ConfigError("--json and --markdown exclude each other; give one of them.")
+    summary = summarize(open_run(run, rank))
+    if as_json:
+        typer.echo(render_json(summary))
+    elif markdown is None:
+        _show(summary)
+    elif str(markdown) == "-":
+        typer.echo(render_markdown(summary), nl=False)
+    else:
+        _write(markdown, render_markdown(summary))
+
+
+def _show(summary: object) -> None:
+    from stepguard.report import screen
+    from stepguard.report.run_terminal import render_terminal
+    from stepguard.report.summary import RunSummary
+
+    assert isinstance(summary, RunSummary)
+    out = sys.stdout
+    text = render_terminal(
+        summary,
+        width=screen.columns(out),
+        colour=screen.wants_colour(out),
+        unicode=screen.takes_unicode(out),
+    )
+    screen.put(text, out)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--markdown: {path} cannot be written: {error.strerror}.") from error
+    typer.echo(f"wrote {path}")

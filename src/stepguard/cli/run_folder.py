@@ -1,0 +1,35 @@
+"""Opening the RUN argument that the reading commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepguard._errors import JournalError
+
+if TYPE_CHECKING:
+    from stepguard.journal import RunRecord
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a journal.jsonl itself.")]
+RankOption = Annotated[int, typer.Option("--rank", min=0, help="Whose journal to read, in a run on several ranks.")]
+
+
+def open_run(run: Path, rank: int = 0) -> RunRecord:
+    """The run's journal; whatever is wrong with it becomes a JournalError that says so in one line."""
+    from stepguard.journal import read_run
+
+    try:
+        return read_run(run, rank)
+    except OSError as error:
+        raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
+    except (KeyError, ValueError) as error:
+        # pydantic's ValidationError is a ValueError of many lines; the first says what it is about
+        first = str(error).splitlines()[0]
+        raise JournalError(f"{run} holds an incident this version cannot read: {first}.") from error
+
+
+def folder_of(run: Path) -> Path:
+    """The run directory, also where the journal file itself was given."""
+    return run if run.is_dir() else run.parent

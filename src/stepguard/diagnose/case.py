@@ -1,0 +1,219 @@
+"""What a rule looks at: the origin, the reading, the verdict and the run, with the questions rules keep asking."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from stepguard.diagnose.dtypes import NARROW, SHORT, floating, plain
+from stepguard.diagnose.run_facts import RunFacts
+from stepguard.records import Operand, Origin, Reading, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One bad step as the rules see it. Every question has a harmless answer where nothing is known."""
+
+    reading: Reading
+    verdict: Verdict
+    origin: Origin | None = None
+    facts: RunFacts = field(default_factory=RunFacts)
+
+    @property
+    def phase(self) -> str:
+        return self.origin.phase if self.origin else ""
+
+    @property
+    def op(self) -> str:
+        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place, foreach and overload are of no interest to a cause."""
+        parts = (self.origin.op or "").split(".") if self.origin else [""]
+        name = parts[1] if len(parts) > 1 else parts[0]
+        name = name.removeprefix("_foreach_")
+        return name.rstrip("_")
+
+    @property
+    def node(self) -> str:
+        """`SqrtBackward0` -> `Sqrt`, `torch::autograd::AccumulateGrad` -> `AccumulateGrad`."""
+        name = ((self.origin.node or "") if self.origin else "").rpartition("::")[2]
+        return name.partition("Backward")[0]
+
+    @property
+    def tensor(self) -> str:
+        return (self.origin.tensor or "") if self.origin else ""
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        return self.origin.inputs if self.origin else ()
+
+    @property
+    def output(self) -> Operand | None:
+        return self.origin.output if self.origin else None
+
+    def note(self, key: str) -> str | None:
+        """The value of a `key=value` note, "" for a bare one, None where it is not there."""
+        for note in self.origin.notes if self.origin else ():
+            name, _, value = note.replace(":", "=", 1).partition("=") if "=" not in note else note.partition("=")
+            if name.strip().replace("-", "_") == key:
+                return value.strip()
+        return None
+
+    def number(self, key: str) -> float | None:
+        """The value of a note as a number; None where there is none."""
+        try:
+            return float(self.note(key) or "")
+        except ValueError:
+            return None
+
+    def has(self, key: str, value: str | None = None) -> bool:
+        said = self.note(key)
+        return said is not None if value is None else said == value
+
+    def argument(self, name: str, position: int) -> Operand | None:
+        """An operand by its name in the schema, or by position where operands carry no names."""
+        for operand in self.inputs:
+            if operand.name == name:
+                return operand
+        listed = [operand for operand in self.inputs if operand.name.startswith(f"{name}[")]
+        if listed:
+            return next((o for o in listed if not o.finite or has_zero(o)), listed[0])
+        if position < len(self.inputs) and not self.inputs[position].name:
+            return self.inputs[position]
+        return None
+
+    @property
+    def dtype(self) -> str:
+        """The floating-point dtype of the result, or of the first operand that has one."""
+        for operand in (self.output, *self.inputs):
+            if operand is not None and floating(operand.dtype):
+                return plain(operand.dtype)
+        return ""
+
+    @property
+    def short(self) -> bool:
+        """Half precision or below."""
+        return self.dtype in SHORT
+
+    @property
+    def narrow(self) -> bool:
+        """Half precision with a small range: float16 and below, not bfloat16."""
+        return self.dtype in NARROW
+
+    @property
+    def finite_inputs(self) -> bool:
+        return all(operand.finite for operand in self.inputs)
+
+    @property
+    def makes_nan(self) -> bool:
+        """The result holds NaN; also True where the result was not described."""
+        return self.output is None or self.output.nan > 0
+
+    @property
+    def makes_inf(self) -> bool:
+        """The result holds an infinity; also True where the result was not described."""
+        return self.output is None or self.output.posinf + self.output.neginf > 0
+
+    @property
+    def magnitude(self) -> float:
+        """Largest finite absolute value that went in."""
+        return max((reach(operand) for operand in self.inputs), default=0.0)
+
+    @property
+    def loss_finite(self) -> bool:
+        losses = (self.reading.loss, *self.reading.micro_losses)
+        known = [value for value in losses if value is not None]
+        return bool(known) and all(math.isfinite(value) for value in known)
+
+    @property
+    def forward(self) -> bool:
+        return self.phase in ("forward", "loss", "input")
+
+    @property
+    def unselected(self) -> bool:
+        """The bad value sits in a branch that `where` did not take."""
+        return self.has("where", "unselected")
+
+    @property
+    def absorbed(self) -> bool:
+        """An infinity was born in forward, yet the loss is finite: something swallowed it."""
+        if self.note("absorbed") is not None:
+            return True
+        only_inf = self.output is not None and self.makes_inf and not self.makes_nan
+        return self.forward and only_inf and self.loss_finite and not self.reading.grads_finite
+
+    @property
+    def wider(self) -> str:
+        """The dtype in which the same operation is finite, where that was tried."""
+        return plain(self.note("finite_in") or "")
+
+    @property
+    def overflowed_short(self) -> bool:
+        """Half precision, finite operands, and the same operation is finite in a wider dtype."""
+        return self.short and self.finite_inputs and bool(self.wider)
+
+    @property
+    def place(self) -> str:
+        """The operation and where it stands, for a sentence."""
+        if self.origin is None:
+            return "the step"
+        what = self.origin.op or self.tensor or "an operation"
+        if self.origin.node:
+            what += f" ({self.origin.node})"
+        if self.origin.module:
+            what += f" in `{self.origin.module}`"
+        return what + (f" at {self.origin.source}" if self.origin.source else "")
+
+    @property
+    def overflows_by_scale(self) -> bool:
+        """The gradients are finite at loss scale 1."""
+        return not self.reading.grads_finite and (self.reading.overflow or self.has("overflow", "scale"))
+
+    @property
+    def confirmed_samples(self) -> str:
+        """The guilty samples in words; empty when none was confirmed."""
+        if self.origin is None or not self.origin.samples:
+            return ""
+        which = ", ".join(map(str, self.origin.samples))
+        batch = f" of micro-batch {self.origin.micro_batch}" if self.origin.micro_batch else ""
+        return f"sample {which}{batch} causes it: without it the step is finite"
+
+
+def met(operand: Operand) -> tuple[float, float]:
+    """What stood at the bad position: that one element where it is known, else the whole range."""
+    if operand.index is not None and operand.value is not None and math.isfinite(operand.value):
+        return operand.value, operand.value
+    return _ends(operand)
+
+
+def low(operand: Operand) -> float:
+    """The smallest finite element; of a Python number, the number."""
+    return _ends(operand)[0]
+
+
+def high(operand: Operand) -> float:
+    """The largest finite element; of a Python number, the number."""
+    return _ends(operand)[1]
+
+
+def _ends(operand: Operand) -> tuple[float, float]:
+    known = [v for v in (operand.min, operand.max, operand.value) if v is not None and math.isfinite(v)]
+    return (min(known), max(known)) if known else (math.nan, math.nan)
+
+
+def reach(operand: Operand) -> float:
+    """Largest finite absolute value."""
+    small, big = _ends(operand)
+    return max(abs(small), abs(big)) if not math.isnan(small) else 0.0
+
+
+def has_zero(operand: Operand | None) -> bool:
+    """A zero at the bad position where that is known, else a zero anywhere."""
+    if operand is None:
+        return False
+    if operand.index is not None and operand.value is not None and math.isfinite(operand.value):
+        return operand.value == 0.0
+    return operand.zeros > 0 or operand.value == 0.0 or (operand.min == 0.0 and operand.max == 0.0)
+
+
+def elements(operand: Operand) -> int:
+    """How many elements the operand has."""
+    return math.prod(operand.shape)

@@ -1,0 +1,104 @@
+"""The page of a rule: the same text on the terminal and in `docs/findings/`."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from stepguard._errors import StepguardError
+from stepguard.diagnose.rule import Rule
+from stepguard.diagnose.rules import RULES
+
+SAFETY_WORDS = {
+    "safe": "healthy steps stay as they are",
+    "changes-numbers": "changes rounding",
+    "changes-training": "changes what is learned",
+}
+GROUPS = {
+    "1": "Data",
+    "2": "Forward arithmetic",
+    "3": "Half precision",
+    "4": "Backward only",
+    "5": "Optimizer and scale",
+    "6": "Stored state",
+    "7": "Ranks, hardware, compiler",
+    "8": "Configuration",
+}
+
+
+class UnknownCode(StepguardError, KeyError):  # noqa: N818 (reads as what happened, like KeyError's own kin)
+    """There is no rule of that code; the message lists the near ones."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def all_rules() -> tuple[Rule, ...]:
+    """Every rule, in the order of its code."""
+    return RULES
+
+
+def rule_of(code: str) -> Rule:
+    """The rule of a code in any spelling (`sg204`, `204`, ` SG204 `)."""
+    wanted = code.strip().upper()
+    wanted = f"SG{wanted}" if wanted.isdigit() else wanted
+    for rule in RULES:
+        if rule.code == wanted:
+            return rule
+    known = [rule.code for rule in RULES]
+    near = get_close_matches(wanted, known, n=4, cutoff=0.5) or [f"{known[0]} to {known[-1]}"]
+    raise UnknownCode(f"{code!r} is not a finding; near it: {', '.join(near)}. `stepguard explain` lists all.")
+
+
+def explain(code: str) -> str:
+    """The markdown page of a rule; raises UnknownCode with the near codes otherwise."""
+    return page(rule_of(code))
+
+
+def page(rule: Rule) -> str:
+    """One rule as markdown, under fixed headings."""
+    parts = [
+        f"# {rule.code}: {rule.title}",
+        f"## What it means\n\n{rule.what}",
+        f"## Why it happens\n\n{rule.why}",
+        f"## How stepguard knows\n\n{rule.how}",
+        f"## What to do\n\nEach snippet replaces the last lines of the example below.\n\n{_remedies(rule)}",
+        f"## Example\n\n{_example(rule)}",
+    ]
+    if rule.see:
+        parts.append("## See also\n\n" + "\n".join(f"- {_link(reference)}" for reference in rule.see))
+    return "\n\n".join(parts) + "\n"
+
+
+def _remedies(rule: Rule) -> str:
+    return "\n\n".join(
+        f"{i}. {remedy.title}. *({remedy.safety}: {SAFETY_WORDS[remedy.safety]})*" + _indented(remedy.snippet)
+        for i, remedy in enumerate(rule.ordered, start=1)
+    )
+
+
+def _indented(snippet: str) -> str:
+    if not snippet:
+        return ""
+    lines = "\n".join(f"   {line}".rstrip() for line in snippet.strip().splitlines())
+    return f"\n\n   ```python\n{lines}\n   ```"
+
+
+def _example(rule: Rule) -> str:
+    bad = f"```python\n{rule.setup.strip()}\n\n{rule.bad.strip()}\n```"
+    return f"{bad}\n\nThe last lines, repaired:\n\n```python\n{rule.fixed.strip()}\n```"
+
+
+def _link(reference: str) -> str:
+    if reference.startswith("https://"):
+        return f"<{reference}>"
+    repository, _, number = reference.partition("#")
+    return f"[{reference}](https://github.com/{repository}/issues/{number})"
+
+
+def index() -> str:
+    """All codes as a markdown page, grouped by their hundred."""
+    parts = ["# Findings", "What stepguard can prove about a bad step. `stepguard explain SG204` prints a page."]
+    for digit, name in GROUPS.items():
+        rows = [f"| [{r.code}]({r.code}.md) | {r.title} |" for r in RULES if r.code[2] == digit]
+        parts.append(f"## {name}\n\n| code | cause |\n|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(parts) + "\n"

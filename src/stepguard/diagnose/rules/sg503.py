@@ -1,0 +1,117 @@
+"""SG503: the optimizer's own state is NaN or Inf."""
+
+from __future__ import annotations
+
+from stepguard.diagnose.case import Case
+from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
+from stepguard.diagnose.wording import describe
+from stepguard.records import Remedy
+
+
+def _evidence(case: Case) -> Proof | None:
+    stored = [name for name in case.reading.bad_state if name.startswith("opt:")]
+    named = case.tensor.startswith("opt:")
+    if not named and (not stored or (case.origin is not None and case.phase not in ("state", "optimizer"))):
+        return None
+    which = case.tensor if named else stored[0]
+    if case.reading.state_born:
+        text = f"`{which}` became non-finite in this step's update, from finite gradients"
+        born_by_op = bool(case.origin and case.origin.op)
+        return Proof(confidence=PLAUSIBLE + 0.1 if born_by_op else 0.85, evidence=(text, _operand(case)))
+    text = f"`{which}` was non-finite before this step, while the gradients of this step are " + (
+        "finite" if case.reading.grads_finite else "not looked at"
+    )
+    params = [name for name in case.reading.bad_state if name.startswith("param:")]
+    weights = "the parameters themselves are finite: they were restored without it"
+    if params:
+        weights = f"it took {len(params)} parameters along, first `{params[0]}`: no committed gradient was non-finite"
+    return Proof(confidence=0.95, evidence=(text, weights, _operand(case)))
+
+
+def _operand(case: Case) -> str:
+    bad = next((o for o in (*case.inputs, case.output) if o is not None and not o.finite), None)
+    return describe(bad) if bad is not None else ""
+
+
+RULE = Rule(
+    code="SG503",
+    title="poisoned optimizer state",
+    what=prose(
+        """
+        A slot of the optimizer (exp_avg, exp_avg_sq, momentum_buffer ...) holds NaN or Inf. Every further
+        update takes it along, however clean the gradients are.
+        """
+    ),
+    why=prose(
+        """
+        A bad step was undone by restoring the weights only; a NaN gradient went through optimizer.step()
+        while the weights were repaired by hand; or a squared gradient overflowed the second moment.
+        """
+    ),
+    how=prose(
+        """
+        The state of the optimizer is scanned once something is wrong: the slot is non-finite before the
+        update while gradients and weights are finite.
+        """
+    ),
+    evidence=_evidence,
+    remedies=(
+        Remedy(
+            title="Restore the optimizer together with the weights",
+            snippet=code(
+                """
+                model.load_state_dict(good_model)
+                optimizer.load_state_dict(good_optimizer)
+                loss = model(x).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                """
+            ),
+        ),
+        Remedy(
+            title="Clear the damaged slots: they are rebuilt within 1 / (1 - beta) steps",
+            snippet=code(
+                """
+                model.load_state_dict(good_model)
+                for p in model.parameters():
+                    if any(not s.isfinite().all() for s in optimizer.state[p].values()):
+                        del optimizer.state[p]
+                loss = model(x).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                """
+            ),
+            safety="changes-training",
+        ),
+    ),
+    setup=code(
+        """
+        import copy
+        import torch
+
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        x = torch.randn(4, 3)
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        good_model, good_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        model.weight.grad.fill_(float('nan'))
+        optimizer.step()  # the bad step
+        """
+    ),
+    bad=code(
+        """
+        model.load_state_dict(good_model)  # exp_avg is still NaN
+        loss = model(x).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        """
+    ),
+    see=(
+        "facebookresearch/maskrcnn-benchmark#464",
+        "Project-MONAI/monai-physio#137",
+    ),
+)

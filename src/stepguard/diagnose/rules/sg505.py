@@ -1,0 +1,154 @@
+"""SG505: the run diverges because its steps are too large."""
+
+from __future__ import annotations
+
+from stepguard.diagnose.arithmetic import overflow
+from stepguard.diagnose.case import Case
+from stepguard.diagnose.rule import Proof, Rule, code, prose
+from stepguard.diagnose.rules.sg103 import EXTREME_INPUT, EXTREME_OPERAND
+from stepguard.diagnose.rules.sg504 import FINITE_ANOMALIES
+from stepguard.diagnose.trends import growth, lr_jump, lr_not_a_number, rising
+from stepguard.diagnose.wording import spell
+from stepguard.records import Remedy
+
+
+def _evidence(case: Case) -> Proof | None:
+    jumped = lr_jump(case) is not None or case.has("lr_jump") or lr_not_a_number(case) is not None
+    norm_overflowed = case.verdict.kind == "infinite_norm"
+    if jumped or (norm_overflowed and not rising(case)):
+        return None
+    if case.verdict.kind in FINITE_ANOMALIES or norm_overflowed:
+        confidence = 0.92
+    elif overflow(case) and not case.short:
+        confidence = _overflowed(case)
+    elif case.phase == "optimizer" and rising(case):
+        confidence = 0.85
+    else:
+        return None
+    return Proof(confidence=confidence, evidence=_numbers(case)) if confidence else None
+
+
+def _overflowed(case: Case) -> float:
+    """float32 does not overflow on ordinary weights and data: one of the two has run away."""
+    if abs(case.number("batch_max") or 0.0) >= EXTREME_INPUT:
+        return 0.0
+    if rising(case):
+        return 0.9
+    return 0.7 if case.magnitude >= EXTREME_OPERAND and not case.confirmed_samples else 0.0
+
+
+def _numbers(case: Case) -> tuple[str, ...]:
+    losses, norms, facts = case.facts.losses, case.facts.grad_norms, case.facts
+    said = [case.verdict.summary]
+    if growth(losses) > 1:
+        said.append(f"over the last {len(losses)} steps the loss went from {spell(min(losses))} to {spell(losses[-1])}")
+    if growth(norms) > 1:
+        said.append(f"the gradient norm went from {spell(min(norms))} to {spell(norms[-1])}")
+    if case.reading.repeat_loss is not None:
+        said.append(
+            f"an earlier batch, evaluated again on the present weights, gives {spell(case.reading.repeat_loss)}"
+        )
+    if facts.update_ratio is not None:
+        said.append(f"the last update changed the weights by {facts.update_ratio:.3g} of their norm; 0.001 is usual")
+    if case.reading.lr:
+        said.append(f"lr is {', '.join(spell(rate) for rate in case.reading.lr)} and did not jump")
+    if overflow(case):
+        said.append(f"{case.place} overflowed on operands up to {case.magnitude:.3g}, which no sample explains")
+    return tuple(said)
+
+
+RULE = Rule(
+    code="SG505",
+    title="divergence: the step size is too large",
+    what=prose(
+        """
+        The weights themselves have got worse: the loss grows over several steps, and batches that were fine
+        before are bad on the present weights. Left alone it ends in an overflow.
+        """
+    ),
+    why=prose(
+        """
+        The update is larger than the curvature allows: no warm-up, a rate copied from another batch size or
+        model, a momentum or beta2 that does not fit, a weight that turned a loss term up. Clipping does not
+        help Adam, whose step does not depend on the gradient's scale.
+        """
+    ),
+    how=prose(
+        """
+        The loss is far above its history, an earlier batch repeated on the present weights has lost as much,
+        and the learning rate did not jump (that would be SG504); or an operation overflowed after losses or
+        gradient norms had grown tenfold, with no extreme value in the batch.
+        """
+    ),
+    evidence=_evidence,
+    remedies=(
+        Remedy(
+            title="Warm up: the first steps are where the curvature is highest",
+            snippet=code(
+                """
+                warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 0.01 * 1.1**step))
+                for step in range(25):
+                    optimizer.zero_grad()
+                    loss = (model(x) - y).pow(2).mean()
+                    loss.backward()
+                    optimizer.step()
+                    warmup.step()
+                """
+            ),
+            safety="changes-training",
+        ),
+        Remedy(
+            title="Rewind to a state that was good by loss, and take smaller steps from there",
+            snippet=code(
+                """
+                optimizer.param_groups[0]['lr'] = 0.02
+                for step in range(25):
+                    optimizer.zero_grad()
+                    loss = (model(x) - y).pow(2).mean()
+                    loss.backward()
+                    optimizer.step()
+                """
+            ),
+            safety="changes-training",
+        ),
+        Remedy(
+            title="With SGD, clip the gradient norm: it bounds the step",
+            snippet=code(
+                """
+                for step in range(25):
+                    optimizer.zero_grad()
+                    loss = (model(x) - y).pow(2).mean()
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                """
+            ),
+            safety="changes-training",
+        ),
+    ),
+    setup=code(
+        """
+        import torch
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        x = torch.randn(64, 4) * 2
+        y = x.sum(1, keepdim=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        """
+    ),
+    bad=code(
+        """
+        for step in range(25):
+            optimizer.zero_grad()
+            loss = (model(x) - y).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+        """
+    ),
+    see=(
+        "facebookresearch/detectron2#1128",
+        "karpathy/nanoGPT#136",
+        "facebookresearch/fairseq#282",
+    ),
+)

@@ -1,0 +1,48 @@
+"""Plain numbers about the run that a rule may lean on besides the bad step itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Scaling = Literal["dynamic", "static", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What was known when the step went bad. Every field may stay empty: a rule then rests on the origin alone."""
+
+    lr_history: tuple[tuple[float, ...], ...] = ()
+    """Learning rate of each group in recent steps, oldest first; the bad step's own rates come last."""
+    configured_lr: tuple[float, ...] = ()
+    """What the user's configuration says each group should run with, at most."""
+    losses: tuple[float, ...] = ()
+    """Finite losses of recent committed steps, oldest first."""
+    grad_norms: tuple[float, ...] = ()
+    """Finite gradient norms of the same steps."""
+    update_ratio: float | None = None
+    """Norm of the last update over the norm of the weights it changed."""
+    param_dtypes: tuple[str, ...] = ()
+    """Distinct dtypes of the trained parameters, for instance ("float16",)."""
+    optimizer: str = ""
+    """Class name, for instance "AdamW"."""
+    eps: float | None = None
+    """The optimizer's epsilon; None where it has none."""
+    betas: tuple[float, ...] = ()
+    clip_norm: float | None = None
+    autocast_dtype: str | None = None
+    """The dtype probed inside the user's own autocast context; None when there is none."""
+    configured_dtype: str | None = None
+    """The precision that configuration or launcher asks for."""
+    scaling: Scaling | None = None
+    """How the loss is scaled; None where it could not be seen."""
+    world_size: int = 1
+    committed: int | None = None
+    """Steps committed before this one."""
+    resumed: bool = False
+    """Optimizer or scheduler state was loaded in this process."""
+
+    @property
+    def first_steps(self) -> bool:
+        """Nothing, or next to nothing, has been learned in this process yet."""
+        return self.committed is not None and self.committed < 3

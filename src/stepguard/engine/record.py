@@ -1,0 +1,63 @@
+"""Putting an incident on record: its folder, the capsule, the journal, the readable log, the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from stepguard.engine.context import Context
+from stepguard.records import Incident
+from stepguard.records.codec import dumps, to_plain
+from stepguard.state.atomic import write_file
+from stepguard.state.capsule import write_capsule
+from stepguard.state.step import Step
+
+MOST_CAPSULES = 20
+"""Capsules a run keeps; later incidents of a run that fails all the time are recorded without."""
+
+
+def record(context: Context, incident: Incident, step: Step) -> Incident:
+    """Everything that outlives the process first, the screen last."""
+    incident = _with_capsule(context, incident, step)
+    context.incidents.append(incident)
+    if context.journal is not None:
+        context.journal.write_incident(incident)
+        write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
+    if context.human is not None:
+        context.human.incident(incident)
+    context.terminal.incident(incident)
+    return incident
+
+
+def _folder(context: Context, incident: Incident) -> Path:
+    assert context.config.run_dir is not None
+    rank = f"-rank{incident.rank}" if incident.rank else ""
+    return Path(context.config.run_dir) / "incidents" / f"{incident.id}{rank}"
+
+
+def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
+    config = context.config
+    wanted = config.run_dir is not None and config.capsule != "off" and step.whole
+    if not wanted or config.capsule == "off" or len(context.incidents) >= MOST_CAPSULES:
+        return incident
+    folder = _folder(context, incident) / "capsule"
+    if folder.exists():
+        return incident
+    try:
+        kept = write_capsule(
+            folder,
+            step,
+            incident.reading,
+            verdict=incident.verdict,
+            build=config.build,
+            keep=config.capsule,
+            limit_bytes=config.capsule_limit,
+        )
+    except OSError as fault:  # a full disk must not cost the incident
+        context.note("note", {"step": incident.step, "kind": "capsule", "summary": f"no capsule: {fault}"})
+        return incident
+    if not kept:
+        summary = f"no capsule: the step is larger than {config.capsule_limit} bytes (GuardConfig.capsule_limit)"
+        context.note("note", {"step": incident.step, "kind": "capsule", "summary": summary})
+        return incident
+    return replace(incident, capsule=str(folder.relative_to(Path(str(config.run_dir)))))

@@ -1,0 +1,127 @@
+"""A micro-batch as a tree of named tensors: copied for each replay, taken apart into samples, repaired by element."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Change = Callable[[str, Tensor], Tensor]
+
+
+def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    """Every tensor with its name: `batch:x`, `batch:boxes.0`, or `batch` for a bare tensor."""
+    found: list[tuple[str, Tensor]] = []
+
+    def note(name: str, tensor: Tensor) -> Tensor:
+        found.append((name, tensor))
+        return tensor
+
+    rebuild(batch, note)
+    return found
+
+
+def rebuild(batch: Any, change: Change) -> Any:
+    """The same tree with every tensor passed through `change`."""
+    return _rebuild(batch, change, "batch", ":")
+
+
+def _rebuild(value: Any, change: Change, name: str, joint: str) -> Any:
+    def below(key: object, item: Any) -> Any:
+        return _rebuild(item, change, f"{name}{joint}{key}", ".")
+
+    if isinstance(value, Tensor):
+        return change(name, value)
+    if type(value) is dict:
+        return {key: below(key, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [below(position, item) for position, item in enumerate(value)]
+    if isinstance(value, tuple):
+        items = [below(position, item) for position, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return _rebuild_object(value, below)
+
+
+def _rebuild_object(value: Any, below: Callable[[object, Any], Any]) -> Any:
+    """Mappings of other classes, dataclasses, and objects that carry tensors as attributes."""
+    if isinstance(value, MutableMapping):
+        twin: Any = copy.copy(value)
+        for key, item in value.items():
+            twin[key] = below(key, item)
+        return twin
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, below(field.name, getattr(value, field.name)))
+        return twin
+    if _carries_tensors(value):
+        twin = copy.copy(value)
+        for key, item in vars(value).items():
+            if isinstance(item, Tensor):
+                setattr(twin, key, below(key, item))
+        return twin
+    return value
+
+
+def _carries_tensors(value: Any) -> bool:
+    """An object of the user's own class with tensors as attributes; never a module."""
+    if isinstance(value, torch.nn.Module | type) or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(item, Tensor) for item in vars(value).values())
+
+
+def duplicate(batch: Any) -> Any:
+    """Copies of every tensor, so that a loss function may change its batch or collect gradients in it."""
+
+    def own(name: str, tensor: Tensor) -> Tensor:
+        twin = tensor.detach().clone()
+        return twin.requires_grad_() if tensor.requires_grad else twin
+
+    return rebuild(batch, own)
+
+
+def repaired(batch: Any, names: frozenset[str]) -> Any:
+    """The named tensors with their mean in the place of every NaN and Inf: 0 could break a division by itself."""
+
+    def mend(name: str, tensor: Tensor) -> Tensor:
+        if name not in names:
+            return tensor
+        finite = torch.isfinite(tensor)
+        usual = tensor[finite].mean() if bool(finite.any()) else torch.ones((), dtype=tensor.dtype)
+        return torch.where(finite, tensor, usual.to(tensor.dtype)).detach()
+
+    return rebuild(batch, mend)
+
+
+def sample_count(batch: Any) -> int:
+    """Leading size of the first tensor that has one, else the length of the first list; 0 where there is none."""
+    for _, tensor in named_tensors(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    return 0
+
+
+def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
+    """The batch with only these samples. Tensors and lists whose leading size is not `count` stay as they are."""
+    chosen = torch.tensor(keep, dtype=torch.long)
+
+    def pick(name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.shape[0] == count:
+            return tensor.detach().index_select(0, chosen.to(tensor.device)).requires_grad_(tensor.requires_grad)
+        return tensor
+
+    return rebuild(_pick_lists(batch, keep, count), pick)
+
+
+def _pick_lists(value: Any, keep: Sequence[int], count: int) -> Any:
+    """Lists with one entry a sample, such as file names or images of different sizes."""
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {key: _pick_lists(item, keep, count) for key, item in value.items()}
+    if isinstance(value, list) and len(value) == count:
+        stacked = any(isinstance(item, Tensor) and item.dim() and item.shape[0] == count for item in value)
+        return value if stacked else [value[i] for i in keep]
+    return value

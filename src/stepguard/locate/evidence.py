@@ -1,0 +1,264 @@
+"""Numbers at the birth of a bad value: operands, and the facts the rules on causes ask for (see `facts`).
+
+Measured while the tensors are alive, since the trace keeps none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from stepguard.locate import rowfacts
+from stepguard.locate.calls import Call, real_maker
+from stepguard.locate.explain import Read
+from stepguard.locate.facts import fact
+from stepguard.locate.finite import all_finite, numeric, plain
+from stepguard.locate.operands import (
+    Index,
+    broadcast_index,
+    dtype_name,
+    element,
+    first_broken,
+    first_true,
+    of_number,
+    summarise,
+)
+from stepguard.locate.operators import Operator
+
+MOST_OPERANDS = 6
+EPSILON_DEPTH = 4
+"""How many operations back an epsilon that vanished is looked for."""
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+HALF = (torch.float16, torch.bfloat16)
+
+DIVIDES = {"div": "other", "true_divide": "other", "reciprocal": "self", "addcdiv": "tensor2", "rsqrt": "self"}
+ARGUMENT = {
+    "log": "self",
+    "log2": "self",
+    "log10": "self",
+    "log1p": "self",
+    "xlogy": "other",
+    "logit": "self",
+    "sqrt": "self",
+    "rsqrt": "self",
+    "pow": "self",
+}
+DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
+GROWS = {"exp": "self", "exp2": "self", "expm1": "self", "sinh": "self", "cosh": "self"}
+
+
+@dataclass(slots=True)
+class Invocation:
+    """One operation with its arguments, as they were before it ran."""
+
+    operator: Operator
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: list[Read]
+    numbers: list[tuple[str, float]]
+    selects: bool = False
+    """Chooses elements by a condition."""
+
+
+@dataclass(slots=True)
+class Birth:
+    """One operation that just made a bad value, with everything it saw."""
+
+    call: Call
+    made_by: Invocation
+    out: Tensor
+    where: Tensor | None
+    """True at the elements that were born bad, where that is known."""
+
+    @property
+    def operator(self) -> Operator:
+        return self.made_by.operator
+
+    @property
+    def reads(self) -> list[Read]:
+        return self.made_by.reads
+
+    @property
+    def numbers(self) -> list[tuple[str, float]]:
+        return self.made_by.numbers
+
+    @property
+    def index(self) -> Index | None:
+        """The first element that was born bad."""
+        return first_true(self.where) if self.where is not None else first_broken(self.out)
+
+    def read(self, name: str) -> Read | None:
+        return next((r for r in self.reads if r.name == name), None)
+
+    def at(self, name: str) -> float | None:
+        """The element of this argument that met the bad position, or the number itself."""
+        read = self.read(name)
+        if read is None:
+            return next((value for key, value in self.numbers if key == name), None)
+        index = self.index
+        spot = broadcast_index(index, tuple(read.tensor.shape)) if index is not None else None
+        return element(read.tensor, spot)
+
+
+def measure(birth: Birth) -> None:
+    """Fill the call's operands and notes."""
+    call, index = birth.call, birth.index
+    pointwise = birth.operator.pointwise
+    operands = []
+    for read in birth.reads[:MOST_OPERANDS]:
+        spot = None
+        if index is not None and (pointwise or tuple(read.tensor.shape) == tuple(birth.out.shape)):
+            spot = broadcast_index(index, tuple(read.tensor.shape))
+        operands.append(summarise(read.name, read.tensor, spot))
+    operands += [of_number(name, value) for name, value in birth.numbers[:MOST_OPERANDS]]
+    call.inputs = tuple(operands)
+    call.output = summarise("out", birth.out, index)
+    broken = call.output.nan + call.output.posinf + call.output.neginf
+    call.notes.append(fact("bad", f"{broken}/{max(1, birth.out.numel())}"))
+    for gather in (_division, _argument, _growth, _infinities, _gradient, rowfacts.rows, _precision):
+        call.notes += gather(birth)
+
+
+def _division(birth: Birth) -> list[str]:
+    name = DIVIDES.get(birth.operator.base)
+    below = birth.at(name) if name else None
+    if name is None or below is None:
+        return []
+    if below != 0.0:
+        return [fact("denominator_value", below)] if abs(below) < 1e-6 else []
+    notes = [fact("denominator", "zero"), *_lineage(birth, name, "denominator")]
+    above = birth.at("tensor1" if name == "tensor2" else "self") if name != "self" else None
+    return [*notes, fact("numerator", "zero")] if above == 0.0 else notes
+
+
+def _vanished(maker: Call) -> list[str]:
+    """An epsilon on the way to this operand that its dtype could not hold."""
+    level = [maker]
+    for _ in range(EPSILON_DEPTH):
+        for call in level:
+            if call.vanished is not None:
+                return [fact("eps_vanished", call.vanished)]
+        level = [parent for call in level for parent in call.parents]
+    return []
+
+
+def _argument(birth: Birth) -> list[str]:
+    base = birth.operator.base
+    if base in DOMAIN:
+        value = birth.at("self")
+        return [fact("out_of_domain", value), *_lineage(birth, "self", "argument")] if value is not None else []
+    name = ARGUMENT.get(base)
+    value = birth.at(name) if name else None
+    if name is None or value is None:
+        return []
+    edge = -1.0 if base == "log1p" else 0.0
+    if value > edge or math.isnan(value):
+        return []
+    if base == "pow" and value == 0.0:
+        power = birth.at("exponent")
+        return ["negative_power", *_lineage(birth, name, "argument")] if power is not None and power < 0 else []
+    if base == "pow" and not birth.call.out.nan:
+        return []  # a large negative base overflows like a positive one
+    notes = [fact("argument", "zero" if value == edge else "negative"), fact("argument_value", value)]
+    return notes + _lineage(birth, name, "argument")
+
+
+def _growth(birth: Birth) -> list[str]:
+    name = GROWS.get(birth.operator.base)
+    value = birth.at(name) if name else None
+    if name is None or value is None or not math.isfinite(value) or birth.call.out.nan:
+        return []
+    return [fact("exponent", value), *_lineage(birth, name, "exponent")]
+
+
+def _infinities(birth: Birth) -> list[str]:
+    values = [v for v in (birth.at(read.name) for read in birth.reads) if v is not None]
+    values += [value for _, value in birth.numbers]
+    infinite = any(map(math.isinf, values))
+    constant = any(math.isinf(value) for _, value in birth.numbers)
+    notes = ["tame_inf"] if constant or any(r.tame and r.flaws for r in birth.reads) else []
+    if infinite and birth.operator.base == "mul" and 0.0 in values:
+        notes.append("zero_times_inf")
+    if infinite and birth.operator.base in ("add", "sub"):
+        notes.append("inf_minus_inf")
+    return notes
+
+
+def _gradient(birth: Birth) -> list[str]:
+    """In the backward pass: the gradient that came in, and the point at which the derivative breaks."""
+    call = birth.call
+    if call.stage != "backward" or call.node is None:
+        return []
+    notes: list[str] = []
+    for read in birth.reads if birth.operator.pointwise else ():
+        came_in = read.maker.stage == "backward" and read.maker.sequence != call.sequence
+        value = birth.at(read.name)
+        if came_in and value == 0.0:
+            notes.append(fact("upstream_grad", "zero"))
+        elif not came_in and value is not None and math.isfinite(value):
+            notes.append(fact("singular_at", value))
+    return notes
+
+
+def _precision(birth: Birth) -> list[str]:
+    """Is the same operation finite in a wider dtype? Then the number format is what broke it."""
+    tensors = [r.tensor for r in birth.reads if numeric(r.tensor)]
+    kinds = {t.dtype for t in [*tensors, birth.out]}
+    notes = ["half"] if kinds & set(HALF) else []
+    wider = WIDER.get(birth.out.dtype)
+    if wider is None or any(r.flaws for r in birth.reads):
+        return notes
+    notes.append(fact("dtype_limit", float(torch.finfo(birth.out.dtype).max)))
+    again = _widened(birth, wider)
+    if again is not None and all_finite(again):
+        notes.append(fact("finite_in", dtype_name(again)))
+    return notes
+
+
+def _widened(birth: Birth, wider: torch.dtype) -> Tensor | None:
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return wider if value.is_floating_point else value
+        return value.to(wider, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    try:
+        made = birth.made_by
+        result = made.func(*tree_map(widen, made.args), **tree_map(widen, made.kwargs))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    parts = result if isinstance(result, list | tuple) else [result]
+    same = [p for p in parts if isinstance(p, Tensor) and p.shape == birth.out.shape]
+    return plain(same[0]) if same else None
+
+
+def _lineage(birth: Birth, name: str, role: str) -> list[str]:
+    """Who computed this operand, and from which stored tensor if only from one kind of it."""
+    read = birth.read(name)
+    if read is None:
+        return []
+    maker = real_maker(read.maker)
+    notes = [fact(f"{role}_from", maker.op)] if maker.stage != "stored" else []
+    roots = {root.op for root in _stored_roots(maker) if not root.op.startswith("constant")}
+    if len(roots) == 1 and next(iter(roots)).startswith("batch:"):
+        notes.append(fact(f"{role}_root", next(iter(roots))))
+    return notes + _vanished(read.maker)
+
+
+def _stored_roots(call: Call) -> list[Call]:
+    seen: set[int] = set()
+    stack, roots = [call], []
+    while stack:
+        one = stack.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.stage == "stored":
+            roots.append(one)
+        stack.extend(one.parents)
+    return roots

@@ -1,0 +1,50 @@
+"""Which micro-batch is bad, and is it bad only when compiled?"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from stepguard.locate.replay import Replayer
+from stepguard.records.reading import Reading
+from stepguard.state.step import Step
+
+
+def bad_micro_batch(replayer: Replayer, reading: Reading) -> int | None:
+    """Index of the first bad one, with the gradients of those before it left in place; None if all are clean.
+
+    A bad loss was seen when the step ran, so it needs no search. A bad gradient of several micro-batches does.
+    """
+    replayer.clear_gradients()
+    if reading.bad_micro_batches:
+        return reading.bad_micro_batches[0]
+    count = len(replayer.step.micro_batches)
+    if count == 1:
+        return 0
+    before: dict[str, Tensor] = {}
+    for micro in range(count):
+        before = {name: p.grad.clone() for name, p in replayer.parameters.items() if p.grad is not None}
+        if not replayer.run(micro).clean:
+            for name, parameter in replayer.parameters.items():
+                parameter.grad = before.get(name)
+            return micro
+    return None
+
+
+def compiled_only(replayer: Replayer) -> bool:
+    """Clean eagerly: is the step bad when it runs compiled, as it did?"""
+    if not _compiled(replayer.step):
+        return False
+    for micro in range(len(replayer.step.micro_batches)):
+        replayer.clear_gradients()
+        if not replayer.run(micro, eager=False).clean:
+            return True
+    return False
+
+
+def _compiled(step: Step) -> bool:
+    """Is there anything that torch.compile made?"""
+    functions = (step.loss_fn, step.model)
+    if any(hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod") for f in functions):
+        return True
+    modules = (m for root in (step.model, *step.modules.values()) for m in root.modules())
+    return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in modules)

@@ -1,0 +1,106 @@
+"""Tensors that were bad before the step ran: parameters, buffers, optimizer slots, the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from stepguard.locate import batch as batches
+from stepguard.locate.facts import fact
+from stepguard.locate.finite import all_finite, mask_like, numeric
+from stepguard.locate.operands import summarise
+from stepguard.records.origin import Operand, Origin
+from stepguard.records.reading import Reading
+from stepguard.state.step import Step
+
+
+def stored_tensor(step: Step, name: str) -> Tensor | None:
+    """The tensor behind `param:NAME`, `buffer:NAME` or (first bad one of that slot) `opt:SLOT`."""
+    kind, _, path = name.partition(":")
+    if kind == "opt":
+        return next((t for slot, _, t in optimizer_slots(step) if slot == path and not all_finite(t)), None)
+    for prefix, root in step.named_roots().items():
+        named = root.named_parameters() if kind == "param" else root.named_buffers()
+        for own, tensor in named:
+            if f"{prefix}.{own}".strip(".") == path:
+                return tensor
+    return None
+
+
+def optimizer_slots(step: Step) -> Iterator[tuple[str, str, Tensor]]:
+    """Slot, parameter and tensor of the optimizer's state."""
+    names = {id(p): f"{k}.{n}".strip(".") for k, root in step.named_roots().items() for n, p in root.named_parameters()}
+    for parameter, slots in step.optimizer.state.items():
+        for slot, value in slots.items():
+            if numeric(value):
+                yield str(slot), names.get(id(parameter), ""), value
+
+
+def operand_of(name: str, tensor: Tensor) -> Operand:
+    """Counts and the exact index of the first bad element."""
+    return summarise(name, tensor)
+
+
+def elements(tensor: Tensor, operand: Operand) -> list[str]:
+    """How much of the stored tensor is bad."""
+    bad = operand.nan + operand.posinf + operand.neginf
+    return [fact("bad_elements", bad), fact("elements", tensor.numel())]
+
+
+def state_origin(step: Step, reading: Reading) -> Origin:
+    """State that was bad before the step, found by looking at it."""
+    name = reading.bad_state[0]
+    tensor = stored_tensor(step, name)
+    inputs: tuple[Operand, ...] = ()
+    notes: tuple[str, ...] = ()
+    if tensor is not None:
+        operand = operand_of(name, tensor)
+        inputs, notes = (operand,), tuple(elements(tensor, operand))
+    owner = next((f"parameter={p}" for s, p, t in optimizer_slots(step) if t is tensor and p), None)
+    return Origin(
+        step=reading.step,
+        phase="state",
+        module=_owner(name),
+        tensor=name,
+        inputs=inputs,
+        method="scan",
+        reproduced=True if tensor is not None and not all_finite(tensor) else None,
+        notes=(*notes, owner) if owner else notes,
+    )
+
+
+def _owner(name: str) -> str | None:
+    """The module that holds the parameter or buffer."""
+    kind, _, path = name.partition(":")
+    return path.rpartition(".")[0] if kind != "opt" else None
+
+
+def evidence_origin(step: Step, reading: Reading, *notes: str) -> Origin:
+    """The best that can be said without a replay."""
+    if reading.bad_state and not reading.state_born:
+        return state_origin(step, reading)
+    for micro, batch in enumerate(step.micro_batches):
+        for name, tensor in batches.named_tensors(batch):
+            if numeric(tensor) and not all_finite(tensor) and not mask_like(tensor):
+                operand = operand_of(name, tensor)
+                facts = elements(tensor, operand)
+                return Origin(
+                    step=reading.step,
+                    phase="input",
+                    tensor=name,
+                    micro_batch=micro,
+                    inputs=(operand,),
+                    method="scan",
+                    notes=(*facts, *notes),
+                )
+    return _unplaced(reading, *notes)
+
+
+def _unplaced(reading: Reading, *notes: str) -> Origin:
+    bad_losses = reading.bad_micro_batches
+    if bad_losses or (reading.loss is not None and reading.loss - reading.loss != 0.0):
+        micro = bad_losses[0] if bad_losses else None
+        return Origin(step=reading.step, phase="loss", micro_batch=micro, method="evidence", notes=notes)
+    tensor = f"param:{reading.bad_grads[0]}" if reading.bad_grads else None
+    return Origin(step=reading.step, phase="backward", tensor=tensor, method="evidence", notes=notes)

@@ -1,0 +1,194 @@
+"""From the bad loss or gradient back to the operation where the first harmful value was born.
+
+Only bad values that explain bad values are followed, so an infinity that was absorbed is never blamed. When only the
+gradient is bad, a value born in the forward pass is the origin if it was swallowed there (erf, clamp, gather), and the
+backward node is the origin if the forward had deselected it by a condition: the forward is right by intention then,
+and it is the gradient of the unselected branch that hurts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from stepguard.locate.calls import COPIES, Call, ancestors
+from stepguard.locate.facts import fact
+from stepguard.locate.tracer import MOST_SPOTS, Tracer
+
+SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "Index", "MaskedScatter")
+MOST_UPSTREAM = 32
+
+
+@dataclass(slots=True)
+class Found:
+    """The birth, and for a stored tensor the operation that first used it."""
+
+    birth: Call
+    consumer: Call | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class Walk:
+    """Over one trace, from the calls that wrote the bad loss or the bad gradients."""
+
+    def __init__(self, tracer: Tracer, targets: list[Call]) -> None:
+        self._tracer = tracer
+        self._targets = targets
+        self._chain = {id(call): call for target in targets for call in ancestors(target)}
+        self._readers: dict[int, list[Call]] = defaultdict(list)
+        for call in tracer.calls:
+            for maker in call.flawed:
+                self._readers[id(maker)].append(call)
+
+    def from_loss(self) -> Found | None:
+        """Origin of a bad loss."""
+        root = self._first_born()
+        if root is None:
+            return self._from_tame_loss()
+        return self._finish(root, [])
+
+    def from_gradients(self) -> Found | None:
+        """Origin of bad gradients under a finite loss."""
+        root = self._first_born()
+        if root is None:
+            return None
+        if root.stage == "backward":
+            return self._from_backward(root)
+        if root.stage == "forward":
+            return self._from_forward(root)
+        return self._finish(root, [])
+
+    def _first_born(self) -> Call | None:
+        born = [call for call in self._chain.values() if call.born]
+        return min(born, key=lambda call: call.index) if born else None
+
+    def _from_backward(self, root: Call) -> Found:
+        made = self._tracer.owners.get(root.sequence)
+        if made is not None and made.harmful and _same_place(made, root):
+            if self._deselected(made):
+                return self._finish(root, [fact("where", "unselected")])
+            earlier = [call for call in ancestors(made) if call.born]
+            if earlier:
+                return self._finish(min(earlier, key=lambda call: call.index), self._absorption(made))
+        siblings = [call for call in self._chain.values() if call.sequence == root.sequence]
+        unselected = any(_upstream_deselected(call) for call in siblings)
+        return self._finish(root, [fact("where", "unselected")] if unselected else [])
+
+    def _from_forward(self, root: Call) -> Found:
+        first = self._original(root)
+        if self._deselected(first):
+            late = self._gradient_of([root.sequence, first.sequence])
+            if late is not None:
+                return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
+        return self._finish(first, self._absorption(first))
+
+    def _original(self, call: Call) -> Call:
+        """A checkpointed block runs twice: the first run is what the user means."""
+        if "recomputed" not in call.notes:
+            return call
+        same = (c for c in self._tracer.calls if (c.op, c.line) == (call.op, call.line))
+        return next((c for c in same if c.born and c.index < call.index), call)
+
+    def _frontier(self, call: Call) -> list[Call]:
+        """Forward operations that read the bad value, or what it spoiled, and gave something clean."""
+        seen, stack, edge = {id(call)}, [call], []
+        while stack:
+            one = stack.pop()
+            for reader in self._readers[id(one)]:
+                if reader.stage != "forward" or id(reader) in seen or not reader.numeric:
+                    continue
+                if one in reader.causes:
+                    seen.add(id(reader))
+                    stack.append(reader)
+                else:
+                    edge.append(reader)
+        return edge
+
+    def _deselected(self, call: Call) -> bool:
+        edge = self._frontier(call)
+        return bool(edge) and all(reader.selects for reader in edge)
+
+    def _absorption(self, call: Call) -> list[str]:
+        notes = [fact("absorbed", "forward")]
+        edge = [reader for reader in self._frontier(call) if not reader.selects]
+        return [*notes, fact("absorbed_by", edge[0].op)] if edge else notes
+
+    def _gradient_of(self, sequences: list[int]) -> Call | None:
+        """The backward operation that gave the bad gradient of one of these nodes, or of what first met the value."""
+        late = [c for c in self._chain.values() if c.stage == "backward"]
+        meeting = [c for c in late if any(cause.stage == "forward" for cause in c.causes)]
+        sequences = [s for s in sequences if s >= 0 and any(c.sequence == s for c in late)]
+        sequences += [min(meeting, key=lambda c: c.index).sequence] if meeting else []
+        if not sequences:
+            return None
+        passed_on = {id(cause) for c in late for cause in c.causes if cause.sequence != c.sequence or _joins(c)}
+        passed_on |= {id(target) for target in self._targets}
+        finals = [c for c in late if c.sequence == sequences[0] and id(c) in passed_on]
+        return min(finals, key=lambda c: c.index) if finals else None
+
+    def _from_tame_loss(self) -> Found | None:
+        """The loss is infinite only by a constant: blame the operation that reduced it to a number."""
+        seen: set[int] = set()
+        stack, tame = list(self._targets), []
+        while stack:
+            call = stack.pop()
+            if id(call) not in seen:
+                seen.add(id(call))
+                tame.append(call)
+                stack.extend(call.flawed)
+        reducing = [c for c in tame if c.reduces]
+        found = min(reducing or tame, key=lambda c: c.index, default=None)
+        return None if found is None else self._finish(found, ["tame_inf"])
+
+    def _finish(self, birth: Call, notes: list[str]) -> Found:
+        if birth.stage == "stored" or birth.blank:
+            return Found(birth, self._consumer(birth), notes)
+        if birth.out.inf and not birth.out.nan:
+            turned = [c for c in self._chain.values() if c.out.nan and not any(p.out.nan for p in c.causes)]
+            later = [c for c in turned if c is not birth]
+            notes = [*notes, fact("then", min(later, key=lambda c: c.index).op)] if later else notes
+        return Found(birth, None, notes)
+
+    def _consumer(self, stored: Call) -> Call | None:
+        """First operation on the way that used the stored tensor for more than a copy."""
+        frontier = {id(stored)}
+        for call in sorted(self._chain.values(), key=lambda c: c.index):
+            if any(id(cause) in frontier for cause in call.causes):
+                if call.op not in COPIES:
+                    return call
+                frontier.add(id(call))
+        return None
+
+
+def first_reader(tracer: Tracer, stored: Call) -> Call | None:
+    """First operation that read a stored tensor's bad value, whatever became of it."""
+    return next((call for call in tracer.calls if stored in call.flawed), None)
+
+
+def _joins(call: Call) -> bool:
+    """The engine adds the gradients of several uses of a tensor, under the name of the node they go to."""
+    others = [p for p in call.parents if p.stage == "backward" and p.sequence != call.sequence]
+    return call.op in ("aten.add", "aten.add_") and bool(others)
+
+
+def _same_place(made: Call, root: Call) -> bool:
+    """Could the bad elements of the forward value and of its gradient be the same ones?"""
+    complete = made.spots and root.spots and max(len(made.spots), len(root.spots)) < MOST_SPOTS
+    if made.shape != root.shape or not complete:
+        return True
+    return bool(set(made.spots) & set(root.spots))
+
+
+def _upstream_deselected(root: Call) -> bool:
+    """Did the 0 that met an infinite derivative come from a condition that left this element out?"""
+    if fact("upstream_grad", "zero") not in root.notes:
+        return False
+    stack = [p for p in root.parents if p.stage == "backward" and p.sequence != root.sequence]
+    for _ in range(MOST_UPSTREAM):
+        if not stack:
+            return False
+        call = stack.pop(0)
+        if call.node is not None and call.node.startswith(SELECTING_NODES):
+            return True
+        stack.extend(p for p in call.parents if p.stage == "backward")
+    return False

@@ -1,0 +1,76 @@
+"""A run's summary as Markdown, to paste into an issue or a lab book."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepguard.report import phrases
+from stepguard.report.run_words import Row, counts, further_commands, heading, lead_up, shorten, what_was_done
+from stepguard.report.summary import IncidentGroup, RunSummary
+
+_COLUMNS = ("#", "kind", "first step", "last step", "count", "in a row", "where", "cause", "done", "lr")
+
+
+def render_markdown(summary: RunSummary) -> str:
+    """The whole page."""
+    return "\n".join(_lines(summary)) + "\n"
+
+
+def _lines(summary: RunSummary) -> Iterator[str]:
+    yield from (f"# stepguard report: `{summary.journal}`", "")
+    yield from _table(("", ""), [*heading(summary), *counts(summary)])
+    if summary.torn:
+        yield from ("", f"> Warning: {phrases.count(summary.torn, 'line')} of the journal could not be read.")
+    if summary.groups:
+        yield from ("", "## Incidents by kind", "")
+        yield from _table(_COLUMNS, [_row(i, group) for i, group in enumerate(summary.groups, start=1)])
+        for position, group in enumerate(summary.groups, start=1):
+            yield from _details(position, group)
+    led: list[Row] = lead_up(summary)
+    if led:
+        yield from ("", "## Before the first incident", "", "```")
+        yield from (f"{name:<10} {value}" for name, value in led)
+        yield "```"
+    if summary.timeline:
+        yield from ("", "## What led to what", "")
+        yield from _chain(summary)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {' | '.join(_cell(value) for value in row)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _row(position: int, group: IncidentGroup) -> tuple[str, ...]:
+    return (
+        str(position),
+        phrases.verdict_title(group.verdict),
+        str(group.first_step),
+        str(group.last_step),
+        str(group.count),
+        str(group.consecutive),
+        ", ".join(part for part in (group.where, group.culprits) if part),
+        f"{group.code} {group.title}".strip(),
+        what_was_done(group),
+        phrases.rates(group.lr),
+    )
+
+
+def _details(position: int, group: IncidentGroup) -> Iterator[str]:
+    yield from ("", f"{position}. {group.summary or phrases.verdict_title(group.verdict)}")
+    yield from (f"   - {sentence}" for sentence in group.evidence)
+    yield from (f"   - `{command}`" for command in further_commands(group))
+
+
+def _chain(summary: RunSummary) -> Iterator[str]:
+    events, left_out = shorten(summary.timeline)
+    for position, event in enumerate(events, start=1):
+        if left_out and position == len(events) // 2 + 1:
+            yield f"   ({phrases.count(left_out, 'event')} left out)"
+        yield f"{position}. **{event.steps}**: {event.text}"

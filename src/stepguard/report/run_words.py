@@ -1,0 +1,108 @@
+"""The rows of a run's summary in words, the same for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepguard.report import phrases
+from stepguard.report.summary import IncidentGroup, RunSummary
+from stepguard.report.timeline import Event
+
+Row = tuple[str, str]
+MOST_EVENTS = 40
+_VERSIONS = ("stepguard", "torch", "python")
+_RUN_FACTS = ("optimizer", "parameters", "lr", "rank", "world", "agreement")
+_TOLD = (*_VERSIONS, *_RUN_FACTS, "versions", "time", "config", "settings")
+
+
+def heading(summary: RunSummary) -> list[Row]:
+    """When, with what, on how many ranks, and which settings are not the default."""
+    header = summary.header
+    versions = header.get("versions") or {name: header[name] for name in _VERSIONS if name in header}
+    rows = [
+        ("began", phrases.moment(header.get("time"))),
+        ("restarts", f"{summary.restarts}, all in this report" if summary.restarts else ""),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("optimizer", _optimizer(header)),
+        ("ranks", f"{header['world']}, this is rank {header.get('rank', 0)}" if header.get("world", 1) > 1 else ""),
+        ("settings", ", ".join(f"{name}={_plain(value)}" for name, value in summary.changed_settings.items())),
+        *((str(name), _plain(value)) for name, value in header.items() if name not in _TOLD),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _optimizer(header: Mapping[str, Any]) -> str:
+    parts = [str(header.get("optimizer") or "")]
+    if header.get("parameters"):
+        parts.append(phrases.count(header["parameters"], "parameter"))
+    if header.get("lr"):
+        parts.append(f"lr {phrases.rates(header['lr'])}")
+    return ", ".join(part for part in parts if part)
+
+
+def counts(summary: RunSummary) -> list[Row]:
+    """Steps, bad steps, losses, clipping."""
+    rows = [("steps", _steps(summary)), ("bad steps", _bad(summary))]
+    if summary.first_loss is not None:
+        losses = (summary.first_loss, summary.best_loss, summary.last_loss)
+        rows.append(("loss", "first {}, best {}, last {}".format(*map(phrases.number, losses))))
+    if summary.clip is not None:
+        clip = summary.clip
+        factor = f", on average to {clip.mean_factor:.2g} of their length" if clip.mean_factor is not None else ""
+        share = clip.clipped / clip.steps
+        rows.append(("clipping", f"{share:.1%} of {phrases.count(clip.steps, 'step')} clipped{factor}"))
+    if summary.seconds_per_step is not None:
+        rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step (median)"))
+    return rows
+
+
+def _steps(summary: RunSummary) -> str:
+    parts = [f"{summary.steps:,} seen", f"{summary.committed:,} committed", f"{summary.skipped:,} skipped"]
+    if summary.calibrations:
+        parts.append(phrases.count(summary.calibrations, "loss-scale calibration"))
+    return ", ".join(parts)
+
+
+def _bad(summary: RunSummary) -> str:
+    if summary.first_bad is None:
+        return "none"
+    return (
+        f"{summary.bad_steps:,}, first {summary.first_bad}, last {summary.last_bad}, "
+        f"longest stretch {summary.longest_stretch:,} in a row"
+    )
+
+
+def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:
+    """Gradient norm and loss over the steps before the first incident."""
+    series = (("grad norm", summary.norms_before), ("loss", summary.losses_before))
+    return [(name, _spark(values, plain)) for name, values in series if len(values) > 1]
+
+
+def _spark(values: Sequence[float], plain: bool) -> str:
+    first, last = phrases.number(values[0]), phrases.number(values[-1])
+    return f"{phrases.sparkline(values, plain=plain)}  {first} to {last} in {phrases.count(len(values), 'step')}"
+
+
+def what_was_done(group: IncidentGroup) -> str:
+    """`skipped 3, rewound 1`."""
+    return ", ".join(f"{phrases.ACTION_DONE.get(action, action)} {times}" for action, times in group.actions.items())
+
+
+def further_commands(group: IncidentGroup) -> list[str]:
+    """What to type next, without the command whose output this is."""
+    return [command for command in group.commands if not command.startswith("stepguard report ")]
+
+
+def shorten(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[Sequence[Event], int]:
+    """The beginning and the end of a long chain, and how many events lie between."""
+    if len(events) <= most:
+        return events, 0
+    half = most // 2
+    return [*events[:half], *events[-half:]], len(events) - 2 * half
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return "/".join(map(str, value))
+    return phrases.number(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,69 @@
+"""Settings are checked where they are built, and the message names the value and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from stepguard import ConfigError, GuardConfig, Policy
+
+
+@pytest.mark.parametrize(
+    ("cls", "setting", "message"),
+    [
+        (
+            Policy,
+            {"actions": ("retry",)},
+            "'retry' is not known; use one of 'skip', 'rewind', 'lower_lr', 'stop', 'warn'",
+        ),
+        (Policy, {"actions": ()}, "Policy.actions is empty"),
+        (Policy, {"max_consecutive": -1}, "max_consecutive=-1 must be a whole number of at least 0"),
+        (Policy, {"max_per_1000": 1.5}, "max_per_1000=1.5"),
+        (Policy, {"max_total": True}, "max_total=True"),
+        (Policy, {"max_rewinds": None}, "max_rewinds=None"),
+        (Policy, {"lr_factor": 1.0}, "lr_factor=1.0 must lie between 0 and 1"),
+        (Policy, {"lr_factor": math.nan}, "lr_factor=nan"),
+        (Policy, {"bad_start": "skip"}, "'skip' is not known; use one of 'stop', 'warn'"),
+        (GuardConfig, {"clip_norm": 0.0}, "clip_norm=0.0 must be a finite number above 0"),
+        (GuardConfig, {"clip_norm": math.inf}, "clip_norm=inf"),
+        (GuardConfig, {"clip_norm": "1"}, "clip_norm='1'"),
+        (GuardConfig, {"loss_scale": -2.0}, "loss_scale=-2.0"),
+        (GuardConfig, {"spike_sigmas": math.nan}, "spike_sigmas=nan"),
+        (GuardConfig, {"spike_window": 7}, "spike_window=7 must be a whole number of at least 8"),
+        (GuardConfig, {"snapshot_every": 0}, "snapshot_every=0"),
+        (GuardConfig, {"snapshot_every": "often"}, "snapshot_every='often'"),
+        (GuardConfig, {"checkpoint_every": 0}, "checkpoint_every=0"),
+        (GuardConfig, {"policy": "skip"}, "policy='skip' is not a stepguard.Policy"),
+        (GuardConfig, {"capsule": "some"}, "'some' is not known; use one of 'full', 'no-data', 'off'"),
+        (GuardConfig, {"terminal": "loud"}, "'loud' is not known"),
+    ],
+)
+def test_wrong_setting_is_refused_with_the_way_out(cls: type, setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cls(**setting)
+    assert message in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize("cls", [Policy, GuardConfig])
+def test_settings_are_frozen_and_keyword_only(cls: type) -> None:
+    settings = cls()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(settings, dataclasses.fields(settings)[0].name, None)
+    with pytest.raises(TypeError):
+        cls(None)
+
+
+def test_default_policy_skips_then_rewinds_then_stops() -> None:
+    assert Policy().actions == ("skip", "rewind", "stop")
+    assert Policy().max_consecutive == 3
+    assert Policy().bad_start == "stop"
+
+
+def test_default_config_writes_nothing() -> None:
+    assert GuardConfig().run_dir is None
+    assert GuardConfig().human_log is None
+    assert GuardConfig().checkpoint_every is None
