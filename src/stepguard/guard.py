@@ -95,7 +95,7 @@ class Guard:
         self._closed = True
         try:
             self._finish()
-            self._shield.call(None, self._end)
+            self._shield.last(self._end)
         finally:
             self._context.resources.close()
 

@@ -149,7 +149,7 @@ def _update(scene: Scene) -> None:
         optimizer.step()
     if scene.scheduler is not None and went_through:
         scene.scheduler.step()
-    if scene.ema is not None:
+    if scene.ema is not None and went_through:
         scene.ema.update_parameters(scene.model)
 
 

@@ -37,6 +37,11 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import Step
 
 
+def found_inf(optimizer: Optimizer) -> Tensor | None:
+    """What a scaler, or this guard, has told a fused optimizer."""
+    return getattr(optimizer, "found_inf", None)
+
+
 class Watcher:
     """Hooks of one guard on one optimizer, and its ear at the taps."""
 
@@ -47,6 +52,8 @@ class Watcher:
         self.capture = Capture(context.model)
         self._reading: Reading | None = None
         self._incident: Incident | None = None
+        self.vetoing = False
+        """This step has been found bad: its update must not happen."""
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._undo: UndoCopy | None = None
         self._late: LateUpdate | None = None
@@ -56,7 +63,7 @@ class Watcher:
         resources.callback(listen(self))
         resources.callback(optimizer.register_step_pre_hook(self._before).remove)
         resources.callback(optimizer.register_step_post_hook(self._after).remove)
-        context.buffers.remember()
+        shield.call(None, context.buffers.remember)
 
     # --- taps --------------------------------------------------------------------------------------------------
 
@@ -99,14 +106,16 @@ class Watcher:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._give_back()
+        theirs = found_inf(optimizer) if not self.shield.armed else None
+        if theirs is not None and bool(theirs):
+            return  # disarmed, and the scaler has told the kernel to do nothing
         if self._own_flag:
             del optimizer.found_inf  # type: ignore[attr-defined]
             self._own_flag = False
-        incident, self._incident = self._incident, None
         if self._late is not None:
             self._issued(self._late)
-        elif incident is not None:
-            self._vetoed(incident)
+        elif self.vetoing:
+            self._vetoed()
         else:
             self._committed()
 
@@ -117,11 +126,6 @@ class Watcher:
         moved = self.shield.call(None, self.hold.moved)
         taken_back = self.settle()
         self.shield.call(None, self.hold.take_back, None if taken_back else moved)
-
-    @property
-    def vetoing(self) -> bool:
-        """Has an evaluation of this step been found bad?"""
-        return self._incident is not None
 
     def check(self, *, again: bool = False) -> None:
         """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
@@ -135,7 +139,7 @@ class Watcher:
         if reading is None:
             return
         self._judge(self._step(reading), reading, again=again)
-        if self._incident is None and self._undo is None:
+        if not self.vetoing and self._undo is None:
             risky = self.shield.call(False, risky_update, self.context.optimizer, self.context.lr_ceiling)
             self._undo = self.shield.call(None, UndoCopy, self.context.optimizer) if risky else None
 
@@ -159,17 +163,18 @@ class Watcher:
         if verdict.bad:
             self._hide()
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-            if self._incident is None or let_through(self._incident):
-                self._incident = None
+            self.vetoing = not let_through(verdict, self._incident)
+            if not self.vetoing:
                 self._give_back()
 
     def _flag(self, pending: Pending) -> None:
         """Fused: tell the kernel, read later. A scaler's own flag is kept and joined."""
         optimizer = self.context.optimizer
-        flag, theirs = pending.suspect(), getattr(optimizer, "found_inf", None)
-        self._own_flag = theirs is None
-        optimizer.found_inf = flag if theirs is None else torch.maximum(theirs, flag.to(theirs))  # type: ignore[attr-defined]
-        self._late = LateUpdate(self.context, self._step(None), pending, StepResult())
+        late, theirs = LateUpdate(self.context, self._step(None), pending, StepResult()), found_inf(optimizer)
+        if theirs is not None:
+            late.flag = torch.maximum(theirs, late.flag.to(theirs))
+        optimizer.found_inf = late.flag  # type: ignore[attr-defined]
+        self._own_flag, self._late = theirs is None, late
 
     def _issued(self, late: LateUpdate) -> None:
         """A fused update is on its way. Changed buffers cannot wait: the next forward needs them put back."""
@@ -193,7 +198,7 @@ class Watcher:
             return False
         reading = self.shield.call(None, late.read, self.reader)
         if reading is None:
-            self._book(late.step, None, went_through=True)
+            self._book(late.step, None, went_through=not bool(late.flag))
             return False
         late.step.scale = reading.scale or 1.0
         reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
@@ -213,7 +218,8 @@ class Watcher:
         self._book(late.step, reading, went_through=not vetoed)
         self._apply(incident, hold=vetoed and inside)
 
-    def _vetoed(self, incident: Incident) -> None:
+    def _vetoed(self) -> None:
+        incident = self._incident
         if self._undo is not None:
             self._undo.restore()
         self.context.buffers.restore()
@@ -237,11 +243,10 @@ class Watcher:
             self._undo.restore()
             reading = replace(reading, bad_state=tuple(born), state_born=True)
             reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
-            incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-            if incident is not None:
-                self._reading = reading
-                self._vetoed(incident)
-                return
+            self._reading = reading
+            self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
+            self._vetoed()
+            return
         self.shield.call(None, self.reader.after_update)
         self._book(step, reading, went_through=True)
         self._end_step()
@@ -259,6 +264,7 @@ class Watcher:
 
     def _end_step(self) -> None:
         self._reading, self._undo = None, None
+        self._incident, self.vetoing = None, False
         self.forget()
         self.context.step += 1
         self.shield.call(None, self.context.buffers.remember)
@@ -309,14 +315,13 @@ class Watcher:
         if reading is not None:
             self._judge(self._step(reading), reading)
         self._give_back()
-        incident, self._incident = self._incident, None
-        if incident is None:
+        if not self.vetoing:
             update(None)
             self._book(self._step(reading), reading, went_through=False)
             self._end_step()
             return
         try:
-            self._vetoed(incident)
+            self._vetoed()
         finally:
             update(self._present_scale())
             self.hold.scaler = False

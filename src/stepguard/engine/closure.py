@@ -103,7 +103,7 @@ class Evaluations:
         self.first = self.first or reading
         if verdict.bad:
             incident = stepper.pipeline.respond(self._step, reading, verdict)
-            if not let_through(incident):
+            if not let_through(verdict, incident):
                 self.first, self.incident = reading, incident
                 self.bad_gradients = [(p, p.grad) for p in context.parameters]
                 silence(context.optimizer)
@@ -140,8 +140,8 @@ def wrapped_once(closure: Callable[[], Any], check: Callable[[], None]) -> Calla
 class Evaluated(Protocol):
     """Who looks at the evaluations of one step."""
 
-    @property
-    def vetoing(self) -> bool: ...
+    vetoing: bool
+
     def forget(self) -> None: ...
     def check(self, *, again: bool = False) -> None: ...
 

@@ -73,11 +73,11 @@ def overflows_by_scale(context: Context, step: Step) -> bool:
 
 
 def working_scale(step: Step) -> float:
-    """The largest power-of-two fraction of the static scale at which this step is finite."""
+    """Half the largest power-of-two fraction of the static scale at which this step is finite: others may be larger."""
     scale = step.scale / 2
     while scale > LOWEST_SCALE and not rerun(step, scale=scale).grads_finite:
         scale /= 2
-    return scale
+    return scale / 2
 
 
 def _losses_finite(reading: Reading) -> bool:

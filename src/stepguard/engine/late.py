@@ -28,8 +28,12 @@ class LateUpdate:
 
     def __init__(self, context: Context, step: Step, pending: Pending, result: StepResult) -> None:
         self.step, self.pending, self.result = step, pending, result
+        self.flag = pending.suspect()
+        """On the device: not 0 where the kernel leaves everything alone."""
         self._schedule = ScheduleCopy(context.scheduler, context.optimizer) if context.scheduler is not None else None
         self._scaler = close.scaler_copy(context)
+        known = context.optimizer.state
+        self._new = [p for p in context.parameters if p not in known] if len(known) < len(context.parameters) else []
         self._grads: GradientMark | None = None
 
     def issued(self, context: Context) -> None:
@@ -43,7 +47,7 @@ class LateUpdate:
 
     def update(self, optimizer: Optimizer) -> None:
         """Step, unless the device finds something non-finite."""
-        optimizer.found_inf = self.pending.suspect()  # type: ignore[attr-defined]
+        optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
@@ -60,6 +64,8 @@ class LateUpdate:
         """What the host did on the assumption that the step would go through."""
         if self._schedule is not None and schedule:
             self._schedule.restore()
+        for parameter in self._new:
+            context.optimizer.state.pop(parameter, None)  # the kernel changed nothing, but made it
         if not calibrating:
             self.step.buffers.restore()
             close.restore_scaler(context, self._scaler)

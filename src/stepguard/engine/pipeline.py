@@ -159,10 +159,10 @@ class Pipeline:
         return bool(reading.bad_grads)
 
 
-def let_through(incident: Incident) -> bool:
-    """A finite step on hurt weights that the policy only warns about: the update goes on."""
-    decision = incident.decision
-    return incident.verdict.kind in FINITE_KINDS and decision is not None and decision.action == "warn"
+def let_through(verdict: Verdict, incident: Incident | None) -> bool:
+    """A finite step on hurt weights that the policy only warns about, or nobody could decide on: the update goes on."""
+    decision = incident.decision if incident is not None else None
+    return verdict.kind in FINITE_KINDS and (decision is None or decision.action == "warn")
 
 
 def lost_share(verdict: Verdict) -> float | None:

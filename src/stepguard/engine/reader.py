@@ -75,6 +75,7 @@ class Reader:
         self._context = context
         self._state: Tensor | None = None
         self._started = False
+        self._left_out = 0
         self._turn = InTurn()
 
     def start(self) -> None:
@@ -112,6 +113,9 @@ class Reader:
     def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing."""
         context = self._context
+        if len(context.ignored) != self._left_out:
+            self._left_out = len(context.ignored)
+            self.after_update()  # the last look still saw what has been accepted since
         if norm is None:
             norm = gradient_norm([p.grad for p in context.parameters if p.grad is not None])
         parts = tuple(dict.fromkeys(part for m in losses for part in m.parts))

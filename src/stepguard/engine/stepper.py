@@ -91,8 +91,10 @@ class Stepper:
             return
         reading = self.shield.call(None, late.read, self.reader)
         if reading is None:
-            late.result.resolve(None, committed=True)
-            self._run_commit_hooks()
+            went_through = not bool(late.flag)
+            late.result.resolve(None, committed=went_through)
+            if went_through:
+                self._run_commit_hooks()
             return
         late.step.scale = reading.scale or self.context.loss_scale
         reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
@@ -172,7 +174,7 @@ class Stepper:
         if verdict.kind not in FINITE_KINDS:
             return self._vetoed(step, reading, verdict)
         incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-        if incident is None or let_through(incident):
+        if let_through(verdict, incident):
             return self._commit(step, pending, reading, incident)
         return self._drop(reading, incident)
 
@@ -287,14 +289,20 @@ class Stepper:
         context = self.context
         if context.config.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(context.parameters, context.config.clip_norm)
+        went_through = True
         if context.scaling() and context.scaler is not None:
+            before = context.scaler.get_scale()
             context.scaler.step(context.optimizer)
+            context.scaler.update()
+            went_through = context.scaler.get_scale() >= before
         else:
             context.optimizer.step()
-        self._advance()
-        self._run_commit_hooks()
         context.step += 1
-        return StepResult().resolve(None, committed=True)
+        if went_through and context.scheduler is not None:
+            context.scheduler.step()
+        if went_through:
+            self._run_commit_hooks()
+        return StepResult().resolve(None, committed=went_through)
 
 
 def _skipped(incident: Incident) -> bool:
