@@ -204,7 +204,10 @@ def test_two_optimizers_of_one_model_have_a_guard_each(fused: bool) -> None:
 def test_two_players_each_see_their_own_loss(set_to_none: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     maker, judge = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
-    players = [(maker, torch.optim.SGD(maker.parameters(), lr=0.1)), (judge, torch.optim.SGD(judge.parameters(), lr=0.1))]
+    players = [
+        (maker, torch.optim.SGD(maker.parameters(), lr=0.1)),
+        (judge, torch.optim.SGD(judge.parameters(), lr=0.1)),
+    ]
     folders = [tmp_path / "maker", tmp_path / "judge"]
     guards = [
         stepguard.watch(model, optimizer, config=quiet(run_dir=folder))
@@ -231,7 +234,10 @@ def test_two_players_each_see_their_own_loss(set_to_none: bool, tmp_path: Path) 
 
 def test_watched_guard_takes_no_steps_of_its_own() -> None:
     scene = _sgd(plain_net())
-    with stepguard.watch(scene.model, scene.optimizer, config=QUIET) as guard, pytest.raises(ConfigError, match="watches"):
+    with (
+        stepguard.watch(scene.model, scene.optimizer, config=QUIET) as guard,
+        pytest.raises(ConfigError, match="watches"),
+    ):
         guard.step(scene.loss_fn, DATA[0])
 
 

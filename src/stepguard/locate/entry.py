@@ -13,7 +13,7 @@ from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.replay import Replayer, ReplayError, Traced
-from stepguard.locate.search import bad_micro_batch, compiled_only
+from stepguard.locate.search import bad_micro_batch, compiled_only, repeats
 from stepguard.locate.walk import Found, Walk, first_reader
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
@@ -174,7 +174,8 @@ def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     origin = stored.evidence_origin(replayer.step, reading)
     if compiled_only(replayer):
         return replace(origin, reproduced=True, method="replay", notes=(*origin.notes, "compiled-only"))
-    return replace(origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced"))
+    steady = "transient" if repeats(replayer) else "nondeterministic"
+    return replace(origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced", steady))
 
 
 def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Origin) -> Origin:
