@@ -57,7 +57,6 @@ def score(case: Case) -> Row:
         row.detect = row.place = row.cause = row.survive = False
         return row
     row.seconds = round(time.perf_counter() - began, 2)
-    row.survive = _healthy(scene)
     if case.control:
         row.false_alarms = len(incidents) + (halted and not incidents)
         row.detect = not row.false_alarms
@@ -65,6 +64,7 @@ def score(case: Case) -> Row:
             row.said = str(incidents[0].origin)
             row.findings = [finding.code for finding in incidents[0].findings]
         return row
+    row.survive = _healthy(scene)
     if halted and case.wanted.event.startswith(("param:", "buffer:")):
         row.survive = True  # the state was bad before the run began: refusing to train is right
     _mark(row, case, incidents)

@@ -119,7 +119,7 @@ def _look(scene: Scene, record: Record, observer: Observer) -> None:
 def _bad_before(scene: Scene, micros: list[Batch]) -> list[str]:
     model = scene.model
     bad = [f"param:{name}" for name, p in model.named_parameters() if any(flaws(p))]
-    bad += [f"buffer:{name}" for name, b in model.named_buffers() if flaws(b)[0]]
+    bad += [f"buffer:{name}" for name, b in model.named_buffers() if any(flaws(b))]
     bad += [f"batch:{key}" for batch in micros for key, value in batch.items() if any(flaws(value))]
     slots = {slot for state in scene.optimizer.state.values() for slot, value in state.items() if any(flaws(value))}
     return bad + sorted(f"opt:{slot}" for slot in slots)

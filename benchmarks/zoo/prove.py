@@ -79,7 +79,8 @@ def _origin(want: Expected, record: Record) -> list[str]:
 
 
 def _stored(want: Expected, record: Record, kind: str) -> list[str]:
-    said = [] if want.event in record.bad_before[want.step] else [f"{want.event} was fine: {record.bad_before}"]
+    when = want.step + 1 if want.proof.get("left_behind") else want.step
+    said = [] if want.event in record.bad_before[when] else [f"{want.event} was fine: {record.bad_before}"]
     if kind in ("batch", "opt") and any(want.event in bad for bad in record.bad_before[: want.step]):
         said.append(f"{want.event} was bad earlier")
     read = any(

@@ -33,7 +33,7 @@ def rates(rows: list[Row]) -> dict[str, tuple[int, int]]:
 
 def table(rows: list[Row]) -> Table:
     shown = Table(title="failure zoo", box=None, header_style="bold")
-    shown.add_column("case")
+    shown.add_column("case", no_wrap=True)
     for part in PARTS:
         shown.add_column(part, justify="center")
     shown.add_column("seconds", justify="right")
@@ -57,13 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    console = Console(soft_wrap=True)
+    console = Console(width=max(120, Console().width))
     cases = chosen(args.only)
     rows = [score(case) for case in track(cases, description="scoring", console=Console(stderr=True), transient=True)]
     console.print(table(rows))
     for row in rows:
         if not row.right:
-            console.print(explain(row), markup=False)
+            console.print(explain(row), markup=False, soft_wrap=True)
     done, alarms = rates(rows), sum(row.false_alarms for row in rows if row.control)
     controls = sum(row.control for row in rows)
     summary = "  ".join(f"{part} {right}/{asked}" for part, (right, asked) in done.items())
