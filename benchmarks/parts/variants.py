@@ -172,8 +172,6 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("step, fused", "guard.step, fused AdamW", stepped, fused=True, ours=True),
     Variant("hand-written", "isnan/isinf of loss and norm", seed_loop),
     Variant("each gradient", "isnan/isinf of every gradient", each_gradient),
-    Variant(
-        "DebugUnderflowOverflow", "DebugUnderflowOverflow", underflow_overflow, missing=_without("transformers")
-    ),
+    Variant("DebugUnderflowOverflow", "DebugUnderflowOverflow", underflow_overflow, missing=_without("transformers")),
     Variant("detect_anomaly", "detect_anomaly", anomaly),
 )

@@ -94,10 +94,16 @@ class Guard:
             return
         self._closed = True
         try:
-            self._settle()
-            self._shield.call(None, self._end)
+            self._finish()
+            self._shield.last(self._end)
         finally:
             self._context.resources.close()
+
+    def _finish(self) -> None:
+        if self._watcher is not None:
+            self._watcher.finish()
+        else:
+            self._stepper.settle()
 
     def _settle(self) -> None:
         if self._watcher is not None:
@@ -115,6 +121,8 @@ class Guard:
     def _fault(self, fault: Exception) -> None:
         context = self._context
         context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
+        if context.human is not None:
+            context.human.fault(f"{type(fault).__name__}: {fault}")
         context.terminal.fault(f"{type(fault).__name__}: {fault}")
 
     def __enter__(self) -> Guard:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from benchmarks import counts, overhead, table
 from benchmarks.parts import timing
 from benchmarks.parts.variants import VARIANTS
 from benchmarks.parts.workloads import FULL, QUICK
+
+from benchmarks import counts, overhead, table
 
 
 @pytest.fixture(scope="module")

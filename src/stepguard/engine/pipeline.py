@@ -9,7 +9,7 @@ from stepguard.detect import judge
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
-from stepguard.engine.examine import examine, stored_trouble, working_scale
+from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.record import record
 from stepguard.locate import locate
@@ -21,6 +21,8 @@ from stepguard.state.replay import reevaluate, rerun
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
+ASK_FIRST, ASK_AGAIN = 4, 8
+"""Suspicious steps in a row for which an earlier batch is evaluated again: the first few, then every eighth."""
 
 
 class Pipeline:
@@ -28,20 +30,32 @@ class Pipeline:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._suspicious = (-1, 0)
+        """The last suspicious step, and how many in a row there have been."""
 
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look or a second measurement where the first one asks for it."""
         context = self._context
-        if alarming(reading):
+        if alarming(reading) and not reading.state_born:  # what the update made has been named, and undone
             reading = self._agree(step, examine(context, step, reading))
         verdict = judge(reading, context.history, context.config)
+        if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
+            # every rank sees its own loss only, and asking the others takes a collective that they do not join
+            return reading, replace(verdict, severity="note")
         if verdict.severity != "suspicion":
             return reading, verdict
-        again = self._repeat_loss()
+        again = self._repeat_loss() if self._worth_asking(reading) else None
         if again is None:
             return reading, replace(verdict, severity="note")
         reading = replace(reading, repeat_loss=again[0], repeat_before=again[1])
         return reading, judge(reading, context.history, context.config)
+
+    def _worth_asking(self, reading: Reading) -> bool:
+        """After a shift of the data many steps in a row look suspicious: then only some of them are looked into."""
+        last, run = self._suspicious
+        run = run + 1 if reading.step == last + 1 else 1
+        self._suspicious = (reading.step, run)
+        return run <= ASK_FIRST or run % ASK_AGAIN == 0
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
         """Locate, diagnose, decide and record. The update has already been vetoed (or, `committed`, came too early)."""
@@ -73,6 +87,8 @@ class Pipeline:
         context = self._context
         fields = {"step": reading.step, "kind": verdict.kind, "summary": verdict.summary, "evidence": verdict.evidence}
         context.note("note", fields)
+        if context.human is not None:
+            context.human.note(verdict.summary, reading.step, verdict.kind)
         context.terminal.note(verdict.summary, reading.step, verdict.kind)
 
     def _explain(self, incident: Incident, step: Step) -> Incident:
@@ -105,6 +121,8 @@ class Pipeline:
             new_scale=working_scale(step) if reading.overflow and context.config.loss_scale else None,
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
+        if situation.at_start and decision.action == "warn":
+            accept(context, reading.bad_state)
         return decision
 
     def _repeat_loss(self) -> tuple[float, float] | None:
@@ -141,10 +159,10 @@ class Pipeline:
         return bool(reading.bad_grads)
 
 
-def let_through(incident: Incident) -> bool:
-    """A finite step on hurt weights that the policy only warns about: the update goes on."""
-    decision = incident.decision
-    return incident.verdict.kind in FINITE_KINDS and decision is not None and decision.action == "warn"
+def let_through(verdict: Verdict, incident: Incident | None) -> bool:
+    """A finite step on hurt weights that the policy only warns about, or nobody could decide on: the update goes on."""
+    decision = incident.decision if incident is not None else None
+    return verdict.kind in FINITE_KINDS and (decision is None or decision.action == "warn")
 
 
 def lost_share(verdict: Verdict) -> float | None:

@@ -74,9 +74,18 @@ def bad_parameters(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> list
     return [f"param:{name}" for tensor, name in names if not finite(tensor)]
 
 
-def bad_buffers(roots: Mapping[str, nn.Module], sentinels: frozenset[str] = frozenset()) -> list[str]:
-    """`buffer:NAME` for every non-finite buffer, except those that hold Inf or NaN on purpose."""
-    return [f"buffer:{name}" for name, buffer in named_buffers(roots) if name not in sentinels and not finite(buffer)]
+def bad_buffers(roots: Mapping[str, nn.Module]) -> list[str]:
+    """`buffer:NAME` for every non-finite buffer."""
+    return [f"buffer:{name}" for name, buffer in named_buffers(roots) if not finite(buffer)]
+
+
+@torch.no_grad()
+def extremes(tensor: Tensor) -> Tensor | None:
+    """Smallest and largest element, still on the device: both are finite when all are."""
+    plain = dense_real(tensor.detach())
+    if not plain.is_floating_point() or plain.numel() == 0:
+        return None
+    return torch.stack(torch.aminmax(plain))
 
 
 def bad_slots(optimizer: Optimizer) -> list[str]:
