@@ -1,6 +1,6 @@
 """Puts the measured overhead into README.md, between its two markers.
 
-    python -m benchmarks.table
+python -m benchmarks.table
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
     rounds = ", ".join(str(w["rounds"]) for w in workloads)
     threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
     return (
-        "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update), with the middle "
-        f"half of {rounds} rounds. torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}."
+        "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update), with the "
+        f"middle half of {rounds} rounds. torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}."
     )
 
 

@@ -12,7 +12,7 @@ import argparse
 import functools
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
-from torch import nn
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 import stepguard
 from examples.denoiser import LEVELS, Batch, Denoiser, batches, loss_of, quality, untouched_quality
@@ -31,6 +31,10 @@ from examples.denoiser import LEVELS, Batch, Denoiser, batches, loss_of, quality
 STEPS = 300
 SEED = 5
 CLIP = 1.0
+INTRODUCTION = (
+    "A small denoiser learns to clean pictures. One sample in a thousand has noise level 0, "
+    "and the network takes its logarithm. No NaN is injected.\n"
+)
 MARKER = "made-by-stepguard-demo"
 """A folder with this file in it is an earlier demo's and may be replaced; no other is touched."""
 
@@ -40,10 +44,9 @@ class Outcome:
     """How one of the trainings ended."""
 
     name: str
-    steps: int
     first_bad: int | None
     committed: int
-    """Updates with finite gradients that really happened."""
+    """Updates made from a finite loss."""
     skipped: int
     nan_tensors: int
     tensors: int
@@ -88,7 +91,9 @@ class GuardedLoop(Loop):
 
     def __init__(self, run_dir: Path, *, quiet: bool = False) -> None:
         super().__init__()
-        config = stepguard.GuardConfig(clip_norm=CLIP, run_dir=run_dir, terminal="quiet" if quiet else "auto")
+        config = stepguard.GuardConfig(
+            clip_norm=CLIP, run_dir=run_dir, build="examples.demo:rebuild", terminal="quiet" if quiet else "auto"
+        )
         self.guard = stepguard.Guard(self.model, self.optimizer, config=config)
 
     def step(self, batch: Batch) -> tuple[float, bool]:
@@ -98,6 +103,12 @@ class GuardedLoop(Loop):
     def close(self) -> tuple[stepguard.Incident, ...]:
         self.guard.close()
         return self.guard.incidents
+
+
+def rebuild() -> tuple[nn.Module, Optimizer, Callable[[Batch], Tensor]]:
+    """What `stepguard replay` needs to run a recorded step again."""
+    loop = Loop()
+    return loop.model, loop.optimizer, functools.partial(loss_of, loop.model)
 
 
 class RepairedLoop(Loop):
@@ -112,31 +123,31 @@ class RepairedLoop(Loop):
 def train(loop: Loop, steps: int, console: Console) -> Outcome:
     """Run one of the loops over the same batches, with a bar."""
     losses: list[float] = []
-    updates, first_bad = 0, None
+    updates, skipped, first_bad = 0, 0, None
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[at]}"))
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(loop.name, total=steps, at="")
         for index, batch in enumerate(batches(steps, SEED)):
             loss, updated = loop.step(batch)
-            updates += updated
+            updates += updated and math.isfinite(loss)
+            skipped += not updated
             if first_bad is None and not math.isfinite(loss):
                 first_bad = index
             if updated:
                 losses.append(loss)
             bar.update(task, advance=1, at=f"loss {loss:.4f}")
-    return _outcome(loop, steps, first_bad, updates, losses)
+    return _outcome(loop, first_bad, (updates, skipped), losses)
 
 
-def _outcome(loop: Loop, steps: int, first_bad: int | None, updates: int, losses: list[float]) -> Outcome:
+def _outcome(loop: Loop, first_bad: int | None, counts: tuple[int, int], losses: list[float]) -> Outcome:
     incidents = loop.close()
     state = [t for t in loop.model.state_dict().values() if t.is_floating_point()]
     last = losses[-30:]
     return Outcome(
         name=loop.name,
-        steps=steps,
         first_bad=first_bad,
-        committed=updates,
-        skipped=steps - updates,
+        committed=counts[0],
+        skipped=counts[1],
         nan_tensors=sum(bool(t.isnan().any()) for t in state),
         tensors=len(state),
         loss=sum(last) / len(last) if last else math.nan,
@@ -145,16 +156,15 @@ def _outcome(loop: Loop, steps: int, first_bad: int | None, updates: int, losses
     )
 
 
-def comparison(outcomes: Sequence[Outcome]) -> Table:
+def comparison(outcomes: Sequence[Outcome], steps: int) -> Table:
     """The trainings side by side."""
-    table = Table(title=f"one training of {outcomes[0].steps} steps, same seed and data", title_justify="left")
-    table.title_style = "bold"
+    table = Table(title=f"the same training of {steps} steps", title_justify="left", title_style="bold")
     table.add_column("")
     for outcome in outcomes:
         table.add_column(Text(outcome.name, style="green" if outcome.alive else "red"), justify="right")
     rows = {
         "first bad step": [str(o.first_bad) if o.first_bad is not None else "none" for o in outcomes],
-        "updates made": [str(o.committed) for o in outcomes],
+        "good updates": [str(o.committed) for o in outcomes],
         "steps skipped": [str(o.skipped) for o in outcomes],
         "tensors with NaN at the end": [f"{o.nan_tensors} of {o.tensors}" for o in outcomes],
         "training loss at the end": [f"{o.loss:.4f}" for o in outcomes],
@@ -195,8 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if refused is not None:
         console.print(refused, style="red", markup=False)
         return 2
-    console.print("A small denoiser learns to clean pictures. One sample in a thousand has noise level 0, and the")
-    console.print("network takes its logarithm. Nothing is injected.\n")
+    console.print(INTRODUCTION)
     loops = (Loop, functools.partial(GuardedLoop, options.run_dir), RepairedLoop)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # pictures this small gain nothing from more
@@ -205,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         torch.set_num_threads(threads)
     console.print()
-    console.print(comparison(outcomes))
+    console.print(comparison(outcomes, options.steps))
     return _verdict(console, outcomes[1], options.run_dir)
 
 
