@@ -12,10 +12,11 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
+import stepguard.detect
 import stepguard.engine.pipeline
 import stepguard.engine.reader
-import stepguard.detect
 import stepguard.journal
+import stepguard.sentinel.gradients
 import stepguard.sentinel.packet
 import stepguard.state.buffers
 from guard.scenes import (
@@ -37,7 +38,7 @@ from stepguard.journal import read_run
 DATA = batches(16)
 STEPS = grouped(DATA, 2)
 WEAK_SPOTS: dict[str, tuple[Any, str]] = {
-    "norm": (stepguard.engine.reader, "gradient_norm"),
+    "norm": (stepguard.sentinel.gradients, "get_total_norm"),
     "look at the weights": (stepguard.engine.reader, "largest"),
     "reading": (stepguard.sentinel.packet.Packet, "fetch"),
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
@@ -103,9 +104,7 @@ def test_fault_disarms_and_the_run_goes_on_as_if_bare(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_disk_that_is_full_is_no_end_of_the_run(
-    loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_disk_that_is_full_is_no_end_of_the_run(loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = _run("plain", bare)
     _failing(monkeypatch, (stepguard.journal.Journal, "write"), 3)  # not even the fault can be written down
     with pytest.warns(GuardDisarmed, match="could not record it"):

@@ -305,7 +305,8 @@ def test_slow_drift_of_the_weights_is_an_incident(tmp_path: Path) -> None:
                 scene.model.height.add_(0.03)
             result = guard.step(scene.loss_fn, torch.tensor(0.01 * (index % 3)))
             if result.incident is not None:
-                first = first or (index, result.incident)
+                first = (index, result.incident)
+                break
     assert first is not None and first[1].verdict.kind == "drift"
     assert 32 <= first[0] < 200
 
@@ -417,7 +418,7 @@ def test_causal_mask_and_sentinel_buffers_are_no_incident(loop: str, fused: bool
 def test_sentinel_buffers_are_not_blamed_for_a_bad_batch(loop: str, fused: bool) -> None:
     scene = _adam(Causal(), fused=fused)
     found = _incidents(scene, loop, [(DATA[0],), (poisoned(DATA[1]),), (DATA[2],)])
-    assert _kinds(found) == [(1, "nonfinite_input" if loop == "step" else "nonfinite_loss")]
+    assert _kinds(found) == [(1, "nonfinite_input")]
     assert found[0].decision is not None and found[0].decision.action == "skip"
     assert scene.model.count == 2.0  # the bad forward never counted, the others did
 
