@@ -95,6 +95,7 @@ class Guard:
         self._closed = True
         try:
             self._finish()
+            self._shield.call(None, self._last_look)
             self._shield.last(self._end)
         finally:
             self._context.resources.close()
@@ -111,11 +112,13 @@ class Guard:
         else:
             self._stepper.settle()
 
+    def _last_look(self) -> None:
+        inner = self._watcher or self._stepper
+        if self._context.step and not inner.reader.last_update_finite():
+            inner.pipeline.last_look(bare_step(self._context))
+
     def _end(self) -> None:
         context = self._context
-        inner = self._watcher or self._stepper
-        if context.step and not inner.reader.last_update_finite():
-            inner.pipeline.last_look(bare_step(context))
         context.note("end", {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed})
 
     def _fault(self, fault: Exception) -> None:

@@ -16,6 +16,7 @@ import stepguard.detect
 import stepguard.engine.pipeline
 import stepguard.engine.reader
 import stepguard.journal
+import stepguard.sentinel.gradients
 import stepguard.sentinel.packet
 import stepguard.state.buffers
 from guard.scenes import (
@@ -37,7 +38,7 @@ from stepguard.journal import read_run
 DATA = batches(16)
 STEPS = grouped(DATA, 2)
 WEAK_SPOTS: dict[str, tuple[Any, str]] = {
-    "norm": (stepguard.engine.reader, "gradient_norm"),
+    "norm": (stepguard.sentinel.gradients, "get_total_norm"),
     "look at the weights": (stepguard.engine.reader, "largest"),
     "reading": (stepguard.sentinel.packet.Packet, "fetch"),
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
