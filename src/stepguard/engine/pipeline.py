@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from stepguard.detect import judge
@@ -17,7 +18,7 @@ from stepguard.policy import decide
 from stepguard.policy.decide import Situation
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.state.replay import reevaluate, rerun
+from stepguard.state.replay import gradients_came_back_finite, model_finite, reevaluate, rerun
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
@@ -28,8 +29,8 @@ ASK_FIRST, ASK_AGAIN = 4, 8
 class Pipeline:
     """What happens after a step has been read."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, find: Callable[[Step, Reading], Origin] = locate) -> None:
+        self._context, self._find = context, find
         self._suspicious = (-1, 0)
         """The last suspicious step, and how many in a row there have been."""
 
@@ -103,7 +104,7 @@ class Pipeline:
         leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.rank
         origin: Origin | None = None
         if agreement.rank == leader:
-            origin = replace(locate(step, reading), rank=agreement.rank if agreement.size > 1 else None)
+            origin = replace(self._find(step, reading), rank=agreement.rank if agreement.size > 1 else None)
         if agreement.size == 1:
             return origin
         told = agreement.gather({"origin": to_jsonable(origin) if origin is not None else None})[leader]["origin"]
@@ -156,6 +157,8 @@ class Pipeline:
             return False
         if self._context.agreement.mode == "spread" and step.whole:
             return not rerun(step).grads_finite
+        if self._context.agreement.mode == "spread" and step.model_only:
+            return not (gradients_came_back_finite(step) and model_finite(step))
         return bool(reading.bad_grads)
 
 
