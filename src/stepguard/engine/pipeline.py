@@ -29,8 +29,8 @@ ASK_FIRST, ASK_AGAIN = 4, 8
 class Pipeline:
     """What happens after a step has been read."""
 
-    def __init__(self, context: Context, find: Callable[[Step, Reading], Origin] = locate) -> None:
-        self._context, self._find = context, find
+    def __init__(self, context: Context, find: Callable[[Step, Reading], Origin] | None = None) -> None:
+        self._context, self._find = context, find or locate
         self._suspicious = (-1, 0)
         """The last suspicious step, and how many in a row there have been."""
 
@@ -101,12 +101,15 @@ class Pipeline:
     def _locate(self, step: Step, reading: Reading) -> Origin | None:
         """The worst rank looks, alone; then everybody knows."""
         agreement = self._context.agreement
-        leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.rank
+        leader = reading.bad_ranks[0] if reading.bad_ranks else 0
         origin: Origin | None = None
-        if agreement.rank == leader:
-            origin = replace(self._find(step, reading), rank=agreement.rank if agreement.size > 1 else None)
         if agreement.size == 1:
-            return origin
+            return self._find(step, reading)
+        if agreement.rank == leader:
+            try:
+                origin = replace(self._find(step, reading), rank=leader)
+            except Exception as fault:  # the others wait for an answer, and go on with or without it
+                self._context.note("fault", {"step": step.index, "error": f"{type(fault).__name__}: {fault}"})
         told = agreement.gather({"origin": to_jsonable(origin) if origin is not None else None})[leader]["origin"]
         return from_jsonable(Origin, told) if told is not None else None
 
