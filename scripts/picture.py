@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -76,42 +76,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def picture(steps: int) -> str:
     """The demo's incident and its table as SVG."""
     console = paper(width=WIDTH, colour=True, record=True)
-    with _elsewhere() as run_dir, _one_thread():
-        outcomes = [demo.train(loop, steps, _silent()) for loop in _loops(run_dir)]
+    with contextlib.chdir(ROOT), tempfile.TemporaryDirectory() as folder, _one_thread():
+        outcomes = [demo.train(loop, steps, Console(file=io.StringIO())) for loop in _loops(Path(folder))]
     _draw(console, outcomes, steps)
     return console.export_svg(title="make demo", theme=theme(), code_format=FORMAT, unique_id="stepguard")
 
 
 def _draw(console: Console, outcomes: Sequence[demo.Outcome], steps: int) -> None:
-    guarded = outcomes[1]
-    console.print(Text("$ make demo", style="bold"))
+    unguarded, guarded, repaired = outcomes
+    console.print(_bar(unguarded, steps))
     if guarded.incidents:
-        paint_incident(console, guarded.incidents[0])
+        paint_incident(console, replace(guarded.incidents[0], run="demo_run"))
+    console.print(_bar(guarded, steps))
+    console.print(_bar(repaired, steps))
     console.print()
     console.print(demo.comparison(outcomes, steps))
+
+
+def _bar(outcome: demo.Outcome, steps: int) -> Text:
+    """A finished progress bar, as the terminal leaves it."""
+    loss = Text(f" loss {outcome.last_loss:.4f}", style="" if outcome.alive else "bold red")
+    bar = Text("━" * 40, style="green" if outcome.alive else "red")
+    return Text.assemble(f"{outcome.name:<12} ", bar, f" {steps}/{steps}", loss)
 
 
 def _loops(run_dir: Path) -> Iterator[demo.Loop]:
     yield demo.Loop()
     yield demo.GuardedLoop(run_dir, quiet=True)
     yield demo.RepairedLoop()
-
-
-def _silent() -> Console:
-    return Console(file=io.StringIO())
-
-
-@contextlib.contextmanager
-def _elsewhere() -> Iterator[Path]:
-    """The run is recorded in a passing folder, under the name the demo would give it."""
-    here = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "examples").symlink_to(ROOT / "examples")
-        os.chdir(folder)
-        try:
-            yield Path("demo_run")
-        finally:
-            os.chdir(here)
 
 
 @contextlib.contextmanager
