@@ -18,6 +18,7 @@ from pathlib import Path
 
 import rich
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -52,6 +53,7 @@ class Outcome:
     tensors: int
     loss: float
     """Mean of the last thirty steps that were trained on."""
+    last_loss: float
     decibels: float
     incidents: tuple[stepguard.Incident, ...] = ()
 
@@ -151,6 +153,7 @@ def _outcome(loop: Loop, first_bad: int | None, counts: tuple[int, int], losses:
         nan_tensors=sum(bool(t.isnan().any()) for t in state),
         tensors=len(state),
         loss=sum(last) / len(last) if last else math.nan,
+        last_loss=losses[-1] if losses else math.nan,
         decibels=quality(loop.model),
         incidents=incidents,
     )
@@ -158,7 +161,8 @@ def _outcome(loop: Loop, first_bad: int | None, counts: tuple[int, int], losses:
 
 def comparison(outcomes: Sequence[Outcome], steps: int) -> Table:
     """The trainings side by side."""
-    table = Table(title=f"the same training of {steps} steps", title_justify="left", title_style="bold")
+    title = f"the same training of {steps} steps"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 2))
     table.add_column("")
     for outcome in outcomes:
         table.add_column(Text(outcome.name, style="green" if outcome.alive else "red"), justify="right")
@@ -172,7 +176,7 @@ def comparison(outcomes: Sequence[Outcome], steps: int) -> Table:
     }
     for name, cells in rows.items():
         table.add_row(name, *(_coloured(cell, o) for cell, o in zip(cells, outcomes, strict=True)))
-    table.caption = f"pictures left as noisy as they came: {untouched_quality():.1f} dB"
+    table.caption = f"  pictures left as noisy as they came: {untouched_quality():.1f} dB"
     table.caption_justify = "left"
     return table
 
