@@ -27,6 +27,8 @@ HEALTHY = ["-".join(("healthy", *parts)) for parts in product(LOOPS, WRAPS, FUSE
 SUSPECT = ["-".join(("suspicion", *parts)) for parts in product(LOOPS, WRAPS)]
 HALTING = ["-".join(("halting", *parts)) for parts in product(LOOPS, WRAPS)]
 BAD_START = ["-".join(("bad_start", *parts)) for parts in product(LOOPS, WRAPS)]
+LOCATED = ["-".join(("located", *parts)) for parts in product(LOOPS, WRAPS)]
+FAULTS = ["-".join(("fault", *parts)) for parts in product(LOOPS, WRAPS, ["healthy", "troubled"])]
 BAD_STEP = 2
 
 
@@ -56,7 +58,7 @@ def launch(out: Path, names: list[str], seconds: int) -> tuple[int | None, str]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every scenario, run by one pair of processes; what each rank ended with."""
     out = tmp_path_factory.mktemp("ranks")
-    names = [*HEALTHY, *TROUBLED, *SUSPECT, *BAD_START, *HALTING]
+    names = [*HEALTHY, *TROUBLED, *SUSPECT, *BAD_START, *HALTING, *LOCATED, *FAULTS]
     code, log = launch(out, names, 200)
     found = {name: [out / f"{name}.{rank}.pt" for rank in (0, 1)] for name in names}
     ended = {name: files for name, files in found.items() if all(file.exists() for file in files)}
@@ -100,7 +102,7 @@ def test_trouble_of_one_rank_is_skipped_by_all(name: str, outcomes: dict[str, li
     assert difference(_weights(first), _weights(second)) == ""
 
 
-@pytest.mark.parametrize("name", [name for name in TROUBLED if "backward-watch-ddp" not in name])
+@pytest.mark.parametrize("name", TROUBLED)
 def test_rank_of_origin_is_named(name: str, outcomes: dict[str, list[Any]]) -> None:
     assert outcomes[name][0]["guarded"]["incidents"][0][2] == (1,)
 
@@ -126,6 +128,27 @@ def test_bad_state_of_one_rank_stops_all_at_the_first_step(name: str, outcomes: 
     for rank in outcomes[name]:
         assert rank["guarded"]["halted"] == 0
         assert [(i[0], i[1]) for i in rank["guarded"]["incidents"]] == [(0, "nonfinite_optimizer_state")]
+
+
+@pytest.mark.parametrize("name", LOCATED)
+def test_fault_while_locating_disarms_all_and_hangs_nobody(name: str, outcomes: dict[str, list[Any]]) -> None:
+    for rank in outcomes[name]:
+        assert not rank["guarded"]["armed"]
+        assert [i[0] for i in rank["guarded"]["incidents"]] == [BAD_STEP]
+        assert difference(_parts(rank, "guarded"), _parts(rank, "reference")) == ""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_on_one_rank_hangs_nobody(name: str, outcomes: dict[str, list[Any]]) -> None:
+    first, second = outcomes[name]
+    for rank in (first, second):  # as if bare, which a bad batch ruins
+        assert difference(_parts(rank, "guarded"), _parts(rank, "reference")) == ""
+        assert rank["guarded"]["incidents"] == []
+    assert ["the disk of one rank is full" in message for message in second["told"]] == [True]
+    if "troubled" in name:
+        assert ["rank 1 has disarmed itself" in message for message in first["told"]] == [True]
+    else:
+        assert first["told"] == [] and first["guarded"]["armed"]
 
 
 def test_rank_that_skips_alone_ruins_or_hangs_the_run(tmp_path: Path) -> None:

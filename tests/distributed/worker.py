@@ -1,12 +1,13 @@
 """What two ranks do: every scenario once, and what came of it into a file a rank.
 
-    torchrun --standalone --nproc-per-node 2 worker.py OUT scenario ...
+torchrun --standalone --nproc-per-node 2 worker.py OUT scenario ...
 """
 
 from __future__ import annotations
 
 import datetime
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
 from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard.engine import pipeline, settle
+from stepguard.engine.shield import GuardDisarmed
 
 FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
 QUIET = GuardConfig(locate=False, terminal="quiet")
+LOCATING = GuardConfig(terminal="quiet")
 Batch = tuple[Tensor, Tensor, str]
 COUNTED = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "reduce", "barrier")
 
@@ -78,16 +82,26 @@ def end(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": state, "optimizer": optimizer.state_dict()["state"]}
 
 
-def reference(troubles: dict[int, str], *, wrap: bool, fused: bool) -> dict[str, Any]:
-    """Bare, and no rank sees a troubled step."""
+def reference(troubles: dict[int, str], *, wrap: bool, fused: bool, skip: bool = True) -> dict[str, Any]:
+    """Bare, and no rank sees a troubled step; or, without `skip`, what becomes of those who have no guard."""
     model, optimizer = build(wrap=wrap, fused=fused)
+    rank = dist.get_rank()
     for step in range(STEPS):
-        if step not in troubles:
-            bare_step(model, optimizer, batch(dist.get_rank(), step), by_hand=not wrap)
+        if step not in troubles or not skip:
+            data = batch(rank, step, troubles.get(step, "") if rank == BAD_RANK else "")
+            bare_step(model, optimizer, data, by_hand=not wrap)
     return end(model, optimizer)
 
 
-def guarded(loop: str, troubles: dict[int, str], *, wrap: bool, fused: bool, before: Any = None) -> dict[str, Any]:
+def guarded(
+    loop: str,
+    troubles: dict[int, str],
+    *,
+    wrap: bool,
+    fused: bool,
+    before: Any = None,
+    config: GuardConfig = QUIET,
+) -> dict[str, Any]:
     """The same under a guard; only one rank has the trouble."""
     rank = dist.get_rank()
     model, optimizer = build(wrap=wrap, fused=fused)
@@ -98,7 +112,7 @@ def guarded(loop: str, troubles: dict[int, str], *, wrap: bool, fused: bool, bef
         handles = [p.register_post_accumulate_grad_hook(_average_one) for p in model.parameters()]
     out: dict[str, Any] = {"halted": None}
     make = stepguard.watch if loop == "watch" else Guard
-    guard = make(model, optimizer, config=QUIET)
+    guard = make(model, optimizer, config=config)
     try:
         with guard:
             for step in range(STEPS):
@@ -177,7 +191,7 @@ def healthy(loop: str, wrap: str, fused: str) -> dict[str, Any]:
 def suspicion(loop: str, wrap: str) -> dict[str, Any]:
     """A loss that jumps on one rank only, with finite gradients."""
     settings = {"wrap": wrap == "ddp", "fused": False}
-    model_free = {step: "spike" for step in (BAD_STEP, BAD_STEP + 1)}
+    model_free = dict.fromkeys((BAD_STEP, BAD_STEP + 1), "spike")
     return {"guarded": guarded(loop, model_free, **settings), "reference": reference({}, **settings)}
 
 
@@ -185,6 +199,46 @@ def halting(loop: str, wrap: str) -> dict[str, Any]:
     troubles = dict.fromkeys(range(1, STEPS), "input")
     settings = {"wrap": wrap == "ddp", "fused": False}
     return {"guarded": guarded(loop, troubles, **settings), "reference": reference(troubles, **settings)}
+
+
+def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
+    """The guard of one rank fails; later a batch of that rank is bad, and nobody is there to veto it."""
+    settings = {"wrap": wrap == "ddp", "fused": False}
+    troubles = {BAD_STEP + 2: "input"} if troubled == "troubled" else {}
+    original, calls = settle.committed, Counter[str]()
+
+    def failing(*args: Any) -> None:
+        calls["committed"] += 1
+        if dist.get_rank() == BAD_RANK and calls["committed"] == 2:
+            raise OSError("the disk of one rank is full")
+        original(*args)
+
+    settle.committed = failing
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            got = guarded(loop, troubles, **settings)
+    finally:
+        settle.committed = original
+    told = [str(w.message) for w in said if issubclass(w.category, GuardDisarmed)]
+    return {"guarded": got, "reference": reference(troubles, **settings, skip=False), "told": told}
+
+
+def located(loop: str, wrap: str) -> dict[str, Any]:
+    """Looking for the origin fails on the rank that looks."""
+    original = pipeline.locate
+
+    def failing(*args: Any) -> Any:
+        raise OSError("a fault while locating")
+
+    pipeline.locate = failing
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = guarded(loop, {BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False, config=LOCATING)
+    finally:
+        pipeline.locate = original
+    return {"guarded": got, "reference": reference({BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False)}
 
 
 def bad_start(loop: str, wrap: str) -> dict[str, Any]:
@@ -219,7 +273,7 @@ def uncaught() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
-    for function in (trouble, healthy, suspicion, halting, bad_start, skipping_alone, uncaught)
+    for function in (trouble, healthy, suspicion, halting, fault, located, bad_start, skipping_alone, uncaught)
 }
 
 

@@ -131,6 +131,7 @@ class Watcher:
         """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
         pending = self.shield.call(None, self._issue)
         if pending is None:
+            self.context.agreement.stay(self.context.step, self.context.parameters)
             return
         if takes_found_inf(self.context.optimizer):
             self.shield.call(None, self._flag, pending)
