@@ -279,7 +279,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    seconds = 8 if names == ["skipping_alone"] else 60
+    seconds = 4 if names == ["skipping_alone"] else 60
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
     for name in names:
         kind, *arguments = name.split("-")
