@@ -123,6 +123,7 @@ class Guard:
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
+        context.agreement.leave()
         context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
         if context.human is not None:
             context.human.fault(f"{type(fault).__name__}: {fault}")

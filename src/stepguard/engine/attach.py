@@ -144,6 +144,7 @@ class Watcher:
         self._end_trace()
         pending = self.shield.call(None, self._issue)
         if pending is None:
+            self.context.agreement.stay(self.context.step, self.context.parameters)
             return
         if takes_found_inf(self.context.optimizer):
             self.shield.call(None, self._flag, pending)

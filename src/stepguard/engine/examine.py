@@ -40,7 +40,7 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     with kept_buffers(context.roots.values()):
         step.buffers.restore()
         before = stored_trouble(context)
-    made_now = buffers_after if not before and _only_buffers(reading) else []
+    made_now = buffers_after if not before and _only_buffers(context, reading) else []
     return replace(
         reading,
         bad_state=tuple(before or made_now),
@@ -91,9 +91,11 @@ def _losses_finite(reading: Reading) -> bool:
     return reading.loss is None or (math.isfinite(reading.loss) and not reading.bad_micro_batches)
 
 
-def _only_buffers(reading: Reading) -> bool:
+def _only_buffers(context: Context, reading: Reading) -> bool:
     """Nothing else is wrong: this step's forward made a norm layer's statistics non-finite."""
-    return reading.grads_finite and _losses_finite(reading) and "buffers" in reading.bad_state
+    # where gradients carry a rank's own trouble to the others, theirs are non-finite because of it
+    grads_fine = reading.grads_finite or context.agreement.mode == "spread"
+    return grads_fine and _losses_finite(reading) and "buffers" in reading.bad_state
 
 
 def _bad_gradients(context: Context) -> list[str]:

@@ -113,6 +113,7 @@ class Reader:
     def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing."""
         context = self._context
+        context.agreement.announced()
         if len(context.ignored) != self._left_out:
             self._left_out = len(context.ignored)
             self.after_update()  # the last look still saw what has been accepted since
@@ -143,7 +144,7 @@ class Reader:
         device = next(v.device for v in [*local, torch.zeros(())] if v is not None)
         zero = torch.zeros((), device=device)
         line = torch.stack([zero if v is None else v.detach().reshape(()).to(zero) for v in local])
-        shared = self._context.agreement.reduce(line)
+        shared = self._context.agreement.reduce(line, self._context.step)
         return [] if shared is None else list(shared.unbind())
 
     def complete(self, pending: Pending, *, grads_gone: bool = False) -> Reading:
