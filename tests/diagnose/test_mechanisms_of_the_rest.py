@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diagnose_literals import BACKWARD, NAN, codes, origin, out, tensor
 
+from diagnose.diagnose_literals import BACKWARD, NAN, codes, origin, out, tensor
 from stepguard.diagnose import RunFacts
 from stepguard.records import Operand, Origin
 

@@ -22,7 +22,7 @@ SETTLED_PHASES = ("state", "optimizer", "checkpoint")
 
 
 class Arming:
-    """Owns the live trace of one watcher. A listener of sentinel.taps."""
+    """Owns the live trace of one watcher, which tells it about calls of the model and backward passes."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -114,9 +114,6 @@ class Arming:
     def after_backward(self, root: Tensor) -> None:
         if self._running is not None:
             self._running.after_backward(root)
-
-    def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
-        """Clipping is not looked at."""
 
 
 def placed(origin: Origin) -> bool:

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from stepguard.locate import batch as batches
-from stepguard.locate import collectives
+from stepguard.locate.birth import Invocation
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
-from stepguard.locate.evidence import Invocation
 from stepguard.locate.finite import Flaws, plain
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.replay import Ran, Replayer, Traced
@@ -28,6 +27,7 @@ from stepguard.locate.tracer import Tracer
 from stepguard.locate.walk import Found, Walk
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
+from stepguard.state import collectives
 from stepguard.state.step import Step
 
 MOST_CALLS = 200_000
@@ -60,7 +60,7 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if seen is not None:
             try:
-                self._record(*seen, result)
+                self._record(seen, result)
             except Exception as fault:
                 self.fault = fault
         return result

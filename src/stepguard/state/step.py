@@ -9,10 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stepguard._errors import ConfigError
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import RngState
 
 PARALLEL_WRAPPERS = ("DistributedDataParallel", "DataParallel")
+
+WANTED = "return one scalar tensor, for instance loss.mean(), or a dict of named scalar tensors"
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 ModelFn = Callable[[Any], tuple[list[Tensor], list[Tensor | None]]]
@@ -38,6 +41,8 @@ class Step:
     scale: float = 1.0
     """What the loss was multiplied by before backward."""
     clip_norm: float | None = None
+    grads_gone: bool = False
+    """The loop has dropped or replaced this step's gradients since; what is there now belongs to another step."""
     model_fn: ModelFn | None = None
     """`watch` mode: the model's part of the step, whose `micro_batches` are the calls of the model."""
     lines: tuple[tuple[str, int] | None, ...] = ()
@@ -70,10 +75,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """A loss function may return a scalar, or named scalars that are added."""
-    if isinstance(output, Mapping):
-        if not output:
-            raise ValueError("loss_fn returned an empty dict; return a scalar tensor or named scalar tensors.")
-        parts = list(output.values())
-        return sum(parts[1:], start=parts[0])
-    return output
+    """A loss function may return a scalar, or named scalars that are added. Anything else is a ConfigError."""
+    if not isinstance(output, Mapping):
+        return _scalar(output)
+    if not output:
+        raise ConfigError(f"loss_fn returned an empty dict; {WANTED}.")
+    parts = [_scalar(part, f" for {name!r}") for name, part in output.items()]
+    return sum(parts[1:], start=parts[0])
+
+
+def _scalar(value: Any, name: str = "") -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"loss_fn returned{name} a {type(value).__name__}; {WANTED}.")
+    if value.numel() != 1:
+        raise ConfigError(f"loss_fn returned{name} a tensor of shape {tuple(value.shape)}; {WANTED}.")
+    return value

@@ -21,7 +21,7 @@ def _evidence(case: Case) -> Proof | None:
     born = case.reading.state_born and case.verdict.kind in ("nonfinite_parameter", "nonfinite_optimizer_state")
     if (case.phase == "optimizer" or case.origin is None) and born and underflows:
         first = f"finite gradients became non-finite weights in the update: {case.verdict.summary}"
-        return Proof(confidence=0.88, evidence=(first, _epsilon(case, dtype)))
+        return Proof(confidence=0.91, evidence=(first, _epsilon(case, dtype)))
     return None
 
 

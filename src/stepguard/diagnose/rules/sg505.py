@@ -14,9 +14,10 @@ from stepguard.records import Remedy
 
 def _evidence(case: Case) -> Proof | None:
     jumped = lr_jump(case) is not None or case.has("lr_jump") or lr_not_a_number(case) is not None
-    if jumped or case.verdict.kind == "infinite_norm":
+    norm_overflowed = case.verdict.kind == "infinite_norm"
+    if jumped or (norm_overflowed and not rising(case)):
         return None
-    if case.verdict.kind in FINITE_ANOMALIES:
+    if case.verdict.kind in FINITE_ANOMALIES or norm_overflowed:
         confidence = 0.92
     elif overflow(case) and not case.short:
         confidence = _overflowed(case)
