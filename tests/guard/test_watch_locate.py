@@ -27,6 +27,12 @@ HERE = Path(__file__)
 NAN = math.nan
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """Other tests compile in this process, and a process with compiled code is not traced."""
+    torch._dynamo.utils.counters.clear()
+
+
 def line(mark: str) -> str:
     """`file:number` of the line of this file that carries a mark."""
     numbers = [n for n, text in enumerate(HERE.read_text().splitlines(), start=1) if text.endswith(f"# {mark}")]
