@@ -114,14 +114,15 @@ def test_another_working_copy_gives_the_same_origin(copied: tuple[str, Path, Pat
     before = sorted(p.relative_to(folder) for p in (folder / "run").rglob("*"))
     done = replayed(folder, str(capsule), "--json")
     assert done.returncode == 0, done.stderr
-    first, again = recorded(folder, capsule), json.loads(done.stdout.splitlines()[-1])
+    first, again = recorded(folder, capsule), json.loads(done.stdout)
     for field in ("phase", "op", "node", "module", "source", "samples", "tensor", "micro_batch", "reproduced"):
         assert again["origin"][field] == first["origin"][field], field
     assert again["findings"][0]["code"] == first["findings"][0]["code"]
     file, text = ("model.py", MODEL) if fault != "random" else ("train.py", PROJECT)
     assert again["origin"]["source"] == f"{file}:{line_of(text, f'# {fault.upper()}')}"
     assert again["origin"]["samples"] == ([] if fault == "random" else [3])
-    assert "script ended" not in done.stdout
+    assert "script started" in done.stderr
+    assert "script ended" not in done.stderr
     assert sorted(p.relative_to(folder) for p in (folder / "run").rglob("*")) == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +34,9 @@ def replay(
         raise ConfigError(f"--build {build!r} must look like 'package.module:function'.")
     if as_json and debug:
         raise ConfigError("--json and --pdb exclude each other: one prints for a program, the other talks to you.")
-    incident = run_again(capsule, script=script, build=build, inspect=None if as_json else partial(_show, debug=debug))
+    show = None if as_json else partial(_show, debug=debug)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the script prints is no part of the JSON
+        incident = run_again(capsule, script=script, build=build, inspect=show)
     if as_json:
         typer.echo(dumps(to_plain(incident)))
     reproduced = incident.origin is not None and bool(incident.origin.reproduced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -86,13 +87,13 @@ def _forward_call(traced: Traced, found: Found) -> Call | None:
 
 
 def _users_only(trace: TracebackType | None) -> TracebackType | None:
-    """Cut what lies outside the first and inside the last frame of the user's."""
-    while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
+    """The same trace without the frames of torch and stepguard in it."""
+    kept = []
+    while trace is not None:
+        if is_users(trace.tb_frame.f_code.co_filename):
+            kept.append(trace)
         trace = trace.tb_next
-    last, one = trace, trace
-    while one is not None:
-        last = one if is_users(one.tb_frame.f_code.co_filename) else last
-        one = one.tb_next
-    if last is not None:
-        last.tb_next = None
-    return trace
+    for outer, inner in pairwise([*kept, None]):
+        if outer is not None:
+            outer.tb_next = inner
+    return kept[0] if kept else None
