@@ -12,12 +12,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from benchmarks.parts.variants import Runner, Variant
-from benchmarks.parts.workloads import Batch, Workload
+from benchmarks.parts.workloads import Batch, Workload, hollow
 
 SEED = 20240607
 RESAMPLES = 2000
@@ -53,11 +53,32 @@ class Row:
     cpu_interval: tuple[float, float] | None = None
     milliseconds: float | None = None
     """Median wall time of the step."""
+    bare_cpu_milliseconds: float | None = None
+    """Median CPU time of the bare step beside it."""
+    added_milliseconds: float | None = None
+    """Median CPU time the check adds, measured with forward and backward taken out."""
+    added_interval: tuple[float, float] | None = None
+
+    @property
+    def added_share(self) -> float | None:
+        """What the check adds, as a share of the bare step."""
+        if self.added_milliseconds is None or not self.bare_cpu_milliseconds:
+            return None
+        return self.added_milliseconds / self.bare_cpu_milliseconds
 
 
 def compare(
-    workload: Workload, variants: Sequence[Variant], rounds: int, warmup: int, tick: Callable[[], None]
+    workload: Workload, variants: Sequence[Variant], rounds: tuple[int, int], warmup: int, tick: Callable[[], None]
 ) -> list[Row]:
+    """Full steps in the first number of rounds, steps without forward and backward in the second."""
+    full = measure(workload, variants, rounds[0], warmup, tick)
+    own = measure(hollow(workload), [v for v in variants if not v.inside], rounds[1], warmup, tick)
+    return [_row(v, full.get(v.name), own.get(v.name)) for v in variants]
+
+
+def measure(
+    workload: Workload, variants: Sequence[Variant], rounds: int, warmup: int, tick: Callable[[], None]
+) -> dict[str, Times]:
     """Run all variants in turns; `tick` is called after every pair."""
     present = [v for v in variants if v.missing is None]
     runners = {v.name: v.start(workload) for v in present}
@@ -77,7 +98,7 @@ def compare(
         for runner in runners.values():
             runner.close()
     _bare_rows(present, times)
-    return [_row(v, times.get(v.name)) for v in variants]
+    return times
 
 
 Spent = tuple[float, float]
@@ -115,26 +136,28 @@ def _bare_rows(present: Sequence[Variant], times: dict[str, Times]) -> None:
             times[bare.name] = Times(walls, cpus, walls, cpus)
 
 
-def _row(variant: Variant, times: Times | None) -> Row:
+def _row(variant: Variant, full: Times | None, own: Times | None) -> Row:
     described = Row(variant.name, variant.what, variant.ours, variant.fused, variant.missing)
-    if times is None or not times.wall:
+    if full is None or not full.wall:
         return described
-    ratios = [a / b for a, b in zip(times.wall, times.bare_wall, strict=True)]
-    cpu_ratios = [a / max(b, 1e-9) for a, b in zip(times.cpu, times.bare_cpu, strict=True)]
+    ratios = [a / b for a, b in zip(full.wall, full.bare_wall, strict=True)]
+    cpu_ratios = [a / max(b, 1e-9) for a, b in zip(full.cpu, full.bare_cpu, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Row(
-        variant.name,
-        variant.what,
-        variant.ours,
-        variant.fused,
+    row = replace(
+        described,
         rounds=len(ratios),
         ratio=statistics.median(ratios),
         quartiles=(low, high),
         interval=interval_of_median(ratios),
         cpu_ratio=statistics.median(cpu_ratios),
         cpu_interval=interval_of_median(cpu_ratios),
-        milliseconds=1e3 * statistics.median(times.wall),
+        milliseconds=1e3 * statistics.median(full.wall),
+        bare_cpu_milliseconds=1e3 * statistics.median(full.bare_cpu),
     )
+    if own is None or variant.name == variant.reference:
+        return row
+    added = [1e3 * (a - b) for a, b in zip(own.cpu, own.bare_cpu, strict=True)]
+    return replace(row, added_milliseconds=statistics.median(added), added_interval=interval_of_median(added))
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:

@@ -80,6 +80,14 @@ class Guard:
         return self._context.agreement.rank
 
     @property
+    def model(self) -> nn.Module:
+        return self._context.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._context.optimizer
+
+    @property
     def armed(self) -> bool:
         """False once a fault of the guard's own has disarmed it."""
         return self._shield.armed

@@ -72,5 +72,5 @@ def test_scalar_loss_is_taken_as_it_is() -> None:
 
 
 def test_empty_loss_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match="empty dict; return a scalar tensor or named scalar tensors"):
+    with pytest.raises(ValueError, match=r"empty dict; return .*scalar tensor"):
         total_loss({})

@@ -20,7 +20,7 @@ from stepguard.sentinel.stored import (
     state_tensors,
 )
 from stepguard.state.batch import bad_batch_tensors
-from stepguard.state.replay import kept_buffers, rerun
+from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.step import Step
 
 LOWEST_SCALE = 2.0**-24
@@ -32,7 +32,11 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
     if reading.state_born:
         return reading  # found after the update, which has been undone since
-    if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(context, step):
+    if (
+        not reading.grads_finite
+        and _losses_finite(reading)
+        and overflows_by_scale(context, step, reading.scale or step.scale)
+    ):
         return replace(reading, overflow=True, bad_state=())
     buffers_after = [name for name in bad_buffers(context.roots) if name not in context.on_purpose()]
     with kept_buffers(context.roots.values()):
@@ -65,10 +69,13 @@ def accept(context: Context, names: Iterable[str]) -> None:
     context.ignored.update(id(tensor) for tensor in stored if not finite(tensor))
 
 
-def overflows_by_scale(context: Context, step: Step) -> bool:
+def overflows_by_scale(context: Context, step: Step, scale: float) -> bool:
     """Is the same step finite with a lower loss scale? Then the scale is the only fault."""
     if not context.scaling():
         return step.scale != 1.0 and step.whole and rerun(step, scale=1.0).grads_finite
+    if step.model_only:
+        # the loss's own backward cannot be run again: gradients that come back from it infinite are the scale's
+        return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
     if not step.whole:
         return True  # cannot be run again: a scaler that still falls is presumed to be calibrating
     return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite

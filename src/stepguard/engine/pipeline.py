@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +19,21 @@ from stepguard.policy import decide
 from stepguard.policy.decide import Situation
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.state.replay import reevaluate, rerun
+from stepguard.state.replay import gradients_came_back_finite, model_finite, reevaluate, rerun
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
+ASK_FIRST, ASK_AGAIN = 4, 8
+"""Suspicious steps in a row for which an earlier batch is evaluated again: the first few, then every eighth."""
 
 
 class Pipeline:
     """What happens after a step has been read."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, find: Callable[[Step, Reading], Origin] | None = None) -> None:
+        self._context, self._find = context, find or locate
+        self._suspicious = (-1, 0)
+        """The last suspicious step, and how many in a row there have been."""
 
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look or a second measurement where the first one asks for it."""
@@ -41,11 +46,18 @@ class Pipeline:
             return reading, replace(verdict, severity="note")
         if verdict.severity != "suspicion":
             return reading, verdict
-        again = self._repeat_loss()
+        again = self._repeat_loss() if self._worth_asking(reading) else None
         if again is None:
             return reading, replace(verdict, severity="note")
         reading = replace(reading, repeat_loss=again[0], repeat_before=again[1])
         return reading, judge(reading, context.history, context.config)
+
+    def _worth_asking(self, reading: Reading) -> bool:
+        """After a shift of the data many steps in a row look suspicious: then only some of them are looked into."""
+        last, run = self._suspicious
+        run = run + 1 if reading.step == last + 1 else 1
+        self._suspicious = (reading.step, run)
+        return run <= ASK_FIRST or run % ASK_AGAIN == 0
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
         """Locate, diagnose, decide and record. The update has already been vetoed (or, `committed`, came too early)."""
@@ -91,11 +103,11 @@ class Pipeline:
         """The worst rank looks, alone; then everybody knows."""
         agreement = self._context.agreement
         if agreement.size == 1:
-            return locate(step, reading)
+            return self._find(step, reading)
         leader = reading.bad_ranks[0] if reading.bad_ranks else 0
 
         def look() -> dict[str, Any]:
-            return to_jsonable(replace(locate(step, reading), rank=leader)) if agreement.rank == leader else {}
+            return to_jsonable(replace(self._find(step, reading), rank=leader)) if agreement.rank == leader else {}
 
         told = agreement.together(look)[leader]
         return from_jsonable(Origin, told) if told else None
@@ -155,8 +167,10 @@ def own_trouble(step: Step, reading: Reading) -> int:
         return 2
     if reading.grads_finite or reading.overflow:
         return 0
-    if step.loss_fn is not None:
+    if step.whole:
         return 0 if rerun(step).grads_finite else 2
+    if step.model_only:
+        return 0 if gradients_came_back_finite(step) and model_finite(step) else 2
     return 1
 
 

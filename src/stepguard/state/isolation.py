@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from stepguard.state.step import Step
 def untouched(step: Step) -> Iterator[BufferKeeper]:
     """Replay as often as you like inside; gives the buffers, to be restored before each replay."""
     roots = list(step.named_roots().values())
-    keeper = BufferKeeper(roots)
+    keeper = BufferKeeper(roots, small=sys.maxsize)
     keeper.remember()
     with ExitStack() as stack:
         stack.callback(restore_rng, capture_rng())

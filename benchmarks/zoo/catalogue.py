@@ -1,0 +1,44 @@
+"""Every case of the zoo, in a fixed order: the entries known in advance, then those written to be unseen."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from benchmarks.zoo.case import CASES, Case
+
+KNOWN = ("masks", "reductions", "domains", "gradients", "precision", "state", "rates", "data", "controls")
+MORE = (
+    "more_masks",
+    "more_reductions",
+    "more_divisions",
+    "more_domains",
+    "more_overflow",
+    "more_gradients",
+    "more_branches",
+    "more_precision",
+    "more_state",
+    "more_rates",
+    "more_data",
+    "more_structure",
+    "more_controls",
+    "more_healthy",
+)
+
+
+def load() -> dict[str, Case]:
+    """All cases by name."""
+    for name in (*KNOWN, *MORE):
+        import_module(f"benchmarks.zoo.{name}")
+    return CASES
+
+
+def chosen(names: list[str] | None = None) -> list[Case]:
+    """The named cases, a group's name standing for all of its cases; everything when no name is given."""
+    cases = load()
+    if not names:
+        return list(cases.values())
+    known = {case.group for case in cases.values()} | set(cases)
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"{name!r} is neither a case nor a group of the zoo; groups are {', '.join(KNOWN + MORE)}.")
+    return [case for case in cases.values() if case.name in names or case.group in names]
