@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
 from stepguard import Guard, GuardConfig, TrainingHalted
-from stepguard.engine import pipeline, settle
+from stepguard.engine import arming, pipeline, settle
 from stepguard.engine.shield import GuardDisarmed
 
 FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
@@ -242,13 +242,13 @@ def located(loop: str, wrap: str) -> dict[str, Any]:
     def failing(*args: Any) -> Any:
         raise OSError("a fault while locating")
 
-    pipeline.locate = failing
+    pipeline.locate = arming.locate = failing
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             got = guarded(loop, {BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False, config=LOCATING)
     finally:
-        pipeline.locate = original
+        pipeline.locate = arming.locate = original
     return {"guarded": got, "reference": reference({BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False)}
 
 

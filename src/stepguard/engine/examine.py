@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
-from stepguard.engine.capture import OUTPUT_GRADIENT
 from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import finite
@@ -47,7 +45,7 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
         reading,
         bad_state=tuple(before or made_now),
         state_born=reading.state_born or bool(made_now),
-        bad_inputs=tuple(bad_batch_tensors(_inputs(step))),
+        bad_inputs=tuple(bad_batch_tensors(step.micro_batches)),
         bad_grads=tuple(_bad_gradients(context)) if not step.grads_gone else (),
     )
 
@@ -87,13 +85,6 @@ def working_scale(step: Step) -> float:
     while scale > LOWEST_SCALE and not rerun(step, scale=scale).grads_finite:
         scale /= 2
     return scale / 2
-
-
-def _inputs(step: Step) -> tuple[Any, ...]:
-    """What came from outside. A watched call also carries the gradient of its output, which is no input."""
-    if not step.model_only:
-        return step.micro_batches
-    return tuple({k: v for k, v in call.items() if k != OUTPUT_GRADIENT} for call in step.micro_batches)
 
 
 def _losses_finite(reading: Reading) -> bool:
