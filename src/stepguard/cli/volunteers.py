@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from stepguard.cli.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
 from stepguard.engine.context import guarded, volunteers
 from stepguard.guard import Guard, watch
-from stepguard.locate.collectives import distributed
+from stepguard.state.collectives import distributed
 from stepguard.records import GuardConfig
 
 MOST_CALLS = 10_000
