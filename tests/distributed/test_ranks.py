@@ -24,7 +24,7 @@ WRAPS = ["ddp", "manual"]
 FUSED = ["plain", "fused"]
 TROUBLED = ["-".join(("trouble", *parts)) for parts in product(TROUBLES, LOOPS, WRAPS, FUSED)]
 HEALTHY = ["-".join(("healthy", *parts)) for parts in product(LOOPS, WRAPS, FUSED)]
-SUSPECT = ["-".join(("suspicion", *parts)) for parts in product(LOOPS, WRAPS)]
+SUSPECT = ["-".join(("suspicion", *parts)) for parts in product(LOOPS, WRAPS, ["data", "lr"])]
 HALTING = ["-".join(("halting", *parts)) for parts in product(LOOPS, WRAPS)]
 BAD_START = ["-".join(("bad_start", *parts)) for parts in product(LOOPS, WRAPS)]
 LOCATED = ["-".join(("located", *parts)) for parts in product(LOOPS, WRAPS)]
@@ -111,8 +111,10 @@ def test_rank_of_origin_is_named(name: str, outcomes: dict[str, list[Any]]) -> N
 def test_jump_of_one_ranks_loss_hangs_nobody(name: str, outcomes: dict[str, list[Any]]) -> None:
     first, second = outcomes[name]
     assert first["guarded"]["incidents"] == second["guarded"]["incidents"]
+    assert first["guarded"]["halted"] == second["guarded"]["halted"]
     assert difference(_weights(first), _weights(second)) == ""
-    assert difference(_parts(first, "guarded"), _parts(first, "reference")) == ""
+    if first["guarded"]["incidents"] == []:
+        assert difference(_parts(first, "guarded"), _parts(first, "reference")) == ""
 
 
 @pytest.mark.parametrize("name", HALTING)
