@@ -340,12 +340,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+def say(line):  # in one piece: print writes the line and its end apart, and two ranks mix them
+    os.write(1, (line + "\\n").encode())
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 TRIED
 model = DDP(model)
 torch.manual_seed(rank)
-seen = open(f"rank{rank}.txt", "w")  # two processes tear each other's lines on one standard output
 for step in range(6):
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
     shift = torch.ones(6)
@@ -355,10 +356,9 @@ for step in range(6):
     loss = nn.functional.cross_entropy(model(x, shift), y)
     loss.backward()
     optimizer.step()
-    print(step, loss.item(), file=seen)
+    say(f"rank{rank} {step} {loss.item()!r}")
 total = sum(p.double().sum() for p in model.parameters()).item()
-print("end", total, file=seen, flush=True)
-dist.barrier()
+say(f"rank{rank} end {total!r}")
 dist.destroy_process_group()
 """
 
@@ -368,8 +368,8 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return python(folder, *launcher, *words, timeout=280)
 
 
-def by_rank(folder: Path, rank: int) -> list[str]:
-    return (folder / f"rank{rank}.txt").read_text(encoding="utf-8").splitlines()
+def by_rank(done: subprocess.CompletedProcess[str], rank: int) -> list[str]:
+    return [line for line in done.stdout.splitlines() if line.startswith(f"rank{rank} ")]
 
 
 @pytest.mark.parametrize("tried", ["", "model(torch.randn(2, 4))"], ids=["", "tried out before it became parallel"])
@@ -377,7 +377,7 @@ def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(tmp_path: Pat
     script = write(tmp_path, HEAD + NET + PARALLEL.replace("BAD", "True").replace("TRIED", tried))
     done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
-    assert by_rank(tmp_path, 0)[-1].split()[-1] == by_rank(tmp_path, 1)[-1].split()[-1] != "nan"
+    assert by_rank(done, 0)[-1].split()[-1] == by_rank(done, 1)[-1].split()[-1] != "nan"
     for rank in (0, 1):
         record = read_run(tmp_path / "run", rank)
         (incident,) = record.incidents
@@ -390,9 +390,8 @@ def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(tmp_path: Pat
 
 def test_a_healthy_parallel_script_prints_what_it_prints_alone(tmp_path: Path) -> None:
     write(tmp_path, HEAD + NET + PARALLEL.replace("BAD", "False").replace("TRIED", ""))
-    bare = torchrun(tmp_path, "train.py")
-    alone = [by_rank(tmp_path, rank) for rank in (0, 1)]
-    under_guard = torchrun(tmp_path, "-m", "stepguard", "run", "train.py")
-    assert bare.returncode == under_guard.returncode == 0, bare.stderr + under_guard.stderr
-    assert [by_rank(tmp_path, rank) for rank in (0, 1)] == alone
+    bare, under_guard = torchrun(tmp_path, "train.py"), torchrun(tmp_path, "-m", "stepguard", "run", "train.py")
+    assert bare.returncode == under_guard.returncode == 0, under_guard.stderr
+    for rank in (0, 1):
+        assert by_rank(under_guard, rank) == by_rank(bare, rank)
     assert under_guard.stderr.count("6 steps guarded, 0 incidents") == 1
