@@ -36,24 +36,42 @@ def _rebuild(value: Any, change: Change, name: str, joint: str) -> Any:
 
     if isinstance(value, Tensor):
         return change(name, value)
-    if isinstance(value, dict) and type(value) is dict:
+    if type(value) is dict:
         return {key: below(key, item) for key, item in value.items()}
-    if isinstance(value, MutableMapping):
-        twin = copy.copy(value)
-        for key, item in value.items():
-            twin[key] = below(key, item)
-        return twin
     if isinstance(value, list):
         return [below(position, item) for position, item in enumerate(value)]
     if isinstance(value, tuple):
         items = [below(position, item) for position, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return _rebuild_object(value, below)
+
+
+def _rebuild_object(value: Any, below: Callable[[object, Any], Any]) -> Any:
+    """Mappings of other classes, dataclasses, and objects that carry tensors as attributes."""
+    if isinstance(value, MutableMapping):
+        twin: Any = copy.copy(value)
+        for key, item in value.items():
+            twin[key] = below(key, item)
+        return twin
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        clone = copy.copy(value)
+        twin = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(clone, field.name, below(field.name, getattr(value, field.name)))
-        return clone
+            object.__setattr__(twin, field.name, below(field.name, getattr(value, field.name)))
+        return twin
+    if _carries_tensors(value):
+        twin = copy.copy(value)
+        for key, item in vars(value).items():
+            if isinstance(item, Tensor):
+                setattr(twin, key, below(key, item))
+        return twin
     return value
+
+
+def _carries_tensors(value: Any) -> bool:
+    """An object of the user's own class with tensors as attributes; never a module."""
+    if isinstance(value, torch.nn.Module | type) or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(item, Tensor) for item in vars(value).values())
 
 
 def duplicate(batch: Any) -> Any:
@@ -67,12 +85,14 @@ def duplicate(batch: Any) -> Any:
 
 
 def repaired(batch: Any, names: frozenset[str]) -> Any:
-    """The named tensors with 0 in the place of every NaN and Inf."""
+    """The named tensors with their mean in the place of every NaN and Inf: 0 could break a division by itself."""
 
     def mend(name: str, tensor: Tensor) -> Tensor:
         if name not in names:
             return tensor
-        return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor)).detach()
+        finite = torch.isfinite(tensor)
+        usual = tensor[finite].mean() if bool(finite.any()) else torch.ones((), dtype=tensor.dtype)
+        return torch.where(finite, tensor, usual.to(tensor.dtype)).detach()
 
     return rebuild(batch, mend)
 

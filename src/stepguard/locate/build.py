@@ -87,6 +87,8 @@ def _tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
 
 def _setting(step: Step, traced: Traced) -> list[str]:
     notes = [fact("scale", float(step.scale))] if step.scale != 1.0 else []
+    notes += [fact("collectives", "local")] if traced.tracer.local_collectives else []
+    notes += [fact("unseen", name) for name in sorted(traced.tracer.unseen)]
     batch = step.micro_batches[traced.micro_batch]
     sizes = [_largest(t) for _, t in batches.named_tensors(batch) if numeric(t) and t.numel()]
     return [*notes, fact("batch_max", max(sizes))] if sizes else notes

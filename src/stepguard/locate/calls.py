@@ -63,6 +63,8 @@ class Call:
     """Gives at least one tensor that could hold a NaN; a comparison does not."""
     reduces: bool = False
     """Combines elements into fewer."""
+    vanished: float | None = None
+    """A constant argument, an epsilon for instance, that is 0 in the dtype of the output."""
     blank: bool = False
     """Memory nobody has written yet."""
     rows: tuple[int, ...] = ()

@@ -38,8 +38,8 @@ def distributed() -> bool:
 def alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the collective would give if this rank were the only one."""
     name = func._schema.name.partition("::")[2]
-    if name in FUNCTIONAL:
-        return args[0]
+    if func.namespace != "c10d":
+        return _functional(func, name, args)
     if name in KEEP:
         return _with_work(args[0], func)
     if name == "allgather_":
@@ -48,6 +48,12 @@ def alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_allgather_base_":
         args[0].view(-1, *args[1].shape).copy_(args[1])
         return _with_work(args[0], func)
+    raise CollectiveInReplayError(f"{func} needs the other ranks")
+
+
+def _functional(func: Any, name: str, args: tuple[Any, ...]) -> Any:
+    if name in FUNCTIONAL:
+        return args[0]
     raise CollectiveInReplayError(f"{func} needs the other ranks")
 
 

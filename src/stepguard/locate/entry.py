@@ -37,6 +37,18 @@ def locate_update(step: Step, reading: Reading) -> Origin:
     return update.update_origin(step, reading)
 
 
+def finite_unscaled(step: Step) -> bool | None:
+    """Is the step finite at loss scale 1? Then only the scale overflows. None where it cannot be replayed."""
+    if no_replay(step) is not None:
+        return None
+    with untouched(step) as keeper:
+        replayer = Replayer(replace(step, scale=1.0), keeper)
+        try:
+            return all(replayer.run(micro).clean for micro in range(len(step.micro_batches)))
+        except ReplayError:
+            return None
+
+
 def _locate(step: Step, reading: Reading) -> Origin:
     if reading.state_born:
         return update.update_origin(step, reading)
@@ -92,6 +104,8 @@ def _replay(replayer: Replayer, reading: Reading) -> Origin:
     if micro is None:
         return _clean_replay(replayer, reading)
     traced, found = _search(replayer, micro, step.micro_batches[micro])
+    if found is None and not traced.ran.clean:
+        return replace(stored.evidence_origin(step, reading, "untraced"), micro_batch=micro, reproduced=True)
     if found is None:
         return _clean_replay(replayer, reading)
     origin = origin_of(found, traced, replayer)
@@ -103,23 +117,36 @@ def _replay(replayer: Replayer, reading: Reading) -> Origin:
 
 
 def _search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | None]:
-    """Trace and walk; a bad batch tensor must prove itself: with its bad elements repaired the step is finite."""
-    innocent: frozenset[str] = frozenset()
+    """Trace and walk; a bad batch tensor must prove itself: with its bad elements repaired the step is finite.
+
+    Where it does not, the search goes on with the repaired batch. What it finds then must have been bad in the first
+    trace too, or else it is the repair that broke the step.
+    """
     accumulated = {n: p.grad.clone() for n, p in replayer.parameters.items() if p.grad is not None}
-    first: tuple[Traced, Found | None] | None = None
+    innocent: frozenset[str] = frozenset()
+    first = traced, found = _trace_and_walk(replayer, micro, batch, accumulated)
     for _ in range(MOST_REPAIRS):
-        _accumulate(replayer, accumulated)
-        traced = replayer.trace(micro, batches.repaired(batch, innocent) if innocent else batch)
-        found = _walk(replayer, traced)
-        first = first or (traced, found)
         if found is None or not found.birth.op.startswith("batch"):
-            return (traced, found) if found is not None else first
+            break
         innocent |= {found.birth.op}
+        mended = batches.repaired(batch, innocent)
         _accumulate(replayer, accumulated)
-        if replayer.run(micro, batches.repaired(batch, innocent)).clean:
+        if replayer.run(micro, mended).clean:
             return traced, found
-    assert first is not None
-    return first
+        traced, found = _trace_and_walk(replayer, micro, mended, accumulated)
+    seen_before = {(call.op, call.line) for call in first[0].tracer.calls if call.harmful}
+    if found is None:
+        return first
+    known = found.birth.stage == "stored" or (found.birth.op, found.birth.line) in seen_before
+    return (traced, found) if known else first
+
+
+def _trace_and_walk(
+    replayer: Replayer, micro: int, batch: Any, accumulated: dict[str, Any]
+) -> tuple[Traced, Found | None]:
+    _accumulate(replayer, accumulated)
+    traced = replayer.trace(micro, batch)
+    return traced, _walk(replayer, traced)
 
 
 def _accumulate(replayer: Replayer, gradients: dict[str, Any]) -> None:

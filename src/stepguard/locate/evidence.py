@@ -31,6 +31,8 @@ from stepguard.locate.operands import (
 from stepguard.locate.operators import Operator
 
 MOST_OPERANDS = 6
+EPSILON_DEPTH = 4
+"""How many operations back an epsilon that vanished is looked for."""
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 HALF = (torch.float16, torch.bfloat16)
 
@@ -60,6 +62,8 @@ class Invocation:
     kwargs: dict[str, Any]
     reads: list[Read]
     numbers: list[tuple[str, float]]
+    selects: bool = False
+    """Chooses elements by a condition."""
 
 
 @dataclass(slots=True)
@@ -131,6 +135,17 @@ def _division(birth: Birth) -> list[str]:
     notes = [fact("denominator", "zero"), *_lineage(birth, name, "denominator")]
     above = birth.at("tensor1" if name == "tensor2" else "self") if name != "self" else None
     return [*notes, fact("numerator", "zero")] if above == 0.0 else notes
+
+
+def _vanished(maker: Call) -> list[str]:
+    """An epsilon on the way to this operand that its dtype could not hold."""
+    level = [maker]
+    for _ in range(EPSILON_DEPTH):
+        for call in level:
+            if call.vanished is not None:
+                return [fact("eps_vanished", call.vanished)]
+        level = [parent for call in level for parent in call.parents]
+    return []
 
 
 def _argument(birth: Birth) -> list[str]:
@@ -232,7 +247,7 @@ def _lineage(birth: Birth, name: str, role: str) -> list[str]:
     roots = {root.op for root in _stored_roots(maker) if not root.op.startswith("constant")}
     if len(roots) == 1 and next(iter(roots)).startswith("batch:"):
         notes.append(fact(f"{role}_root", next(iter(roots))))
-    return notes
+    return notes + _vanished(read.maker)
 
 
 def _stored_roots(call: Call) -> list[Call]:

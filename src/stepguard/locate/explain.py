@@ -64,7 +64,8 @@ def explain(reads: list[Read], numbers: list[float], out: Tensor, flaws: Flaws, 
 
 
 def _fits(read: Read, out: Tensor) -> bool:
-    return broadcasts(tuple(read.tensor.shape), tuple(out.shape))
+    dense = read.tensor.layout is torch.strided and out.layout is torch.strided
+    return dense and broadcasts(tuple(read.tensor.shape), tuple(out.shape))
 
 
 def _by_position(bad: list[Read], constant: bool, out: Tensor) -> Explanation:

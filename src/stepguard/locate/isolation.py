@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from stepguard.locate.collectives import Alone, distributed
 from stepguard.state.buffers import BufferKeeper
@@ -51,18 +53,18 @@ def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
 
     Such hooks (an optimizer fused into the backward, a sentinel) would update weights or count steps.
     """
-    kept = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
+    kept = [(p, p.grad, dict(p._post_accumulate_grad_hooks or {})) for p in parameters]
     for parameter in parameters:
         parameter.grad = None
-        with suppress(AttributeError, RuntimeError):
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        if parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks.clear()
     try:
         yield
     finally:
         for parameter, grad, hooks in kept:
             parameter.grad = grad
-            with suppress(AttributeError, RuntimeError):
-                parameter._post_accumulate_grad_hooks = hooks
+            if hooks:
+                parameter._post_accumulate_grad_hooks.update(hooks)
 
 
 @contextmanager
@@ -77,15 +79,23 @@ def _kept_modes(roots: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _no_synchronisation(model: nn.Module) -> Iterator[None]:
-    """DistributedDataParallel without gradient reduction and without broadcasting buffers."""
-    wrappers: list[Any] = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    kept = [(m, m.require_backward_grad_sync, m.require_forward_param_sync, m.broadcast_buffers) for m in wrappers]
+    """DistributedDataParallel as if it were not there.
+
+    `no_sync` is not enough: the wrapper's forward also broadcasts buffers and, once, the order of its buckets.
+    """
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     for wrapper in wrappers:
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = wrapper.broadcast_buffers = False
+        wrapper.__dict__["forward"] = partial(_inner_forward, wrapper)
     try:
         yield
     finally:
-        for wrapper, backward, forward, buffers in kept:
-            wrapper.require_backward_grad_sync = backward
-            wrapper.require_forward_param_sync = forward
-            wrapper.broadcast_buffers = buffers
+        for wrapper in wrappers:
+            del wrapper.__dict__["forward"]
+
+
+def _inner_forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    """What the wrapper's forward does for one rank: move the inputs to its device and call the module."""
+    if wrapper.device_ids:
+        device = torch.device(wrapper.device_type, wrapper.device_ids[0])
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    return wrapper.module(*args, **kwargs)

@@ -29,6 +29,8 @@ MOST_MEASURED = 32
 EXACT_ELEMENTS = 20_000_000
 """Elements that may be compared position by position before the trace falls back to whole tensors."""
 MOST_SPOTS = 16
+LEAST_HALF = 2.0**-25
+"""Numbers up to this round to 0 in float16."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,6 +45,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The user's line that created the autograd node of this number."""
         self.owners: dict[int, Call] = {}
         """The forward call that created the autograd node of this number."""
+        self.unseen: set[str] = set()
+        """Operators whose results could not be looked at."""
+        self.local_collectives = False
+        """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
         self._last_sequence = -1
         self._measured = 0
@@ -65,18 +71,30 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in collectives.NAMESPACES:
+            self.local_collectives = True
             return collectives.alone(func, args, kwargs)
         operator = describe(func)
         if operator.views or operator.name in TESTS:
             return func(*args, **kwargs)
+        # Exotic tensors must not stop the user's code: what cannot be looked at is named and passed through.
+        try:
+            invocation = self._prepare(operator, func, args, kwargs)
+        except (RuntimeError, NotImplementedError, TypeError):
+            self.unseen.add(operator.name)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        try:
+            self._record(invocation, result)
+        except (RuntimeError, NotImplementedError, TypeError):
+            self.unseen.add(operator.name)
+        return result
+
+    def _prepare(self, operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
         entries = operator.entries(args, kwargs)
         reads = [self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)]
         numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
-        result = func(*args, **kwargs)
-        invocation = Invocation(operator, func, kept_args, kept_kwargs, reads, numbers)
-        self._record(invocation, operator.selects(entries), result)
-        return result
+        return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, operator.selects(entries))
 
     def _read(self, entry: Entry, operator: Operator) -> Read:
         tensor = entry.value
@@ -90,14 +108,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 maker.out, maker.born = read.flaws, True
         return read
 
-    def _record(self, made_by: Invocation, selects: bool, result: Any) -> None:
+    def _record(self, made_by: Invocation, result: Any) -> None:
         operator, reads = made_by.operator, made_by.reads
         call = self._place(operator.name)
         used = [read for read in reads if operator.reads(read.name)]
         call.parents = tuple(read.maker for read in used)
         call.flawed = tuple(read.maker for read in used if read.flaws)
-        call.selects = selects
+        call.selects = made_by.selects
         call.blank = operator.name in BLANK
+        call.vanished = _vanished(made_by, result)
         written = [
             read.tensor if read.live is None else read.live
             for read in reads
@@ -207,6 +226,13 @@ def _keep_overwritten(
         return copies.get(id(value), value)
 
     return tree_map(kept, args), tree_map(kept, kwargs)
+
+
+def _vanished(made_by: Invocation, result: Any) -> float | None:
+    """A constant that is 0 in the result's dtype, as 1e-8 is in float16."""
+    if not isinstance(result, Tensor) or result.dtype is not torch.float16:
+        return None
+    return next((number for _, number in made_by.numbers if 0 < abs(number) < LEAST_HALF), None)
 
 
 def _positions(out: Tensor, where: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
