@@ -26,6 +26,7 @@ from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
 from stepguard.report.terminal import Terminal
 from stepguard.sentinel.reduce import Agreement
+from stepguard.sentinel.stored import FirstLook
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import Step, unwrapped
 
@@ -59,8 +60,8 @@ class Context:
     """Index of the next optimizer step."""
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
-    sentinels: frozenset[str] = frozenset()
-    """Buffers that held Inf or NaN from the beginning: on purpose."""
+    first_look: FirstLook | None = None
+    """Taken at the first step."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     last_read: float = field(default_factory=time.perf_counter)
@@ -71,6 +72,11 @@ class Context:
         ours = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
         return list((ordered | ours).values())
+
+    @property
+    def sentinels(self) -> frozenset[str]:
+        """Buffers that held Inf or NaN from the beginning: on purpose."""
+        return self.first_look.names() if self.first_look is not None else frozenset()
 
     @property
     def lr(self) -> tuple[float, ...]:

@@ -21,6 +21,8 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(step, reading.scale or step.scale):
         return replace(reading, overflow=True, bad_state=())
     buffers_after = bad_buffers(context.roots, context.sentinels)
+    if not buffers_after and _only_buffers(reading) and reading.bad_state == ("buffers",) and not reading.alarm:
+        return replace(reading, bad_state=())  # a buffer that was infinite on purpose was written again
     step.buffers.restore()
     before = stored_trouble(context)
     made_now = buffers_after if not before and _only_buffers(reading) else []
@@ -64,7 +66,7 @@ def _losses_finite(reading: Reading) -> bool:
 
 
 def _only_buffers(reading: Reading) -> bool:
-    """Nothing else is wrong: this step's forward made a norm layer's statistics non-finite."""
+    """Nothing else is wrong: this step's forward made a buffer non-finite."""
     return reading.grads_finite and _losses_finite(reading) and "buffers" in reading.bad_state
 
 

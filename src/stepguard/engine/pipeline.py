@@ -96,7 +96,7 @@ class Pipeline:
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context = self._context
         reading = incident.reading
-        hurt = committed or (bool(reading.bad_state) and not reading.state_born)
+        hurt = committed or (bool(reading.bad_state) and not reading.state_born) or _stored_culprit(incident.origin)
         situation = Situation(
             step=incident.step,
             hurt=hurt,
@@ -139,6 +139,12 @@ class Pipeline:
         if self._context.agreement.mode == "spread" and step.whole:
             return not rerun(step).grads_finite
         return bool(reading.bad_grads)
+
+
+def _stored_culprit(origin: Origin | None) -> bool:
+    """A parameter or buffer was bad before the step: the next batch will fare no better."""
+    stored = ("param:", "buffer:")
+    return origin is not None and origin.phase == "state" and (origin.tensor or "").startswith(stored)
 
 
 def let_through(incident: Incident) -> bool:

@@ -16,7 +16,7 @@ from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, finite, gradient_norm
 from stepguard.sentinel.packet import Packet
-from stepguard.sentinel.stored import largest, norm_statistics, state_tensors
+from stepguard.sentinel.stored import FirstLook, largest, norm_statistics, state_tensors
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import total_loss
 
@@ -88,6 +88,7 @@ class Reader:
         context = self._context
         stored = [*context.parameters, *norm_statistics(context.roots), *state_tensors(context.optimizer)]
         self._state = largest(stored)
+        context.first_look = FirstLook(context.roots)
 
     def after_update(self) -> None:
         """A cheap look at the new parameters, read with the next step's packet."""
@@ -106,7 +107,7 @@ class Reader:
         values = [m.total for m in losses] + [_added([m.parts[p] for m in losses if p in m.parts]) for p in parts]
         named = {
             "norm": norm.total if norm is not None else None,
-            "buffers": largest(norm_statistics(context.roots)),
+            "buffers": largest(self._watched_buffers()),
             "state": self._state,
             "scale": _scale(context),
             "labels": _added([m.labels for m in losses if m.labels is not None]) if _labelled(losses) else None,
@@ -117,6 +118,13 @@ class Reader:
             values = [torch.zeros(())]
         packet = Packet(values + self._reduced(losses, named))
         return Pending(context.step, packet, names, norm, context.lr, len(losses), parts, context.config.clip_norm)
+
+    def _watched_buffers(self) -> list[Tensor]:
+        """Running statistics of norm layers, and whatever else this step's forward wrote into a buffer."""
+        context, look = self._context, self._context.first_look
+        written = [b for b in context.buffers.written() if look is None or not look.known(b)]
+        watched = {id(b): b for b in [*norm_statistics(context.roots), *written]}
+        return list(watched.values())
 
     def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor | None]) -> list[Tensor]:
         """What all ranks saw, where that takes a reduction: the same few numbers on each, whatever each one reads."""

@@ -80,6 +80,35 @@ def norm_statistics(roots: Mapping[str, nn.Module]) -> list[Tensor]:
     ]
 
 
+class FirstLook:
+    """Which buffers were non-finite when the run began, and so hold Inf or NaN on purpose.
+
+    The device is asked at once and answers only when somebody wants to know. Running statistics of norm layers are
+    not looked at: they must always be finite.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        statistics = {id(buffer) for buffer in norm_statistics(roots)}
+        self._seen = [(n, b) for n, b in named_buffers(roots) if id(b) not in statistics and _inexact(b)]
+        self._flags = [torch.isfinite(dense_real(b.detach())).all() for _, b in self._seen]
+        self._bad: list[tuple[str, Tensor]] | None = None
+
+    def names(self) -> frozenset[str]:
+        """Waits for the device the first time."""
+        if self._bad is None:
+            self._bad = [seen for seen, fine in zip(self._seen, self._flags, strict=True) if not bool(fine)]
+            self._seen, self._flags = [], []
+        return frozenset(name for name, _ in self._bad)
+
+    def known(self, buffer: Tensor) -> bool:
+        """Has it already turned out to be one of them? Never waits."""
+        return any(buffer is bad for _, bad in self._bad or ())
+
+
+def _inexact(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+
+
 def _dotted(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 

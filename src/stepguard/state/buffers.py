@@ -68,6 +68,13 @@ class BufferKeeper:
                     copy.live.copy_(copy.saved)
                     copy.version = copy.live._version
 
+    def written(self) -> list[Tensor]:
+        """Buffers that were written in place, replaced or added since `remember`, as far as counters show it."""
+        written = [copy.live for copy in self._copies if copy.live._version != copy.version]
+        before = {id(place.buffer) for place in self._places}
+        present = (buffer for module in self._owners() for buffer in module._buffers.values())
+        return written + [buffer for buffer in present if buffer is not None and id(buffer) not in before]
+
     def _owners(self) -> Iterator[nn.Module]:
         return (module for root in self._modules for module in root.modules())
 
