@@ -21,6 +21,8 @@ DRIFT_LEAST = 32
 DRIFT_SIGMAS = 4.0
 LOST_SHARE = 0.5
 """Share of the progress since the first steps that must be gone before a finite anomaly is acted upon."""
+RUINED = 10.0
+"""Times the progress of the whole run that an earlier batch has lost: the weights are hurt, whatever this batch says."""
 ZERO_STEPS = 5
 
 
@@ -106,7 +108,9 @@ def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
     now = again if reading.judged_loss is None else reading.judged_loss
     half_the_jump = 0.5 * (now - history.level)
     before = history.level if reading.repeat_before is None else max(history.level, reading.repeat_before)
-    if not math.isfinite(again) or (lost >= LOST_SHARE and again - before > half_the_jump):
+    as_much = lost >= LOST_SHARE and again - before > half_the_jump
+    ruined = (again - before) / progress >= RUINED
+    if not math.isfinite(again) or as_much or ruined:
         summary = f"{verdict.summary}; an earlier batch now gives {again:.6g}: the weights are hurt"
         return replace(verdict, severity="incident", summary=summary, evidence=evidence)
     summary = f"{verdict.summary}; an earlier batch still gives {again:.6g}: the data did it"

@@ -18,6 +18,8 @@ LOWEST_SCALE = 2.0**-24
 
 def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
+    if reading.state_born:
+        return reading  # the update was looked at and taken back: what it made bad is named already
     if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(step, reading.scale or step.scale):
         return replace(reading, overflow=True, bad_state=())
     buffers_after = bad_buffers(context.roots, context.sentinels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stepguard.diagnose.arithmetic import counts_nothing, zero_divisor
+from stepguard.diagnose.arithmetic import DIVISIONS, counts_nothing, zero_divisor
 from stepguard.diagnose.case import Case, has_zero, low
 from stepguard.diagnose.ops import NORM_LAYERS
 from stepguard.diagnose.rule import HINT, LIKELY, STRONG, Proof, Rule, code, prose
@@ -21,7 +21,7 @@ def _evidence(case: Case) -> Proof | None:
     if divisor is not None:
         confidence = HINT if counts_nothing(case, divisor) else LIKELY if case.absorbed else STRONG
         return Proof(confidence=confidence, evidence=(*_numbers(case, divisor), case.confirmed_samples))
-    return _no_epsilon(case) or _tiny(case)
+    return _no_epsilon(case) or _inside(case) or _tiny(case)
 
 
 def _numbers(case: Case, divisor: Operand) -> tuple[str, str]:
@@ -38,6 +38,15 @@ def _no_epsilon(case: Case) -> Proof | None:
         return None
     text = f"{case.place} has eps={spell(eps.value)}: where all elements are equal the variance is 0 and is divided by"
     return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
+
+
+def _inside(case: Case) -> Proof | None:
+    """An operator that divides by something it computes itself, such as weight normalisation by a norm."""
+    if not case.has("denominator", "zero") or case.op in DIVISIONS:
+        return None
+    what = (case.note("denominator_from") or "value").removeprefix("aten.")
+    text = f"{case.place} divides by a {what} that is 0"
+    return Proof(confidence=STRONG, evidence=(text, *map(describe, case.inputs[:2]), case.confirmed_samples))
 
 
 def _tiny(case: Case) -> Proof | None:
