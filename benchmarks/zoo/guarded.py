@@ -49,6 +49,7 @@ def score(case: Case) -> Row:
     """Run the case under the guard and mark the answer."""
     row = Row(case=case.name, group=case.group, control=case.control)
     scene, began = case.build(False), time.perf_counter()
+    meant = [b for b in scene.model.buffers() if any(flaws(b))]
     try:
         with tempfile.TemporaryDirectory() as run_dir:
             incidents, halted = run_guarded(scene, run_dir)
@@ -64,8 +65,8 @@ def score(case: Case) -> Row:
             row.said = str(incidents[0].origin)
             row.findings = [finding.code for finding in incidents[0].findings]
         return row
-    row.survive = _healthy(scene)
-    if halted and case.wanted.event.startswith(("param:", "buffer:")):
+    row.survive = _healthy(scene, meant)
+    if halted and case.wanted.event.startswith(("param:", "buffer:", "opt:")):
         row.survive = True  # the state was bad before the run began: refusing to train is right
     _mark(row, case, incidents)
     return row
@@ -130,8 +131,10 @@ def place_right(origin: stepguard.Origin, want: Expected) -> bool:
     return here and want.node in (None, origin.node) and want.micro in (None, origin.micro_batch)
 
 
-def _healthy(scene: Scene) -> bool:
-    tensors = [*scene.model.parameters(), *scene.model.buffers()]
+def _healthy(scene: Scene, meant: list[torch.Tensor]) -> bool:
+    """Everything stored is finite, but for buffers that were not from the beginning."""
+    buffers = [b for b in scene.model.buffers() if not any(b is m for m in meant)]
+    tensors = [*scene.model.parameters(), *buffers]
     tensors += [v for state in scene.optimizer.state.values() for v in state.values()]
     if scene.save:
         tensors += scene.save().values()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
@@ -79,6 +80,8 @@ class Reader:
         self._context = context
         self._state: Tensor | None = None
         self._started = False
+        recheck = context.optimizer.register_load_state_dict_post_hook(self._loaded)
+        context.resources.callback(recheck.remove)
 
     def start(self) -> None:
         """Before the first step: everything that is stored, optimizer state included, joins the first packet."""
@@ -88,7 +91,11 @@ class Reader:
         context = self._context
         stored = [*context.parameters, *norm_statistics(context.roots), *state_tensors(context.optimizer)]
         self._state = largest(stored)
-        context.first_look = FirstLook(context.roots)
+        context.first_look = context.first_look or FirstLook(context.roots)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """State was loaded in mid-run: look at all of it again before the next update."""
+        self._started = False
 
     def after_update(self) -> None:
         """A cheap look at the new parameters, read with the next step's packet."""

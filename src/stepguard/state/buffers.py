@@ -1,4 +1,4 @@
-"""Buffers change in the forward pass, so a vetoed step must put them back; this keeps that cheap.
+"""Buffers (and plain counters) change in the forward pass, so a vetoed step must put them back; this keeps it cheap.
 
 Norm layers change theirs without raising the tensor's version counter, so they are copied every step, as are small
 buffers. Large ones (position tables, masks) are copied once and again only when their version counter moved.
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from stepguard.state.counters import CounterKeeper
 
 SMALL = 65536
 """Elements up to which a buffer is copied every step whatever its version counter says."""
@@ -44,9 +46,11 @@ class BufferKeeper:
         self._places: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
+        self._counters = CounterKeeper(self._modules)
 
     def remember(self) -> None:
         """Take the present values. In-place copies into memory allocated once."""
+        self._counters.remember()
         if self._changed_layout():
             self._places = [_Place(m, key, buffer) for m in self._owners() for key, buffer in m._buffers.items()]
             self._copies = _copies(self._places)
@@ -60,6 +64,7 @@ class BufferKeeper:
 
     def restore(self) -> None:
         """Back to what `remember` took, the same tensor objects included."""
+        self._counters.restore()
         for place in self._places:
             place.owner._buffers[place.key] = place.buffer
         with torch.no_grad():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stepguard.state.counters import CounterKeeper
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step, total_loss
 
@@ -73,9 +74,12 @@ def _kept_buffers(roots: Sequence[nn.Module]) -> Iterator[None]:
         for key, buffer in owner._buffers.items()
         if buffer is not None
     ]
+    counters = CounterKeeper(roots)
+    counters.remember()
     try:
         yield
     finally:
+        counters.restore()
         with torch.no_grad():
             for owner, key, buffer, value in kept:
                 owner._buffers[key] = buffer

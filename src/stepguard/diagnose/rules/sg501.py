@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import CERTAIN, Proof, Rule, code, prose
+from stepguard.diagnose.rule import CERTAIN, PLAUSIBLE, Proof, Rule, code, prose
+from stepguard.diagnose.trends import rising
 from stepguard.records import Remedy
 
 SQUARE_LIMIT = 1.8446744e19
@@ -26,7 +27,8 @@ def _evidence(case: Case) -> Proof | None:
     silent = (
         f"{clip} would multiply every gradient by {case.facts.clip_norm or 1:g} / inf = 0: a step that learns nothing"
     )
-    return Proof(confidence=CERTAIN, evidence=(first, limit + largest, wide, silent))
+    confidence = CERTAIN if case.verdict.kind == "infinite_norm" and not rising(case) else PLAUSIBLE
+    return Proof(confidence=confidence, evidence=(first, limit + largest, wide, silent))
 
 
 RULE = Rule(
