@@ -20,6 +20,7 @@ MORE = (
     "more_rates",
     "more_data",
     "more_structure",
+    "more_places",
     "more_distractors",
     "more_probability",
     "more_runaway",

@@ -75,7 +75,7 @@ def score(case: Case) -> Row:
 def run_guarded(scene: Scene, run_dir: str) -> tuple[list[stepguard.Incident], bool]:
     """Every incident, and whether the policy stopped the run."""
     modules = {"criterion": scene.criterion} if scene.criterion is not None else None
-    config = stepguard.GuardConfig(clip_norm=scene.clip, run_dir=run_dir)
+    config = stepguard.GuardConfig(clip_norm=scene.clip, run_dir=run_dir, terminal="quiet")
 
     def loss_fn(batch: Batch) -> torch.Tensor:
         with autocast(scene):

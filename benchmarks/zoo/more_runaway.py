@@ -97,6 +97,7 @@ def half_precision_weights_overflow_in_the_update(fixed: bool) -> Scene:
     torch.manual_seed(0)
     model = nn.Linear(2, 1, bias=False)
     model = model if fixed else model.half()
+
     def batch(step: int) -> Batch:
         return {"x": torch.ones(1, 2).to(model.weight.dtype)}
 

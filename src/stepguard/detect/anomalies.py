@@ -22,7 +22,7 @@ DRIFT_SIGMAS = 4.0
 LOST_SHARE = 0.5
 """Share of the progress since the first steps that must be gone before a finite anomaly is acted upon."""
 RUINED = 10.0
-"""Times the progress of the whole run that an earlier batch has lost: the weights are hurt, whatever this batch says."""
+"""Times the progress of the whole run an earlier batch has lost: the weights are hurt, whatever this batch says."""
 ZERO_STEPS = 5
 
 

@@ -14,9 +14,7 @@ from stepguard.records import Remedy
 
 def _evidence(case: Case) -> Proof | None:
     jumped = lr_jump(case) is not None or case.has("lr_jump") or lr_not_a_number(case) is not None
-    if case.verdict.kind in FINITE_ANOMALIES:
-        confidence = HINT if jumped else 0.92
-    elif case.has("weights_ruined"):
+    if case.verdict.kind in FINITE_ANOMALIES or case.has("weights_ruined"):
         confidence = HINT if jumped else 0.92
     elif overflow(case) and not case.short:
         confidence = _overflowed(case)
