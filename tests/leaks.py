@@ -22,6 +22,8 @@ PATCHABLE: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "backward"),
     (torch.autograd, "backward"),
     (torch.nn.Module, "__call__"),
+    (torch.nn.Module, "load_state_dict"),
+    (torch.amp.GradScaler, "update"),
     (torch.optim.Optimizer, "step"),
     (clip_grad, "_get_total_norm"),
     (clip_grad, "clip_grad_norm_"),
@@ -33,6 +35,11 @@ PATCHABLE: tuple[tuple[Any, str], ...] = (
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 IGNORED_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_")
 """Prefixes of what pytest and torch.compile set for themselves, once a process."""
+LASTING_HOOKS = {
+    "init_process_group.<locals>._distributed_excepthook": "old_hook",
+    "exit_with_code_three.<locals>.hook": "previous",
+}
+"""Exception hooks that must outlive what installed them, and the name each has for the hook below."""
 GRACE = 1.0
 """Seconds a thread that is already ending gets to end."""
 
@@ -67,10 +74,10 @@ def _patch_probe(owner: Any, name: str) -> Probe:
 
 
 def _excepthook() -> Any:
-    """The hook below those of torch.distributed, which never removes its own."""
+    """The hook below those that stay for good: torch.distributed's, and the one that gives a halt its exit code."""
     hook: Any = sys.excepthook
-    while getattr(hook, "__name__", "") == "_distributed_excepthook":
-        hook = hook.__closure__[hook.__code__.co_freevars.index("old_hook")].cell_contents
+    while (below := LASTING_HOOKS.get(getattr(hook, "__qualname__", ""))) is not None:
+        hook = hook.__closure__[hook.__code__.co_freevars.index(below)].cell_contents
     return hook
 
 

@@ -45,6 +45,8 @@ class Variant:
     ours: bool = False
     missing: str | None = None
     """Why it cannot run here, for instance a package that is not installed."""
+    inside: bool = False
+    """Works inside forward or backward, so it cannot be told apart without them."""
 
     @property
     def reference(self) -> str:
@@ -71,11 +73,9 @@ def bare(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
 def watched(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
     """The bare loop after one line, `stepguard.watch`."""
     guard = stepguard.watch(model, optimizer, config=stepguard.GuardConfig(terminal="quiet"))
-    loop = bare(workload, model, optimizer)
-    watcher = guard._watcher
-    assert watcher is not None
-    taps._stop(watcher.heard)
-    return Runner(loop.step, functools.partial(_listening, watcher.heard), guard.close)
+    listener = taps._listeners[-1]
+    taps._stop(listener)
+    return Runner(bare(workload, model, optimizer).step, functools.partial(_listening, listener), guard.close)
 
 
 @contextmanager
@@ -160,20 +160,24 @@ def _quiet() -> Iterator[None]:
 
 
 def _without(package: str) -> str | None:
-    return None if importlib.util.find_spec(package) else f"{package} is not installed"
+    return None if importlib.util.find_spec(package) else "not installed"
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("bare", "clipping, no check", bare),
+    Variant("bare", "bare", bare),
     Variant("watch", "stepguard.watch", watched, ours=True),
     Variant("step", "guard.step", stepped, ours=True),
-    Variant("bare, fused", "clipping, fused AdamW", bare, fused=True),
+    Variant("bare, fused", "bare, fused AdamW", bare, fused=True),
     Variant("watch, fused", "stepguard.watch, fused AdamW", watched, fused=True, ours=True),
     Variant("step, fused", "guard.step, fused AdamW", stepped, fused=True, ours=True),
     Variant("hand-written", "isnan/isinf of loss and norm", seed_loop),
     Variant("each gradient", "isnan/isinf of every gradient", each_gradient),
     Variant(
-        "DebugUnderflowOverflow", "transformers' module hooks", underflow_overflow, missing=_without("transformers")
+        "DebugUnderflowOverflow",
+        "DebugUnderflowOverflow",
+        underflow_overflow,
+        missing=_without("transformers"),
+        inside=True,
     ),
-    Variant("detect_anomaly", "torch.autograd.detect_anomaly", anomaly),
+    Variant("detect_anomaly", "detect_anomaly", anomaly, inside=True),
 )

@@ -56,6 +56,7 @@ def score(case: Case) -> Row:
     except Exception:
         row.error = traceback.format_exc(limit=4)
         row.detect = row.place = row.cause = row.survive = False
+        row.false_alarms = int(case.control)  # a healthy run that the guard ends is the worst alarm of all
         return row
     row.seconds = round(time.perf_counter() - began, 2)
     if case.control:

@@ -80,6 +80,14 @@ class Guard:
         return self._context.agreement.rank
 
     @property
+    def model(self) -> nn.Module:
+        return self._context.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._context.optimizer
+
+    @property
     def armed(self) -> bool:
         """False once a fault of the guard's own has disarmed it."""
         return self._shield.armed
@@ -94,10 +102,17 @@ class Guard:
             return
         self._closed = True
         try:
-            self._settle()
-            self._shield.call(None, self._end)
+            self._finish()
+            self._shield.call(None, self._last_look)
+            self._shield.last(self._end)
         finally:
             self._context.resources.close()
+
+    def _finish(self) -> None:
+        if self._watcher is not None:
+            self._watcher.finish()
+        else:
+            self._stepper.settle()
 
     def _settle(self) -> None:
         if self._watcher is not None:
@@ -105,16 +120,21 @@ class Guard:
         else:
             self._stepper.settle()
 
+    def _last_look(self) -> None:
+        inner = self._watcher or self._stepper
+        if self._context.step and not inner.reader.last_update_finite():
+            inner.pipeline.last_look(bare_step(self._context))
+
     def _end(self) -> None:
         context = self._context
-        inner = self._watcher or self._stepper
-        if context.step and not inner.reader.last_update_finite():
-            inner.pipeline.last_look(bare_step(context))
         context.note("end", {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed})
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
+        context.agreement.leave()
         context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
+        if context.human is not None:
+            context.human.fault(f"{type(fault).__name__}: {fault}")
         context.terminal.fault(f"{type(fault).__name__}: {fault}")
 
     def __enter__(self) -> Guard:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from stepguard._errors import CapsuleError
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.engine.context import Context
 from stepguard.engine.intercept import StepTaken, taking
+from stepguard.engine.script import as_main
 from stepguard.locate import locate
 from stepguard.records import Incident, Verdict
 from stepguard.records.verdict import VerdictKind
@@ -65,8 +65,12 @@ def _from_script(capsule: Capsule, script: str) -> Incident:
     def take(context: Context, loss_fn: LossFn) -> None:
         found.append(_run(capsule, context.model, context.optimizer, loss_fn, context.modules))
 
-    with _as_main(path, capsule.arguments), taking(take), suppress(StepTaken):
-        runpy.run_path(str(path), run_name="__main__")
+    grad = torch.is_grad_enabled()
+    try:
+        with as_main(script, capsule.arguments) as start, taking(take), suppress(StepTaken):
+            start()
+    finally:
+        torch.set_grad_enabled(grad)
     if not found:
         raise CapsuleError(
             f"{path.name} ended without calling guard.step, so there was nothing to run the capsule with."
@@ -144,17 +148,3 @@ def _below_here(path: Path) -> Path:
     if not resolved.is_relative_to(Path.cwd()):
         raise CapsuleError(f"{path} lies outside the current directory; run this in the project's folder.")
     return resolved
-
-
-@contextmanager
-def _as_main(script: Path, arguments: list[str]) -> Iterator[None]:
-    """What `python script.py arguments` would see."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
-    grad = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
-        torch.set_grad_enabled(grad)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from diagnose_literals import BACKWARD, INF, NAN, codes, findings, number, origin, out, tensor
 
+from diagnose.diagnose_literals import BACKWARD, INF, NAN, codes, findings, number, origin, out, tensor
 from stepguard.diagnose import RunFacts
 from stepguard.records import Operand
 

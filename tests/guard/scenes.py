@@ -1,4 +1,4 @@
-"""What the guard's tests share: small models, fixed data, the three loops (bare, stepped, watched) and exact comparison."""
+"""What the guard's tests share: small models, fixed data, three loops (bare, stepped, watched), exact comparison."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _update(scene: Scene) -> None:
         optimizer.step()
     if scene.scheduler is not None and went_through:
         scene.scheduler.step()
-    if scene.ema is not None:
+    if scene.ema is not None and went_through:
         scene.ema.update_parameters(scene.model)
 
 
@@ -220,19 +220,14 @@ def difference(left: Any, right: Any, place: str = "") -> str:
 
 def _differences(left: Any, right: Any, place: str) -> Iterator[str]:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        if left.dtype != right.dtype or left.shape != right.shape or not _same_bits(left, right):
-            yield f"{place}: {left} is not {right}"
-    elif isinstance(left, np.ndarray):
-        if not np.array_equal(left, right):
-            yield f"{place}: arrays differ"
+        same = left.dtype == right.dtype and left.shape == right.shape and _same_bits(left, right)
+        yield from [] if same else [f"{place}: {left} is not {right}"]
     elif isinstance(left, dict) and isinstance(right, dict):
-        if left.keys() != right.keys():
-            yield f"{place}: keys {sorted(map(str, left.keys() ^ right.keys()))}"
+        yield from _differences(sorted(map(str, left)), sorted(map(str, right)), f"{place} keys")
         for key in left.keys() & right.keys():
             yield from _differences(left[key], right[key], f"{place}.{key}")
-    elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        if len(left) != len(right):
-            yield f"{place}: {len(left)} is not {len(right)} long"
+    elif isinstance(left, list | tuple | np.ndarray):
+        yield from [] if len(left) == len(right) else [f"{place}: {len(left)} is not {len(right)} long"]
         for index, (a, b) in enumerate(zip(left, right, strict=False)):
             yield from _differences(a, b, f"{place}[{index}]")
     elif left != right and not (left != left and right != right):
@@ -241,7 +236,7 @@ def _differences(left: Any, right: Any, place: str) -> Iterator[str]:
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.is_sparse:
-        return torch.equal(left.coalesce().to_dense(), right.coalesce().to_dense())
-    return torch.equal(left, right) or torch.equal(left.isnan(), right.isnan()) and torch.equal(
-        left.nan_to_num(), right.nan_to_num()
-    )
+        left, right = left.to_dense(), right.to_dense()
+    if torch.equal(left, right):
+        return True
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -200,6 +201,14 @@ def test_command_is_never_broken_over_lines(out: io.StringIO, monkeypatch: pytes
     run = "/a/very/long/folder name/that/does/not/fit/into/sixty/columns/at/all"
     Terminal(out).incident(replace(MASKED_ROW, run=run))
     assert f"stepguard replay '{run}/incidents/000000048-0/capsule'\n" in out.getvalue()
+
+
+def test_line_of_a_snippet_is_never_broken_or_cut(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    snippet = "low = torch.minimum(box[:, :2], box[:, 2:])  # a line that does not fit into sixty columns\n\nhigh = low"
+    finding = replace(MASKED_ROW.findings[0], remedies=(Remedy(title="Order the corners", snippet=snippet),))
+    Terminal(out).incident(replace(MASKED_ROW, findings=(finding,)))
+    assert textwrap.indent(snippet, " " * 13) + "\n NEXT" in out.getvalue()
 
 
 def test_stream_that_knows_ascii_only_gets_ascii() -> None:

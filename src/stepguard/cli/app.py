@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
+from stepguard.cli.explain import explain
 from stepguard.cli.plot import plot
 from stepguard.cli.replay import replay
 from stepguard.cli.report import report
@@ -22,6 +23,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     run,
     report,
     plot,
+    explain,
     replay,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""

@@ -106,11 +106,10 @@ def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
     lost = (again - history.best) / progress if math.isfinite(again) else math.inf
     evidence = {**(verdict.evidence or {}), "repeat_loss": again, "lost_share": lost}
     now = again if reading.judged_loss is None else reading.judged_loss
-    half_the_jump = 0.5 * (now - history.level)
-    before = history.level if reading.repeat_before is None else max(history.level, reading.repeat_before)
-    as_much = lost >= LOST_SHARE and again - before > half_the_jump
+    enough = max(0.5 * (now - history.level), float(evidence.get("noise", 0.0)))
+    before = history.level if reading.repeat_before is None else reading.repeat_before
     ruined = (again - before) / progress >= RUINED
-    if not math.isfinite(again) or as_much or ruined:
+    if not math.isfinite(again) or ruined or (lost >= LOST_SHARE and again - before > enough):
         summary = f"{verdict.summary}; an earlier batch now gives {again:.6g}: the weights are hurt"
         return replace(verdict, severity="incident", summary=summary, evidence=evidence)
     summary = f"{verdict.summary}; an earlier batch still gives {again:.6g}: the data did it"

@@ -11,6 +11,8 @@ from stepguard.records.reading import Reading
 
 MAD_TO_SIGMA = 1.4826
 """Makes the median absolute deviation of normal noise equal to its standard deviation."""
+MEAN_TO_SIGMA = 1.2533
+"""The same for the mean absolute deviation."""
 FIRST_LOSSES = 3
 """How many losses stand for the level a run began at."""
 
@@ -52,7 +54,7 @@ class History:
         self.rates.append(reading.lr)
         if reading.grad_norm is not None and math.isfinite(reading.grad_norm):
             self.norms.append(reading.grad_norm)
-        nothing = reading.loss == 0.0 and not reading.grad_norm
+        nothing = reading.judged_loss == 0.0 and not reading.grad_norm
         self.zero_losses = self.zero_losses + 1 if nothing else 0
         loss = reading.judged_loss
         if loss is None or not math.isfinite(loss):
@@ -78,7 +80,9 @@ class History:
         """How far losses usually lie from their level; never 0, so that a flat run can still be judged."""
         values = list(self.losses)
         centre = median(values)
-        noise = MAD_TO_SIGMA * median(abs(v - centre) for v in values)
+        away = [abs(v - centre) for v in values]
+        # where most losses are equal (often 0) the median says nothing about the rest, the mean does
+        noise = MAD_TO_SIGMA * median(away) or MEAN_TO_SIGMA * sum(away) / len(away)
         floor = 0.1 * abs(centre) if len(values) >= MATURE else max(abs(centre), max(values) - min(values))
         return max(noise, floor, 1e-12)
 

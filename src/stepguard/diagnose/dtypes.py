@@ -27,7 +27,6 @@ SHORT = frozenset(FORMATS) - {"float64", "float32"}
 """Half precision and below."""
 NARROW = frozenset(name for name in SHORT if FORMATS[name].largest < 1e5)
 """Formats whose range is small, so that ordinary activations can leave it. bfloat16 is not one of them."""
-LONGER = {"float64": "float64", "float32": "float64"}
 
 
 def plain(dtype: str) -> str:

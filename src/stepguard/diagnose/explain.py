@@ -61,7 +61,7 @@ def page(rule: Rule) -> str:
         f"## What it means\n\n{rule.what}",
         f"## Why it happens\n\n{rule.why}",
         f"## How stepguard knows\n\n{rule.how}",
-        f"## What to do\n\n{_remedies(rule)}",
+        f"## What to do\n\nEach snippet replaces the last lines of the example below.\n\n{_remedies(rule)}",
         f"## Example\n\n{_example(rule)}",
     ]
     if rule.see:

@@ -30,7 +30,9 @@ class Jump:
     def sentence(self) -> str:
         times = f"{self.now / self.before:.3g} times " if self.before > 0 else ""
         against = "the configured rate" if self.steps_ago is None else "the rate before"
-        when = "" if self.steps_ago is None else f", {self.steps_ago} steps before the bad one"
+        when = {None: "", 0: ", in this very step", 1: ", 1 step before the bad one"}.get(
+            self.steps_ago, f", {self.steps_ago} steps before the bad one"
+        )
         return f"group {self.group} runs with lr {self.now:.4g}, {times}{against} ({self.before:.4g}){when}"
 
 
@@ -57,9 +59,18 @@ def _in_history(case: Case) -> Jump | None:
 def _over_configured(case: Case) -> Jump | None:
     pairs = zip(case.facts.configured_lr, case.reading.lr, strict=False)
     for group, (allowed, rate) in enumerate(pairs):
-        if allowed > 0 and rate > ABOVE_CONFIGURED * allowed:
+        if allowed > 0 and rate > ABOVE_CONFIGURED * allowed and not _climbed(case, group, allowed):
             return Jump(group, allowed, rate, None)
     return None
+
+
+def _climbed(case: Case, group: int, allowed: float) -> bool:
+    """A schedule that climbs from its start (OneCycle, a linear warm-up) ends far above it without any jump."""
+    rates = [row[group] for row in case.facts.lr_history if group < len(row)]
+    if case.facts.resumed or len(rates) < 2:
+        return False
+    from_the_start = case.facts.committed is None or case.facts.committed < len(rates)
+    return not from_the_start or rates[0] <= ABOVE_CONFIGURED * allowed
 
 
 def _in_verdict(case: Case) -> Jump | None:

@@ -28,7 +28,8 @@ def describe(operand: Operand, label: str = "") -> str:
     if not math.isnan(low(operand)):
         spans = low(operand) != high(operand)
         text += f" spans {spell(low(operand))} to {spell(high(operand))}" if spans else f" is {spell(low(operand))}"
-    counted = [counts(operand, what) for what in ("nan", "posinf", "neginf", "zeros")]
+    kinds = ("nan", "posinf", "neginf", "zeros") if low(operand) != high(operand) else ("nan", "posinf", "neginf")
+    counted = [counts(operand, what) for what in kinds]
     parts = [part for part in counted if part]
     return text + (", with " + ", ".join(parts) if parts else "")
 
@@ -45,7 +46,7 @@ def counts(operand: Operand, what: str) -> str:
 
 def at_index(operand: Operand) -> str:
     """` at index (3, 1)` where the element is known."""
-    return f" at index {operand.index}" if operand.index is not None else ""
+    return f" at index {operand.index}" if operand.index else ""
 
 
 def limit_of(dtype: str) -> str:

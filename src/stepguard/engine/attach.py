@@ -12,180 +12,257 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from stepguard._errors import TrainingHalted
 from stepguard.engine import settle as close
+from stepguard.engine.arming import Arming
 from stepguard.engine.capture import Capture
-from stepguard.engine.closure import needs_closure, silence, wrapped_once
+from stepguard.engine.closure import Repeated, needs_closure, silence, wrapped_once
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
+from stepguard.engine.hold import Hold
 from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.overhear import Overheard
-from stepguard.engine.pipeline import Pipeline, let_through
+from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.result import StepResult
-from stepguard.engine.schedule import ScheduleCopy
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
+from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.risk import risky_update
-from stepguard.sentinel.stored import norm_statistics
-from stepguard.sentinel.taps import listen
+from stepguard.sentinel.taps import Update, listen
 from stepguard.sentinel.undo import UndoCopy
+from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import Step
 
 
+def found_inf(optimizer: Optimizer) -> Tensor | None:
+    """What a scaler, or this guard, has told a fused optimizer."""
+    return getattr(optimizer, "found_inf", None)
+
+
 class Watcher:
-    """Hooks of one guard on one optimizer."""
+    """Hooks of one guard on one optimizer, and its ear at the taps."""
 
     def __init__(self, context: Context, shield: Shield) -> None:
         self.context, self.shield = context, shield
-        self.reader, self.pipeline = Reader(context), Pipeline(context)
-        self.heard = Overheard(context)
-        self.capture = Capture(context.model)
+        self.arming = Arming(context)
+        self.reader, self.pipeline = Reader(context), Pipeline(context, self.arming.locate)
+        self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
+        self.capture = Capture(context.model, shield, self.arming.model_called)
         self._reading: Reading | None = None
         self._incident: Incident | None = None
+        self.vetoing = False
+        """This step has been found bad: its update must not happen."""
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._undo: UndoCopy | None = None
         self._late: LateUpdate | None = None
         self._own_flag = False
-        self._schedule: ScheduleCopy | None = None
         optimizer, resources = context.optimizer, context.resources
         resources.callback(self.capture.close)
-        resources.callback(listen(self.heard))
+        resources.callback(listen(self))
+        resources.callback(self.arming.close)
         resources.callback(optimizer.register_step_pre_hook(self._before).remove)
         resources.callback(optimizer.register_step_post_hook(self._after).remove)
-        if context.scaler is not None and context.scaling():
-            _wrap_update(context.scaler, self._scaler_update)
-            resources.callback(delattr, context.scaler, "update")
-        context.buffers.remember()
+        shield.call(None, context.buffers.remember)
+
+    # --- taps --------------------------------------------------------------------------------------------------
+
+    def before_backward(self, root: Tensor) -> None:
+        with self.arming.paused():
+            self.shield.call(None, self.reader.start)
+            self.shield.call(None, self.heard.before_backward, root)
+        self.shield.call(None, self.arming.before_backward, root)
+
+    def after_backward(self, root: Tensor, *, failed: bool) -> None:
+        self.shield.call(None, self.arming.after_backward, root)
+        self.shield.call(None, self.heard.after_backward, failed=failed)
+
+    def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
+        self.shield.call(None, self.heard.after_norm, tensors, norm)
+
+    def after_load(self) -> None:
+        self.shield.call(None, self.context.buffers.remember)
+
+    def around_update(self, scaler: GradScaler, update: Update, new_scale: Any) -> None:
+        if scaler is not self.context.scaler or not self.context.scaling() or new_scale is not None:
+            update(new_scale)
+        elif self.heard.losses:
+            self._scaler_skipped(update)
+        else:
+            update(self._present_scale() if self.hold.scaler else None)
+            self.hold.scaler = False
 
     # --- hooks -------------------------------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._begin()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._check()
+            self.check()
             return None
         if needs_closure(optimizer):
             self._undo = self.shield.call(None, UndoCopy, optimizer)
-            checked: Callable[[], Any] = _Repeated(self, closure)
+            checked: Callable[[], Any] = Repeated(self, closure)
         else:
-            checked = wrapped_once(closure, self._check)
+            checked = wrapped_once(closure, self.check)
         return (args[0], checked, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._give_back()
+        theirs = found_inf(optimizer) if not self.shield.armed else None
+        if theirs is not None and bool(theirs):
+            return  # disarmed, and the scaler has told the kernel to do nothing
         if self._own_flag:
             del optimizer.found_inf  # type: ignore[attr-defined]
             self._own_flag = False
-        incident, self._incident = self._incident, None
         if self._late is not None:
-            self.shield.call(None, self.reader.after_update)
-            if norm_statistics(self.context.roots):
-                self.settle()  # statistics must be put back before the next forward, so this cannot wait
-            self._end_step()
-        elif incident is not None:
-            self._vetoed(incident)
+            self._issued(self._late)
+        elif self.vetoing:
+            self._vetoed()
         else:
             self._committed()
 
     # --- the parts of a step -----------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Gradients are there and nothing has been updated yet."""
-        self.settle()
-        self._hold_schedule()
-        self.shield.call(None, self.reader.start)
+    def _begin(self) -> None:
+        """The loop has come to the next update: close the last one first."""
+        moved = self.shield.call(None, self.hold.moved)
+        with self.arming.paused():
+            taken_back = self.settle()
+        self.shield.call(None, self.hold.take_back, None if taken_back else moved)
+
+    def _end_trace(self) -> None:
+        """From here on the guard works, not the user."""
+        self.arming.pause()
+        self.shield.call(None, self.arming.finish)
+
+    def check(self, *, again: bool = False) -> None:
+        """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
+        self._end_trace()
         pending = self.shield.call(None, self._issue)
         if pending is None:
+            self.context.agreement.stay(self.context.step, self.context.parameters)
             return
         if takes_found_inf(self.context.optimizer):
             self.shield.call(None, self._flag, pending)
             return
         reading = self.shield.call(None, self.reader.complete, pending)
-        if reading is not None:
-            self._judge(self._step(reading), reading)
-            if self._incident is None and self._undo is None:
-                risky = self.shield.call(False, risky_update, self.context.optimizer, self.context.lr_ceiling)
-                self._undo = self.shield.call(None, UndoCopy, self.context.optimizer) if risky else None
+        if reading is None:
+            return
+        self._judge(self._step(reading), reading, again=again)
+        if not self.vetoing and self._undo is None:
+            risky = self.shield.call(False, risky_update, self.context.optimizer, self.context.lr_ceiling)
+            self._undo = self.shield.call(None, UndoCopy, self.context.optimizer) if risky else None
 
     def _issue(self) -> Pending:
-        return self.reader.issue(self.heard.losses, self.heard.norm())
+        self.reader.start()
+        norm = self.heard.norm()
+        scale = getattr(self.context.optimizer, "grad_scale", None)
+        if norm is None and scale is not None:  # a scaler leaves dividing to the fused kernel
+            scaled = gradient_norm([p.grad for p in self.context.parameters if p.grad is not None])
+            norm = GradientNorm(scaled.total / scale, scaled.clip) if scaled is not None else None
+        return self.reader.issue(self.heard.losses, norm)
 
-    def _judge(self, step: Step, reading: Reading) -> None:
+    def _judge(self, step: Step, reading: Reading, *, again: bool = False) -> None:
         reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
-        self._reading = reading
+        if again and verdict.kind in FINITE_KINDS:
+            verdict = OK  # along a line search: such losses say nothing about the run
+        if not again or verdict.bad:
+            self._reading = reading
         if verdict.severity == "note":
             self.shield.call(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
             self._hide()
+            if verdict.kind not in FINITE_KINDS:
+                self.shield.call(None, step.buffers.restore)  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-            if self._incident is None or let_through(self._incident):
-                self._incident = None
+            self.vetoing = not let_through(verdict, self._incident)
+            if not self.vetoing:
                 self._give_back()
 
     def _flag(self, pending: Pending) -> None:
         """Fused: tell the kernel, read later. A scaler's own flag is kept and joined."""
         optimizer = self.context.optimizer
-        step, flag = self._step(None), pending.suspect()
-        theirs = getattr(optimizer, "found_inf", None)
-        self._own_flag = theirs is None
-        optimizer.found_inf = flag if theirs is None else torch.maximum(theirs, flag.to(theirs))  # type: ignore[attr-defined]
-        self._late = LateUpdate(self.context, step, pending, StepResult())
+        late, theirs = LateUpdate(self.context, self._step(None), pending, StepResult()), found_inf(optimizer)
+        if theirs is not None:
+            late.flag = torch.maximum(theirs, late.flag.to(theirs))
+        optimizer.found_inf = late.flag  # type: ignore[attr-defined]
+        self._own_flag, self._late = theirs is None, late
 
-    def settle(self) -> None:
-        """Read a fused step whose verdict is still on the device."""
+    def _issued(self, late: LateUpdate) -> None:
+        """A fused update is on its way. Changed buffers cannot wait: the next forward needs them put back."""
+        self.shield.call(None, self.reader.after_update)
+        self.shield.call(None, late.issued, self.context)
+        try:
+            if self.context.buffers.changing():
+                self.settle(inside=True)
+            else:
+                late.step.buffers = BufferKeeper(())
+        finally:
+            self._end_step()
+
+    def settle(self, *, inside: bool = False) -> bool:
+        """Read a fused step whose verdict is still on the device; `inside` optimizer.step() or later.
+
+        True when it had been vetoed, and what the loop has done since has been taken back.
+        """
         late, self._late = self._late, None
         if late is None:
-            return
-        reading = self.shield.call(None, self.reader.complete, late.pending)
+            return False
+        reading = self.shield.call(None, late.read, self.reader)
         if reading is None:
-            return
+            self._book(late.step, None, went_through=not bool(late.flag))
+            return False
         late.step.scale = reading.scale or 1.0
         reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
-        vetoed = late.vetoed(reading)
-        if vetoed:
-            late.take_back(self.context, calibrating=verdict.kind == "scale_calibration")
         if verdict.severity == "note":
             self.shield.call(None, self.pipeline.note, reading, verdict)
-        self._finish_late(late, reading, verdict, vetoed=vetoed)
+        vetoed = late.vetoed(reading)
+        if vetoed and verdict.bad:
+            late.take_back(self.context, calibrating=False, schedule=self.hold.every_step)
+        self._finish_late(late, reading, verdict, vetoed=vetoed, inside=inside)
+        return vetoed and verdict.bad
 
-    def _finish_late(self, late: LateUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool) -> None:
-        context = self.context
+    def _finish_late(self, late: LateUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool) -> None:
         if not verdict.bad:
             self._book(late.step, reading, went_through=not vetoed)
             return
         incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
-        self._book(late.step, reading, went_through=False)
-        if incident is not None:
-            close.apply(context, incident)
+        self._book(late.step, reading, went_through=not vetoed)
+        self._apply(incident, hold=vetoed and inside)
 
-    def _vetoed(self, incident: Incident) -> None:
-        context = self.context
+    def _vetoed(self) -> None:
+        incident = self._incident
         if self._undo is not None:
             self._undo.restore()
-        context.buffers.restore()
-        if context.scheduler is not None:
-            self._schedule = ScheduleCopy(context.scheduler, context.optimizer)
+        self.context.buffers.restore()
         self._book(self._step(self._reading), self._reading, went_through=False)
         self._end_step()
-        close.apply(context, incident)
+        self._apply(incident, hold=True)
+
+    def _apply(self, incident: Incident | None, *, hold: bool) -> None:
+        """What was decided may change the schedule, so it is held as it is afterwards."""
+        try:
+            if incident is not None:
+                close.apply(self.context, incident)
+        finally:
+            if hold:
+                self.shield.call(None, self.hold.vetoed)
 
     def _committed(self) -> None:
         context, reading, step = self.context, self._reading, self._step(self._reading)
-        if self._undo is not None and reading is not None:
-            born = self.shield.call([], stored_trouble, context)
-            if born:
-                self._undo.restore()
-                reading = replace(reading, bad_state=tuple(born), state_born=True)
-                reading, verdict = self.pipeline.assess(step, reading)
-                incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-                if incident is not None:
-                    self._undo, self._reading = None, reading
-                    self._vetoed(incident)
-                return
+        born = self.shield.call([], stored_trouble, context) if self._undo is not None and reading is not None else []
+        if born and self._undo is not None and reading is not None:
+            self._undo.restore()
+            reading = replace(reading, bad_state=tuple(born), state_born=True)
+            reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+            self._reading = reading
+            self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
+            self._vetoed()
+            return
         self.shield.call(None, self.reader.after_update)
         self._book(step, reading, went_through=True)
         self._end_step()
@@ -203,24 +280,33 @@ class Watcher:
 
     def _end_step(self) -> None:
         self._reading, self._undo = None, None
+        self._incident, self.vetoing = None, False
+        self.forget()
+        self.context.step += 1
+        self.shield.call(None, self.context.buffers.remember)
+        self.shield.call(None, self.arming.begin)
+
+    def forget(self) -> None:
+        """What was heard of a step that is over, or of an evaluation that is made again."""
         self.heard.clear()
         self.capture.clear()
-        self.context.step += 1
-        if self._late is None:
-            self.shield.call(None, self.context.buffers.remember)
 
     def _step(self, reading: Reading | None) -> Step:
         context = self.context
         step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
-        calls = self.capture.calls
-        if calls and len({call.positional for call in calls}) == 1:
+        calls, step.model_fn = self.capture.calls, self.capture.model_fn()
+        if step.model_fn is not None:
             # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1
-            step.loss_fn, step.model_only = self.capture.loss_fn, True
             step.micro_batches = tuple(call.as_batch() for call in calls)
-            step.rng = [call.rng for call in calls]
+            step.rng, step.lines = [call.rng for call in calls], tuple(call.line for call in calls)
         elif reading is not None:
             step.scale = reading.scale or 1.0
         return step
+
+    def finish(self) -> None:
+        """The loop is over: nothing else takes back what it did after a vetoed last update."""
+        self.settle()
+        self.shield.call(None, self.hold.take_back)
 
     # --- veto --------------------------------------------------------------------------------------------------
 
@@ -237,59 +323,26 @@ class Watcher:
             parameter.grad = gradient
         self._hidden = []
 
-    def _hold_schedule(self) -> None:
-        """The loop has called scheduler.step() after a vetoed update; take that back before the next one."""
-        if self._schedule is not None:
-            self._schedule.restore()
-            self._schedule = None
-
-    def _scaler_update(self, update: Callable[..., None], new_scale: Any) -> None:
+    def _scaler_skipped(self, update: Update) -> None:
         """The scaler skipped by itself: the optimizer's hooks were never called."""
-        if not self.heard.losses:
-            update(new_scale)
-            return
+        self._begin()
+        self._end_trace()
         pending = self.shield.call(None, self._issue)
         reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if reading is not None:
             self._judge(self._step(reading), reading)
         self._give_back()
-        incident, self._incident = self._incident, None
-        if incident is None:
-            update(new_scale)
+        if not self.vetoing:
+            update(None)
             self._book(self._step(reading), reading, went_through=False)
             self._end_step()
             return
         try:
-            self._vetoed(incident)
-        except TrainingHalted:
-            raise
+            self._vetoed()
         finally:
-            scale = self.context.scaler._get_scale_async() if self.context.scaler is not None else None
-            update(scale.clone() if scale is not None else None)
+            update(self._present_scale())
+            self.hold.scaler = False
 
-
-class _Repeated:
-    """The closure of LBFGS: every evaluation is checked, and a bad one silences the rest."""
-
-    def __init__(self, watcher: Watcher, closure: Callable[[], Any]) -> None:
-        self._watcher, self._closure = watcher, closure
-        self._last: Any = None
-
-    def __call__(self) -> Any:
-        if self._watcher._incident is not None:
-            return self._last
-        self._watcher.heard.clear()
-        self._watcher.capture.clear()
-        with torch.enable_grad():
-            self._last = self._closure()
-        self._watcher._check()
-        return self._last
-
-
-def _wrap_update(scaler: Any, around: Callable[[Callable[..., None], Any], None]) -> None:
-    original = scaler.update
-
-    def update(new_scale: Any = None) -> None:
-        around(original, new_scale)
-
-    scaler.update = update
+    def _present_scale(self) -> Tensor | None:
+        scale = self.context.scaler._get_scale_async() if self.context.scaler is not None else None
+        return scale.clone() if scale is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,17 +38,21 @@ class ClosureStepper(Stepper):
         self.context.optimizer.step(evaluations.closure)
         reading = evaluations.first
         if evaluations.incident is not None and reading is not None:
-            return self._undone(undo, evaluations.incident, reading)
+            return self._undone(undo, evaluations.incident, reading, evaluations.bad_gradients)
         self.shield.call(None, self.reader.after_update)
         self._advance()
         if reading is not None:
             self._after(step, reading, went_through=True)
         return StepResult().resolve(reading, committed=True)
 
-    def _undone(self, undo: UndoCopy, incident: Incident, reading: Reading) -> StepResult:
+    def _undone(
+        self, undo: UndoCopy, incident: Incident, reading: Reading, gradients: list[tuple[Tensor, Tensor | None]]
+    ) -> StepResult:
         context = self.context
         undo.restore()
         context.buffers.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
         close.apply(context, incident)
@@ -78,6 +82,7 @@ class Evaluations:
         self._stepper, self._step = stepper, step
         self.first: Reading | None = None
         self.incident: Incident | None = None
+        self.bad_gradients: list[tuple[Tensor, Tensor | None]] = []
         self._last: Tensor | None = None
 
     def closure(self) -> Any:
@@ -86,7 +91,8 @@ class Evaluations:
             return self._last
         self._step.rng.clear()
         losses = self._stepper.forward_backward(self._step)
-        self._last = torch.stack([m.total.reshape(()) for m in losses]).sum()
+        totals = [m.total.reshape(()) for m in losses]
+        self._last = sum(totals[1:], start=totals[0])  # in order, as a loop adds them
         self._stepper.shield.call(None, self._read, losses)
         return self._last
 
@@ -97,8 +103,9 @@ class Evaluations:
         self.first = self.first or reading
         if verdict.bad:
             incident = stepper.pipeline.respond(self._step, reading, verdict)
-            if not let_through(incident):
+            if not let_through(verdict, incident):
                 self.first, self.incident = reading, incident
+                self.bad_gradients = [(p, p.grad) for p in context.parameters]
                 silence(context.optimizer)
                 return
         if context.config.clip_norm is not None and pending.norm is not None:
@@ -128,3 +135,31 @@ def wrapped_once(closure: Callable[[], Any], check: Callable[[], None]) -> Calla
         return out
 
     return checked
+
+
+class Evaluated(Protocol):
+    """Who looks at the evaluations of one step."""
+
+    vetoing: bool
+
+    def forget(self) -> None: ...
+    def check(self, *, again: bool = False) -> None: ...
+
+
+class Repeated:
+    """The user's closure for LBFGS: every evaluation is checked, and a bad one silences the rest."""
+
+    def __init__(self, watcher: Evaluated, closure: Callable[[], Any]) -> None:
+        self._watcher, self._closure = watcher, closure
+        self._last: Any = None
+        self._count = 0
+
+    def __call__(self) -> Any:
+        if self._watcher.vetoing:
+            return self._last
+        self._watcher.forget()
+        with torch.enable_grad():
+            self._last = self._closure()
+        self._watcher.check(again=self._count > 0)
+        self._count += 1
+        return self._last

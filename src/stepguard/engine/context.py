@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import platform
 import time
 import weakref
@@ -20,18 +21,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
+from stepguard.engine.intercept import borrowing
 from stepguard.journal import Journal
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
 from stepguard.report.terminal import Terminal
+from stepguard.sentinel.gradients import finite
 from stepguard.sentinel.reduce import Agreement
-from stepguard.sentinel.stored import FirstLook
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import Step, unwrapped
 
 guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
+volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard comes."""
 
 
 @dataclass
@@ -60,23 +64,31 @@ class Context:
     """Index of the next optimizer step."""
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
-    first_look: FirstLook | None = None
-    """Taken at the first step."""
+    accepted: set[str] = field(default_factory=set)
+    """Stored tensors that are non-finite and that nobody minds: sentinels, and what `bad_start="warn"` lets pass."""
+    ignored: set[int] = field(default_factory=set)
+    """Ids of accepted tensors, so that the cheap look leaves them out."""
+    first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Extremes of every buffer before the first step, on the device until something is wrong."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     last_read: float = field(default_factory=time.perf_counter)
+    _given: list[Tensor] = field(default_factory=list)
+    """The optimizer's parameters when `_ordered` was made."""
+    _ordered: list[Tensor] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the optimizer updates, in the model's order: the order `clip_grad_norm_(model.parameters())` adds in."""
-        ours = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
-        ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
-        return list((ordered | ours).values())
+        """What the optimizer updates, in the model's order: the order `clip_grad_norm_(model.parameters())` adds in.
 
-    @property
-    def sentinels(self) -> frozenset[str]:
-        """Buffers that held Inf or NaN from the beginning: on purpose."""
-        return self.first_look.names() if self.first_look is not None else frozenset()
+        Asked for several times a step, and walking a large model takes milliseconds: kept until the optimizer changes.
+        """
+        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
+            ours = {id(p): p for p in given}
+            ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
+            self._given, self._ordered = given, list((ordered | ours).values())
+        return self._ordered
 
     @property
     def lr(self) -> tuple[float, ...]:
@@ -85,6 +97,12 @@ class Context:
     @property
     def lr_ceiling(self) -> tuple[float, ...]:
         return tuple(self.history.ceiling(i) or float("inf") for i in range(len(self.optimizer.param_groups)))
+
+    def on_purpose(self) -> set[str]:
+        """Buffers that held Inf or NaN from the beginning are meant to; reads the device the first time."""
+        found, self.first_buffers = self.first_buffers, []
+        self.accepted.update(f"buffer:{name}" for name, extremes in found if not finite(extremes))
+        return self.accepted
 
     def scaling(self) -> bool:
         """Does a GradScaler really scale?"""
@@ -107,6 +125,7 @@ def build_context(
     """Check what the user gave and open what the guard writes to."""
     optimizer = _real_optimizer(optimizer)
     _check(model, optimizer, modules)
+    volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
     context = Context(
@@ -122,7 +141,7 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank),
+        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         resources=ExitStack(),
         loss_scale=config.loss_scale or 1.0,
     )
@@ -143,6 +162,8 @@ def bare_step(context: Context) -> Step:
 
 def _open_files(context: Context) -> None:
     config, rank = context.config, context.agreement.rank
+    if borrowing():
+        return
     if config.run_dir is not None:
         context.journal = Journal(Path(config.run_dir), rank)
         context.resources.callback(context.journal.close)

@@ -3,73 +3,107 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import finite
-from stepguard.sentinel.stored import bad_buffers, bad_parameters, bad_slots, parameter_names
+from stepguard.sentinel.stored import (
+    bad_buffers,
+    bad_parameters,
+    bad_slots,
+    norm_statistics,
+    parameter_names,
+    state_tensors,
+)
 from stepguard.state.batch import bad_batch_tensors
-from stepguard.state.replay import rerun
+from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.step import Step
 
 LOWEST_SCALE = 2.0**-24
+FAR_BELOW = 2.0**-10
+"""Of a scale that overflows: where the step must be finite if the scale is all that is wrong."""
 
 
 def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
     if reading.state_born:
-        return reading  # the update was looked at and taken back: what it made bad is named already
-    if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(step, reading.scale or step.scale):
+        return reading  # found after the update, which has been undone since
+    if (
+        not reading.grads_finite
+        and _losses_finite(reading)
+        and overflows_by_scale(context, step, reading.scale or step.scale)
+    ):
         return replace(reading, overflow=True, bad_state=())
-    buffers_after = bad_buffers(context.roots, context.sentinels)
-    if not buffers_after and _only_buffers(reading) and reading.bad_state == ("buffers",) and not reading.alarm:
-        return replace(reading, bad_state=())  # a buffer that was infinite on purpose was written again
-    step.buffers.restore()
-    before = stored_trouble(context)
-    made_now = buffers_after if not before and _only_buffers(reading) else []
+    buffers_after = [name for name in bad_buffers(context.roots) if name not in context.on_purpose()]
+    with kept_buffers(context.roots.values()):
+        step.buffers.restore()
+        before = stored_trouble(context)
+    made_now = buffers_after if not before and _only_buffers(context, reading) else []
+    if not buffers_after:
+        leave_out_sentinels(context)
     return replace(
         reading,
         bad_state=tuple(before or made_now),
         state_born=reading.state_born or bool(made_now),
         bad_inputs=tuple(bad_batch_tensors(step.micro_batches)),
-        bad_grads=tuple(_bad_gradients(context)),
+        bad_grads=tuple(_bad_gradients(context)) if not step.grads_gone else (),
     )
 
 
 def stored_trouble(context: Context) -> list[str]:
-    """Parameters, buffers and optimizer slots that are non-finite now."""
-    return [
+    """Parameters, buffers and optimizer slots that are non-finite now and should not be."""
+    found = [
         *bad_parameters(context.roots, context.optimizer),
-        *bad_buffers(context.roots, context.sentinels),
+        *bad_buffers(context.roots),
         *bad_slots(context.optimizer),
     ]
+    return [name for name in found if name not in context.on_purpose()]
 
 
-def overflows_by_scale(step: Step, scale: float) -> bool:
-    """Is the same step finite without the loss scale? Then the scale is the only fault."""
-    if scale == 1.0:
-        return False
+def accept(context: Context, names: Iterable[str]) -> None:
+    """The policy goes on with state that was bad from the start: it is not looked at again."""
+    context.accepted.update(names)
+    stored = [*context.parameters, *norm_statistics(context.roots), *state_tensors(context.optimizer)]
+    context.ignored.update(id(tensor) for tensor in stored if not finite(tensor))
+
+
+def leave_out_sentinels(context: Context) -> None:
+    """Buffers that are non-finite on purpose and are written again and again: the cheap look need not see them."""
+    written = context.buffers.written()
+    context.ignored.update(id(buffer) for buffer in written if not finite(buffer))
+
+
+def overflows_by_scale(context: Context, step: Step, scale: float) -> bool:
+    """Is the same step finite with a lower loss scale? Then the scale is the only fault."""
+    if not context.scaling():
+        return step.scale != 1.0 and step.whole and rerun(step, scale=1.0).grads_finite
+    if step.model_only:
+        # the loss's own backward cannot be run again: gradients that come back from it infinite are the scale's
+        return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
     if not step.whole:
-        return scale > 1.0  # cannot be run again: a scale above 1 is presumed to be calibrating
-    return rerun(step, scale=1.0).grads_finite
+        return True  # cannot be run again: a scaler that still falls is presumed to be calibrating
+    return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
 
 
 def working_scale(step: Step) -> float:
-    """The largest power-of-two fraction of the static scale at which this step is finite."""
+    """Half the largest power-of-two fraction of the static scale at which this step is finite: others may be larger."""
     scale = step.scale / 2
     while scale > LOWEST_SCALE and not rerun(step, scale=scale).grads_finite:
         scale /= 2
-    return scale
+    return scale / 2
 
 
 def _losses_finite(reading: Reading) -> bool:
     return reading.loss is None or (math.isfinite(reading.loss) and not reading.bad_micro_batches)
 
 
-def _only_buffers(reading: Reading) -> bool:
+def _only_buffers(context: Context, reading: Reading) -> bool:
     """Nothing else is wrong: this step's forward made a buffer non-finite."""
-    return reading.grads_finite and _losses_finite(reading) and "buffers" in reading.bad_state
+    # where gradients carry a rank's own trouble to the others, theirs are non-finite because of it
+    grads_fine = reading.grads_finite or context.agreement.mode == "spread"
+    return grads_fine and _losses_finite(reading) and "buffers" in reading.bad_state
 
 
 def _bad_gradients(context: Context) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from stepguard.engine.context import Context
 from stepguard.state.step import LossFn
 
-Taker = Callable[[Context, LossFn], None]
+Taker = Callable[[Any, LossFn], None]
+"""Gets the guard's context and the loss function of the step."""
 _takers: list[Taker] = []
 
 
@@ -26,7 +27,12 @@ def taking(taker: Taker) -> Iterator[None]:
         _takers.remove(taker)
 
 
-def offer(context: Context, loss_fn: LossFn) -> None:
+def borrowing() -> bool:
+    """Is a script being run only for its objects? Then its guards write no files."""
+    return bool(_takers)
+
+
+def offer(context: Any, loss_fn: LossFn) -> None:
     """Called by every guard before its step; does nothing in an ordinary run."""
     if _takers:
         _takers[-1](context, loss_fn)

@@ -8,10 +8,11 @@ from torch.optim import Optimizer
 
 from stepguard.engine import settle as close
 from stepguard.engine.context import Context
-from stepguard.engine.reader import Pending
+from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.result import StepResult
 from stepguard.engine.schedule import ScheduleCopy
 from stepguard.records import Reading
+from stepguard.sentinel.gradients import GradientMark
 from stepguard.state.step import Step
 
 
@@ -27,12 +28,26 @@ class LateUpdate:
 
     def __init__(self, context: Context, step: Step, pending: Pending, result: StepResult) -> None:
         self.step, self.pending, self.result = step, pending, result
+        self.flag = pending.suspect()
+        """On the device: not 0 where the kernel leaves everything alone."""
         self._schedule = ScheduleCopy(context.scheduler, context.optimizer) if context.scheduler is not None else None
         self._scaler = close.scaler_copy(context)
+        known = context.optimizer.state
+        self._new = [p for p in context.parameters if p not in known] if len(known) < len(context.parameters) else []
+        self._grads: GradientMark | None = None
+
+    def issued(self, context: Context) -> None:
+        """The update is on its way; from now on the loop may drop the gradients."""
+        self._grads = GradientMark(context.parameters)
+
+    def read(self, reader: Reader) -> Reading:
+        """Wait for the numbers of this update."""
+        self.step.grads_gone = self._grads is not None and self._grads.gone()
+        return reader.complete(self.pending, grads_gone=self.step.grads_gone)
 
     def update(self, optimizer: Optimizer) -> None:
         """Step, unless the device finds something non-finite."""
-        optimizer.found_inf = self.pending.suspect()  # type: ignore[attr-defined]
+        optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
@@ -45,10 +60,12 @@ class LateUpdate:
         finite = all(value is None or math.isfinite(value) for value in watched)
         return reading.alarm or bool(reading.bad_state) or not finite
 
-    def take_back(self, context: Context, *, calibrating: bool) -> None:
+    def take_back(self, context: Context, *, calibrating: bool, schedule: bool = True) -> None:
         """What the host did on the assumption that the step would go through."""
-        if self._schedule is not None:
+        if self._schedule is not None and schedule:
             self._schedule.restore()
+        for parameter in self._new:
+            context.optimizer.state.pop(parameter, None)  # the kernel changed nothing, but made it
         if not calibrating:
-            context.buffers.restore()
+            self.step.buffers.restore()
             close.restore_scaler(context, self._scaler)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,33 +11,44 @@ from stepguard.engine.context import Context
 from stepguard.engine.reader import MicroLoss
 from stepguard.sentinel.gradients import HALVES, GradientNorm
 
+Marks = list[tuple[int, int]]
+
 
 class Overheard:
-    """A listener of sentinel.taps for one guard. Never waits for the device."""
+    """The losses and the norm of one guard's next update. Never waits for the device."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, announce: Callable[[Tensor], None]) -> None:
+        self._context, self._announce = context, announce
         self.losses: list[MicroLoss] = []
         self._norm: Tensor | None = None
-        self._marks: list[tuple[int, int]] = []
-        self._before: list[tuple[int, int]] = []
+        self._at_norm: Marks = []
+        self._at_start: Marks = []
+        self._at_end: Marks = []
+        self._heard = False
 
     def before_backward(self, root: Tensor) -> None:
         """A scalar that backward starts from is the loss; a scaler's factor is divided out again."""
-        if root.numel() != 1 or not root.requires_grad or torch.compiler.is_compiling():
+        self._heard = root.numel() == 1 and root.requires_grad and not torch.compiler.is_compiling()
+        if not self._heard:
             return
         value = root.detach()
         scaler = self._context.scaler
         if scaler is not None and self._context.scaling():
             scale = scaler._get_scale_async()
             value = value / scale if scale is not None else value
-        self._before = self._gradient_marks()
+        self._at_start = self._gradient_marks()
+        if self.losses and self._at_start != self._at_end:
+            self.losses = []  # their gradients have been dropped since, so they are part of no update
         self.losses.append(MicroLoss(value))
-        self._context.agreement.announce([value])
+        self._announce(value)
 
-    def after_backward(self, root: Tensor) -> None:
+    def after_backward(self, *, failed: bool) -> None:
         """A backward that left this guard's gradients alone was somebody else's loss."""
-        if root.numel() == 1 and self.losses and self._gradient_marks() == self._before:
+        if not self._heard:
+            return
+        self._heard = False
+        self._at_end = self._gradient_marks()
+        if self.losses and (failed or self._at_end == self._at_start):
             self.losses.pop()
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
@@ -43,7 +56,7 @@ class Overheard:
         ours = [p.grad for p in self._context.parameters if p.grad is not None]
         if len(ours) == len(tensors) and all(a is b for a, b in zip(ours, tensors, strict=True)):
             self._norm = None if any(t.dtype in HALVES for t in tensors) else norm
-            self._marks = self._gradient_marks()
+            self._at_norm = self._gradient_marks()
 
     def norm(self) -> GradientNorm | None:
         """The norm before clipping, unless the gradients were touched by anything but clipping since."""
@@ -51,13 +64,14 @@ class Overheard:
             return None
         grown = [
             (now[0] == then[0]) and now[1] - then[1] <= 1
-            for now, then in zip(self._gradient_marks(), self._marks, strict=False)
+            for now, then in zip(self._gradient_marks(), self._at_norm, strict=False)
         ]
         return GradientNorm(self._norm, self._norm) if all(grown) else None
 
     def clear(self) -> None:
+        """An update has used what was heard."""
         self.losses, self._norm = [], None
 
-    def _gradient_marks(self) -> list[tuple[int, int]]:
+    def _gradient_marks(self) -> Marks:
         grads = [p.grad for p in self._context.parameters]
         return [(id(g), g._version) if g is not None else (0, 0) for g in grads]

@@ -3,46 +3,62 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from stepguard.detect import judge
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
-from stepguard.engine.examine import examine, stored_trouble, working_scale
+from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.record import record
-from stepguard.engine.runaway import blamed_on_update, ruined, surfaces_only
+from stepguard.engine.runaway import blamed_on_update, ruined, stored_culprit, surfaces_only
 from stepguard.locate import locate
 from stepguard.policy import decide
 from stepguard.policy.decide import Situation
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.state.replay import reevaluate, rerun
+from stepguard.state.replay import gradients_came_back_finite, model_finite, reevaluate, rerun
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
+ASK_FIRST, ASK_AGAIN = 4, 8
+"""Suspicious steps in a row for which an earlier batch is evaluated again: the first few, then every eighth."""
 
 
 class Pipeline:
     """What happens after a step has been read."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, find: Callable[[Step, Reading], Origin] | None = None) -> None:
+        self._context, self._find = context, find or locate
+        self._suspicious = (-1, 0)
+        """The last suspicious step, and how many in a row there have been."""
 
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look or a second measurement where the first one asks for it."""
         context = self._context
-        if alarming(reading):
-            reading = self._agree(step, examine(context, step, reading))
+        if alarming(reading) and not reading.state_born:  # what the update made has been named, and undone
+            reading = self._agree(step, reading)
         verdict = judge(reading, context.history, context.config)
+        if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
+            # every rank sees its own loss only, and asking the others takes a collective that they do not join
+            return reading, replace(verdict, severity="note")
         if verdict.severity != "suspicion":
             return reading, verdict
-        again = self._repeat_loss()
+        again = self._repeat_loss() if self._worth_asking(reading) else None
         if again is None:
             return reading, replace(verdict, severity="note")
         reading = replace(reading, repeat_loss=again[0], repeat_before=again[1])
         return reading, judge(reading, context.history, context.config)
+
+    def _worth_asking(self, reading: Reading) -> bool:
+        """After a shift of the data many steps in a row look suspicious: then only some of them are looked into."""
+        last, run = self._suspicious
+        run = run + 1 if reading.step == last + 1 else 1
+        self._suspicious = (reading.step, run)
+        return run <= ASK_FIRST or run % ASK_AGAIN == 0
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
         """Locate, diagnose, decide and record. The update has already been vetoed (or, `committed`, came too early)."""
@@ -74,6 +90,8 @@ class Pipeline:
         context = self._context
         fields = {"step": reading.step, "kind": verdict.kind, "summary": verdict.summary, "evidence": verdict.evidence}
         context.note("note", fields)
+        if context.human is not None:
+            context.human.note(verdict.summary, reading.step, verdict.kind)
         context.terminal.note(verdict.summary, reading.step, verdict.kind)
 
     def _explain(self, incident: Incident, step: Step) -> Incident:
@@ -95,73 +113,82 @@ class Pipeline:
     def _locate(self, step: Step, reading: Reading) -> Origin | None:
         """The worst rank looks, alone; then everybody knows."""
         agreement = self._context.agreement
-        leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.rank
-        origin: Origin | None = None
-        if agreement.rank == leader:
-            origin = replace(locate(step, reading), rank=agreement.rank if agreement.size > 1 else None)
         if agreement.size == 1:
-            return origin
-        told = agreement.gather({"origin": to_jsonable(origin) if origin is not None else None})[leader]["origin"]
-        return from_jsonable(Origin, told) if told is not None else None
+            return self._find(step, reading)
+        leader = reading.bad_ranks[0] if reading.bad_ranks else 0
+
+        def look() -> dict[str, Any]:
+            return to_jsonable(replace(self._find(step, reading), rank=leader)) if agreement.rank == leader else {}
+
+        told = agreement.together(look)[leader]
+        return from_jsonable(Origin, told) if told else None
 
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context = self._context
         reading = incident.reading
-        hurt = committed or (bool(reading.bad_state) and not reading.state_born) or _stored_culprit(incident.origin)
+        hurt = committed or (bool(reading.bad_state) and not reading.state_born) or stored_culprit(incident.origin)
         situation = Situation(
             step=incident.step,
             hurt=hurt,
             lost_share=lost_share(incident.verdict),
             at_start=hurt and context.history.committed == 0 and not committed,
-            new_scale=working_scale(step) if reading.overflow and context.config.loss_scale else None,
+            new_scale=self._new_scale(step) if reading.overflow and context.config.loss_scale else None,
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
+        if situation.at_start and decision.action == "warn":
+            accept(context, reading.bad_state)
         return decision
+
+    def _new_scale(self, step: Step) -> float:
+        """A static loss scale that works on every rank."""
+        everybody = self._context.agreement.together(lambda: {"scale": working_scale(step)})
+        return min(float(told["scale"]) for told in everybody)
 
     def _repeat_loss(self) -> tuple[float, float] | None:
         """The loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
-        context = self._context
-        again: tuple[float, float] | None = None
-        if context.anchor is not None:
-            step, then = context.anchor
-            again = (reevaluate(step), then)
-        if context.agreement.mode != "collective":
-            return again
-        told = [facts["again"] for facts in context.agreement.gather({"again": again})]
+        anchor = self._context.anchor
+
+        def again() -> dict[str, Any]:
+            return {"again": (reevaluate(anchor[0]), anchor[1]) if anchor is not None else None}
+
+        told = [facts["again"] for facts in self._context.agreement.together(again)]
         known = [pair for pair in told if pair is not None]
         return max(known, key=lambda pair: pair[0] - pair[1] if math.isfinite(pair[0]) else math.inf, default=None)
 
     def _agree(self, step: Step, reading: Reading) -> Reading:
         """Every rank goes on with the reading of the worst one, so that all decide the same."""
-        agreement = self._context.agreement
-        if agreement.size == 1:
-            return reading
-        everybody = agreement.gather({"own": self._own_trouble(step, reading), "reading": to_jsonable(reading)})
-        bad = tuple(rank for rank, told in enumerate(everybody) if told["own"])
+        context = self._context
+        if context.agreement.size == 1:
+            return examine(context, step, reading)
+
+        def look() -> dict[str, Any]:
+            own = examine(context, step, reading)
+            return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
+
+        everybody = context.agreement.together(look)
+        worst = max(told["trouble"] for told in everybody)
+        bad = tuple(rank for rank, told in enumerate(everybody) if told["trouble"] == worst > 0)
         leader = from_jsonable(Reading, everybody[bad[0] if bad else 0]["reading"])
         return replace(leader, bad_ranks=bad)
 
-    def _own_trouble(self, step: Step, reading: Reading) -> bool:
-        """Is it this rank that made the bad value, before any gradient was exchanged?"""
-        if reading.bad_micro_batches or reading.bad_state:
-            return True
-        if reading.grads_finite or reading.overflow:
-            return False
-        if self._context.agreement.mode == "spread" and step.whole:
-            return not rerun(step).grads_finite
-        return bool(reading.bad_grads)
+
+def own_trouble(step: Step, reading: Reading) -> int:
+    """How surely it is this rank that made the bad value: 2 by its own doing, 1 by gradients all have exchanged, 0."""
+    if reading.bad_micro_batches or reading.bad_state or reading.bad_inputs:
+        return 2
+    if reading.grads_finite or reading.overflow:
+        return 0
+    if step.whole:
+        return 0 if rerun(step).grads_finite else 2
+    if step.model_only:
+        return 0 if gradients_came_back_finite(step) and model_finite(step) else 2
+    return 1
 
 
-def _stored_culprit(origin: Origin | None) -> bool:
-    """A parameter or buffer was bad before the step: the next batch will fare no better."""
-    stored = ("param:", "buffer:")
-    return origin is not None and origin.phase == "state" and (origin.tensor or "").startswith(stored)
-
-
-def let_through(incident: Incident) -> bool:
-    """A finite step on hurt weights that the policy only warns about: the update goes on."""
-    decision = incident.decision
-    return incident.verdict.kind in FINITE_KINDS and decision is not None and decision.action == "warn"
+def let_through(verdict: Verdict, incident: Incident | None) -> bool:
+    """A finite step on hurt weights that the policy only warns about, or nobody could decide on: the update goes on."""
+    decision = incident.decision if incident is not None else None
+    return verdict.kind in FINITE_KINDS and (decision is None or decision.action == "warn")
 
 
 def lost_share(verdict: Verdict) -> float | None:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, finite, gradient_norm
 from stepguard.sentinel.packet import Packet
-from stepguard.sentinel.stored import FirstLook, largest, norm_statistics, state_tensors
+from stepguard.sentinel.stored import InTurn, extremes, largest, named_buffers, norm_statistics, state_tensors
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import total_loss
 
@@ -56,9 +55,6 @@ class Pending:
 def micro_loss(output: Any, batch: Any, context: Context) -> tuple[Tensor, MicroLoss]:
     """The scalar to call backward on, and what is remembered of it."""
     loss = total_loss(output)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(f"loss_fn returned {shape}; return one scalar tensor (or named scalars), e.g. loss.mean().")
     parts = {str(k): v.detach() for k, v in output.items()} if isinstance(output, Mapping) else {}
     return loss, MicroLoss(loss.detach(), parts, _count_labels(batch, context))
 
@@ -79,42 +75,64 @@ class Reader:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._state: Tensor | None = None
-        self._started = False
-        recheck = context.optimizer.register_load_state_dict_post_hook(self._loaded)
-        context.resources.callback(recheck.remove)
+        self._started = self._checked = False
+        self._left_out = 0
+        self._turn = InTurn()
+        loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
+        context.resources.callback(loading.remove)
 
     def start(self) -> None:
-        """Before the first step: everything that is stored, optimizer state included, joins the first packet."""
+        """Before the first update: parameters and optimizer state join the first packet."""
+        context = self._context
+        if not self._checked:
+            self._checked = True
+            self._state = self._largest([*context.parameters, *state_tensors(context.optimizer)])
         if self._started:
             return
         self._started = True
-        context = self._context
-        stored = [*context.parameters, *norm_statistics(context.roots), *state_tensors(context.optimizer)]
-        self._state = largest(stored)
-        context.first_look = context.first_look or FirstLook(context.roots)
+        statistics = {id(buffer) for buffer in norm_statistics(context.roots)}
+        others = [(n, b) for n, b in named_buffers(context.roots) if id(b) not in statistics]
+        seen = [(name, extremes(context.buffers.remembered(buffer))) for name, buffer in others]
+        context.first_buffers = [(name, found) for name, found in seen if found is not None]
 
     def _loaded(self, optimizer: Optimizer) -> None:
-        """State was loaded in mid-run: look at all of it again before the next update."""
-        self._started = False
+        """State was loaded in mid-run: all of it is looked at again before the next update."""
+        self._checked = False
 
     def after_update(self) -> None:
-        """A cheap look at the new parameters, read with the next step's packet."""
-        self._state = largest(self._context.parameters)
+        """A cheap look at the new parameters, of a large model some in turn; read with the next step's packet."""
+        self._state = self._largest(self._turn.share(self._context.parameters))
+
+    def announce(self, loss: Tensor) -> None:
+        """Before backward: what only this rank can see travels to the others with the gradients."""
+        agreement = self._context.agreement
+        if agreement.mode == "spread":
+            own = (loss, self._state, self._largest(self._context.buffers.statistics()))
+            agreement.announce([value for value in own if value is not None])
+
+    def _largest(self, tensors: list[Tensor]) -> Tensor | None:
+        ignored = self._context.ignored
+        return largest([t for t in tensors if id(t) not in ignored] if ignored else tensors)
 
     def last_update_finite(self) -> bool:
-        """The look after the last update, which no further step will read. Waits for the device."""
-        return self._state is None or math.isfinite(Packet([self._state]).fetch()[0])
+        """A look at everything after the last update, which no further step will read. Waits for the device."""
+        state = self._largest(self._context.parameters)
+        return state is None or math.isfinite(Packet([state]).fetch()[0])
 
     def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing."""
         context = self._context
+        context.agreement.announced()
+        if len(context.ignored) != self._left_out:
+            self._left_out = len(context.ignored)
+            self.after_update()  # the last look still saw what has been accepted since
         if norm is None:
             norm = gradient_norm([p.grad for p in context.parameters if p.grad is not None])
-        parts = tuple(losses[0].parts) if losses else ()
+        parts = tuple(dict.fromkeys(part for m in losses for part in m.parts))
         values = [m.total for m in losses] + [_added([m.parts[p] for m in losses if p in m.parts]) for p in parts]
         named = {
             "norm": norm.total if norm is not None else None,
-            "buffers": largest(self._watched_buffers()),
+            "buffers": self._largest([*context.buffers.statistics(), *context.buffers.written()]),
             "state": self._state,
             "scale": _scale(context),
             "labels": _added([m.labels for m in losses if m.labels is not None]) if _labelled(losses) else None,
@@ -126,13 +144,6 @@ class Reader:
         packet = Packet(values + self._reduced(losses, named))
         return Pending(context.step, packet, names, norm, context.lr, len(losses), parts, context.config.clip_norm)
 
-    def _watched_buffers(self) -> list[Tensor]:
-        """Running statistics of norm layers, and whatever else this step's forward wrote into a buffer."""
-        context, look = self._context, self._context.first_look
-        written = [b for b in context.buffers.written() if look is None or not look.known(b)]
-        watched = {id(b): b for b in [*norm_statistics(context.roots), *written]}
-        return list(watched.values())
-
     def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor | None]) -> list[Tensor]:
         """What all ranks saw, where that takes a reduction: the same few numbers on each, whatever each one reads."""
         if self._context.agreement.mode != "collective":
@@ -142,11 +153,11 @@ class Reader:
         device = next(v.device for v in [*local, torch.zeros(())] if v is not None)
         zero = torch.zeros((), device=device)
         line = torch.stack([zero if v is None else v.detach().reshape(()).to(zero) for v in local])
-        shared = self._context.agreement.reduce(line)
+        shared = self._context.agreement.reduce(line, self._context.step)
         return [] if shared is None else list(shared.unbind())
 
-    def complete(self, pending: Pending) -> Reading:
-        """Wait for the numbers and name them."""
+    def complete(self, pending: Pending, *, grads_gone: bool = False) -> Reading:
+        """Wait for the numbers and name them. Gradients that are gone cannot be looked at element by element."""
         context = self._context
         numbers = pending.packet.fetch()
         micro = tuple(numbers[: pending.micro])
@@ -162,7 +173,7 @@ class Reader:
             micro_losses=micro,
             components=parts,
             grad_norm=norm,
-            grads_finite=norm is None or math.isfinite(norm) or self._exactly_finite(),
+            grads_finite=norm is None or math.isfinite(norm) or (not grads_gone and self._exactly_finite()),
             clip_factor=_clip_factor(norm, pending.clip_norm),
             scale=rest.get("scale", context.loss_scale if context.config.loss_scale else None),
             lr=pending.lr,

@@ -1,4 +1,4 @@
-"""An overflow in float32 may only be where exploded weights surface: then the update did it, and no operation."""
+"""What an origin says about the weights: an overflow in float32 may only be where exploded ones surface."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def surfaces_only(origin: Origin | None) -> bool:
         return False
     sizes = [abs(v) for o in origin.inputs for v in (o.min, o.max, o.value) if v is not None and math.isfinite(v)]
     return all(o.finite for o in origin.inputs) and max(sizes, default=0.0) >= EXTREME
+
+
+def stored_culprit(origin: Origin | None) -> bool:
+    """A parameter or buffer was bad before the step: the next batch will fare no better."""
+    stored = ("param:", "buffer:")
+    return origin is not None and origin.phase == "state" and (origin.tensor or "").startswith(stored)
 
 
 def ruined(again: tuple[float, float]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -14,21 +15,41 @@ class ScheduleCopy:
 
     def __init__(self, scheduler: LRScheduler, optimizer: Optimizer) -> None:
         self._scheduler, self._optimizer = scheduler, optimizer
+        self._position = position(scheduler)
         self._state = copy.deepcopy(scheduler.state_dict())
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
 
     def restore(self) -> None:
         """Back to that moment. Nothing happens when the scheduler has not moved since."""
-        if self._scheduler.state_dict().get("last_epoch") == self._state.get("last_epoch"):
+        if position(self._scheduler) == self._position:
             return
-        self._scheduler.load_state_dict(self._state)
+        self._scheduler.load_state_dict(copy.deepcopy(self._state))
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(saved)
+            for key, value in saved.items():
+                _put(group, key, value)
+
+
+def position(scheduler: LRScheduler) -> tuple[int, ...]:
+    """How far a scheduler, and those it is made of, have come."""
+    return tuple(getattr(s, "last_epoch", 0) for s in _members(scheduler))
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Everything of a parameter group but the parameters."""
-    return {key: copy.copy(value) for key, value in group.items() if key != "params"}
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _members(scheduler: Any) -> list[Any]:
+    """SequentialLR and ChainedScheduler hold further ones."""
+    return [scheduler, *(m for inner in getattr(scheduler, "_schedulers", ()) for m in _members(inner))]
+
+
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
+    """A learning rate that is a tensor keeps its identity: compiled optimizers hold on to it."""
+    if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+        group[key].copy_(value)
+    else:
+        group[key] = value
 
 
 def lower_lr(optimizer: Optimizer, scheduler: LRScheduler | None, factor: float) -> None:
@@ -36,6 +57,7 @@ def lower_lr(optimizer: Optimizer, scheduler: LRScheduler | None, factor: float)
     for group in optimizer.param_groups:
         for key in ("lr", "initial_lr", "max_lr", "min_lr"):
             if key in group:
-                group[key] = group[key] * factor
-    if scheduler is not None and hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+                _put(group, key, group[key] * factor)
+    for member in _members(scheduler):
+        if hasattr(member, "base_lrs"):
+            member.base_lrs = [lr * factor for lr in member.base_lrs]

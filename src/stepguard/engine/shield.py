@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -34,6 +35,14 @@ class Shield:
         except Exception as fault:
             self.disarm(fault)
             return default
+
+    def last(self, function: Callable[[], None]) -> None:
+        """A parting word, also when disarmed; then a second fault is not worth a second warning."""
+        if self.armed:
+            self.call(None, function)
+            return
+        with contextlib.suppress(Exception):
+            function()
 
     def disarm(self, fault: Exception) -> None:
         """Say it once, loudly, and stay out of the way from now on."""

@@ -19,7 +19,7 @@ from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
-from stepguard.sentinel.gradients import clip
+from stepguard.sentinel.gradients import clip, scale_gradients
 from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.replay import rerun
@@ -51,8 +51,8 @@ class Stepper:
     def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step:
         """Remember what the step starts from."""
         context = self.context
-        self.reader.start()
         context.buffers.remember()
+        self.reader.start()
         return Step(
             index=context.step,
             model=context.model,
@@ -79,7 +79,7 @@ class Stepper:
             assert step.loss_fn is not None
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
-            context.agreement.announce([seen.total])
+            self.shield.call(None, self.reader.announce, seen.total)
             torch.autograd.backward(self._scaled(loss))
         self._unscale()
         return losses
@@ -89,9 +89,12 @@ class Stepper:
         late, self._late = self._late, None
         if late is None:
             return
-        reading = self.shield.call(None, self.reader.complete, late.pending)
+        reading = self.shield.call(None, late.read, self.reader)
         if reading is None:
-            late.result.resolve(None, committed=True)
+            went_through = not bool(late.flag)
+            late.result.resolve(None, committed=went_through)
+            if went_through:
+                self._run_commit_hooks()
             return
         late.step.scale = reading.scale or self.context.loss_scale
         reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
@@ -109,9 +112,20 @@ class Stepper:
             return
         incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
         late.result.resolve(reading, committed=not vetoed, incident=incident)
-        self.shield.call(None, close.recorded, context, reading, went_through=not vetoed)
+        if vetoed and self._went_on_without(late, reading, incident):
+            return
+        self._after(late.step, reading, went_through=not vetoed)
         if incident is not None:
             close.apply(context, incident)
+
+    def _went_on_without(self, late: LateUpdate, reading: Reading, incident: Incident | None) -> bool:
+        """The good micro-batches of a step that the device refused, one step late."""
+        if incident is None or not _skipped(incident):
+            return False
+        end = capture_rng()
+        partial = self._without_bad_micro_batches(late.step, reading, incident, late.result)
+        restore_rng(end)
+        return partial is not None
 
     def _update_now(self, step: Step, pending: Pending) -> StepResult:
         reading = self.shield.call(None, self.reader.complete, pending)
@@ -129,8 +143,15 @@ class Stepper:
             return StepResult().resolve(reading, committed=False)
         return self._commit(step, pending, reading)
 
-    def _commit(self, step: Step, pending: Pending, reading: Reading, incident: Incident | None = None) -> StepResult:
-        context = self.context
+    def _commit(
+        self,
+        step: Step,
+        pending: Pending,
+        reading: Reading,
+        incident: Incident | None = None,
+        result: StepResult | None = None,
+    ) -> StepResult:
+        context, result = self.context, result or StepResult()
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
         risky = self.shield.call(False, risky_update, context.optimizer, context.lr_ceiling)
@@ -141,19 +162,19 @@ class Stepper:
             if born:
                 undo.restore()
                 reading = replace(reading, bad_state=tuple(born), state_born=True)
-                reading, verdict = self.pipeline.assess(step, reading)
+                reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
                 return self._vetoed(step, reading, verdict)
         self.shield.call(None, self.reader.after_update)
         self._advance()
         self._after(step, reading, went_through=True)
-        return StepResult().resolve(reading, committed=True, incident=incident)
+        return result.resolve(reading, committed=True, incident=incident)
 
     def _refused(self, step: Step, pending: Pending, reading: Reading, verdict: Verdict) -> StepResult:
         """An incident before the update: finite anomalies may be let through, all else is vetoed."""
         if verdict.kind not in FINITE_KINDS:
             return self._vetoed(step, reading, verdict)
         incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-        if incident is None or let_through(incident):
+        if let_through(verdict, incident):
             return self._commit(step, pending, reading, incident)
         return self._drop(reading, incident)
 
@@ -162,7 +183,7 @@ class Stepper:
         self.context.buffers.restore()
         end = capture_rng()
         incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-        if incident is not None and incident.decision is not None and incident.decision.action == "skip":
+        if incident is not None and _skipped(incident):
             partial = self._without_bad_micro_batches(step, reading, incident)
             restore_rng(end)
             if partial is not None:
@@ -180,7 +201,9 @@ class Stepper:
             close.apply(context, incident)
         return StepResult().resolve(reading, committed=False, incident=incident)
 
-    def _without_bad_micro_batches(self, step: Step, reading: Reading, incident: Incident) -> StepResult | None:
+    def _without_bad_micro_batches(
+        self, step: Step, reading: Reading, incident: Incident, result: StepResult | None = None
+    ) -> StepResult | None:
         """Go on with the good micro-batches, renormalised by how many are left; None when that is not possible."""
         context, count = self.context, len(step.micro_batches)
         if count == 1 or context.agreement.size > 1 or reading.bad_state:
@@ -188,13 +211,16 @@ class Stepper:
         good = self.shield.call([], _good_micro_batches, step)
         if not good or len(good) == count:
             return None
+        close.hold_scaler(context)  # it has unscaled this step once already
         losses = self.forward_backward(step, only=good)
-        grads = [p.grad for p in context.parameters if p.grad is not None]
-        torch._foreach_mul_(grads, count / len(good))
-        pending = self.reader.issue(losses)
-        left = self.reader.complete(pending)
-        left, verdict = self.pipeline.assess(step, left)
-        return None if verdict.bad else self._commit(step, pending, left, incident)
+        scale_gradients(context.parameters, count / len(good))
+        pending = self.shield.call(None, self.reader.issue, losses)
+        left = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
+        if pending is None or left is None:
+            return None
+        left, verdict = self.shield.call((left, OK), self.pipeline.assess, step, left)
+        fine = not verdict.bad and verdict.kind != "scale_calibration"
+        return self._commit(step, pending, left, incident, result) if fine else None
 
     def _update_late(self, step: Step, pending: Pending) -> StepResult:
         """A fused optimizer takes the verdict on the device; the host reads it one step later."""
@@ -204,6 +230,7 @@ class Stepper:
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm)
         late.update(context.optimizer)
+        self.shield.call(None, late.issued, context)
         self.shield.call(None, self.reader.after_update)
         self._late = late
         self._scaler_update()
@@ -221,13 +248,16 @@ class Stepper:
     def _after(self, step: Step, reading: Reading, *, went_through: bool) -> None:
         context = self.context
         if went_through:
-            for hook in context.commit_hooks:
-                hook()
+            self._run_commit_hooks()
             self.shield.call(None, close.committed, context, step, reading)
         else:
             self.shield.call(None, close.recorded, context, reading, went_through=False)
         if step.index == context.step:
             context.step += 1
+
+    def _run_commit_hooks(self) -> None:
+        for hook in self.context.commit_hooks:
+            hook()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         context = self.context
@@ -240,7 +270,7 @@ class Stepper:
         if context.scaling() and context.scaler is not None:
             context.scaler.unscale_(context.optimizer)
         elif context.loss_scale != 1.0:
-            torch._foreach_mul_([p.grad for p in context.parameters if p.grad is not None], 1.0 / context.loss_scale)
+            scale_gradients(context.parameters, 1.0 / context.loss_scale)
 
     def _scaler_update(self) -> None:
         if self.context.scaler is not None and self.context.scaling():
@@ -257,15 +287,27 @@ class Stepper:
 
     def _update_unguarded(self) -> StepResult:
         context = self.context
+        context.agreement.stay(context.step, context.parameters)
         if context.config.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(context.parameters, context.config.clip_norm)
+        went_through = True
         if context.scaling() and context.scaler is not None:
+            before = context.scaler.get_scale()
             context.scaler.step(context.optimizer)
+            context.scaler.update()
+            went_through = context.scaler.get_scale() >= before
         else:
             context.optimizer.step()
-        self._advance()
         context.step += 1
-        return StepResult().resolve(None, committed=True)
+        if went_through and context.scheduler is not None:
+            context.scheduler.step()
+        if went_through:
+            self._run_commit_hooks()
+        return StepResult().resolve(None, committed=went_through)
+
+
+def _skipped(incident: Incident) -> bool:
+    return incident.decision is not None and incident.decision.action == "skip"
 
 
 def _good_micro_batches(step: Step) -> list[int]:

@@ -7,18 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.locate import batch as batches
-from stepguard.locate import samples, stored, update
+from stepguard.locate import partial, samples, stored, update
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
-from stepguard.locate.isolation import untouched
+from stepguard.locate.partial import ModelReplayer
 from stepguard.locate.replay import Replayer, ReplayError, Traced
-from stepguard.locate.search import bad_micro_batch, compiled_only
+from stepguard.locate.search import bad_micro_batch, compiled_only, repeats
 from stepguard.locate.walk import Found, Walk, first_reader
 from stepguard.locate.written import written_origin
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
+from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 
 MOST_REPAIRS = 3
@@ -66,6 +67,8 @@ def _locate(step: Step, reading: Reading) -> Origin:
     if reason is not None:
         return stored.evidence_origin(step, reading, fact("no-replay", reason))
     with untouched(step) as keeper:
+        if step.model_only:
+            return _replay_model(ModelReplayer(step, keeper), reading)
         return _replay(Replayer(step, keeper), reading)
 
 
@@ -77,7 +80,7 @@ def finite_step(reading: Reading) -> bool:
 
 def no_replay(step: Step) -> str | None:
     """Why the step cannot be run again on this rank alone; None when it can."""
-    if step.loss_fn is None or not step.micro_batches or not step.rng:
+    if not (step.whole or step.model_only) or not step.micro_batches or not step.rng:
         return "the guard did not run the step"
     sharded = any(type(p.data).__name__ == "DTensor" for p in step.model.parameters())
     return "parameters are sharded over ranks" if sharded else None
@@ -103,10 +106,21 @@ def _bad_state(step: Step, reading: Reading) -> Origin:
 
 
 def _replay(replayer: Replayer, reading: Reading) -> Origin:
-    step = replayer.step
     micro = bad_micro_batch(replayer, reading)
-    if micro is None:
-        return _clean_replay(replayer, reading)
+    return _clean_replay(replayer, reading) if micro is None else _from_micro_batch(replayer, reading, micro)
+
+
+def _replay_model(replayer: ModelReplayer, reading: Reading) -> Origin:
+    """A watched step: only the model's part can be run again, so a clean replay does not mean a transient fault."""
+    call = replayer.bad_call()
+    origin = _clean_replay(replayer, reading) if call is None else _from_micro_batch(replayer, reading, call)
+    if not origin.reproduced and origin.phase != "state":
+        return partial.outside(replayer, reading)
+    return replayer.placed(origin, call)
+
+
+def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origin:
+    step = replayer.step
     traced, found = _search(replayer, micro, step.micro_batches[micro])
     if found is None and not traced.ran.clean:
         return replace(stored.evidence_origin(step, reading, "untraced"), micro_batch=micro, reproduced=True)
@@ -178,7 +192,8 @@ def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     origin = stored.evidence_origin(replayer.step, reading)
     if compiled_only(replayer):
         return replace(origin, reproduced=True, method="replay", notes=(*origin.notes, "compiled-only"))
-    return replace(origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced"))
+    steady = "transient" if repeats(replayer) else "nondeterministic"
+    return replace(origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced", steady))
 
 
 def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Origin) -> Origin:

@@ -54,6 +54,8 @@ Data and state
 Replay
     compiled-only            the compiled step is bad, the eager replay is clean
     not-reproduced           the replay is clean
+    transient                ... and run again it gives the same bits each time
+    nondeterministic         ... but run again it gives different bits, so the step itself is unsteady
     no-replay=reason         none was possible              replay-error=TypeError: ...   the user's code failed in it
     untraced                 bad again, but no operation of the trace explains it
     unseen=aten.name         results of this operator could not be looked at

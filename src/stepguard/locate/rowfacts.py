@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stepguard.locate.birth import Birth
 from stepguard.locate.facts import fact
-
-if TYPE_CHECKING:
-    from stepguard.locate.evidence import Birth
 
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "softmax", "log_softmax", "_softmax_backward_data")
 SPREAD = ("std", "var", "var_mean", "std_mean")

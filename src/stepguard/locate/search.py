@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from stepguard.locate.finite import plain
 from stepguard.locate.replay import Replayer
 from stepguard.records.reading import Reading
 from stepguard.state.step import Step
+
+REPETITIONS = 3
 
 
 def bad_micro_batch(replayer: Replayer, reading: Reading) -> int | None:
@@ -39,6 +43,30 @@ def compiled_only(replayer: Replayer) -> bool:
         if not replayer.run(micro, eager=False).clean:
             return True
     return False
+
+
+def repeats(replayer: Replayer) -> bool:
+    """Run in place a few times more: does the step give the same bits each time?
+
+    A clean step that repeats exactly was hit by something from outside. One that does not is itself unsteady: a race,
+    an unordered reduction, random numbers that are not restored.
+    """
+    runs = [_once(replayer) for _ in range(REPETITIONS)]
+    return all(_same(run, runs[0]) for run in runs[1:])
+
+
+def _once(replayer: Replayer) -> list[Tensor]:
+    replayer.clear_gradients()
+    losses = [replayer.run(micro).loss for micro in range(len(replayer.step.micro_batches))]
+    gradients = [p.grad for p in replayer.parameters.values()]
+    return [t.detach().clone() for t in (*losses, *gradients) if t is not None]
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    if len(one) != len(other):
+        return False
+    # NaN differs from itself: a repetition that turns bad is not the same either
+    return all(torch.equal(plain(a), plain(b)) for a, b in zip(one, other, strict=True))
 
 
 def _compiled(step: Step) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from stepguard.locate.build import line_of
 from stepguard.locate.calls import ancestors
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import all_finite
-from stepguard.locate.isolation import untouched
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operands import summarise
 from stepguard.locate.replay import Replayer, ReplayError
@@ -24,6 +24,7 @@ from stepguard.locate.source import context, spell
 from stepguard.locate.tracer import Tracer
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
+from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 
 Gradients = dict[int, Tensor]
@@ -51,34 +52,52 @@ def update_origin(step: Step, reading: Reading) -> Origin:
             twin.step()
     except Exception as error:
         return replace(origin, notes=(*origin.notes, fact("replay-error", f"{type(error).__name__}: {error}"[:200])))
-    return _from_trace(origin, tracer, originals, names, step)
+    return _from_trace(origin, tracer, originals, names, twin)
 
 
 def _from_trace(
-    origin: Origin, tracer: Tracer, originals: dict[Tensor, Tensor], names: dict[int, str], step: Step
+    origin: Origin, tracer: Tracer, originals: dict[Tensor, Tensor], names: dict[int, str], twin: Optimizer
 ) -> Origin:
-    bad = [p for p in originals if not all_finite(p)]
-    makers = [(maker, p) for p in bad if (maker := tracer.maker_of(p)) is not None]
-    births = [(call, p) for maker, p in makers for call in ancestors(maker) if call.born]
+    bad = list(_bad_results(originals, names, twin))
+    makers = [(maker, found) for found in bad if (maker := tracer.maker_of(found.tensor)) is not None]
+    births = [(call, found) for maker, found in makers for call in ancestors(maker) if call.born]
     if not births:
         return replace(origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced"))
-    call, parameter = min(births, key=lambda pair: pair[0].index)
-    path = names.get(id(originals[parameter]), "")
+    call, found = min(births, key=lambda pair: pair[0].index)
     if call.stage == "stored":
         return replace(origin, phase="state", tensor=call.op, method="replay", reproduced=True)
     line = line_of(call, tracer)
     return replace(
         origin,
         op=call.op,
-        tensor=f"param:{path}",
+        tensor=found.name,
         source=spell(line),
         context=context(line),
         inputs=call.inputs,
         output=call.output,
         method="replay",
         reproduced=True,
-        notes=(*call.notes, *origin.notes, *_epsilon(step.optimizer, originals[parameter])),
+        notes=(*call.notes, *origin.notes, *_epsilon(twin, found.parameter)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _BadResult:
+    """A parameter or optimizer slot that the update left non-finite."""
+
+    name: str
+    tensor: Tensor
+    parameter: Tensor
+
+
+def _bad_results(originals: dict[Tensor, Tensor], names: dict[int, str], twin: Optimizer) -> Iterator[_BadResult]:
+    for parameter, original in originals.items():
+        if not all_finite(parameter):
+            yield _BadResult(f"param:{names.get(id(original), '')}", parameter, parameter)
+    for parameter in originals:
+        for slot, value in twin.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and not all_finite(value):
+                yield _BadResult(f"opt:{slot}", value, parameter)
 
 
 def _epsilon(optimizer: Optimizer, parameter: Tensor) -> list[str]:

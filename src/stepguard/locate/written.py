@@ -10,11 +10,11 @@ from stepguard.locate import stored
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
 from stepguard.locate.finite import all_finite
-from stepguard.locate.isolation import untouched
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.locate.walk import Found, Walk
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
+from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 
 

@@ -33,7 +33,7 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
     spent = budget.spend(situation.step)
     if situation.at_start:
         return _bad_start(policy, spent)
-    if situation.lost_share is not None and situation.lost_share < BEYOND_REPAIR and not situation.can_rewind:
+    if _may_recover(situation, policy, spent):
         # leaving the batch out mends nothing, and training on from here often recovers by itself
         return _choose("warn", situation, policy, spent, ["no rewind: no good snapshot or checkpoint to go back to"])
     passed_over: list[str] = []
@@ -43,6 +43,12 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
             return _choose(action, situation, policy, spent, passed_over)
         passed_over.append(f"no {action}: {why_not}")
     return _choose("stop", situation, policy, spent, passed_over)
+
+
+def _may_recover(situation: Situation, policy: Policy, spent: Budget) -> bool:
+    if situation.lost_share is None or situation.lost_share >= BEYOND_REPAIR or situation.can_rewind:
+        return False
+    return policy.actions[0] != "stop" and not spent.exceeded(policy)
 
 
 def _why_not(action: Action, situation: Situation, policy: Policy, spent: Budget) -> str:

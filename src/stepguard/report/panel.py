@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from textwrap import dedent
 
 from rich.console import Console, Group, RenderableType
@@ -17,7 +17,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from stepguard.records import Incident, Operand, Origin, Policy, Reading
+from stepguard.records import Incident, Operand, Origin, Policy, Reading, Remedy
 from stepguard.report import phrases
 
 LABEL_WIDTH = 7
@@ -35,17 +35,27 @@ def paint_incident(console: Console, incident: Incident, *, policy: Policy | Non
     line = "━" if unicode else "-"
     title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
     console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
+    console.print(_rows(_sections(incident, policy, unicode)))
+    for position, remedy in enumerate(_first_remedies(incident)):
+        _paint_remedy(console, position, remedy)
+    for row, command in enumerate(next_commands(incident)):
+        name = " NEXT" if row == 0 else ""
+        _whole(console, Text.assemble((f"{name:<{LABEL_WIDTH + 2}}", "bold cyan"), (command, "bold")))
+    console.print(Rule(characters=line, style="red"))
+
+
+def _rows(sections: Iterable[Section]) -> RenderableType:
     body = Table.grid(padding=(0, 2, 0, 0), expand=True)
     body.add_column(width=LABEL_WIDTH, no_wrap=True)
     body.add_column(ratio=1)
-    for label, content in _sections(incident, policy, unicode):
+    for label, content in sections:
         body.add_row(Text(f" {label}", style="bold cyan"), content)
-    console.print(body)
-    for row, command in enumerate(next_commands(incident)):
-        # printed outside the table: a long path must stay on one line to be copied
-        name = " NEXT" if row == 0 else ""
-        console.print(Text.assemble((f"{name:<{LABEL_WIDTH + 2}}", "bold cyan"), (command, "bold")), soft_wrap=True)
-    console.print(Rule(characters=line, style="red"))
+    return body
+
+
+def _whole(console: Console, line: Text) -> None:
+    """Commands and snippets stay on one line each, however long, so that they can be copied."""
+    console.print(line, soft_wrap=True, overflow="ignore", crop=False)
 
 
 def next_commands(incident: Incident) -> list[str]:
@@ -68,8 +78,6 @@ def _sections(incident: Incident, policy: Policy | None, unicode: bool) -> Itera
         yield "WHY", _why(incident)
     if incident.decision is not None:
         yield "DONE", _done(incident, policy)
-    if incident.findings and incident.findings[0].remedies:
-        yield "TO DO", _to_do(incident)
 
 
 def _what(incident: Incident) -> RenderableType:
@@ -131,10 +139,9 @@ def _source(origin: Origin, unicode: bool) -> RenderableType:
     numbered = [_NUMBERED.match(line) for line in origin.context]
     culprit = (origin.source or "").rpartition(":")[2]
     code = dedent("\n".join(match[2] if match else line for match, line in zip(numbered, origin.context, strict=True)))
-    painted = Syntax(code, "python", theme="ansi_dark").highlight(code).split("\n", allow_blank=True)
     bar, digits = "│" if unicode else "|", max((len(match[1]) for match in numbered if match), default=0)
     lines = []
-    for match, text in zip(numbered, painted, strict=False):
+    for match, text in zip(numbered, highlighted(code), strict=False):
         number = match[1] if match else ""
         here = bool(number) and number == culprit
         edge = Text(f"{'>' if here else ' '} {number:>{digits}} ", style="bold red" if here else "dim")
@@ -170,14 +177,21 @@ def _done(incident: Incident, policy: Policy | None) -> RenderableType:
     return Group(*lines)
 
 
-def _to_do(incident: Incident) -> RenderableType:
-    lines: list[RenderableType] = []
-    for position, remedy in enumerate(incident.findings[0].remedies[:MOST_REMEDIES], start=1):
-        note = SAFETY_NOTES.get(remedy.safety, "")
-        lines.append(Text.assemble(f"{position}. {remedy.title}", (f" ({note})" if note else "", "dim")))
-        if remedy.snippet:
-            snippet = dedent(remedy.snippet).strip("\n")
-            code = Syntax(snippet, "python", theme="ansi_dark").highlight(snippet)
-            code.rstrip()
-            lines.append(Padding(code, (0, 0, 0, 4)))
-    return Group(*lines)
+def _first_remedies(incident: Incident) -> tuple[Remedy, ...]:
+    return incident.findings[0].remedies[:MOST_REMEDIES] if incident.findings else ()
+
+
+def _paint_remedy(console: Console, position: int, remedy: Remedy) -> None:
+    note = SAFETY_NOTES.get(remedy.safety, "")
+    title = Text.assemble(f"{position + 1}. {remedy.title}", (f" ({note})" if note else "", "dim"))
+    console.print(_rows([("TO DO" if position == 0 else "", title)]))
+    snippet = dedent(remedy.snippet).strip("\n")
+    for line in highlighted(snippet) if snippet else ():
+        _whole(console, Text.assemble(" " * (LABEL_WIDTH + 6), line))
+
+
+def highlighted(code: str) -> list[Text]:
+    """Python lines in the terminal's own colours."""
+    text = Syntax(code, "python", theme="ansi_dark").highlight(code)
+    # rich ends what it highlights with a newline of its own
+    return list(text.split("\n", allow_blank=True))[: code.count("\n") + 1]

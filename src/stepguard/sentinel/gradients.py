@@ -8,6 +8,7 @@ way `torch.nn.utils.clip_grad_norm_` rounds it, so that a guarded run clips bit 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -69,8 +70,26 @@ def clip(params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known
         torch._foreach_mul_(group, factor.to(group[0].device))
 
 
+@torch.no_grad()
+def scale_gradients(params: Iterable[Tensor], factor: float) -> None:
+    """Multiply every gradient in place."""
+    for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
+        torch._foreach_mul_(group, factor)
+
+
 def _factor(max_norm: float, norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+class GradientMark:
+    """Tells whether the gradients of a moment are still the same ones. Holds none of them alive."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._marks = [(p, weakref.ref(p.grad), p.grad._version) for p in params if p.grad is not None][:1]
+
+    def gone(self) -> bool:
+        """Dropped, replaced or written to since."""
+        return any(p.grad is None or p.grad is not ref() or p.grad._version != v for p, ref, v in self._marks)
 
 
 def dense_values(tensor: Tensor) -> Tensor:

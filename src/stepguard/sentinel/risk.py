@@ -22,7 +22,8 @@ def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...]) -> bool:
         ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
         if not float(group["lr"]) <= LR_JUMP * max(ceiling, 1e-30):
             return True
-        if any(_fragile(p.dtype, _epsilon(group)) for p in group["params"]):
+        eps = _epsilon(group)
+        if any(_fragile(dtype, eps) for dtype in {p.dtype for p in group["params"]}):
             return True
     return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.sentinel.gradients import dense_real, finite
+
+CHEAP_LOOK = 2**20
+"""Elements that are looked at after every update, whatever it costs: about a quarter of a millisecond."""
+TURNS = 8
+"""Updates after which every parameter of a larger model has been looked at."""
 
 
 @torch.no_grad()
@@ -28,15 +33,59 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     return torch.stack([t.max().to(device=device, dtype=torch.float32) for t in plain]).max()
 
 
+class InTurn:
+    """Hands out large lists of tensors a share at a time, so that a look at all of them costs little a step.
+
+    A parameter that a step turns non-finite shows at once in the next loss or gradient if the model uses it; the look
+    is for the others, and may take a few steps to come round.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: Sequence[Tensor] = ()
+        self._shares: list[list[Tensor]] = []
+        self._next = 0
+
+    def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The next share; all of them where that is cheap."""
+        if tensors is not self._tensors:
+            self._tensors, self._shares, self._next = tensors, _shares(tensors), 0
+        if not self._shares:
+            return []
+        self._next = (self._next + 1) % len(self._shares)
+        return self._shares[self._next]
+
+
+def _shares(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    most = max(CHEAP_LOOK, sum(t.numel() for t in tensors) // TURNS)
+    shares: list[list[Tensor]] = []
+    filled = most
+    for tensor in tensors:
+        if filled >= most:
+            shares.append([])
+            filled = 0
+        shares[-1].append(tensor)
+        filled += tensor.numel()
+    return shares
+
+
 def bad_parameters(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> list[str]:
     """`param:NAME` for every parameter with a non-finite element."""
     names = parameter_names(roots, optimizer)
     return [f"param:{name}" for tensor, name in names if not finite(tensor)]
 
 
-def bad_buffers(roots: Mapping[str, nn.Module], sentinels: frozenset[str] = frozenset()) -> list[str]:
-    """`buffer:NAME` for every non-finite buffer, except those that hold Inf or NaN on purpose."""
-    return [f"buffer:{name}" for name, buffer in named_buffers(roots) if name not in sentinels and not finite(buffer)]
+def bad_buffers(roots: Mapping[str, nn.Module]) -> list[str]:
+    """`buffer:NAME` for every non-finite buffer."""
+    return [f"buffer:{name}" for name, buffer in named_buffers(roots) if not finite(buffer)]
+
+
+@torch.no_grad()
+def extremes(tensor: Tensor) -> Tensor | None:
+    """Smallest and largest element, still on the device: both are finite when all are."""
+    plain = dense_real(tensor.detach())
+    if not plain.is_floating_point() or plain.numel() == 0:
+        return None
+    return torch.stack(torch.aminmax(plain))
 
 
 def bad_slots(optimizer: Optimizer) -> list[str]:
@@ -78,35 +127,6 @@ def norm_statistics(roots: Mapping[str, nn.Module]) -> list[Tensor]:
         for buffer in module.buffers(recurse=False)
         if buffer.is_floating_point()
     ]
-
-
-class FirstLook:
-    """Which buffers were non-finite when the run began, and so hold Inf or NaN on purpose.
-
-    The device is asked at once and answers only when somebody wants to know. Running statistics of norm layers are
-    not looked at: they must always be finite.
-    """
-
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        statistics = {id(buffer) for buffer in norm_statistics(roots)}
-        self._seen = [(n, b) for n, b in named_buffers(roots) if id(b) not in statistics and _inexact(b)]
-        self._flags = [torch.isfinite(dense_real(b.detach())).all() for _, b in self._seen]
-        self._bad: list[tuple[str, Tensor]] | None = None
-
-    def names(self) -> frozenset[str]:
-        """Waits for the device the first time."""
-        if self._bad is None:
-            self._bad = [seen for seen, fine in zip(self._seen, self._flags, strict=True) if not bool(fine)]
-            self._seen, self._flags = [], []
-        return frozenset(name for name, _ in self._bad)
-
-    def known(self, buffer: Tensor) -> bool:
-        """Has it already turned out to be one of them? Never waits."""
-        return any(buffer is bad for _, bad in self._bad or ())
-
-
-def _inexact(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _dotted(prefix: str, name: str) -> str:

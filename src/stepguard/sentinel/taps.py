@@ -1,8 +1,10 @@
 """Seeing the loss and the pre-clip norm of a loop that stays as it is.
 
-Two torch functions are wrapped while at least one guard watches, and put back when the last one closes:
-`Tensor.backward`, whose root is the loss, and the norm inside `clip_grad_norm_`, which clipping has to compute
-anyway. Nothing is installed on the user's model, so copies, pickles and compiled graphs never carry a hook of ours.
+A few torch functions are wrapped while at least one guard watches, and put back when the last one closes:
+`Tensor.backward`, whose root is the loss; the norm inside `clip_grad_norm_`, which clipping has to compute anyway;
+`Module.load_state_dict`, after which remembered buffers are old; and `GradScaler.update`, the only call a loop makes
+when the scaler skipped. Nothing is installed on the user's objects, so copies, pickles and compiled graphs never carry
+a hook of ours.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 
@@ -20,8 +23,13 @@ class Listener(Protocol):
     """Told about every backward and every clipping in the process; decides for itself what concerns it."""
 
     def before_backward(self, root: Tensor) -> None: ...
-    def after_backward(self, root: Tensor) -> None: ...
+    def after_backward(self, root: Tensor, *, failed: bool) -> None: ...
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None: ...
+    def after_load(self) -> None: ...
+    def around_update(self, scaler: GradScaler, update: Update, new_scale: Any) -> None: ...
+
+
+Update = Callable[[Any], None]
 
 
 _listeners: list[Listener] = []
@@ -45,6 +53,8 @@ def _stop(listener: Listener) -> None:
 
 def _install() -> None:
     _wrap(torch.Tensor, "backward", _tapped_backward)
+    _wrap(torch.nn.Module, "load_state_dict", _tapped_load)
+    _wrap(GradScaler, "update", _tapped_update)
     # private, but the only place every spelling of clip_grad_norm_ passes; without it the guard takes its own norm
     if hasattr(clip_grad, "_get_total_norm"):
         _wrap(clip_grad, "_get_total_norm", _tapped_norm)
@@ -67,12 +77,38 @@ def _tapped_backward(original: Any) -> Any:
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         for listener in tuple(_listeners):
             listener.before_backward(self)
-        out = original(self, *args, **kwargs)
-        for listener in tuple(_listeners):
-            listener.after_backward(self)
+        failed = True
+        try:
+            out = original(self, *args, **kwargs)
+            failed = False
+        finally:
+            for listener in tuple(_listeners):
+                listener.after_backward(self, failed=failed)
         return out
 
     return backward
+
+
+def _tapped_load(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        for listener in tuple(_listeners):
+            listener.after_load()
+        return out
+
+    return load_state_dict
+
+
+def _tapped_update(original: Any) -> Any:
+    @functools.wraps(original)
+    def update(self: GradScaler, new_scale: Any = None) -> None:
+        call: Update = functools.partial(original, self)
+        for listener in tuple(_listeners):
+            call = functools.partial(listener.around_update, self, call)
+        call(new_scale)
+
+    return update
 
 
 def _tapped_norm(original: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Buffers (and plain counters) change in the forward pass, so a vetoed step must put them back; this keeps it cheap.
+"""Buffers (and plain counters) change in the forward pass, so a vetoed step must put them back; this keeps that cheap.
 
 Norm layers change theirs without raising the tensor's version counter, so they are copied every step, as are small
 buffers. Large ones (position tables, masks) are copied once and again only when their version counter moved.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stepguard.state.counters import CounterKeeper
 
 SMALL = 65536
-"""Elements up to which a buffer is copied every step whatever its version counter says."""
+"""A copy of so many elements costs less than it is worth to think about."""
 
 
 @dataclass(slots=True)
@@ -36,14 +36,26 @@ class _Copy:
     saved: Tensor
     version: int
     always: bool
+    """Copied whatever its version counter says."""
+    silent: bool
+    """A norm layer's statistics: they change without raising the version counter."""
+
+    @property
+    def moved(self) -> bool:
+        return self.live._version != self.version
 
 
 class BufferKeeper:
-    """Remembers every buffer of some modules at one moment and can go back to it."""
+    """Remembers every buffer of some modules at one moment and can go back to it.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    `small` is the number of elements up to which a buffer is copied whatever its version counter says.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, small: int = SMALL) -> None:
         self._modules = tuple(modules)
+        self._small = small
         self._places: list[_Place] = []
+        self._statistics: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
         self._counters = CounterKeeper(self._modules)
@@ -53,14 +65,20 @@ class BufferKeeper:
         self._counters.remember()
         if self._changed_layout():
             self._places = [_Place(m, key, buffer) for m in self._owners() for key, buffer in m._buffers.items()]
-            self._copies = _copies(self._places)
+            self._statistics = [place for place in self._places if keeps_statistics(place.owner)]
+            self._copies = _copies(self._places, self._small)
             self._count = len(self._places)
             return
-        stale = [c for c in self._copies if c.always or c.live._version != c.version]
+        stale = [c for c in self._copies if c.always or c.moved]
         if stale:
             torch._foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
             for copy in stale:
                 copy.version = copy.live._version
+
+    def statistics(self) -> list[Tensor]:
+        """Running statistics of norm layers as they are now, without walking the model again."""
+        live = [place.owner._buffers.get(place.key) for place in self._statistics]
+        return [buffer for buffer in live if buffer is not None and buffer.is_floating_point()]
 
     def restore(self) -> None:
         """Back to what `remember` took, the same tensor objects included."""
@@ -69,16 +87,27 @@ class BufferKeeper:
             place.owner._buffers[place.key] = place.buffer
         with torch.no_grad():
             for copy in self._copies:
-                if copy.always or copy.live._version != copy.version:
+                if copy.always or copy.moved:
                     copy.live.copy_(copy.saved)
                     copy.version = copy.live._version
 
     def written(self) -> list[Tensor]:
-        """Buffers that were written in place, replaced or added since `remember`, as far as counters show it."""
-        written = [copy.live for copy in self._copies if copy.live._version != copy.version]
-        before = {id(place.buffer) for place in self._places}
-        present = (buffer for module in self._owners() for buffer in module._buffers.values())
-        return written + [buffer for buffer in present if buffer is not None and id(buffer) not in before]
+        """Buffers of real numbers that were written in place or replaced since `remember`, without walking the model.
+
+        Those of norm layers are left out: `statistics` gives them, and their counters do not show it.
+        """
+        moved = [copy.live for copy in self._copies if copy.moved and not copy.silent]
+        live = ((place, place.owner._buffers.get(place.key)) for place in self._places)
+        moved += [buffer for place, buffer in live if buffer is not None and buffer is not place.buffer]
+        return [buffer for buffer in moved if buffer.is_floating_point()]
+
+    def changing(self) -> bool:
+        """Has a forward pass changed a buffer since `remember`? A norm layer is presumed to have."""
+        return self._changed_layout() or any(c.silent or c.moved for c in self._copies)
+
+    def remembered(self, buffer: Tensor) -> Tensor:
+        """What `remember` took of this buffer; itself where nothing was taken."""
+        return next((c.saved for c in self._copies if c.live is buffer), buffer)
 
     def _owners(self) -> Iterator[nn.Module]:
         return (module for root in self._modules for module in root.modules())
@@ -94,18 +123,19 @@ def keeps_statistics(module: nn.Module) -> bool:
     return bool(getattr(module, "track_running_stats", False))
 
 
-def _copies(places: list[_Place]) -> list[_Copy]:
+def _copies(places: list[_Place], small: int) -> list[_Copy]:
     """One copy a tensor, however many places it has."""
     copies: dict[int, _Copy] = {}
     for place in places:
         buffer = place.buffer
-        if buffer is not None and id(buffer) not in copies and not _expanded(buffer):
-            always = keeps_statistics(place.owner) or buffer.numel() <= SMALL
-            copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always)
+        if buffer is not None and id(buffer) not in copies and not expanded(buffer):
+            silent = keeps_statistics(place.owner)
+            always = silent or buffer.numel() <= small
+            copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always, silent)
     return list(copies.values())
 
 
-def _expanded(buffer: Tensor) -> bool:
+def expanded(buffer: Tensor) -> bool:
     """A view that repeats its elements cannot be written in place, neither by the user nor by us."""
     if buffer.layout is not torch.strided:
         return False

@@ -9,12 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stepguard._errors import ConfigError
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import RngState
 
 PARALLEL_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
+WANTED = "return one scalar tensor, for instance loss.mean(), or a dict of named scalar tensors"
+
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
+ModelFn = Callable[[Any], tuple[list[Tensor], list[Tensor | None]]]
+"""Runs a watched model on a recorded call: its differentiable outputs, and the gradient each of them got."""
 
 
 @dataclass(slots=True)
@@ -36,13 +41,22 @@ class Step:
     scale: float = 1.0
     """What the loss was multiplied by before backward."""
     clip_norm: float | None = None
-    model_only: bool = False
-    """`loss_fn` stands for the model's part of a watched step: it gives the gradients, but its value is no loss."""
+    grads_gone: bool = False
+    """The loop has dropped or replaced this step's gradients since; what is there now belongs to another step."""
+    model_fn: ModelFn | None = None
+    """`watch` mode: the model's part of the step, whose `micro_batches` are the calls of the model."""
+    lines: tuple[tuple[str, int] | None, ...] = ()
+    """`watch` mode: file and line that called the model, for each call."""
 
     @property
     def whole(self) -> bool:
         """Can the step be run again from batch to loss?"""
-        return self.loss_fn is not None and not self.model_only
+        return self.loss_fn is not None
+
+    @property
+    def model_only(self) -> bool:
+        """Can only the model's part be run again?"""
+        return self.loss_fn is None and self.model_fn is not None and bool(self.micro_batches)
 
     def named_roots(self) -> dict[str, nn.Module]:
         """Root modules by the prefix their names get; the model's own is ""."""
@@ -61,10 +75,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """A loss function may return a scalar, or named scalars that are added."""
-    if isinstance(output, Mapping):
-        if not output:
-            raise ValueError("loss_fn returned an empty dict; return a scalar tensor or named scalar tensors.")
-        parts = list(output.values())
-        return sum(parts[1:], start=parts[0])
-    return output
+    """A loss function may return a scalar, or named scalars that are added. Anything else is a ConfigError."""
+    if not isinstance(output, Mapping):
+        return _scalar(output)
+    if not output:
+        raise ConfigError(f"loss_fn returned an empty dict; {WANTED}.")
+    parts = [_scalar(part, f" for {name!r}") for name, part in output.items()]
+    return sum(parts[1:], start=parts[0])
+
+
+def _scalar(value: Any, name: str = "") -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"loss_fn returned{name} a {type(value).__name__}; {WANTED}.")
+    if value.numel() != 1:
+        raise ConfigError(f"loss_fn returned{name} a tensor of shape {tuple(value.shape)}; {WANTED}.")
+    return value

@@ -14,7 +14,9 @@ SUMS = words("add sub rsub sum mean cumsum lerp addmm logaddexp addcmul nansum i
 
 def _evidence(case: Case) -> Proof | None:
     infinite = [o for o in case.inputs if not o.nan and (o.posinf or o.neginf)]
-    if case.unselected or not case.inputs or not infinite or not case.makes_nan or any(o.nan for o in case.inputs):
+    if not infinite or not case.makes_nan or any(o.nan for o in case.inputs):
+        return None
+    if case.unselected or case.phase in ("input", "state"):
         return None
     if case.op in SOFTMAXES and not any(o.posinf for o in infinite):
         return None
@@ -22,7 +24,9 @@ def _evidence(case: Case) -> Proof | None:
     if case.phase == "backward" and case.absorbed:
         confidence = PLAUSIBLE
     numbers = f"{case.place}: {form}"
-    return Proof(confidence=confidence, evidence=(numbers, *map(_infinities, infinite), case.confirmed_samples))
+    zero = [o for o in case.inputs if o not in infinite and has_zero(o)]
+    operands = map(_infinities, (*infinite, *zero[:1]))
+    return Proof(confidence=confidence, evidence=(numbers, *operands, case.confirmed_samples))
 
 
 def _form(case: Case, infinite: list[Operand]) -> tuple[str, float]:

@@ -44,9 +44,18 @@ def _backward(case: Case) -> bool:
 
 def _result(case: Case) -> Proof:
     parts = [describe(operand) for operand in case.inputs if operand.dtype and operand.max is not None][:3]
-    limit = f"{case.place} has finite operands but a result beyond {limit_of(case.dtype)}"
+    limit = f"{case.place} has finite operands but a result beyond {limit_of(case.dtype)}{_sum(case)}"
     wider = f"computed in {case.wider} the same operation is finite" if case.wider else ""
     return Proof(confidence=HALF_SCORE, evidence=(limit, *parts, wider, case.confirmed_samples))
+
+
+def _sum(case: Case) -> str:
+    """The very numbers that met, where the operation is simple enough to write down."""
+    values = [o.value for o in case.inputs if o.value is not None][:2]
+    sign = {"add": "+", "mul": "*", "div": "/"}.get(case.op)
+    if sign is None or len(values) < 2:
+        return ""
+    return f": {spell(values[0])} {sign} {spell(values[1])}"
 
 
 def _accumulated(case: Case) -> Proof:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import CERTAIN, PLAUSIBLE, Proof, Rule, code, prose
-from stepguard.diagnose.trends import rising
+from stepguard.diagnose.rule import CERTAIN, LIKELY, Proof, Rule, code, prose
+from stepguard.diagnose.trends import lr_jump, rising
 from stepguard.records import Remedy
 
 SQUARE_LIMIT = 1.8446744e19
@@ -15,7 +15,7 @@ SQUARE_LIMIT = 1.8446744e19
 
 def _evidence(case: Case) -> Proof | None:
     norm = case.reading.grad_norm
-    infinite = norm is not None and math.isinf(norm)
+    infinite = norm is not None and math.isinf(norm) and case.loss_finite
     if not case.reading.grads_finite or not (infinite or case.verdict.kind == "infinite_norm"):
         return None
     first = "no gradient element is NaN or Inf, but their 2-norm in float32 is infinite"
@@ -27,8 +27,8 @@ def _evidence(case: Case) -> Proof | None:
     silent = (
         f"{clip} would multiply every gradient by {case.facts.clip_norm or 1:g} / inf = 0: a step that learns nothing"
     )
-    confidence = CERTAIN if case.verdict.kind == "infinite_norm" and not rising(case) else PLAUSIBLE
-    return Proof(confidence=confidence, evidence=(first, limit + largest, wide, silent))
+    ran_away = rising(case) or lr_jump(case) is not None
+    return Proof(confidence=LIKELY if ran_away else CERTAIN, evidence=(first, limit + largest, wide, silent))
 
 
 RULE = Rule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import zero_divisor
-from stepguard.diagnose.case import Case, high, low
+from stepguard.diagnose.case import Case, met
 from stepguard.diagnose.dtypes import FORMATS, NARROW, rounds_to_zero
 from stepguard.diagnose.ops import words
 from stepguard.diagnose.rule import Proof, Rule, code, prose
@@ -21,7 +21,7 @@ def _evidence(case: Case) -> Proof | None:
     born = case.reading.state_born and case.verdict.kind in ("nonfinite_parameter", "nonfinite_optimizer_state")
     if (case.phase == "optimizer" or case.origin is None) and born and underflows:
         first = f"finite gradients became non-finite weights in the update: {case.verdict.summary}"
-        return Proof(confidence=0.88, evidence=(first, _epsilon(case, dtype)))
+        return Proof(confidence=0.91, evidence=(first, _epsilon(case, dtype)))
     return None
 
 
@@ -31,10 +31,10 @@ def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
     if case.op not in DIVIDES or not (noted or divisor is not None or underflows):
         return None
     numerator = case.argument("tensor1", 1)
-    zero_over_zero = numerator is not None and low(numerator) == 0 == high(numerator)
-    met = f": {describe(divisor)}" if divisor is not None else ""
+    zero_over_zero = numerator is not None and met(numerator) == (0.0, 0.0)
+    shown = f": {describe(divisor)}" if divisor is not None else ""
     form = "0 / 0 for every element without gradient" if zero_over_zero else "a moment divided by an exact 0"
-    first = f"{case.place} divided by sqrt(second moment) + eps, which is 0{met}; {form}"
+    first = f"{case.place} divided by sqrt(second moment) + eps, which is 0{shown}; {form}"
     return Proof(confidence=0.98 if noted or underflows else 0.9, evidence=(first, _epsilon(case, dtype)))
 
 

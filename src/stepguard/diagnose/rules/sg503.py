@@ -22,7 +22,9 @@ def _evidence(case: Case) -> Proof | None:
         "finite" if case.reading.grads_finite else "not looked at"
     )
     params = [name for name in case.reading.bad_state if name.startswith("param:")]
-    weights = "the parameters themselves are finite: they were restored without it" if not params else ""
+    weights = "the parameters themselves are finite: they were restored without it"
+    if params:
+        weights = f"it took {len(params)} parameters along, first `{params[0]}`: no committed gradient was non-finite"
     return Proof(confidence=0.95, evidence=(text, weights, _operand(case)))
 
 

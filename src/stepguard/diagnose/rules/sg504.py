@@ -9,6 +9,7 @@ from stepguard.diagnose.trends import lr_jump, lr_not_a_number
 from stepguard.records import Remedy
 
 FINITE_ANOMALIES = ("spike", "drift")
+"""Verdicts on a step in which nothing is non-finite yet."""
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -23,7 +24,7 @@ def _evidence(case: Case) -> Proof | None:
 
 
 def _confidence(case: Case) -> float:
-    if case.verdict.kind in FINITE_ANOMALIES or case.has("weights_ruined"):
+    if case.verdict.kind in (*FINITE_ANOMALIES, "infinite_norm") or case.has("weights_ruined"):
         return 0.96
     if case.verdict.kind == "lr_mismatch":
         return LIKELY if case.facts.resumed else 0.95

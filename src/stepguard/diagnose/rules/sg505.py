@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import overflow
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import HINT, PLAUSIBLE, Proof, Rule, code, prose
+from stepguard.diagnose.rule import Proof, Rule, code, prose
 from stepguard.diagnose.rules.sg103 import EXTREME_INPUT, EXTREME_OPERAND
 from stepguard.diagnose.rules.sg504 import FINITE_ANOMALIES
 from stepguard.diagnose.trends import growth, lr_jump, lr_not_a_number, rising
@@ -14,17 +14,18 @@ from stepguard.records import Remedy
 
 def _evidence(case: Case) -> Proof | None:
     jumped = lr_jump(case) is not None or case.has("lr_jump") or lr_not_a_number(case) is not None
-    if case.verdict.kind in FINITE_ANOMALIES or case.has("weights_ruined"):
-        confidence = HINT if jumped else 0.92
+    norm_overflowed = case.verdict.kind == "infinite_norm"
+    if jumped or (norm_overflowed and not rising(case)):
+        return None
+    if case.verdict.kind in FINITE_ANOMALIES or norm_overflowed or case.has("weights_ruined"):
+        confidence = 0.92
     elif overflow(case) and not case.short:
         confidence = _overflowed(case)
     elif case.phase == "optimizer" and rising(case):
         confidence = 0.85
     else:
         return None
-    if confidence < HINT:
-        return None
-    return Proof(confidence=min(confidence, PLAUSIBLE) if jumped else confidence, evidence=_numbers(case))
+    return Proof(confidence=confidence, evidence=_numbers(case)) if confidence else None
 
 
 def _overflowed(case: Case) -> float:

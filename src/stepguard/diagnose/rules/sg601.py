@@ -22,7 +22,9 @@ def _evidence(case: Case) -> Proof | None:
     early = case.facts.committed == 0 or case.reading.step == 0
     when = "before the first step: it was never initialised, or loaded that way" if early else "before this step"
     more = f"{len(stored)} parameters are non-finite in all" if len(stored) > 1 else ""
-    return Proof(confidence=0.96, evidence=(f"`{which}` was non-finite {when}", _amount(case), more))
+    by_optimizer = not early and any(name.startswith("opt:") for name in case.reading.bad_state)
+    confidence = 0.9 if by_optimizer else 0.96
+    return Proof(confidence=confidence, evidence=(f"`{which}` was non-finite {when}", _amount(case), more))
 
 
 def _amount(case: Case) -> str:

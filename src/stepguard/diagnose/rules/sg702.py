@@ -18,7 +18,10 @@ def _evidence(case: Case) -> Proof | None:
     grads = (
         f"non-finite gradients were seen in {', '.join(case.reading.bad_grads[:3])}" if case.reading.bad_grads else ""
     )
-    return Proof(confidence=0.9, evidence=(first, case.verdict.summary, grads, where))
+    unsteady = "run again, it gives different bits each time: the step itself is nondeterministic"
+    steady = "run again three times, it gives the same bits each time: the fault came from outside"
+    again = unsteady if case.has("nondeterministic") else (steady if case.has("transient") else "")
+    return Proof(confidence=0.9, evidence=(first, again, case.verdict.summary, grads, where))
 
 
 RULE = Rule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from stepguard.locate.collectives import Alone, distributed
 from stepguard.state.buffers import BufferKeeper
+from stepguard.state.collectives import Alone, distributed
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step
 
@@ -23,7 +24,7 @@ from stepguard.state.step import Step
 def untouched(step: Step) -> Iterator[BufferKeeper]:
     """Replay as often as you like inside; gives the buffers, to be restored before each replay."""
     roots = list(step.named_roots().values())
-    keeper = BufferKeeper(roots)
+    keeper = BufferKeeper(roots, small=sys.maxsize)
     keeper.remember()
     with ExitStack() as stack:
         stack.callback(restore_rng, capture_rng())

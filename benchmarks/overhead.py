@@ -1,0 +1,130 @@
+"""What a healthy step costs: stepguard and the checks people use today, against a bare step with clipping.
+
+    python -m benchmarks.overhead                  # three models, about 20 minutes
+    python -m benchmarks.overhead --only gpt-7m    # one of them (the others keep their last result)
+    python -m benchmarks.overhead --quick          # tiny models, seconds: shows that it runs, says nothing about cost
+
+Not covered: accelerators, several processes, torch.compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from benchmarks.parts import machine
+from benchmarks.parts.timing import Row, compare
+from benchmarks.parts.variants import VARIANTS
+from benchmarks.parts.workloads import FULL, QUICK, Workload
+
+PROMISE = 1.01
+WARMUP = 3
+PAIRED = [v for v in VARIANTS if v.missing is None and v.name != v.reference]
+OWN_ROUNDS = 3
+"""Times as many rounds without forward and backward: they are short, and the difference to be seen is small."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    console = Console()
+    torch.set_num_threads(options.threads)
+    workloads = QUICK if options.quick else FULL
+    if options.only is not None and options.only not in workloads:
+        console.print(f"--only {options.only}: not known; use one of {', '.join(workloads)}.", style="red")
+        return 2
+    chosen = [make() for name, make in workloads.items() if options.only in (None, name)]
+    results = _measure(chosen, options, console)
+    merged = _merge(options.output, results, quick=options.quick)
+    machine.keep(merged, options.output)
+    console.print(f"written to {options.output.name}; python -m benchmarks.table puts it into the README")
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny models and few rounds")
+    parser.add_argument("--only", metavar="NAME", help=f"one workload: {', '.join(FULL)}")
+    parser.add_argument("--rounds", type=int, help="timed rounds a workload, instead of its own number")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads (1: with more, a busy machine drowns one per cent)"
+    )
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    name = "overhead-quick.json" if options.quick else "overhead.json"
+    options.output = options.output or machine.RESULTS / name
+    return options
+
+
+def _measure(workloads: Sequence[Workload], options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    results = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    for workload in workloads:
+        rounds = options.rounds or workload.rounds
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(workload.what, total=_pairs(rounds))
+            both = (rounds, OWN_ROUNDS * rounds)
+            rows = compare(workload, VARIANTS, both, WARMUP, lambda p=progress, t=task: p.advance(t))
+        console.print(painted(workload, rows))
+        results[workload.name] = {
+            "what": workload.what,
+            "rounds": rounds,
+            "machine": machine.facts(),
+            "rows": [{**asdict(row), "added_share": row.added_share} for row in rows],
+        }
+    return results
+
+
+def _pairs(rounds: int) -> int:
+    outside = sum(not v.inside for v in PAIRED)
+    return (rounds + WARMUP) * len(PAIRED) + (OWN_ROUNDS * rounds + WARMUP) * outside
+
+
+def _merge(path: Path, results: dict[str, Any], *, quick: bool) -> dict[str, Any]:
+    """Workloads that were not measured now keep what was measured before."""
+    before = json.loads(path.read_text(encoding="utf-8"))["workloads"] if path.exists() else {}
+    order = QUICK if quick else FULL
+    workloads = {name: (before | results)[name] for name in order if name in before or name in results}
+    return {"schema": 1, "promise": PROMISE, "warmup": WARMUP, "workloads": workloads}
+
+
+def painted(workload: Workload, rows: Sequence[Row]) -> Table:
+    """The comparison as a table, one line a variant."""
+    threads = torch.get_num_threads()
+    title = f"{workload.what}, {threads} thread{'s' if threads > 1 else ''}, against the bare step with the same AdamW"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("step")
+    for column in ("ratio", "95 % of it", "CPU ratio", "adds ms", "95 % of it", "= share", "ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.what, *cells(row), style="bold" if row.ours else ("dim" if row.missing else ""))
+    return table
+
+
+def cells(row: Row) -> list[str]:
+    """The numbers of a line, or why there are none."""
+    if row.ratio is None or row.milliseconds is None:
+        return [row.missing or "not measured"] + 6 * [""]
+    if row.variant.startswith("bare"):
+        return ["1", "", "1", "", "", "", f"{row.milliseconds:.0f}"]
+    added = 3 * [""]
+    if row.added_milliseconds is not None and row.added_share is not None:
+        added = [f"{row.added_milliseconds:.2f}", _span(row.added_interval, 2), f"{100 * row.added_share:.2f} %"]
+    numbers = [f"{row.ratio:.3f}", _span(row.interval, 3), f"{row.cpu_ratio:.3f}"]
+    return [*numbers, *added, f"{row.milliseconds:.0f}"]
+
+
+def _span(pair: tuple[float, float] | None, digits: int) -> str:
+    return f"{pair[0]:.{digits}f}-{pair[1]:.{digits}f}" if pair is not None else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""Puts the measured overhead into README.md, between its two markers.
+
+python -m benchmarks.table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parts.machine import RESULTS
+
+BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
+README = Path(__file__).parents[1] / "README.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS / "overhead.json")
+    parser.add_argument("--readme", type=Path, default=README)
+    options = parser.parse_args(arguments)
+    if not options.results.exists():
+        return _refuse(f"{options.results.name} does not exist; run python -m benchmarks.overhead first.")
+    text = options.readme.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        return _refuse(f"{options.readme.name} needs the lines {BEGIN} and {END}, once each, where the table goes.")
+    data = json.loads(options.results.read_text(encoding="utf-8"))
+    fresh = replaced(text, "\n".join(lines(data)))
+    options.readme.write_text(fresh, encoding="utf-8")
+    print(f"{options.readme.name}: overhead table {'unchanged' if fresh == text else 'rewritten'}")
+    return 0
+
+
+def _refuse(why: str) -> int:
+    print(why, file=sys.stderr)
+    return 2
+
+
+def replaced(text: str, table: str) -> str:
+    """The text with everything between the markers replaced."""
+    head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
+    return f"{head}{BEGIN}\n{table}\n{tail}"
+
+
+def lines(data: dict[str, Any]) -> Iterator[str]:
+    """Markdown: a line a variant, a column a model, and what it was measured on."""
+    workloads = list(data["workloads"].values())
+    yield "| step | " + " | ".join(w["what"] for w in workloads) + " |"
+    yield "|---" * (len(workloads) + 1) + "|"
+    for rows in zip(*(w["rows"] for w in workloads), strict=True):
+        name = f"**{rows[0]['what']}**" if rows[0]["ours"] else rows[0]["what"]
+        yield f"| {name} | " + " | ".join(cell(row) for row in rows) + " |"
+    yield ""
+    yield _footnote(workloads)
+
+
+def cell(row: dict[str, Any]) -> str:
+    """`1.004 (0.99-1.02), +2.1 ms = 0.3 %`; the bare step in milliseconds."""
+    if row["ratio"] is None:
+        return row["missing"] or ""
+    if row["variant"].startswith("bare"):
+        return f"1 ({row['milliseconds']:.0f} ms)"
+    low, high = row["quartiles"]
+    ratio = f"{row['ratio']:.3f} ({low:.2f}-{high:.2f})"
+    if row["added_milliseconds"] is not None:
+        ratio += f", +{row['added_milliseconds']:.1f} ms = {100 * row['added_share']:.1f} %"
+    return f"**{ratio}**" if row["ours"] else ratio
+
+
+def _footnote(workloads: list[dict[str, Any]]) -> str:
+    facts = workloads[0]["machine"]
+    rounds = ", ".join(str(w["rounds"]) for w in workloads)
+    threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
+    return (
+        "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update), with the "
+        f"middle half of {rounds} rounds; after it what the check adds by itself, measured with forward and backward "
+        "taken out, which a busy machine blurs less. "
+        f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}."
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

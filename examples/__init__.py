@@ -1,0 +1,1 @@
+"""Small programs to run and read: `python -m examples.demo`."""

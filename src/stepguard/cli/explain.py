@@ -1,0 +1,53 @@
+"""`stepguard explain SG204`: the page of a finding, without importing torch."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from stepguard._errors import EXIT_USAGE
+from stepguard.diagnose.explain import UnknownCode, all_rules, index, page, rule_of
+from stepguard.diagnose.rule import Rule
+
+
+def explain(
+    code: Annotated[str, typer.Argument(help="A code such as SG204; without one, all codes are listed.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+) -> None:
+    """Explain a finding: what it means, why it happens, how stepguard knows, what to do."""
+    try:
+        rules = (rule_of(code),) if code else all_rules()
+    except UnknownCode as unknown:
+        typer.echo(str(unknown), err=True)
+        raise typer.Exit(EXIT_USAGE) from None
+    if json:
+        plain = [as_plain(rule) for rule in rules]
+        typer.echo(json_module.dumps(plain[0] if code else plain, indent=2, ensure_ascii=False))
+    else:
+        _print(page(rules[0]) if code else index())
+
+
+def as_plain(rule: Rule) -> dict[str, object]:
+    """A rule as JSON values."""
+    fields = {name: getattr(rule, name) for name in ("code", "title", "what", "why", "how", "setup", "bad", "fixed")}
+    return fields | {"remedies": [asdict(remedy) for remedy in rule.ordered], "see": list(rule.see)}
+
+
+def _print(markdown: str) -> None:
+    """Rendered on a terminal, plain text in a pipe."""
+    if not sys.stdout.isatty():
+        typer.echo(markdown, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(markdown))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(name="explain")(explain)

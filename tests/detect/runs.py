@@ -1,0 +1,115 @@
+"""Made-up runs: losses in, verdicts out."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from statistics import fmean, pstdev
+from typing import Any
+
+from stepguard.detect import History, judge
+from stepguard.records import GuardConfig, Reading, Verdict
+
+CONFIG = GuardConfig()
+
+
+def reading(step: int, loss: float | None = 1.0, **more: Any) -> Reading:
+    """A healthy step but for what is given."""
+    micro = () if loss is None else (loss,)
+    return Reading(**{"step": step, "loss": loss, "micro_losses": micro, "grad_norm": 1.0, "lr": (0.1,), **more})
+
+
+def play(losses: Iterable[float], history: History | None = None) -> list[Verdict]:
+    """Judge and commit one loss after the other, whatever the verdict."""
+    history = History() if history is None else history
+    verdicts = []
+    for step, loss in enumerate(losses, start=history.committed):
+        seen = reading(step, loss)
+        verdicts.append(judge(seen, history, CONFIG))
+        history.add(seen)
+    return verdicts
+
+
+def played(losses: Iterable[float]) -> History:
+    history = History()
+    play(losses, history)
+    return history
+
+
+def weigh(seen: Reading, history: History, *, now: float, before: float | None) -> Verdict:
+    """The second judgement, once an earlier batch has been evaluated again on the present weights."""
+    return judge(replace(seen, repeat_loss=now, repeat_before=before), history, CONFIG)
+
+
+def healthy(kind: str, seed: int, steps: int = 300) -> list[float]:
+    """Losses of runs in which nothing is wrong."""
+    noise = random.Random(f"{kind}{seed}")
+    shapes = {
+        "falling": lambda i: 1.0 + 3.0 * math.exp(-i / 50) + noise.gauss(0, 0.1),
+        "noisy": lambda i: (1.0 + 3.0 * math.exp(-i / 50)) * math.exp(noise.gauss(0, 0.2)),
+        "negative": lambda i: -3.0 + noise.gauss(0, 0.5),
+        "falling through zero": lambda i: 5.0 - 0.05 * i + noise.gauss(0, 0.2),
+        "flat": lambda i: 2.5,
+        "zero": lambda i: 0.0,
+        "tiny": lambda i: 1e-9 * (1 + noise.gauss(0, 0.3)),
+        "huge": lambda i: 1e30 * (1 + noise.gauss(0, 0.1)),
+        "near the end of float64": lambda i: 1e307 * (1 + noise.gauss(0, 0.1)),
+    }
+    return [shapes[kind](i) for i in range(steps)]
+
+
+HEALTHY = (
+    "falling",
+    "noisy",
+    "negative",
+    "falling through zero",
+    "flat",
+    "zero",
+    "tiny",
+    "huge",
+    "near the end of float64",
+)
+
+
+def slow_rise(seed: int, start: int = 200, steps: int = 60, slope: float = 0.03) -> list[float]:
+    """A healthy run whose loss then creeps up a little every step."""
+    noise = random.Random(seed)
+    return [
+        2.0 + 2.0 * math.exp(-i / 40) + slope * max(0, i - start) + noise.gauss(0, 0.08) for i in range(start + steps)
+    ]
+
+
+# What others use, reduced to the rule: the steps at which each would speak up.
+
+
+def largest_so_far(losses: Sequence[float]) -> list[int]:
+    """Megatron-LM: ten times the largest loss seen."""
+    return [i for i in range(1, len(losses)) if losses[i] > 10 * max(losses[:i])]
+
+
+def running_mean(losses: Sequence[float]) -> list[int]:
+    """llm-foundry: twice the mean of the last 100."""
+    return [i for i in range(10, len(losses)) if losses[i] > 2 * fmean(losses[max(0, i - 100) : i])]
+
+
+def moving_z_score(losses: Sequence[float]) -> list[int]:
+    """Lightning style: six deviations above an exponential moving mean."""
+    found, mean, variance = [], losses[0], 0.0
+    for i, loss in enumerate(losses):
+        away = loss - mean
+        if i > 20 and away > 6 * math.sqrt(variance):
+            found.append(i)
+        mean += 0.02 * away
+        variance = 0.98 * (variance + 0.02 * away * away)
+    return found
+
+
+def window_sigma(losses: Sequence[float]) -> list[int]:
+    """OLMo: six standard deviations above the mean of the last 128."""
+    windows = ((i, losses[max(0, i - 128) : i]) for i in range(64, len(losses)))
+    return [i for i, window in windows if losses[i] > fmean(window) + 6 * pstdev(window)]
+
+
+PEERS = (largest_so_far, running_mean, moving_z_score, window_sigma)

@@ -1,0 +1,247 @@
+"""Incidents beside the zoo, born in half precision, backward, the optimizer or stored state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diagnose.diagnose_literals import BACKWARD, NAN, codes, origin, out, tensor
+from stepguard.diagnose import RunFacts
+from stepguard.records import Operand, Origin
+
+HALF, BRAIN = "float16", "bfloat16"
+
+
+def at(name: str, value: float, low: float, high: float, shape: tuple[int, ...] = (4,), **more: Any) -> Operand:
+    """An operand whose element at the bad position is known."""
+    return tensor(name, shape, low, high, index=(0,) * len(shape), value=value, **more)
+
+
+CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
+    # ---- half precision
+    "F.normalize in float16": (
+        "SG302",
+        origin(
+            "forward",
+            "aten.div",
+            at("self", 0.0, 0.0, 0.0, dtype=HALF, zeros=4),
+            at("other", 0.0, 0.0, 0.0, dtype=HALF, zeros=4),
+            output=out(dtype=HALF, nan=4),
+            notes=("denominator=zero", "denominator_from=aten.clamp_min", "numerator=zero", "half"),
+        ),
+        {},
+    ),
+    "log(p + 1e-8) in float16": (
+        "SG302",
+        origin(
+            "loss",
+            "aten.log",
+            at("self", 0.0, 0.0, 1.0, dtype=HALF, zeros=2),
+            output=out(dtype=HALF, neginf=2),
+            notes=("argument=zero", "argument_from=aten.add", "half"),
+        ),
+        {},
+    ),
+    "1 - t in bfloat16": (
+        "SG302",
+        origin(
+            "loss",
+            "aten.reciprocal",
+            at("self", 0.0, 0.0, 0.9, dtype=BRAIN, zeros=1),
+            output=out(dtype=BRAIN, posinf=1),
+            notes=("denominator=zero", "denominator_from=aten.rsub", "half"),
+        ),
+        {},
+    ),
+    "sum of squares in float16": (
+        "SG301",
+        origin(
+            "forward", "aten.sum", tensor("self", (64,), 3e4, 4e4, dtype=HALF), output=out((), dtype=HALF, posinf=1)
+        ),
+        {},
+    ),
+    "gradient of a matrix product in float16": (
+        "SG301",
+        origin(
+            "backward",
+            "aten.mm",
+            tensor("self", (8, 4), -4e3, 4e3, dtype=HALF),
+            tensor("mat2", (4, 8), -90.0, 90.0, dtype=HALF),
+            node="MmBackward0",
+            output=out((8, 8), dtype=HALF, posinf=2),
+            notes=("half", "finite_in=float32"),
+        ),
+        BACKWARD,
+    ),
+    "static loss scale": ("SG301", origin("backward", notes=("overflow=scale",)), BACKWARD | {"scale": 65536.0}),
+    "second moment in float16": (
+        "SG301",
+        origin(
+            "optimizer",
+            "aten.addcmul_",
+            tensor("self", (4,), 0.0, 0.1, dtype=HALF),
+            tensor("tensor1", (4,), 0.1, 400.0, dtype=HALF),
+            tensor("tensor2", (4,), 0.1, 400.0, dtype=HALF),
+            tensor="opt:exp_avg_sq",
+            output=out(dtype=HALF, posinf=1),
+            notes=("half", "finite_in=float32"),
+        ),
+        {
+            "loss": 0.3,
+            "grads_finite": True,
+            "kind": "nonfinite_optimizer_state",
+            "bad_state": ("opt:exp_avg_sq",),
+            "state_born": True,
+        },
+    ),
+    # ---- backward
+    "acos of exactly 1": (
+        "SG401",
+        origin(
+            "backward", "aten.rsqrt", at("self", 0.0, 0.0, 0.7, zeros=1), node="AcosBackward0", output=out(posinf=1)
+        ),
+        BACKWARD,
+    ),
+    "eigh of equal eigenvalues": (
+        "SG401",
+        origin(
+            "backward",
+            "aten.div_",
+            at("self", 0.0, 0.0, 0.0, (3, 3), zeros=9),
+            at("other", 0.0, 0.0, 1.0, (3, 3), zeros=6),
+            node="LinalgEighBackward0",
+            output=out((3, 3), nan=6),
+        ),
+        BACKWARD,
+    ),
+    "distance between equal points": (
+        "SG401",
+        origin(
+            "backward", "aten.div", at("self", 1.0, 1.0, 1.0), at("other", 0.0, 0.0, 2.0, zeros=1), node="SqrtBackward0"
+        ),
+        BACKWARD,
+    ),
+    "silence against a silent reference": (
+        "SG401",
+        origin(
+            "backward",
+            "aten.div",
+            at("self", 0.0, 0.0, 0.1, zeros=1),
+            at("other", 0.0, 0.0, 2.0, zeros=1),
+            node="SqrtBackward0",
+            output=out(nan=1),
+            notes=("upstream_grad=zero", "singular_at=0"),
+        ),
+        BACKWARD,
+    ),
+    "angle of zero": (
+        "SG401",
+        origin("backward", "aten.reciprocal", at("self", 0.0, 0.0, 1.0, zeros=1), node="Atan2Backward0"),
+        BACKWARD,
+    ),
+    "where around a division": (
+        "SG402",
+        origin(
+            "forward",
+            "aten.div",
+            at("self", 1.0, 1.0, 1.0),
+            at("other", 0.0, 0.0, 1.0, zeros=1),
+            output=out(posinf=1),
+            notes=("where=unselected", "denominator=zero"),
+        ),
+        BACKWARD,
+    ),
+    "where around a log": (
+        "SG402",
+        origin(
+            "backward",
+            "aten.div",
+            at("self", 0.0, 0.0, 1.0, zeros=1),
+            at("other", 0.0, 0.0, 1.0, zeros=1),
+            node="LogBackward0",
+            output=out(nan=1),
+            notes=("where=unselected",),
+        ),
+        BACKWARD,
+    ),
+    "sigmoid by hand": (
+        "SG403",
+        origin(
+            "forward",
+            "aten.exp",
+            at("self", 200.0, -1.0, 200.0),
+            output=out(posinf=1),
+            notes=("absorbed=forward", "absorbed_by=aten.reciprocal", "exponent=200", "finite_in=float64"),
+        ),
+        BACKWARD,
+    ),
+    "exp(log 0)": (
+        "SG403",
+        origin(
+            "forward",
+            "aten.log",
+            at("self", 0.0, 0.0, 1.0, zeros=1),
+            output=out(neginf=1),
+            notes=("absorbed=forward", "absorbed_by=aten.exp", "argument=zero"),
+        ),
+        BACKWARD,
+    ),
+    # ---- optimizer, state, environment
+    "Adam with eps=0 in float32": (
+        "SG502",
+        origin(
+            "optimizer",
+            "aten._foreach_addcdiv_",
+            tensor("self[0]", (4,), 0.1, 0.2),
+            tensor("tensor1[0]", (4,), 0.0, 0.0, zeros=4),
+            tensor("tensor2[0]", (4,), 0.0, 0.0, zeros=4),
+            output=out(nan=4),
+        ),
+        {"grads_finite": True, "kind": "nonfinite_parameter", "state_born": True, "facts": RunFacts(eps=0.0)},
+    ),
+    "moments kept when the weights were restored": (
+        "SG503",
+        origin("state", "aten.lerp_", tensor="opt:exp_avg"),
+        {"grads_finite": True, "kind": "nonfinite_optimizer_state", "bad_state": ("opt:exp_avg",)},
+    ),
+    "a rate that is not a number": (
+        "SG504",
+        origin("optimizer", "aten.add_", tensor="param:w"),
+        {"grads_finite": True, "kind": "nonfinite_parameter", "state_born": True, "lr": (NAN,)},
+    ),
+    "warm-up thrown back to its peak": (
+        "SG504",
+        origin("optimizer", "aten.add_"),
+        {
+            "kind": "spike",
+            "loss": 80.0,
+            "grads_finite": True,
+            "lr": (1e-2,),
+            "facts": RunFacts(lr_history=((1e-2,), (4e-3,), (1e-3,), (1e-3,), (1e-2,))),
+        },
+    ),
+    "a slow rise": (
+        "SG505",
+        origin("optimizer", "aten.add_"),
+        {"kind": "drift", "loss": 3.0, "grads_finite": True, "lr": (1e-3,), "repeat_loss": 2.9},
+    ),
+    "memory nobody wrote": (
+        "SG601",
+        origin("forward", "aten.empty", output=out(nan=4), notes=("uninitialised",)),
+        {},
+    ),
+    "a replay that is clean": ("SG702", origin("backward", reproduced=False, notes=("not-reproduced",)), BACKWARD),
+    "only the compiled step": (
+        "SG703",
+        origin("forward", reproduced=False, notes=("compiled-only",)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cause_of(name: str) -> None:
+    expected, where, reading = CASES[name]
+    said = codes(where, **reading)
+    assert said and said[0] == expected, said

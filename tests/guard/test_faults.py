@@ -1,0 +1,139 @@
+"""A fault of the guard's own never ends a healthy run: it disarms with one warning, and training goes on as if bare."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.amp import GradScaler
+from torch.optim.swa_utils import AveragedModel
+
+import stepguard.detect
+import stepguard.engine.arming
+import stepguard.engine.pipeline
+import stepguard.engine.reader
+import stepguard.journal
+import stepguard.sentinel.gradients
+import stepguard.sentinel.packet
+import stepguard.state.buffers
+from guard.scenes import (
+    LOOPS,
+    Scene,
+    bare,
+    batches,
+    difference,
+    generators,
+    grouped,
+    noisy_net,
+    poisoned,
+    quiet,
+    state_of,
+)
+from stepguard.engine.shield import GuardDisarmed
+from stepguard.journal import read_run
+
+DATA = batches(16)
+STEPS = grouped(DATA, 2)
+WEAK_SPOTS: dict[str, tuple[Any, str]] = {
+    "norm": (stepguard.sentinel.gradients, "get_total_norm"),
+    "look at the weights": (stepguard.engine.reader, "largest"),
+    "reading": (stepguard.sentinel.packet.Packet, "fetch"),
+    "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
+    "judging": (stepguard.engine.pipeline, "judge"),
+    "history": (stepguard.detect.History, "add"),
+    "journal": (stepguard.journal.Journal, "write_step"),
+}
+KINDS = ["plain", "fused", "scaled", "fused-scaled"]
+
+
+def _scene(kind: str, clip: float | None = 0.5) -> Scene:
+    model = noisy_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused="fused" in kind)
+    scaler = GradScaler("cpu", init_scale=2.0**16, growth_interval=3) if "scaled" in kind else None
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=40) if not scaler else None
+    ema = AveragedModel(model, use_buffers=True)
+    autocast = torch.float16 if scaler else None
+    return Scene(model, optimizer, scheduler, scaler, autocast=autocast, clip_norm=clip, ema=ema)
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, spot: tuple[Any, str], after: int) -> list[int]:
+    """The guard's own part works `after` times and fails from then on."""
+    owner, name = spot
+    original = getattr(owner, name)
+    calls = [0]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > after:
+            raise ArithmeticError("a fault of the guard's own")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fail)
+    return calls
+
+
+def _run(kind: str, loop: Callable[..., Any], *settings: Any, clip: float | None = 0.5) -> tuple[Any, ...]:
+    scene = _scene(kind, clip)
+    torch.manual_seed(3)
+    loop(scene, STEPS, *settings)
+    return state_of(scene), generators()
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("spot", WEAK_SPOTS)
+def test_fault_disarms_and_the_run_goes_on_as_if_bare(
+    spot: str, loop: str, kind: str, after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clip = None if spot == "norm" else 0.5  # a watched loop that clips takes the norm itself
+    expected = _run(kind, bare, clip=clip)
+    calls = _failing(monkeypatch, WEAK_SPOTS[spot], after)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = _run(kind, LOOPS[loop], quiet(run_dir=tmp_path), clip=clip)
+    assert calls[0] == after + 1  # it failed once, and was not asked again
+    assert difference(got, expected) == ""
+    assert [(w.category, "ArithmeticError" in str(w.message)) for w in said] == [(GuardDisarmed, True)]
+    record = read_run(tmp_path)
+    assert [n["error"] for n in record.notes if n["type"] == "fault"] == ["ArithmeticError: a fault of the guard's own"]
+    assert record.notes[-1]["type"] == "end" and record.notes[-1]["armed"] is False
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_disk_that_is_full_is_no_end_of_the_run(loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = _run("plain", bare)
+    _failing(monkeypatch, (stepguard.journal.Journal, "write"), 3)  # not even the fault can be written down
+    with pytest.warns(GuardDisarmed, match="could not record it"):
+        got = _run("plain", LOOPS[loop], quiet(run_dir=tmp_path))
+    assert difference(got, expected) == ""
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_crash_while_locating_still_vetoes_the_step_and_leaves_an_incident(
+    loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (stepguard.engine.pipeline, stepguard.engine.arming):
+        _failing(monkeypatch, (module, "locate"), 0)
+    scene, reference = _scene("plain"), _scene("plain")
+    scene.scheduler = reference.scheduler = None  # a disarmed guard no longer holds the loop's schedule
+    torch.manual_seed(3)
+    with pytest.warns(GuardDisarmed, match="ArithmeticError"):
+        LOOPS[loop](scene, [STEPS[0], (poisoned(DATA[2]),)], quiet(run_dir=tmp_path, locate=True))
+    torch.manual_seed(3)
+    bare(reference, [STEPS[0]])
+    assert difference(state_of(scene), state_of(reference)) == ""
+    incidents = read_run(tmp_path).incidents
+    assert [i.step for i in incidents] == [1] and incidents[0].origin is None
+
+
+def test_loss_is_none_once_disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _failing(monkeypatch, WEAK_SPOTS["norm"], 1)
+    with pytest.warns(GuardDisarmed):
+        results = LOOPS["step"](_scene("plain"), STEPS[:3])
+    assert results[0].loss is not None and results[1].loss is None and results[2].loss is None
+    assert all(result.committed for result in results)
