@@ -20,6 +20,10 @@ MORE = (
     "more_rates",
     "more_data",
     "more_structure",
+    "more_places",
+    "more_distractors",
+    "more_probability",
+    "more_runaway",
     "more_controls",
     "more_healthy",
 )

@@ -186,7 +186,7 @@ def collated_mask_closes_a_row(fixed: bool) -> Scene:
     accepted=("SG204", "SG402"),
 )
 def logsumexp_of_no_negatives(fixed: bool) -> Scene:
-    """A sample without negatives: logsumexp over -inf is -inf, which softplus makes 0; backward subtracts infinities."""
+    """No negatives: logsumexp over -inf is -inf, which softplus makes 0; backward subtracts infinities."""
     torch.manual_seed(0)
     model = chain(a=nn.Linear(3, 4), b=nn.Linear(4, 4))
 
