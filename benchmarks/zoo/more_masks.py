@@ -101,9 +101,7 @@ def attention_pooling_by_hand_of_empty_bag(fixed: bool) -> Scene:
     """The row maximum of an empty bag is -inf, and subtracting it from the row is -inf - -inf."""
     torch.manual_seed(0)
     model = Pooler(low=-1e9 if fixed else -INF)
-    return Scene(
-        model=model, batch=lambda step: padded(step, 1, 1), loss=classify_padded, optimizer=sgd(model)
-    )
+    return Scene(model=model, batch=lambda step: padded(step, 1, 1), loss=classify_padded, optimizer=sgd(model))
 
 
 class Decoder(nn.Module):

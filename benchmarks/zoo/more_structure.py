@@ -114,7 +114,9 @@ class Siamese(nn.Module):
 
     def __init__(self, *, eps: float) -> None:
         super().__init__()
-        self.encoder = chain(lin=nn.Linear(3, 4, bias=False), unit=Lambda(lambda x: x / (x.norm(dim=-1, keepdim=True) + eps)))
+        self.encoder = chain(
+            lin=nn.Linear(3, 4, bias=False), unit=Lambda(lambda x: x / (x.norm(dim=-1, keepdim=True) + eps))
+        )
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return (self.encoder(a) * self.encoder(b)).sum(-1)
@@ -266,7 +268,9 @@ class Rotary(nn.Module):
 
     def __init__(self, *, safe: bool) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict({"q": nn.Linear(4, 4, bias=False), "scale": Lambda(_sinc if safe else _bare_sinc)})
+        self.attention = nn.ModuleDict(
+            {"q": nn.Linear(4, 4, bias=False), "scale": Lambda(_sinc if safe else _bare_sinc)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.attention["scale"](self.attention["q"](x))

@@ -1,6 +1,6 @@
 """Proves that a case fails as it claims and that its fix works, without using stepguard.
 
-    python -m benchmarks.zoo.prove [NAME ...]
+python -m benchmarks.zoo.prove [NAME ...]
 """
 
 from __future__ import annotations

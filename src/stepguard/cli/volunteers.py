@@ -28,8 +28,8 @@ from torch.optim.optimizer import (
 from stepguard.cli.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
 from stepguard.engine.context import guarded, volunteers
 from stepguard.guard import Guard, watch
-from stepguard.state.collectives import distributed
 from stepguard.records import GuardConfig
+from stepguard.state.collectives import distributed
 
 MOST_CALLS = 10_000
 """Module calls that may pass before an optimizer that nobody uses is left to its first step."""

@@ -176,6 +176,8 @@ class Watcher:
             self.shield.call(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
             self._hide()
+            if verdict.kind not in FINITE_KINDS:
+                self.shield.call(None, step.buffers.restore)  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self.vetoing = not let_through(verdict, self._incident)
             if not self.vetoing:
