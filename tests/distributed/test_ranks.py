@@ -58,7 +58,7 @@ def launch(out: Path, names: list[str], seconds: int) -> tuple[int | None, str]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every scenario, run by one pair of processes; what each rank ended with."""
     out = tmp_path_factory.mktemp("ranks")
-    names = [*HEALTHY, *TROUBLED, *SUSPECT, *BAD_START, *HALTING, *LOCATED, *FAULTS]
+    names = [*HEALTHY, *TROUBLED, *SUSPECT, *BAD_START, *HALTING, *LOCATED, *FAULTS, "probe"]
     code, log = launch(out, names, 200)
     found = {name: [out / f"{name}.{rank}.pt" for rank in (0, 1)] for name in names}
     ended = {name: files for name, files in found.items() if all(file.exists() for file in files)}
@@ -151,6 +151,10 @@ def test_fault_on_one_rank_hangs_nobody(name: str, outcomes: dict[str, list[Any]
         assert ["rank 1 has disarmed itself" in message for message in first["told"]] == [True]
     else:
         assert first["told"] == [] and first["guarded"]["armed"]
+
+
+def test_gradient_taken_without_the_guard_after_a_bad_step_is_healthy(outcomes: dict[str, list[Any]]) -> None:
+    assert [rank["finite"] for rank in outcomes["probe"]] == [True, True]
 
 
 def test_rank_that_skips_alone_ruins_or_hangs_the_run(tmp_path: Path) -> None:

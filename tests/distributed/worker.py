@@ -252,6 +252,17 @@ def located(loop: str, wrap: str) -> dict[str, Any]:
     return {"guarded": got, "reference": reference({BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False)}
 
 
+def probe() -> dict[str, Any]:
+    """After a bad step the user takes a gradient without the guard."""
+    model, optimizer = build(wrap=True, fused=False)
+    rank = dist.get_rank()
+    with Guard(model, optimizer, config=QUIET) as guard:
+        guard.step(lambda b: loss_of(model, b), batch(rank, 0, "labels" if rank == BAD_RANK else ""))
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, 1)).backward()
+    return {"finite": all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)}
+
+
 def bad_start(loop: str, wrap: str) -> dict[str, Any]:
     return {"guarded": guarded(loop, {}, wrap=wrap == "ddp", fused=False, before=poison_one_rank)}
 
@@ -284,7 +295,7 @@ def uncaught() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
-    for function in (trouble, healthy, suspicion, halting, fault, located, bad_start, skipping_alone, uncaught)
+    for function in (trouble, healthy, suspicion, halting, fault, located, probe, bad_start, skipping_alone, uncaught)
 }
 
 
