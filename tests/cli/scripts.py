@@ -59,11 +59,13 @@ def line_of(script: str, mark: str = "# BORN HERE") -> int:
     return next(n for n, line in enumerate(script.splitlines(), start=1) if mark in line)
 
 
-def python(folder: Path, *words: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python WORDS` in `folder`."""
+def python(
+    folder: Path, *words: str, timeout: float = 120, given: str | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` in `folder`; `given` is what it reads from stdin."""
     env = {**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "140", "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=timeout)
 
 
 def guarded(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -81,8 +81,9 @@ class Pipeline:
     def last_look(self, step: Step) -> None:
         """At the end of a run: were the parameters still finite after the last update?"""
         reading = Reading(step=step.index, lr=self._context.lr, bad_state=tuple(stored_trouble(self._context)))
+        said = self._context.incidents[-1].reading.bad_state if self._context.incidents else ()
         verdict = judge(reading, self._context.history, self._context.config)
-        if verdict.bad:
+        if verdict.bad and not set(reading.bad_state) <= set(said):
             self.respond(step, reading, verdict, committed=True)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:

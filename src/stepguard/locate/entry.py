@@ -121,7 +121,7 @@ def _replay_model(replayer: ModelReplayer, reading: Reading) -> Origin:
 
 def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origin:
     step = replayer.step
-    traced, found = _search(replayer, micro, step.micro_batches[micro])
+    traced, found = search(replayer, micro, step.micro_batches[micro])
     if found is None and not traced.ran.clean:
         return replace(stored.evidence_origin(step, reading, "untraced"), micro_batch=micro, reproduced=True)
     if found is None:
@@ -134,7 +134,7 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
     return _name_samples(replayer, traced, found, origin)
 
 
-def _search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | None]:
+def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | None]:
     """Trace and walk; a bad batch tensor must prove itself: with its bad elements repaired the step is finite.
 
     Where it does not, the search goes on with the repaired batch. What it finds then must have been bad in the first
