@@ -121,7 +121,9 @@ class Guard:
             self._stepper.settle()
 
     def _last_look(self) -> None:
-        inner = self._watcher or self._stepper
+        inner, incidents = self._watcher or self._stepper, self._context.incidents
+        if incidents and incidents[-1].stopped:
+            return  # said already
         if self._context.step and not inner.reader.last_update_finite():
             inner.pipeline.last_look(bare_step(self._context))
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
 from stepguard import Guard, GuardConfig, TrainingHalted
-from stepguard.engine import pipeline, settle
+from stepguard.engine import arming, pipeline, settle
 from stepguard.engine.shield import GuardDisarmed
 
 FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
@@ -69,6 +69,12 @@ def average(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
+def rate(optimizer: torch.optim.Optimizer, step: int, jump_at: int) -> None:
+    """The learning rate jumps on all ranks at one step."""
+    if step == jump_at:
+        optimizer.param_groups[0]["lr"] *= 10
+
+
 def bare_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Batch, *, by_hand: bool) -> None:
     optimizer.zero_grad()
     loss_of(model, data).backward()
@@ -82,12 +88,15 @@ def end(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": state, "optimizer": optimizer.state_dict()["state"]}
 
 
-def reference(troubles: dict[int, str], *, wrap: bool, fused: bool, skip: bool = True) -> dict[str, Any]:
+def reference(
+    troubles: dict[int, str], *, wrap: bool, fused: bool, skip: bool = True, jump_at: int = -1
+) -> dict[str, Any]:
     """Bare, and no rank sees a troubled step; or, without `skip`, what becomes of those who have no guard."""
     model, optimizer = build(wrap=wrap, fused=fused)
     rank = dist.get_rank()
     for step in range(STEPS):
         if step not in troubles or not skip:
+            rate(optimizer, step, jump_at)
             data = batch(rank, step, troubles.get(step, "") if rank == BAD_RANK else "")
             bare_step(model, optimizer, data, by_hand=not wrap)
     return end(model, optimizer)
@@ -101,6 +110,7 @@ def guarded(
     fused: bool,
     before: Any = None,
     config: GuardConfig = QUIET,
+    jump_at: int = -1,
 ) -> dict[str, Any]:
     """The same under a guard; only one rank has the trouble."""
     rank = dist.get_rank()
@@ -116,6 +126,7 @@ def guarded(
     try:
         with guard:
             for step in range(STEPS):
+                rate(optimizer, step, jump_at)
                 data = batch(rank, step, troubles.get(step, "") if rank == BAD_RANK else "")
                 if loop == "watch":
                     bare_step(model, optimizer, data, by_hand=not wrap)
@@ -188,11 +199,11 @@ def healthy(loop: str, wrap: str, fused: str) -> dict[str, Any]:
     return {"guarded": got, "reference": expected, "added": dict(seen - bare)}
 
 
-def suspicion(loop: str, wrap: str) -> dict[str, Any]:
-    """A loss that jumps on one rank only, with finite gradients."""
-    settings = {"wrap": wrap == "ddp", "fused": False}
-    model_free = dict.fromkeys((BAD_STEP, BAD_STEP + 1), "spike")
-    return {"guarded": guarded(loop, model_free, **settings), "reference": reference({}, **settings)}
+def suspicion(loop: str, wrap: str, why: str) -> dict[str, Any]:
+    """A loss that jumps on one rank only, with finite gradients; the data did it, or the learning rate before it."""
+    settings = {"wrap": wrap == "ddp", "fused": False, "jump_at": BAD_STEP - 1 if why == "lr" else -1}
+    jumps = dict.fromkeys((BAD_STEP, BAD_STEP + 1), "spike")
+    return {"guarded": guarded(loop, jumps, **settings), "reference": reference(jumps, **settings, skip=False)}
 
 
 def halting(loop: str, wrap: str) -> dict[str, Any]:
@@ -231,14 +242,25 @@ def located(loop: str, wrap: str) -> dict[str, Any]:
     def failing(*args: Any) -> Any:
         raise OSError("a fault while locating")
 
-    pipeline.locate = failing
+    pipeline.locate = arming.locate = failing
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             got = guarded(loop, {BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False, config=LOCATING)
     finally:
-        pipeline.locate = original
+        pipeline.locate = arming.locate = original
     return {"guarded": got, "reference": reference({BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False)}
+
+
+def probe() -> dict[str, Any]:
+    """After a bad step the user takes a gradient without the guard."""
+    model, optimizer = build(wrap=True, fused=False)
+    rank = dist.get_rank()
+    with Guard(model, optimizer, config=QUIET) as guard:
+        guard.step(lambda b: loss_of(model, b), batch(rank, 0, "labels" if rank == BAD_RANK else ""))
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, 1)).backward()
+    return {"finite": all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)}
 
 
 def bad_start(loop: str, wrap: str) -> dict[str, Any]:
@@ -273,7 +295,7 @@ def uncaught() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
-    for function in (trouble, healthy, suspicion, halting, fault, located, bad_start, skipping_alone, uncaught)
+    for function in (trouble, healthy, suspicion, halting, fault, located, probe, bad_start, skipping_alone, uncaught)
 }
 
 

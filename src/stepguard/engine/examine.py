@@ -41,6 +41,8 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
         step.buffers.restore()
         before = stored_trouble(context)
     made_now = buffers_after if not before and _only_buffers(context, reading) else []
+    if not buffers_after:
+        leave_out_sentinels(context)
     return replace(
         reading,
         bad_state=tuple(before or made_now),
@@ -65,6 +67,12 @@ def accept(context: Context, names: Iterable[str]) -> None:
     context.accepted.update(names)
     stored = [*context.parameters, *norm_statistics(context.roots), *state_tensors(context.optimizer)]
     context.ignored.update(id(tensor) for tensor in stored if not finite(tensor))
+
+
+def leave_out_sentinels(context: Context) -> None:
+    """Buffers that are non-finite on purpose and are written again and again: the cheap look need not see them."""
+    written = context.buffers.written()
+    context.ignored.update(id(buffer) for buffer in written if not finite(buffer))
 
 
 def overflows_by_scale(context: Context, step: Step, scale: float) -> bool:
@@ -92,7 +100,7 @@ def _losses_finite(reading: Reading) -> bool:
 
 
 def _only_buffers(context: Context, reading: Reading) -> bool:
-    """Nothing else is wrong: this step's forward made a norm layer's statistics non-finite."""
+    """Nothing else is wrong: this step's forward made a buffer non-finite."""
     # where gradients carry a rank's own trouble to the others, theirs are non-finite because of it
     grads_fine = reading.grads_finite or context.agreement.mode == "spread"
     return grads_fine and _losses_finite(reading) and "buffers" in reading.bad_state

@@ -14,6 +14,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.record import record
+from stepguard.engine.runaway import blamed_on_update, ruined, stored_culprit, surfaces_only
 from stepguard.locate import locate
 from stepguard.policy import decide
 from stepguard.policy.decide import Situation
@@ -97,8 +98,18 @@ class Pipeline:
     def _explain(self, incident: Incident, step: Step) -> Incident:
         context = self._context
         if context.config.locate:
-            incident = replace(incident, origin=self._locate(step, incident.reading))
+            incident = self._suspect_update(replace(incident, origin=self._locate(step, incident.reading)))
         return replace(incident, findings=diagnose(incident, run_facts(context, incident.reading)))
+
+    def _suspect_update(self, incident: Incident) -> Incident:
+        """Where float32 overflowed for no reason of its own: does an earlier batch, fine in its time, do so too?"""
+        if incident.origin is None or not surfaces_only(incident.origin):
+            return incident
+        again = self._repeat_loss()
+        if again is None or not ruined(again):
+            return incident
+        reading = replace(incident.reading, repeat_loss=again[0], repeat_before=again[1])
+        return replace(incident, reading=reading, origin=blamed_on_update(incident.origin, reading))
 
     def _locate(self, step: Step, reading: Reading) -> Origin | None:
         """The worst rank looks, alone; then everybody knows."""
@@ -116,7 +127,7 @@ class Pipeline:
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context = self._context
         reading = incident.reading
-        hurt = committed or (bool(reading.bad_state) and not reading.state_born)
+        hurt = committed or (bool(reading.bad_state) and not reading.state_born) or stored_culprit(incident.origin)
         situation = Situation(
             step=incident.step,
             hurt=hurt,

@@ -16,6 +16,7 @@ from stepguard.locate.partial import ModelReplayer
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.locate.search import bad_micro_batch, compiled_only, repeats
 from stepguard.locate.walk import Found, Walk, first_reader
+from stepguard.locate.written import written_origin
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
@@ -52,10 +53,13 @@ def finite_unscaled(step: Step) -> bool | None:
 
 def _locate(step: Step, reading: Reading) -> Origin:
     if reading.state_born:
-        return update.update_origin(step, reading)
+        in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
+        return written_origin(step, reading) if in_forward else update.update_origin(step, reading)
     if finite_step(reading):
         if reading.bad_state:
             return _bad_state(step, reading)
+        if not all(map(math.isfinite, reading.lr)):
+            return update.update_origin(step, reading)
         if reading.grad_norm is not None and math.isinf(reading.grad_norm):
             return update.norm_origin(step, reading)
         return update.divergence_origin(step, reading)
