@@ -363,6 +363,14 @@ dist.destroy_process_group()
 """
 
 
+IN_THE_LOSS = """
+    keep = torch.ones(6)
+    if step in (2, 4) and rank == 1:
+        keep[3] = 0.0
+    loss = -torch.log(model(x).softmax(1).gather(1, y[:, None])[:, 0] * keep).mean()  # IN THE LOSS
+"""
+
+
 def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     return python(folder, *launcher, *words, timeout=280)
@@ -395,3 +403,15 @@ def test_a_healthy_parallel_script_prints_what_it_prints_alone(tmp_path: Path) -
     for rank in (0, 1):
         assert by_rank(under_guard, rank) == by_rank(bare, rank)
     assert under_guard.stderr.count("6 steps guarded, 0 incidents") == 1
+
+
+def test_a_rank_that_traces_takes_part_in_every_collective(tmp_path: Path) -> None:
+    usual = "    loss = nn.functional.cross_entropy(model(x, shift), y)\n"
+    body = PARALLEL.replace("BAD", "False").replace("TRIED", "").replace(usual, IN_THE_LOSS)
+    script = write(tmp_path, HEAD + NET + body)
+    done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert by_rank(done, 0)[-1].split()[-1] == by_rank(done, 1)[-1].split()[-1] != "nan"
+    first, second = map(origin_of, incidents(tmp_path / "run"))
+    assert (first.phase, first.op, first.rank) == ("loss", None, 1)
+    assert (second.op, second.rank, second.source) == ("aten.log", 1, f"train.py:{line_of(script, '# IN THE LOSS')}")

@@ -430,6 +430,24 @@ def test_a_watched_model_compiles_and_exports(watched_model: nn.Module) -> None:
     torch._dynamo.reset()
 
 
+def test_a_model_compiled_in_place_is_heard_and_placed() -> None:
+    torch.manual_seed(0)
+    model = Net("forward")
+    model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        for step in range(3):
+            scale = torch.ones(6) * 2
+            scale[3] = 0.0 if step == 1 else 1.0
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(6, 4), scale), torch.zeros(6, dtype=torch.long)).backward()
+            optimizer.step()
+        assert copy.deepcopy(model)._compiled_call_impl is None
+    torch._dynamo.reset()
+    (incident,) = guard.incidents
+    assert (origin(incident).source, origin(incident).samples) == (line("forward"), (3,))
+
+
 def test_function_transforms_of_a_watched_model_work(watched_model: nn.Module) -> None:
     watched_model.norm = nn.Identity()  # statistics cannot be written inside a transform
     params = dict(watched_model.named_parameters())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -75,17 +75,33 @@ class Capture:
         self._on_call = on_call
         self._deaf = False
         self.calls: list[ModelCall] = []
-        self._handles = [
-            model.register_forward_pre_hook(Ear(self._heard_call), with_kwargs=True),
-            model.register_forward_hook(Ear(self._heard_return)),
-        ]
+        self._undo = ExitStack()
+        compiled: Any = getattr(model, "_compiled_call_impl", None)
+        if compiled is not None:
+            self._wrap_compiled(compiled)
+        else:
+            self._undo.callback(model.register_forward_pre_hook(Ear(self._heard_call), with_kwargs=True).remove)
+            self._undo.callback(model.register_forward_hook(Ear(self._heard_return)).remove)
 
     def clear(self) -> None:
         self.calls = []
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._undo.close()
+
+    def _wrap_compiled(self, compiled: Callable[..., Any]) -> None:
+        """After `model.compile()` hooks would be compiled too, and hear nothing. Copies never carry this attribute."""
+        model: Any = self._model
+        call, answer = Ear(self._heard_call), Ear(self._heard_return)
+
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            call(model, args, kwargs)
+            output = compiled(*args, **kwargs)
+            answer(model, args, output)
+            return output
+
+        model._compiled_call_impl = heard
+        self._undo.callback(setattr, model, "_compiled_call_impl", compiled)
 
     def model_fn(self) -> ModelFn | None:
         """Runs the model on one of the calls so far; None where they cannot be told apart by their arguments."""
