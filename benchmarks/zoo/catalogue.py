@@ -20,6 +20,10 @@ MORE = (
     "more_rates",
     "more_data",
     "more_structure",
+    "more_places",
+    "more_distractors",
+    "more_probability",
+    "more_runaway",
     "more_controls",
     "more_healthy",
 )
@@ -40,5 +44,7 @@ def chosen(names: list[str] | None = None) -> list[Case]:
     known = {case.group for case in cases.values()} | set(cases)
     for name in names:
         if name not in known:
-            raise SystemExit(f"{name!r} is neither a case nor a group of the zoo; groups are {', '.join(KNOWN + MORE)}.")
+            raise SystemExit(
+                f"{name!r} is neither a case nor a group of the zoo; groups are {', '.join(KNOWN + MORE)}."
+            )
     return [case for case in cases.values() if case.name in names or case.group in names]

@@ -49,12 +49,14 @@ def score(case: Case) -> Row:
     """Run the case under the guard and mark the answer."""
     row = Row(case=case.name, group=case.group, control=case.control)
     scene, began = case.build(False), time.perf_counter()
+    meant = [b for b in scene.model.buffers() if any(flaws(b))]
     try:
         with tempfile.TemporaryDirectory() as run_dir:
             incidents, halted = run_guarded(scene, run_dir)
     except Exception:
         row.error = traceback.format_exc(limit=4)
         row.detect = row.place = row.cause = row.survive = False
+        row.false_alarms = int(case.control)  # a healthy run that the guard ends is the worst alarm of all
         return row
     row.seconds = round(time.perf_counter() - began, 2)
     if case.control:
@@ -64,8 +66,8 @@ def score(case: Case) -> Row:
             row.said = str(incidents[0].origin)
             row.findings = [finding.code for finding in incidents[0].findings]
         return row
-    row.survive = _healthy(scene)
-    if halted and case.wanted.event.startswith(("param:", "buffer:")):
+    row.survive = _healthy(scene, meant)
+    if halted and case.wanted.event.startswith(("param:", "buffer:", "opt:")):
         row.survive = True  # the state was bad before the run began: refusing to train is right
     _mark(row, case, incidents)
     return row
@@ -74,7 +76,7 @@ def score(case: Case) -> Row:
 def run_guarded(scene: Scene, run_dir: str) -> tuple[list[stepguard.Incident], bool]:
     """Every incident, and whether the policy stopped the run."""
     modules = {"criterion": scene.criterion} if scene.criterion is not None else None
-    config = stepguard.GuardConfig(clip_norm=scene.clip, run_dir=run_dir)
+    config = stepguard.GuardConfig(clip_norm=scene.clip, run_dir=run_dir, terminal="quiet")
 
     def loss_fn(batch: Batch) -> torch.Tensor:
         with autocast(scene):
@@ -130,8 +132,10 @@ def place_right(origin: stepguard.Origin, want: Expected) -> bool:
     return here and want.node in (None, origin.node) and want.micro in (None, origin.micro_batch)
 
 
-def _healthy(scene: Scene) -> bool:
-    tensors = [*scene.model.parameters(), *scene.model.buffers()]
+def _healthy(scene: Scene, meant: list[torch.Tensor]) -> bool:
+    """Everything stored is finite, but for buffers that were not from the beginning."""
+    buffers = [b for b in scene.model.buffers() if not any(b is m for m in meant)]
+    tensors = [*scene.model.parameters(), *buffers]
     tensors += [v for state in scene.optimizer.state.values() for v in state.values()]
     if scene.save:
         tensors += scene.save().values()

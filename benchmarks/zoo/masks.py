@@ -145,6 +145,4 @@ def scaler_death_spiral(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.cross_entropy(model(b["x"], b["pad"]), b["y"])
 
-    return Scene(
-        model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=12, scaler={"init_scale": 2.0**10}
-    )
+    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=12, scaler={"init_scale": 2.0**10})

@@ -166,9 +166,7 @@ def weight_norm_of_zero_row(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#20192",
-    expected=Expected(
-        step=0, phase="forward", module="critic.parametrizations.weight.0", op="aten.div", event="nan"
-    ),
+    expected=Expected(step=0, phase="forward", module="critic.parametrizations.weight.0", op="aten.div", event="nan"),
     accepted=("SG201",),
 )
 def spectral_norm_of_zero_weight(fixed: bool) -> Scene:

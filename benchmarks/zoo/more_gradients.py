@@ -18,9 +18,7 @@ ONLY = {"backward_only": True}
 @incident(
     "pytorch/pytorch#4605",
     "banctilrobitaille/torch-vectorized#7",
-    expected=Expected(
-        step=1, op="aten.rsqrt", node="AcosBackward0", event="inf", sample=0, proof=ONLY, **BACKWARD
-    ),
+    expected=Expected(step=1, op="aten.rsqrt", node="AcosBackward0", event="inf", sample=0, proof=ONLY, **BACKWARD),
     accepted=("SG401",),
 )
 def angle_between_equal_vectors(fixed: bool) -> Scene:
@@ -101,9 +99,7 @@ def procrustes_of_symmetric_points(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#19126",
-    expected=Expected(
-        step=1, op="aten.div", node="SqrtBackward0", event="inf", sample=2, proof=ONLY, **BACKWARD
-    ),
+    expected=Expected(step=1, op="aten.div", node="SqrtBackward0", event="inf", sample=2, proof=ONLY, **BACKWARD),
     accepted=("SG401",),
 )
 def triplet_with_identical_embeddings(fixed: bool) -> Scene:
@@ -277,9 +273,7 @@ def custom_backward_divides_by_activation(fixed: bool) -> Scene:
     """A custom autograd Function divides by |x| in its backward, and a dead sample gives x = 0."""
     torch.manual_seed(0)
     eps = 1e-3 if fixed else 0.0
-    model = chain(
-        inp=nn.Linear(3, 4, bias=False), binary=Lambda(lambda x: Inverse.apply(x, eps)), out=nn.Linear(4, 1)
-    )
+    model = chain(inp=nn.Linear(3, 4, bias=False), binary=Lambda(lambda x: Inverse.apply(x, eps)), out=nn.Linear(4, 1))
 
     def batch(step: int) -> Batch:
         data = regression(step)

@@ -101,9 +101,7 @@ def attention_pooling_by_hand_of_empty_bag(fixed: bool) -> Scene:
     """The row maximum of an empty bag is -inf, and subtracting it from the row is -inf - -inf."""
     torch.manual_seed(0)
     model = Pooler(low=-1e9 if fixed else -INF)
-    return Scene(
-        model=model, batch=lambda step: padded(step, 1, 1), loss=classify_padded, optimizer=sgd(model)
-    )
+    return Scene(model=model, batch=lambda step: padded(step, 1, 1), loss=classify_padded, optimizer=sgd(model))
 
 
 class Decoder(nn.Module):
@@ -188,7 +186,7 @@ def collated_mask_closes_a_row(fixed: bool) -> Scene:
     accepted=("SG204", "SG402"),
 )
 def logsumexp_of_no_negatives(fixed: bool) -> Scene:
-    """A sample without negatives: logsumexp over -inf is -inf, which softplus makes 0; backward subtracts infinities."""
+    """No negatives: logsumexp over -inf is -inf, which softplus makes 0; backward subtracts infinities."""
     torch.manual_seed(0)
     model = chain(a=nn.Linear(3, 4), b=nn.Linear(4, 4))
 

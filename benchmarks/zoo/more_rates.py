@@ -178,6 +178,4 @@ def language_model_gradients_beyond_the_norm(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.cross_entropy(model(b["ids"]), b["y"]) * dial["scale"]
 
-    return Scene(
-        model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=3, clip=1.0, before_step=before
-    )
+    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=3, clip=1.0, before_step=before)

@@ -1,6 +1,6 @@
 """Proves that a case fails as it claims and that its fix works, without using stepguard.
 
-    python -m benchmarks.zoo.prove [NAME ...]
+python -m benchmarks.zoo.prove [NAME ...]
 """
 
 from __future__ import annotations
@@ -108,29 +108,31 @@ def _sight(want: Expected, record: Record) -> list[str]:
 
 
 def _claims(want: Expected, record: Record) -> list[str]:
-    proof, events = want.proof, [e for e in record.events if e.step == want.step]
-    said = []
-    if "then" in proof:
-        op, module = proof["then"]
-        if not any((e.op, e.module) == (op, module) and e.nan_out and not e.nan_in for e in events):
-            said.append(f"{proof['then']} turns nothing into NaN")
-    if "transient" in proof:
-        op, module = proof["transient"]
-        if not any((e.op, e.module, e.phase) == (op, module, "forward") for e in events):
-            said.append(f"{proof['transient']} gives nothing non-finite in the forward")
-    if proof.get("backward_only") and any(e.phase in ("forward", "loss") and e.nan_out for e in events):
-        said.append("there is a NaN before the backward")
-    if "eval_finite" in proof and record.evaluations_finite[-1] != proof["eval_finite"]:
-        said.append(f"evaluation finite: {record.evaluations_finite[-1]}")
-    if "poisoned" in proof and record.bad_buffers[-1] != proof["poisoned"]:
-        said.append(f"poisoned buffers: {record.bad_buffers[-1]}")
-    if proof.get("scale_collapse") and not (record.scale[-1] < 1.0 and all(record.params_finite)):
-        said.append(f"loss scale: {record.scale}")
-    if proof.get("zero_grads") and not all(record.zero_grads):
-        said.append("the gradients are not zeroed")
-    if "param" in proof and record.params_finite[want.step]:
-        said.append("the parameters are still finite after the step")
-    return said
+    """The further claims of the case, each with what contradicts it."""
+    proof = want.proof
+    checks = {
+        "then": lambda: not _turns_nan(record, want, *proof["then"]),
+        "transient": lambda: not _in_forward(record, want, *proof["transient"]),
+        "backward_only": lambda: any(e.phase in ("forward", "loss") and e.nan_out for e in _events(record, want)),
+        "eval_finite": lambda: record.evaluations_finite[-1] != proof["eval_finite"],
+        "poisoned": lambda: record.bad_buffers[-1] != proof["poisoned"],
+        "scale_collapse": lambda: not (record.scale[-1] < 1.0 and all(record.params_finite)),
+        "zero_grads": lambda: not all(record.zero_grads),
+        "param": lambda: record.params_finite[want.step],
+    }
+    return [f"{claim}={proof[claim]} does not hold" for claim, wrong in checks.items() if claim in proof and wrong()]
+
+
+def _events(record: Record, want: Expected) -> list[Event]:
+    return [event for event in record.events if event.step == want.step]
+
+
+def _turns_nan(record: Record, want: Expected, op: str, module: str | None) -> bool:
+    return any((e.op, e.module) == (op, module) and e.nan_out and not e.nan_in for e in _events(record, want))
+
+
+def _in_forward(record: Record, want: Expected, op: str, module: str | None) -> bool:
+    return any((e.op, e.module, e.phase) == (op, module, "forward") for e in _events(record, want))
 
 
 def _sample(case: Case) -> list[str]:

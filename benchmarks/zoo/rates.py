@@ -53,6 +53,4 @@ def lr_spike_after_resume(fixed: bool) -> Scene:
 def lr_too_high_divergence(fixed: bool) -> Scene:
     """A constant rate above the stability limit: the loss grows for several steps before the first Inf."""
     model = student()
-    return Scene(
-        model=model, batch=teacher_batch, loss=mse, optimizer=sgd(model, 0.02 if fixed else 0.8), steps=14
-    )
+    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=sgd(model, 0.02 if fixed else 0.8), steps=14)

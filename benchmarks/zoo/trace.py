@@ -45,7 +45,9 @@ class Observer(TorchDispatchMode):
     def __init__(self, roots: dict[str, nn.Module]) -> None:
         super().__init__()
         self.names = {
-            id(module): f"{prefix}.{name}".strip(".") for prefix, root in roots.items() for name, module in root.named_modules()
+            id(module): f"{prefix}.{name}".strip(".")
+            for prefix, root in roots.items()
+            for name, module in root.named_modules()
         }
         self.events: list[Event] = []
         self.step, self.micro, self.phase = 0, 0, "loss"
@@ -93,7 +95,9 @@ class Observer(TorchDispatchMode):
             return func(*args, **kwargs)
         nan_in, inf_in = flaws((args, kwargs))
         out = func(*args, **kwargs)
-        written = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write]
+        written = [
+            a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write
+        ]
         nan_out, inf_out = flaws((out, written))
         if nan_out or inf_out:
             module, node = self._where()
@@ -102,9 +106,7 @@ class Observer(TorchDispatchMode):
                 phase = "loss-grad"
             elif phase == "loss" and module is not None and module.partition(".")[0] != "criterion":
                 phase = "forward"
-            self.events.append(
-                Event(self.step, self.micro, phase, module, op, node, nan_in, inf_in, nan_out, inf_out)
-            )
+            self.events.append(Event(self.step, self.micro, phase, module, op, node, nan_in, inf_in, nan_out, inf_out))
         return out
 
 

@@ -80,6 +80,14 @@ class Guard:
         return self._context.agreement.rank
 
     @property
+    def model(self) -> nn.Module:
+        return self._context.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._context.optimizer
+
+    @property
     def armed(self) -> bool:
         """False once a fault of the guard's own has disarmed it."""
         return self._shield.armed
@@ -95,6 +103,7 @@ class Guard:
         self._closed = True
         try:
             self._finish()
+            self._shield.call(None, self._last_look)
             self._shield.last(self._end)
         finally:
             self._context.resources.close()
@@ -111,15 +120,20 @@ class Guard:
         else:
             self._stepper.settle()
 
+    def _last_look(self) -> None:
+        inner, incidents = self._watcher or self._stepper, self._context.incidents
+        if incidents and incidents[-1].stopped:
+            return  # said already
+        if self._context.step and not inner.reader.last_update_finite():
+            inner.pipeline.last_look(bare_step(self._context))
+
     def _end(self) -> None:
         context = self._context
-        inner = self._watcher or self._stepper
-        if context.step and not inner.reader.last_update_finite():
-            inner.pipeline.last_look(bare_step(context))
         context.note("end", {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed})
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
+        context.agreement.leave()
         context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
         if context.human is not None:
             context.human.fault(f"{type(fault).__name__}: {fault}")

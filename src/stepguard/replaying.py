@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from stepguard._errors import CapsuleError
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.engine.context import Context
 from stepguard.engine.intercept import StepTaken, taking
+from stepguard.engine.script import as_main
 from stepguard.locate import locate
 from stepguard.records import Incident, Verdict
 from stepguard.records.verdict import VerdictKind
@@ -32,129 +32,186 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.capsule import Capsule, read_capsule
 from stepguard.state.step import LossFn, Step, unwrapped
 
+MOST_STEPS = 100
+"""Guarded steps of a script that may pass before one belongs to the capsule (a GAN has two guards)."""
 
-def replay(capsule: str | Path, *, build: str | Callable[[], Any] | None = None, script: str | None = None) -> Incident:
-    """Run the bad step again and say where its first harmful value is born. Raises CapsuleError with the way out."""
-    opened = read_capsule(Path(capsule))
+Inspect = Callable[[Step, Incident], None]
+
+
+def replay(
+    capsule: str | Path,
+    *,
+    build: str | Callable[[], Any] | None = None,
+    script: str | None = None,
+    inspect: Inspect | None = None,
+) -> Incident:
+    """Run the bad step again and say where its first harmful value is born. Raises CapsuleError with the way out.
+
+    `inspect` is called with the step and the incident while the script's objects are still alive.
+    """
+    again = _Again(read_capsule(Path(capsule)), inspect)
     if callable(build):
-        return _from_built(opened, build())
-    if build is None and script is None:
-        build, script = opened.build, opened.script
-    if build is not None:
-        return _from_built(opened, _import(build)())
+        return again.from_built(build())
+    if build is not None or (script is None and again.capsule.build is not None):
+        with _importable():
+            return again.from_built(_import(build or str(again.capsule.build))())
+    module = again.capsule.module if script is None else None
+    script = script or again.capsule.script
     if script is None:
         raise CapsuleError(
-            f"{opened.folder} names neither a script nor a build function; pass script='train.py', or "
+            f"{again.capsule.folder} names neither a script nor a build function; pass script='train.py', or "
             "build='module:function' that returns (model, optimizer, loss_fn)."
         )
-    return _from_script(opened, script)
+    return again.from_script(script, module)
 
 
-def _from_built(capsule: Capsule, built: Any) -> Incident:
-    if not (isinstance(built, tuple) and len(built) in (3, 4) and isinstance(built[0], nn.Module)):
-        raise CapsuleError(f"the build function returned {type(built).__name__}; return (model, optimizer, loss_fn).")
-    model, optimizer, loss_fn = built[:3]
-    modules = built[3] if len(built) == 4 else {}
-    return _run(capsule, model, optimizer, loss_fn, modules)
+class _Again:
+    """One capsule on its way to an incident."""
 
+    def __init__(self, capsule: Capsule, inspect: Inspect | None) -> None:
+        self.capsule, self._inspect = capsule, inspect
+        self._decoded = capsule.decoded()
+        self._found: Incident | None = None
+        self._offers, self._why_not = 0, ""
 
-def _from_script(capsule: Capsule, script: str) -> Incident:
-    path = _below_here(Path(script))
-    found: list[Incident] = []
+    def from_built(self, built: Any) -> Incident:
+        if not (isinstance(built, tuple) and len(built) in (3, 4) and isinstance(built[0], nn.Module)):
+            what = f"a tuple of {len(built)}" if isinstance(built, tuple) else type(built).__name__
+            raise CapsuleError(f"the build function returned {what}; return (model, optimizer, loss_fn).")
+        model, optimizer, loss_fn, *modules = built
+        return self._run(model, optimizer, loss_fn, modules[0] if modules else {})
 
-    def take(context: Context, loss_fn: LossFn) -> None:
-        found.append(_run(capsule, context.model, context.optimizer, loss_fn, context.modules))
+    def from_script(self, script: str, module: str | None) -> Incident:
+        path = _below_here(Path(script))
+        if module is not None:
+            with _importable():
+                _find(module, module)
+        grad = torch.is_grad_enabled()
+        try:
+            with (
+                as_main(module or script, self.capsule.arguments, module=module is not None) as start,
+                taking(self._take),
+            ):
+                self._start(start, path.name)
+        finally:
+            torch.set_grad_enabled(grad)
+        if self._found is None:
+            raise CapsuleError(
+                f"{path.name} gave nothing to run the capsule with: "
+                + (self._why_not or "it ended without calling guard.step")
+                + "; pass script= or build=."
+            )
+        return self._found
 
-    with _as_main(path, capsule.arguments), taking(take), suppress(StepTaken):
-        runpy.run_path(str(path), run_name="__main__")
-    if not found:
-        raise CapsuleError(
-            f"{path.name} ended without calling guard.step, so there was nothing to run the capsule with."
+    def _start(self, start: Callable[[], None], name: str) -> None:
+        try:
+            start()
+        except StepTaken:
+            return
+        except CapsuleError:
+            raise
+        except SystemExit as ending:
+            self._why_not = self._why_not or f"it ended with exit code {ending.code!r}"
+        except Exception as fault:
+            raise CapsuleError(
+                f"{name} failed before its step could be taken: {type(fault).__name__}: {fault}"
+            ) from fault
+
+    def _take(self, context: Context, loss_fn: LossFn) -> bool:
+        """The first step whose model and optimizer are those of the capsule."""
+        self._offers += 1
+        why_not = self.capsule.fits(context.roots, context.optimizer)
+        if why_not and self._offers < MOST_STEPS:
+            self._why_not = why_not
+            return False
+        if not why_not:
+            self._found = self._run(context.model, context.optimizer, loss_fn, context.modules)
+        return True
+
+    def _run(
+        self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, modules: Mapping[str, nn.Module]
+    ) -> Incident:
+        """Fill the objects with the capsule's state and look."""
+        capsule, (reading, batches, rng) = self.capsule, self._decoded
+        roots = {"": unwrapped(model), **modules}
+        capsule.fill(roots, optimizer)
+        buffers = BufferKeeper(roots.values())
+        buffers.remember()
+        step = Step(
+            index=reading.step,
+            model=model,
+            optimizer=optimizer,
+            modules=dict(modules),
+            buffers=buffers,
+            loss_fn=loss_fn,
+            micro_batches=batches,
+            rng=rng,
+            scale=float(capsule.facts["scale"]),
+            clip_norm=capsule.facts["clip_norm"],
         )
-    return found[0]
+        kind: VerdictKind = capsule.facts["verdict"]
+        verdict = Verdict(kind=kind, severity="incident", summary=str(capsule.facts.get("summary", "")))
+        incident = Incident(id=f"{reading.step:08d}-replay", step=reading.step, verdict=verdict, reading=reading)
+        incident = replace(incident, origin=locate(step, reading), capsule=str(capsule.folder))
+        incident = replace(incident, findings=diagnose(incident, RunFacts()))
+        if self._inspect is not None:
+            self._inspect(step, incident)
+        return incident
 
 
-def _run(
-    capsule: Capsule, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, modules: Mapping[str, nn.Module]
-) -> Incident:
-    """Fill the objects with the capsule's state and look."""
-    roots = {"": unwrapped(model), **modules}
-    capsule.fill(roots)
-    _fill_optimizer(capsule, optimizer)
-    buffers = BufferKeeper(roots.values())
-    buffers.remember()
-    reading = capsule.reading
-    step = Step(
-        index=reading.step,
-        model=model,
-        optimizer=optimizer,
-        modules=dict(modules),
-        buffers=buffers,
-        loss_fn=loss_fn,
-        micro_batches=capsule.micro_batches(),
-        rng=capsule.rng(),
-        scale=float(capsule.facts["scale"]),
-        clip_norm=capsule.facts["clip_norm"],
-    )
-    kind: VerdictKind = capsule.facts.get("verdict", "nonfinite_loss")
-    verdict = Verdict(kind=kind, severity="incident", summary=capsule.facts.get("summary", ""))
-    incident = Incident(
-        id=f"{reading.step:08d}-replay",
-        step=reading.step,
-        verdict=verdict,
-        reading=reading,
-        origin=locate(step, reading),
-    )
-    return replace(incident, findings=diagnose(incident, RunFacts()), capsule=str(capsule.folder))
-
-
-def _fill_optimizer(capsule: Capsule, optimizer: Optimizer) -> None:
-    params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, tensor in capsule.tensors.items():
-        place, _, rest = name.partition("/")
-        index, _, slot = rest.partition("/")
-        if place == "optimizer" and int(index) < len(params):
-            optimizer.state[params[int(index)]][slot] = tensor.clone()
+@contextmanager
+def _importable() -> Iterator[None]:
+    """The current directory first, as for `python -m`."""
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _import(build: str) -> Callable[[], Any]:
     """`module:function`, from below the current directory only."""
     module, _, function = build.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise CapsuleError(
-            f"{build}: there is no module {module!r} below the current directory; run it in your project."
-        )
-    _below_here(Path(spec.origin))
-    found = getattr(importlib.import_module(module), function, None)
+    _find(module, build)
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as fault:
+        raise CapsuleError(f"{build}: importing it failed: {type(fault).__name__}: {fault}") from fault
     if not callable(found):
         raise CapsuleError(f"{build}: {module!r} has no function {function!r}.")
     result: Callable[[], Any] = found
     return result
 
 
-def _below_here(path: Path) -> Path:
-    """A capsule may name code of the user's project, nothing else on the machine."""
+def _find(module: str, named: str) -> None:
+    """Look from the outside in: finding a module imports the packages around it, which must be the user's too."""
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        try:
+            spec = importlib.util.find_spec(name) if all(part.isidentifier() for part in parts) else None
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None:
+            raise CapsuleError(
+                f"{named}: there is no module {name!r} below the current directory; run this in the project's folder."
+            )
+        located = [spec.origin] if spec.has_location and spec.origin else spec.submodule_search_locations
+        for place in located or ["/"]:  # built into the interpreter: nowhere below here
+            _inside(Path(place), named)
+
+
+def _inside(path: Path, named: str) -> Path:
     resolved = path.resolve()
-    if not resolved.is_file():
-        raise CapsuleError(f"{path} does not exist here; run this in the project's folder, or pass script= or build=.")
     if not resolved.is_relative_to(Path.cwd()):
-        raise CapsuleError(f"{path} lies outside the current directory; run this in the project's folder.")
+        raise CapsuleError(f"{named} lies outside the current directory; run this in the project's folder.")
     return resolved
 
 
-@contextmanager
-def _as_main(script: Path, arguments: list[str]) -> Iterator[None]:
-    """What `python script.py arguments` would see."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
-    grad = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
-        torch.set_grad_enabled(grad)
+def _below_here(path: Path) -> Path:
+    """A capsule may name code of the user's project, nothing else on the machine."""
+    resolved = _inside(path, str(path))
+    if not resolved.is_file():
+        raise CapsuleError(f"{path} does not exist here; run this in the project's folder, or pass script= or build=.")
+    return resolved

@@ -13,9 +13,11 @@ from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 import stepguard.detect
+import stepguard.engine.arming
 import stepguard.engine.pipeline
 import stepguard.engine.reader
 import stepguard.journal
+import stepguard.sentinel.gradients
 import stepguard.sentinel.packet
 import stepguard.state.buffers
 from guard.scenes import (
@@ -37,7 +39,7 @@ from stepguard.journal import read_run
 DATA = batches(16)
 STEPS = grouped(DATA, 2)
 WEAK_SPOTS: dict[str, tuple[Any, str]] = {
-    "norm": (stepguard.engine.reader, "gradient_norm"),
+    "norm": (stepguard.sentinel.gradients, "get_total_norm"),
     "look at the weights": (stepguard.engine.reader, "largest"),
     "reading": (stepguard.sentinel.packet.Packet, "fetch"),
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
@@ -115,7 +117,8 @@ def test_disk_that_is_full_is_no_end_of_the_run(loop: str, monkeypatch: pytest.M
 def test_crash_while_locating_still_vetoes_the_step_and_leaves_an_incident(
     loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _failing(monkeypatch, (stepguard.engine.pipeline, "locate"), 0)
+    for module in (stepguard.engine.pipeline, stepguard.engine.arming):
+        _failing(monkeypatch, (module, "locate"), 0)
     scene, reference = _scene("plain"), _scene("plain")
     scene.scheduler = reference.scheduler = None  # a disarmed guard no longer holds the loop's schedule
     torch.manual_seed(3)

@@ -140,7 +140,7 @@ def test_scaler_that_skips_by_itself_is_seen(make: Callable[[nn.Module], Scene],
     scene = make(calm_net())
     scene.scaler = GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
     found = watched(scene, [(DATA[0],), (poisoned(DATA[1]),), (DATA[2],)], quiet(run_dir=tmp_path))
-    assert [(i.step, i.verdict.kind) for i in found] == [(1, "nonfinite_loss")]
+    assert [(i.step, i.verdict.kind) for i in found] == [(1, "nonfinite_input")]
     assert [line["committed"] for line in read_run(tmp_path).steps] == [True, False, True]
     assert scene.scaler.get_scale() == 32.0  # grown by two good steps, not halved by the bad one
 
@@ -204,10 +204,7 @@ def test_two_optimizers_of_one_model_have_a_guard_each(fused: bool) -> None:
 def test_two_players_each_see_their_own_loss(set_to_none: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     maker, judge = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
-    players = [
-        (maker, torch.optim.SGD(maker.parameters(), lr=0.1)),
-        (judge, torch.optim.SGD(judge.parameters(), lr=0.1)),
-    ]
+    players = [(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in (maker, judge)]
     folders = [tmp_path / "maker", tmp_path / "judge"]
     guards = [
         stepguard.watch(model, optimizer, config=quiet(run_dir=folder))
@@ -234,22 +231,24 @@ def test_two_players_each_see_their_own_loss(set_to_none: bool, tmp_path: Path) 
 
 def test_watched_guard_takes_no_steps_of_its_own() -> None:
     scene = _sgd(plain_net())
-    with (
-        stepguard.watch(scene.model, scene.optimizer, config=QUIET) as guard,
-        pytest.raises(ConfigError, match="watches"),
-    ):
+    guard = stepguard.watch(scene.model, scene.optimizer, config=QUIET)
+    with guard, pytest.raises(ConfigError, match="watches"):
         guard.step(scene.loss_fn, DATA[0])
 
 
 # --- nothing of ours on the user's objects ----------------------------------------------------------------------------
 
 
-def _hooks(model: nn.Module) -> Iterator[Any]:
+def _ours(model: nn.Module) -> list[str]:
+    """Hooks and wrapped methods of stepguard, wherever a module or a parameter may keep one."""
+    found: list[Any] = []
     for module in model.modules():
-        yield from (v for k, v in vars(module).items() if k.endswith("_hooks") and v)
-        yield from (k for k, v in vars(module).items() if callable(v) and not isinstance(v, nn.Module))
+        found += [hook for name, hooks in vars(module).items() if name.endswith("_hooks") for hook in hooks.values()]
+        found += [value for value in vars(module).values() if callable(value) and not isinstance(value, nn.Module)]
     for parameter in model.parameters():
-        yield from (h for h in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if h)
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            found += list((hooks or {}).values())
+    return [str(hook) for hook in found if "stepguard" in f"{type(hook).__module__} {getattr(hook, '__module__', '')}"]
 
 
 @pytest.fixture
@@ -262,15 +261,21 @@ def watching() -> Iterator[tuple[Scene, Guard]]:
         yield scene, guard
 
 
-def test_watched_model_carries_no_hook(watching: tuple[Scene, Guard]) -> None:
-    assert list(_hooks(watching[0].model)) == []
+def test_ear_on_a_watched_model_stays_off_its_copies(watching: tuple[Scene, Guard]) -> None:
+    model = watching[0].model
+    assert _ours(model) != []  # so that the test below can fail
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert _ours(other) == []
+        plain_step(_sgd(other), (DATA[1],))
+    assert b"stepguard" not in pickle.dumps(model)
+    assert len(watching[1]._watcher.capture.calls) == 0  # nobody listened
 
 
 def test_stepped_model_carries_no_hook() -> None:
     scene = _sgd(calm_net())
     with Guard(scene.model, scene.optimizer, config=QUIET) as guard:
         guard.step(scene.loss_fn, DATA[0])
-        assert list(_hooks(scene.model)) == []
+        assert _ours(scene.model) == []
 
 
 @pytest.mark.parametrize(
@@ -311,7 +316,7 @@ def test_watched_model_can_be_compiled() -> None:
         for batch in (DATA[0], poisoned(DATA[1]), DATA[2]):
             plain_step(scene, (batch,))
         assert [i.step for i in guard.incidents] == [1]
-        assert list(_hooks(scene.model)) == []
+    assert _ours(scene.model) == []
     bare(reference, grouped([DATA[0], DATA[2]], 1))
     assert difference(state_of(scene), state_of(reference)) == ""
     torch._dynamo.reset()
@@ -352,6 +357,7 @@ def test_close_undoes_everything() -> None:
     assert (torch.Tensor.backward, clip_grad._get_total_norm, GradScaler.update, nn.Module.load_state_dict) == before
     assert not scene.optimizer._optimizer_step_pre_hooks and not scene.optimizer._optimizer_step_post_hooks
     assert set(vars(scene.scaler)) | set(vars(scene.optimizer)) | set(vars(scene.model)) == attributes
+    assert _ours(scene.model) == []
     bare(scene, [(poisoned(DATA[1]),)])
     assert guards[0].incidents == () and guards[1].incidents == ()
 

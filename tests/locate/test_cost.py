@@ -1,9 +1,11 @@
-"""An incident is rare, but a diagnosis must not stop a run: at most six bare steps and 0.3 s."""
+"""An incident is rare, but a diagnosis must not stop a run: the step is run at most six times over.
+
+Times and memory are measured by `python -m benchmarks.location`.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 import torch
@@ -43,31 +45,23 @@ class Transformer(nn.Module):
         return self.head(x + (gain * x).pow(2).sum(-1, keepdim=True).sqrt())
 
 
-@pytest.mark.parametrize("threads", [1])
-def test_diagnosis_of_a_bad_gradient_costs_at_most_six_steps(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diagnosis_of_a_bad_gradient_runs_the_step_at_most_six_times(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(threads)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    rows = []
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
+        rows.append(len(batch["ids"]))
         return F.cross_entropy(model(batch["ids"], batch["gain"]).flatten(0, 1), batch["ids"].flatten())
 
     ids = torch.randint(0, WORDS, (8, LENGTH))
-    seconds = []
-    for _ in range(4):
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        loss({"ids": ids, "gain": torch.ones(8, 1, 1)}).backward()
-        optimizer.step()
-        seconds.append(time.perf_counter() - began)
     kept: list[tuple[object, object]] = []
     monkeypatch.setattr(loops, "locate", lambda step, reading: kept.append((step, reading)))
     gain = torch.ones(8, 1, 1)
     gain[5] = 0.0
     loops.Loop(model, optimizer, loss).step(0, [{"ids": ids, "gain": gain}])
-    began = time.perf_counter()
+    rows.clear()
     origin = locate(*kept[0])  # type: ignore[arg-type]
-    took = time.perf_counter() - began
     assert (origin.node, origin.samples) == ("SqrtBackward0", (5,))
-    assert took <= 6 * min(seconds) + 0.3
+    assert sum(rows) <= 6 * 8  # counted in samples: the search for the guilty one runs parts of the batch

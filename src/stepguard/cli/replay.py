@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED
+from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, ConfigError
+
+if TYPE_CHECKING:
+    from stepguard.records import Incident
+    from stepguard.state.step import Step
 
 
 def replay(
@@ -16,18 +24,54 @@ def replay(
         str | None, typer.Option(help="`module:function` that returns (model, optimizer, loss_fn).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the incident as strict JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger where the value is born.")] = False,
 ) -> None:
     """Run a bad step again, here, and name its origin. Exit code 1 when it does not reproduce."""
     from stepguard.records.codec import dumps, to_plain
     from stepguard.replaying import replay as run_again
-    from stepguard.report.terminal import Terminal
 
-    incident = run_again(capsule, script=script, build=build)
+    if build is not None and build.count(":") != 1:
+        raise ConfigError(f"--build {build!r} must look like 'package.module:function'.")
+    if as_json and debug:
+        raise ConfigError("--json and --pdb exclude each other: one prints for a program, the other talks to you.")
+    show = None if as_json else partial(_show, debug=debug)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the script prints is no part of the JSON
+        incident = run_again(capsule, script=script, build=build, inspect=show)
     if as_json:
         typer.echo(dumps(to_plain(incident)))
-    else:
-        Terminal().incident(incident)
     reproduced = incident.origin is not None and bool(incident.origin.reproduced)
     if not reproduced and not as_json:
-        typer.echo("stepguard: not reproduced: the same step is finite here.", err=True)
+        _say_not_reproduced(capsule)
     raise typer.Exit(EXIT_OK if reproduced else EXIT_SCRIPT_FAILED)
+
+
+def _show(step: Step, incident: Incident, *, debug: bool) -> None:
+    """While the script's objects are alive: print, and enter the debugger."""
+    from stepguard.report.terminal import Terminal
+
+    Terminal(sys.stdout).incident(incident)
+    if debug:
+        _enter_debugger(step, incident)
+
+
+def _enter_debugger(step: Step, incident: Incident) -> None:
+    import pdb  # noqa: T100
+
+    from stepguard.locate.stop import frames_at_birth
+
+    trace = frames_at_birth(step, incident.reading)
+    if trace is None:
+        typer.echo("stepguard: no line of yours is involved where the value is born, so there is no frame to stop in.")
+        return
+    typer.echo("stepguard: the operation above has just run; `up` leads to its callers, `c` or `q` ends.")
+    debugger = pdb.Pdb()
+    debugger.reset()
+    debugger.interaction(None, trace)
+
+
+def _say_not_reproduced(capsule: str) -> None:
+    from stepguard.state.capsule import read_capsule
+
+    typer.echo("stepguard: not reproduced: the same step is finite here.", err=True)
+    for difference in read_capsule(Path(capsule)).differences():
+        typer.echo(f"stepguard: {difference}", err=True)

@@ -21,6 +21,8 @@ DRIFT_LEAST = 32
 DRIFT_SIGMAS = 4.0
 LOST_SHARE = 0.5
 """Share of the progress since the first steps that must be gone before a finite anomaly is acted upon."""
+RUINED = 10.0
+"""Times the progress of the whole run an earlier batch has lost: the weights are hurt, whatever this batch says."""
 ZERO_STEPS = 5
 
 
@@ -106,7 +108,8 @@ def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
     now = again if reading.judged_loss is None else reading.judged_loss
     enough = max(0.5 * (now - history.level), float(evidence.get("noise", 0.0)))
     before = history.level if reading.repeat_before is None else reading.repeat_before
-    if not math.isfinite(again) or (lost >= LOST_SHARE and again - before > enough):
+    ruined = (again - before) / progress >= RUINED
+    if not math.isfinite(again) or ruined or (lost >= LOST_SHARE and again - before > enough):
         summary = f"{verdict.summary}; an earlier batch now gives {again:.6g}: the weights are hurt"
         return replace(verdict, severity="incident", summary=summary, evidence=evidence)
     summary = f"{verdict.summary}; an earlier batch still gives {again:.6g}: the data did it"

@@ -112,6 +112,7 @@ def counts_nothing(case: Case, divisor: Operand) -> bool:
         return True
     nothing_above = case.op == "reciprocal" or has_zero(case.argument("self", 0)) or case.has("numerator", "zero")
     whole = elements(divisor) > 1 and high(divisor) >= 1 and not fractional(divisor) and low(divisor) == 0
+    whole = whole and not case.has("denominator_fractional")
     if made_by in COUNTED:
         return (nothing_above or case.phase == "loss") and (whole or reach(divisor) == 0)
     if elements(divisor) == 1:

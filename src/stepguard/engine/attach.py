@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stepguard.engine import settle as close
+from stepguard.engine.arming import Arming
 from stepguard.engine.capture import Capture
 from stepguard.engine.closure import Repeated, needs_closure, silence, wrapped_once
 from stepguard.engine.context import Context
@@ -47,9 +48,10 @@ class Watcher:
 
     def __init__(self, context: Context, shield: Shield) -> None:
         self.context, self.shield = context, shield
-        self.reader, self.pipeline = Reader(context), Pipeline(context)
+        self.arming = Arming(context)
+        self.reader, self.pipeline = Reader(context), Pipeline(context, self.arming.locate)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
-        self.capture = Capture(context.model)
+        self.capture = Capture(context.model, shield, self.arming.model_called)
         self._reading: Reading | None = None
         self._incident: Incident | None = None
         self.vetoing = False
@@ -61,6 +63,7 @@ class Watcher:
         optimizer, resources = context.optimizer, context.resources
         resources.callback(self.capture.close)
         resources.callback(listen(self))
+        resources.callback(self.arming.close)
         resources.callback(optimizer.register_step_pre_hook(self._before).remove)
         resources.callback(optimizer.register_step_post_hook(self._after).remove)
         shield.call(None, context.buffers.remember)
@@ -68,10 +71,13 @@ class Watcher:
     # --- taps --------------------------------------------------------------------------------------------------
 
     def before_backward(self, root: Tensor) -> None:
-        self.shield.call(None, self.reader.start)
-        self.shield.call(None, self.heard.before_backward, root)
+        with self.arming.paused():
+            self.shield.call(None, self.reader.start)
+            self.shield.call(None, self.heard.before_backward, root)
+        self.shield.call(None, self.arming.before_backward, root)
 
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
+        self.shield.call(None, self.arming.after_backward, root)
         self.shield.call(None, self.heard.after_backward, failed=failed)
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
@@ -124,13 +130,21 @@ class Watcher:
     def _begin(self) -> None:
         """The loop has come to the next update: close the last one first."""
         moved = self.shield.call(None, self.hold.moved)
-        taken_back = self.settle()
+        with self.arming.paused():
+            taken_back = self.settle()
         self.shield.call(None, self.hold.take_back, None if taken_back else moved)
+
+    def _end_trace(self) -> None:
+        """From here on the guard works, not the user."""
+        self.arming.pause()
+        self.shield.call(None, self.arming.finish)
 
     def check(self, *, again: bool = False) -> None:
         """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
+        self._end_trace()
         pending = self.shield.call(None, self._issue)
         if pending is None:
+            self.context.agreement.stay(self.context.step, self.context.parameters)
             return
         if takes_found_inf(self.context.optimizer):
             self.shield.call(None, self._flag, pending)
@@ -162,6 +176,8 @@ class Watcher:
             self.shield.call(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
             self._hide()
+            if verdict.kind not in FINITE_KINDS:
+                self.shield.call(None, step.buffers.restore)  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self.vetoing = not let_through(verdict, self._incident)
             if not self.vetoing:
@@ -268,6 +284,7 @@ class Watcher:
         self.forget()
         self.context.step += 1
         self.shield.call(None, self.context.buffers.remember)
+        self.shield.call(None, self.arming.begin)
 
     def forget(self) -> None:
         """What was heard of a step that is over, or of an evaluation that is made again."""
@@ -277,12 +294,11 @@ class Watcher:
     def _step(self, reading: Reading | None) -> Step:
         context = self.context
         step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
-        calls = self.capture.calls
-        if calls and len({call.positional for call in calls}) == 1:
+        calls, step.model_fn = self.capture.calls, self.capture.model_fn()
+        if step.model_fn is not None:
             # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1
-            step.loss_fn, step.model_only = self.capture.loss_fn, True
             step.micro_batches = tuple(call.as_batch() for call in calls)
-            step.rng = [call.rng for call in calls]
+            step.rng, step.lines = [call.rng for call in calls], tuple(call.line for call in calls)
         elif reading is not None:
             step.scale = reading.scale or 1.0
         return step
@@ -310,6 +326,7 @@ class Watcher:
     def _scaler_skipped(self, update: Update) -> None:
         """The scaler skipped by itself: the optimizer's hooks were never called."""
         self._begin()
+        self._end_trace()
         pending = self.shield.call(None, self._issue)
         reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if reading is not None:

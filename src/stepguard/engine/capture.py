@@ -1,31 +1,35 @@
 """What a watched model was called with, and the gradient its output got: enough to run the model's part again.
 
 Two hooks sit on the root module only. A copy or pickle of the model carries a harmless function of the standard
-library in their place, and while torch compiles or exports they do nothing.
+library in their place, and while torch compiles, exports, traces or transforms a function they do nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from stepguard.engine.shield import Shield
+from stepguard.locate.source import Line, user_line
+from stepguard.state.batch import OUTPUT_GRADIENT
 from stepguard.state.rng import RngState, capture_rng
-from stepguard.state.step import unwrapped
+from stepguard.state.step import ModelFn, unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MOST_CALLS = 64
 """Forward calls of one step that are remembered; a loop that calls the model more often is not run again."""
 
-
-OUTPUT_GRADIENT = "output gradient"
-"""Key beside the arguments in the batch that stands for one call."""
+Told = Callable[[dict[str, Any]], None]
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class ModelCall:
     """By name; positional ones take the names of the forward's parameters."""
     positional: int
     rng: RngState
+    line: Line | None = None
+    """The user's line that called the model."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradient of each differentiable output, by its position."""
 
@@ -51,7 +57,7 @@ class Ear:
         self._hear = hear
 
     def __call__(self, *seen: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _being_transformed():
             self._hear(*seen)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -64,12 +70,14 @@ class Ear:
 class Capture:
     """Remembers the calls of one model since the last update."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, shield: Shield, on_call: Told) -> None:
+        self._model, self._shield = model, shield
+        self._on_call = on_call
+        self._deaf = False
         self.calls: list[ModelCall] = []
         self._handles = [
-            model.register_forward_pre_hook(Ear(self._called), with_kwargs=True),
-            model.register_forward_hook(Ear(self._returned)),
+            model.register_forward_pre_hook(Ear(self._heard_call), with_kwargs=True),
+            model.register_forward_hook(Ear(self._heard_return)),
         ]
 
     def clear(self) -> None:
@@ -79,38 +87,62 @@ class Capture:
         for handle in self._handles:
             handle.remove()
 
-    def loss_fn(self, batch: dict[str, Any]) -> Tensor:
-        """The model's part of the step as a scalar: its backward gives the output the gradient it had."""
+    def model_fn(self) -> ModelFn | None:
+        """Runs the model on one of the calls so far; None where they cannot be told apart by their arguments."""
+        counts = {call.positional for call in self.calls}
+        return partial(self._run, counts.pop()) if len(counts) == 1 and len(self.calls) < MOST_CALLS else None
+
+    def _run(self, positional: int, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
         arguments = {name: value for name, value in batch.items() if name != OUTPUT_GRADIENT}
-        names, positional = list(arguments), self.calls[0].positional if self.calls else 0
-        args = [arguments[name] for name in names[:positional]]
-        outputs = differentiable(self._model(*args, **{name: arguments[name] for name in names[positional:]}))
+        args = [arguments.pop(name) for name in list(arguments)[:positional]]
+        with self._not_listening():
+            outputs = differentiable(self._model(*args, **arguments))
         gradients = batch[OUTPUT_GRADIENT]
-        parts = [_weighted(outputs[i], g) for i, g in gradients.items() if i < len(outputs)]
-        return torch.stack(parts or [output.sum() for output in outputs]).sum()
+        return outputs, [gradients.get(i) for i in range(len(outputs))]
+
+    @contextmanager
+    def _not_listening(self) -> Iterator[None]:
+        before, self._deaf = self._deaf, True
+        try:
+            yield
+        finally:
+            self._deaf = before
+
+    def _heard_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and not self._deaf:
+            self._shield.call(None, self._called, module, args, kwargs)
+
+    def _heard_return(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module.training and not self._deaf and self.calls:
+            self._shield.call(None, self._returned, output)
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if len(self.calls) < MOST_CALLS and module.training:
-            names = argument_names(module, len(args))
-            arguments = {**dict(zip(names, args, strict=True)), **kwargs}
-            self.calls.append(ModelCall(arguments, len(args), capture_rng()))
+        names = argument_names(module, len(args))
+        arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+        self._on_call(arguments)
+        if len(self.calls) < MOST_CALLS:
+            self.calls.append(ModelCall(arguments, len(args), capture_rng(), user_line()))
 
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.calls or not module.training:
-            return
+    def _returned(self, output: Any) -> None:
         gradients = self.calls[-1].gradients
         for index, tensor in enumerate(differentiable(output)):
-            tensor.register_hook(partial(gradients.__setitem__, index))  # type: ignore[no-untyped-call]
+            hook = partial(gradients.__setitem__, index)
+            hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
+            with suppress(RuntimeError):
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _being_transformed() -> bool:
+    """Compiled, exported, traced or under torch.func: there are no real tensors to remember."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def differentiable(output: Any) -> list[Tensor]:
     """Every tensor of a model's output that gradients flow into."""
     leaves, _ = tree_flatten(dict(output) if hasattr(output, "keys") else output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _weighted(output: Tensor, gradient: Tensor) -> Tensor:
-    return (output * gradient.to(output)).sum()
 
 
 def argument_names(model: nn.Module, count: int) -> list[str]:

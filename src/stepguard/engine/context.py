@@ -34,6 +34,8 @@ from stepguard.state.step import Step, unwrapped
 
 guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
+volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard comes."""
 
 
 @dataclass
@@ -123,6 +125,7 @@ def build_context(
     """Check what the user gave and open what the guard writes to."""
     optimizer = _real_optimizer(optimizer)
     _check(model, optimizer, modules)
+    volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
     context = Context(

@@ -18,7 +18,7 @@ from stepguard.sentinel.stored import (
     state_tensors,
 )
 from stepguard.state.batch import bad_batch_tensors
-from stepguard.state.replay import kept_buffers, rerun
+from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.step import Step
 
 LOWEST_SCALE = 2.0**-24
@@ -30,13 +30,19 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
     if reading.state_born:
         return reading  # found after the update, which has been undone since
-    if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(context, step):
+    if (
+        not reading.grads_finite
+        and _losses_finite(reading)
+        and overflows_by_scale(context, step, reading.scale or step.scale)
+    ):
         return replace(reading, overflow=True, bad_state=())
     buffers_after = [name for name in bad_buffers(context.roots) if name not in context.on_purpose()]
     with kept_buffers(context.roots.values()):
         step.buffers.restore()
         before = stored_trouble(context)
-    made_now = buffers_after if not before and _only_buffers(reading) else []
+    made_now = buffers_after if not before and _only_buffers(context, reading) else []
+    if not buffers_after:
+        leave_out_sentinels(context)
     return replace(
         reading,
         bad_state=tuple(before or made_now),
@@ -63,10 +69,19 @@ def accept(context: Context, names: Iterable[str]) -> None:
     context.ignored.update(id(tensor) for tensor in stored if not finite(tensor))
 
 
-def overflows_by_scale(context: Context, step: Step) -> bool:
+def leave_out_sentinels(context: Context) -> None:
+    """Buffers that are non-finite on purpose and are written again and again: the cheap look need not see them."""
+    written = context.buffers.written()
+    context.ignored.update(id(buffer) for buffer in written if not finite(buffer))
+
+
+def overflows_by_scale(context: Context, step: Step, scale: float) -> bool:
     """Is the same step finite with a lower loss scale? Then the scale is the only fault."""
     if not context.scaling():
         return step.scale != 1.0 and step.whole and rerun(step, scale=1.0).grads_finite
+    if step.model_only:
+        # the loss's own backward cannot be run again: gradients that come back from it infinite are the scale's
+        return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
     if not step.whole:
         return True  # cannot be run again: a scaler that still falls is presumed to be calibrating
     return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
@@ -84,9 +99,11 @@ def _losses_finite(reading: Reading) -> bool:
     return reading.loss is None or (math.isfinite(reading.loss) and not reading.bad_micro_batches)
 
 
-def _only_buffers(reading: Reading) -> bool:
-    """Nothing else is wrong: this step's forward made a norm layer's statistics non-finite."""
-    return reading.grads_finite and _losses_finite(reading) and "buffers" in reading.bad_state
+def _only_buffers(context: Context, reading: Reading) -> bool:
+    """Nothing else is wrong: this step's forward made a buffer non-finite."""
+    # where gradients carry a rank's own trouble to the others, theirs are non-finite because of it
+    grads_fine = reading.grads_finite or context.agreement.mode == "spread"
+    return grads_fine and _losses_finite(reading) and "buffers" in reading.bad_state
 
 
 def _bad_gradients(context: Context) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from stepguard.state.step import LossFn
 
-Taker = Callable[[Any, LossFn], None]
-"""Gets the guard's context and the loss function of the step."""
+Taker = Callable[[Any, LossFn], bool]
+"""Gets the guard's context and the loss function of the step; False leaves the step to the guard."""
 _takers: list[Taker] = []
 
 
@@ -19,7 +19,7 @@ class StepTaken(BaseException):
 
 @contextmanager
 def taking(taker: Taker) -> Iterator[None]:
-    """While this is open, the first `guard.step` goes to `taker`, and the script ends there."""
+    """While this is open, every `guard.step` is offered to `taker`; where it takes one, the script ends."""
     _takers.append(taker)
     try:
         yield
@@ -34,6 +34,5 @@ def borrowing() -> bool:
 
 def offer(context: Any, loss_fn: LossFn) -> None:
     """Called by every guard before its step; does nothing in an ordinary run."""
-    if _takers:
-        _takers[-1](context, loss_fn)
+    if _takers and _takers[-1](context, loss_fn):
         raise StepTaken

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from stepguard.detect import judge
 from stepguard.detect.judge import alarming
@@ -12,12 +14,13 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.record import record
+from stepguard.engine.runaway import blamed_on_update, ruined, stored_culprit, surfaces_only
 from stepguard.locate import locate
 from stepguard.policy import decide
 from stepguard.policy.decide import Situation
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.state.replay import reevaluate, rerun
+from stepguard.state.replay import gradients_came_back_finite, model_finite, reevaluate, rerun
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
@@ -28,8 +31,8 @@ ASK_FIRST, ASK_AGAIN = 4, 8
 class Pipeline:
     """What happens after a step has been read."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, find: Callable[[Step, Reading], Origin] | None = None) -> None:
+        self._context, self._find = context, find or locate
         self._suspicious = (-1, 0)
         """The last suspicious step, and how many in a row there have been."""
 
@@ -37,7 +40,7 @@ class Pipeline:
         """The verdict, with a closer look or a second measurement where the first one asks for it."""
         context = self._context
         if alarming(reading) and not reading.state_born:  # what the update made has been named, and undone
-            reading = self._agree(step, examine(context, step, reading))
+            reading = self._agree(step, reading)
         verdict = judge(reading, context.history, context.config)
         if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
             # every rank sees its own loss only, and asking the others takes a collective that they do not join
@@ -78,8 +81,9 @@ class Pipeline:
     def last_look(self, step: Step) -> None:
         """At the end of a run: were the parameters still finite after the last update?"""
         reading = Reading(step=step.index, lr=self._context.lr, bad_state=tuple(stored_trouble(self._context)))
+        said = self._context.incidents[-1].reading.bad_state if self._context.incidents else ()
         verdict = judge(reading, self._context.history, self._context.config)
-        if verdict.bad:
+        if verdict.bad and not set(reading.bad_state) <= set(said):
             self.respond(step, reading, verdict, committed=True)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
@@ -94,69 +98,92 @@ class Pipeline:
     def _explain(self, incident: Incident, step: Step) -> Incident:
         context = self._context
         if context.config.locate:
-            incident = replace(incident, origin=self._locate(step, incident.reading))
+            incident = self._suspect_update(replace(incident, origin=self._locate(step, incident.reading)))
         return replace(incident, findings=diagnose(incident, run_facts(context, incident.reading)))
+
+    def _suspect_update(self, incident: Incident) -> Incident:
+        """Where float32 overflowed for no reason of its own: does an earlier batch, fine in its time, do so too?"""
+        if incident.origin is None or not surfaces_only(incident.origin):
+            return incident
+        again = self._repeat_loss()
+        if again is None or not ruined(again):
+            return incident
+        reading = replace(incident.reading, repeat_loss=again[0], repeat_before=again[1])
+        return replace(incident, reading=reading, origin=blamed_on_update(incident.origin, reading))
 
     def _locate(self, step: Step, reading: Reading) -> Origin | None:
         """The worst rank looks, alone; then everybody knows."""
         agreement = self._context.agreement
-        leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.rank
-        origin: Origin | None = None
-        if agreement.rank == leader:
-            origin = replace(locate(step, reading), rank=agreement.rank if agreement.size > 1 else None)
         if agreement.size == 1:
-            return origin
-        told = agreement.gather({"origin": to_jsonable(origin) if origin is not None else None})[leader]["origin"]
-        return from_jsonable(Origin, told) if told is not None else None
+            return self._find(step, reading)
+        leader = reading.bad_ranks[0] if reading.bad_ranks else 0
+
+        def look() -> dict[str, Any]:
+            return to_jsonable(replace(self._find(step, reading), rank=leader)) if agreement.rank == leader else {}
+
+        told = agreement.together(look)[leader]
+        return from_jsonable(Origin, told) if told else None
 
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context = self._context
         reading = incident.reading
-        hurt = committed or (bool(reading.bad_state) and not reading.state_born)
+        hurt = committed or (bool(reading.bad_state) and not reading.state_born) or stored_culprit(incident.origin)
         situation = Situation(
             step=incident.step,
             hurt=hurt,
             lost_share=lost_share(incident.verdict),
             at_start=hurt and context.history.committed == 0 and not committed,
-            new_scale=working_scale(step) if reading.overflow and context.config.loss_scale else None,
+            new_scale=self._new_scale(step) if reading.overflow and context.config.loss_scale else None,
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
         if situation.at_start and decision.action == "warn":
             accept(context, reading.bad_state)
         return decision
 
+    def _new_scale(self, step: Step) -> float:
+        """A static loss scale that works on every rank."""
+        everybody = self._context.agreement.together(lambda: {"scale": working_scale(step)})
+        return min(float(told["scale"]) for told in everybody)
+
     def _repeat_loss(self) -> tuple[float, float] | None:
         """The loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
-        context = self._context
-        again: tuple[float, float] | None = None
-        if context.anchor is not None:
-            step, then = context.anchor
-            again = (reevaluate(step), then)
-        if context.agreement.mode != "collective":
-            return again
-        told = [facts["again"] for facts in context.agreement.gather({"again": again})]
+        anchor = self._context.anchor
+
+        def again() -> dict[str, Any]:
+            return {"again": (reevaluate(anchor[0]), anchor[1]) if anchor is not None else None}
+
+        told = [facts["again"] for facts in self._context.agreement.together(again)]
         known = [pair for pair in told if pair is not None]
         return max(known, key=lambda pair: pair[0] - pair[1] if math.isfinite(pair[0]) else math.inf, default=None)
 
     def _agree(self, step: Step, reading: Reading) -> Reading:
         """Every rank goes on with the reading of the worst one, so that all decide the same."""
-        agreement = self._context.agreement
-        if agreement.size == 1:
-            return reading
-        everybody = agreement.gather({"own": self._own_trouble(step, reading), "reading": to_jsonable(reading)})
-        bad = tuple(rank for rank, told in enumerate(everybody) if told["own"])
+        context = self._context
+        if context.agreement.size == 1:
+            return examine(context, step, reading)
+
+        def look() -> dict[str, Any]:
+            own = examine(context, step, reading)
+            return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
+
+        everybody = context.agreement.together(look)
+        worst = max(told["trouble"] for told in everybody)
+        bad = tuple(rank for rank, told in enumerate(everybody) if told["trouble"] == worst > 0)
         leader = from_jsonable(Reading, everybody[bad[0] if bad else 0]["reading"])
         return replace(leader, bad_ranks=bad)
 
-    def _own_trouble(self, step: Step, reading: Reading) -> bool:
-        """Is it this rank that made the bad value, before any gradient was exchanged?"""
-        if reading.bad_micro_batches or reading.bad_state:
-            return True
-        if reading.grads_finite or reading.overflow:
-            return False
-        if self._context.agreement.mode == "spread" and step.whole:
-            return not rerun(step).grads_finite
-        return bool(reading.bad_grads)
+
+def own_trouble(step: Step, reading: Reading) -> int:
+    """How surely it is this rank that made the bad value: 2 by its own doing, 1 by gradients all have exchanged, 0."""
+    if reading.bad_micro_batches or reading.bad_state or reading.bad_inputs:
+        return 2
+    if reading.grads_finite or reading.overflow:
+        return 0
+    if step.whole:
+        return 0 if rerun(step).grads_finite else 2
+    if step.model_only:
+        return 0 if gradients_came_back_finite(step) and model_finite(step) else 2
+    return 1
 
 
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:

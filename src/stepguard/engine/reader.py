@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.records import Reading
@@ -74,21 +75,29 @@ class Reader:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._state: Tensor | None = None
-        self._started = False
+        self._started = self._checked = False
         self._left_out = 0
         self._turn = InTurn()
+        loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
+        context.resources.callback(loading.remove)
 
     def start(self) -> None:
         """Before the first update: parameters and optimizer state join the first packet."""
+        context = self._context
+        if not self._checked:
+            self._checked = True
+            self._state = self._largest([*context.parameters, *state_tensors(context.optimizer)])
         if self._started:
             return
         self._started = True
-        context = self._context
-        self._state = self._largest([*context.parameters, *state_tensors(context.optimizer)])
         statistics = {id(buffer) for buffer in norm_statistics(context.roots)}
         others = [(n, b) for n, b in named_buffers(context.roots) if id(b) not in statistics]
         seen = [(name, extremes(context.buffers.remembered(buffer))) for name, buffer in others]
         context.first_buffers = [(name, found) for name, found in seen if found is not None]
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """State was loaded in mid-run: all of it is looked at again before the next update."""
+        self._checked = False
 
     def after_update(self) -> None:
         """A cheap look at the new parameters, of a large model some in turn; read with the next step's packet."""
@@ -113,6 +122,7 @@ class Reader:
     def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing."""
         context = self._context
+        context.agreement.announced()
         if len(context.ignored) != self._left_out:
             self._left_out = len(context.ignored)
             self.after_update()  # the last look still saw what has been accepted since
@@ -122,7 +132,7 @@ class Reader:
         values = [m.total for m in losses] + [_added([m.parts[p] for m in losses if p in m.parts]) for p in parts]
         named = {
             "norm": norm.total if norm is not None else None,
-            "buffers": self._largest(context.buffers.statistics()),
+            "buffers": self._largest([*context.buffers.statistics(), *context.buffers.written()]),
             "state": self._state,
             "scale": _scale(context),
             "labels": _added([m.labels for m in losses if m.labels is not None]) if _labelled(losses) else None,
@@ -143,7 +153,7 @@ class Reader:
         device = next(v.device for v in [*local, torch.zeros(())] if v is not None)
         zero = torch.zeros((), device=device)
         line = torch.stack([zero if v is None else v.detach().reshape(()).to(zero) for v in local])
-        shared = self._context.agreement.reduce(line)
+        shared = self._context.agreement.reduce(line, self._context.step)
         return [] if shared is None else list(shared.unbind())
 
     def complete(self, pending: Pending, *, grads_gone: bool = False) -> Reading:

@@ -53,7 +53,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             keep=config.capsule,
             limit_bytes=config.capsule_limit,
         )
-    except OSError as fault:  # a full disk must not cost the incident
+    except Exception as fault:  # a full disk or an odd tensor must not cost the incident
         context.note("note", {"step": incident.step, "kind": "capsule", "summary": f"no capsule: {fault}"})
         return incident
     if not kept:

@@ -287,6 +287,7 @@ class Stepper:
 
     def _update_unguarded(self) -> StepResult:
         context = self.context
+        context.agreement.stay(context.step, context.parameters)
         if context.config.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(context.parameters, context.config.clip_norm)
         went_through = True

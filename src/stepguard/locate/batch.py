@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepguard.state.batch import OUTPUT_GRADIENT
+
 Change = Callable[[str, Tensor], Tensor]
 
 
@@ -18,7 +20,8 @@ def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
 
     def note(name: str, tensor: Tensor) -> Tensor:
-        found.append((name, tensor))
+        if not name.startswith(f"batch:{OUTPUT_GRADIENT}."):
+            found.append((name, tensor))
         return tensor
 
     rebuild(batch, note)

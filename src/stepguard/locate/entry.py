@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.locate import batch as batches
-from stepguard.locate import samples, stored, update
+from stepguard.locate import partial, samples, stored, update
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
+from stepguard.locate.partial import ModelReplayer
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.locate.search import bad_micro_batch, compiled_only, repeats
 from stepguard.locate.walk import Found, Walk, first_reader
+from stepguard.locate.written import written_origin
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
@@ -51,10 +53,13 @@ def finite_unscaled(step: Step) -> bool | None:
 
 def _locate(step: Step, reading: Reading) -> Origin:
     if reading.state_born:
-        return update.update_origin(step, reading)
+        in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
+        return written_origin(step, reading) if in_forward else update.update_origin(step, reading)
     if finite_step(reading):
         if reading.bad_state:
             return _bad_state(step, reading)
+        if not all(map(math.isfinite, reading.lr)):
+            return update.update_origin(step, reading)
         if reading.grad_norm is not None and math.isinf(reading.grad_norm):
             return update.norm_origin(step, reading)
         return update.divergence_origin(step, reading)
@@ -62,6 +67,8 @@ def _locate(step: Step, reading: Reading) -> Origin:
     if reason is not None:
         return stored.evidence_origin(step, reading, fact("no-replay", reason))
     with untouched(step) as keeper:
+        if step.model_only:
+            return _replay_model(ModelReplayer(step, keeper), reading)
         return _replay(Replayer(step, keeper), reading)
 
 
@@ -73,7 +80,7 @@ def finite_step(reading: Reading) -> bool:
 
 def no_replay(step: Step) -> str | None:
     """Why the step cannot be run again on this rank alone; None when it can."""
-    if step.loss_fn is None or not step.micro_batches or not step.rng:
+    if not (step.whole or step.model_only) or not step.micro_batches or not step.rng:
         return "the guard did not run the step"
     sharded = any(type(p.data).__name__ == "DTensor" for p in step.model.parameters())
     return "parameters are sharded over ranks" if sharded else None
@@ -99,11 +106,22 @@ def _bad_state(step: Step, reading: Reading) -> Origin:
 
 
 def _replay(replayer: Replayer, reading: Reading) -> Origin:
-    step = replayer.step
     micro = bad_micro_batch(replayer, reading)
-    if micro is None:
-        return _clean_replay(replayer, reading)
-    traced, found = _search(replayer, micro, step.micro_batches[micro])
+    return _clean_replay(replayer, reading) if micro is None else _from_micro_batch(replayer, reading, micro)
+
+
+def _replay_model(replayer: ModelReplayer, reading: Reading) -> Origin:
+    """A watched step: only the model's part can be run again, so a clean replay does not mean a transient fault."""
+    call = replayer.bad_call()
+    origin = _clean_replay(replayer, reading) if call is None else _from_micro_batch(replayer, reading, call)
+    if not origin.reproduced and origin.phase != "state":
+        return partial.outside(replayer, reading)
+    return replayer.placed(origin, call)
+
+
+def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origin:
+    step = replayer.step
+    traced, found = search(replayer, micro, step.micro_batches[micro])
     if found is None and not traced.ran.clean:
         return replace(stored.evidence_origin(step, reading, "untraced"), micro_batch=micro, reproduced=True)
     if found is None:
@@ -116,7 +134,7 @@ def _replay(replayer: Replayer, reading: Reading) -> Origin:
     return _name_samples(replayer, traced, found, origin)
 
 
-def _search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | None]:
+def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | None]:
     """Trace and walk; a bad batch tensor must prove itself: with its bad elements repaired the step is finite.
 
     Where it does not, the search goes on with the repaired batch. What it finds then must have been bad in the first

@@ -73,8 +73,18 @@ def _division(birth: Birth) -> list[str]:
     if below != 0.0:
         return [fact("denominator_value", below)] if abs(below) < 1e-6 else []
     notes = [fact("denominator", "zero"), *_lineage(birth, name, "denominator")]
+    read = birth.read(name)
+    if read is not None and numeric(read.tensor) and not _whole(read.tensor):
+        notes.append("denominator_fractional")
     above = birth.at("tensor1" if name == "tensor2" else "self") if name != "self" else None
     return [*notes, fact("numerator", "zero")] if above == 0.0 else notes
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Are all finite elements whole numbers, as counts are?"""
+    values = plain(tensor)
+    values = values[torch.isfinite(values)]
+    return bool((values == values.round()).all())
 
 
 def _vanished(maker: Call) -> list[str]:

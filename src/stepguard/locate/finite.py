@@ -79,15 +79,14 @@ def broken(tensor: Tensor) -> Tensor:
 
 
 def mask_like(tensor: Tensor) -> bool:
-    """Infinities of one sign around a constant, or very many of them: written on purpose, as a mask is."""
+    """-inf around a constant, or very much of it: written on purpose, as a mask is. A mask is never +inf."""
     values = plain(tensor)
     if not values.numel() or bool(torch.isnan(values).any()):
         return False
     infinite = torch.isinf(values)
-    signs, levels = torch.unique(values[infinite].sign()), torch.unique(values[~infinite])
-    if len(signs) != 1:
+    if bool((values[infinite] > 0).any()):
         return False
-    return len(levels) <= 1 or (float(signs[0]) < 0 and float(infinite.double().mean()) >= MASK_SHARE)
+    return len(torch.unique(values[~infinite])) <= 1 or float(infinite.double().mean()) >= MASK_SHARE
 
 
 def storage_key(tensor: Tensor) -> int:

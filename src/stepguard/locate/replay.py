@@ -70,7 +70,7 @@ class Replayer:
     def trace(self, micro: int, batch: Any = None, *, backward: bool = True) -> Traced:
         """With a trace of every operation. The backward is left out when the loss is bad already."""
         spans = ModuleSpans(self.step.named_roots())
-        tracer = Tracer(spans)
+        tracer = self.tracer(spans)
         own = batches.duplicate(self.step.micro_batches[micro] if batch is None else batch)
         for name, tensor in batches.named_tensors(own):
             tracer.store(name, tensor)
@@ -83,6 +83,10 @@ class Replayer:
         with self._eagerly(True), spans:
             ran = self._run(micro, own, backward, tracer)
         return Traced(ran, tracer, micro)
+
+    def tracer(self, spans: ModuleSpans) -> Tracer:
+        """What traces; a subclass may put in another."""
+        return Tracer(spans)
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters.values():

@@ -19,7 +19,8 @@ _STEPGUARD = str(Path(__file__).parents[1])
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
 _ENGINE = str(Path(_TORCH, "autograd", "graph.py"))
-_REPLAY = str(Path(__file__).with_name("replay.py"))
+_REPLAY = frozenset(str(Path(__file__).with_name(name)) for name in ("replay.py", "update.py"))
+"""Frames outside these are whoever asked for the replay, not the user's code in it."""
 
 
 class Line(NamedTuple):
@@ -55,7 +56,7 @@ def user_line() -> Line | None:
         file = frame.f_code.co_filename
         if is_users(file):
             return Line(file, frame.f_lineno)
-        if file == _REPLAY:
+        if file in _REPLAY:
             return None
         frame = frame.f_back
     return None
@@ -75,7 +76,7 @@ def backward_caller() -> Caller:
             line = Line(file, frame.f_lineno)
         if file == _CHECKPOINT and frame.f_code.co_name != "unpack_hook":
             return Caller(line, recomputed=True)
-        if file in (_ENGINE, _REPLAY):
+        if file == _ENGINE or file in _REPLAY:
             break
         frame = frame.f_back
     return Caller(line, recomputed=False)

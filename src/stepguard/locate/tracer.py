@@ -74,23 +74,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in collectives.NAMESPACES:
             self.local_collectives = True
             return collectives.alone(func, args, kwargs)
-        operator = describe(func)
-        if operator.views or operator.name in TESTS:
-            return func(*args, **kwargs)
         # Exotic tensors must not stop the user's code: what cannot be looked at is named and passed through.
         try:
-            invocation = self._prepare(operator, func, args, kwargs)
+            seen = self._look(func, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError):
-            self.unseen.add(operator.name)
-            return func(*args, **kwargs)
+            self.unseen.add(str(func._overloadpacket))
+            seen = None
         result = func(*args, **kwargs)
         try:
-            self._record(invocation, result)
+            if seen is not None:
+                self._record(seen, result)
         except (RuntimeError, NotImplementedError, TypeError):
-            self.unseen.add(operator.name)
+            self.unseen.add(str(func._overloadpacket))
         return result
 
-    def _prepare(self, operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
+    def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
+        """What goes in, before the operation runs; None for what is of no interest."""
+        operator = describe(func)
+        if operator.views or operator.name in TESTS:
+            return None
         entries = operator.entries(args, kwargs)
         reads = [self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)]
         numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]

@@ -35,6 +35,7 @@ class Walk:
         self._tracer = tracer
         self._targets = targets
         self._chain = {id(call): call for target in targets for call in ancestors(target)}
+        self._from_parameters: set[int] | None = None
         self._readers: dict[int, list[Call]] = defaultdict(list)
         for call in tracer.calls:
             for maker in call.flawed:
@@ -45,13 +46,16 @@ class Walk:
         root = self._first_born()
         if root is None:
             return self._from_tame_loss()
-        return self._finish(root, [])
+        return self._as_data(root) or self._finish(root, [])
 
     def from_gradients(self) -> Found | None:
         """Origin of bad gradients under a finite loss."""
         root = self._first_born()
         if root is None:
-            return None
+            return self._from_tame_loss()
+        as_data = self._as_data(root)
+        if as_data is not None:
+            return as_data
         if root.stage == "backward":
             return self._from_backward(root)
         if root.stage == "forward":
@@ -138,7 +142,28 @@ class Walk:
                 stack.extend(call.flawed)
         reducing = [c for c in tame if c.reduces]
         found = min(reducing or tame, key=lambda c: c.index, default=None)
-        return None if found is None else self._finish(found, ["tame_inf"])
+        return None if found is None else self._as_data(found) or self._finish(found, ["tame_inf"])
+
+    def _as_data(self, birth: Call) -> Found | None:
+        """The batch tensor behind it, where its -inf came in as data and was not added to scores as a mask."""
+        stack, seen = [c for c in birth.flawed if c.tame], set[int]()
+        while stack:
+            call = stack.pop()
+            if call.stage == "stored" and call.op.startswith("batch"):
+                return Found(call, birth, ["as_data"])
+            if id(call) not in seen and not self._learned(call):
+                seen.add(id(call))
+                stack.extend(call.flawed)
+        return None
+
+    def _learned(self, call: Call) -> bool:
+        """Was it computed from parameters?"""
+        if self._from_parameters is None:
+            self._from_parameters = set()
+            for one in self._tracer.calls:
+                if any(id(p) in self._from_parameters or p.op.startswith("param:") for p in one.parents):
+                    self._from_parameters.add(id(one))
+        return id(call) in self._from_parameters or call.op.startswith("param:")
 
     def _finish(self, birth: Call, notes: list[str]) -> Found:
         if birth.stage == "stored" or birth.blank:

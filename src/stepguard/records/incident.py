@@ -29,6 +29,11 @@ class Incident:
     rank: int = 0
 
     @property
+    def stopped(self) -> bool:
+        """Did this incident end the run?"""
+        return self.decision is not None and self.decision.action == "stop"
+
+    @property
     def summary(self) -> str:
         """One line: what was wrong, where, why, and what was done."""
         parts = [self.verdict.summary or self.verdict.kind]

@@ -8,7 +8,8 @@ collective  anything else: one small MAX reduction a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,11 +22,21 @@ CARRIERS = 3
 """Parameters that carry a rank's own trouble into the reduction; more than one in case one gets no gradient."""
 
 
+REDUCED = 4
+"""Numbers a rank contributes to the reduction of a step."""
+_numbers = itertools.count()
+"""Guards are built in the same order on every rank, so their number is a name that all know."""
+
+
 def world() -> tuple[int, int]:
     """This process's rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+class RankFault(RuntimeError):  # noqa: N818 (it is a fault of the guard on some rank, told to the others)
+    """The guard failed on some rank, so that no rank can go on guarding."""
 
 
 class Agreement:
@@ -36,6 +47,8 @@ class Agreement:
         self.mode: Mode = "alone"
         if self.size > 1:
             self.mode = "spread" if isinstance(model, DistributedDataParallel) else "collective"
+        self._reduced = -1
+        self._left = f"stepguard/disarmed/{next(_numbers)}"
         self._cell: Tensor | None = None
         self._hooks = self._carry(model) if self.mode == "spread" else []
 
@@ -46,24 +59,57 @@ class Agreement:
             # 1 where finite: 0 * x + 1 keeps NaN (0 * inf is NaN too) and is exactly 1 otherwise
             self._cell.copy_(total * 0.0 + 1.0)
 
+    def announced(self) -> None:
+        """After backward: the gradients carry it now, and a later backward must not carry it again."""
+        if self._cell is not None:
+            self._cell.fill_(1.0)
+
     @torch.no_grad()
-    def reduce(self, values: Tensor) -> Tensor | None:
+    def reduce(self, values: Tensor, step: int) -> Tensor | None:
         """The largest finite values and the non-finite flags over all ranks; None where no reduction is needed."""
         if self.mode != "collective":
             return None
+        self._reduced = step
         flags = (~torch.isfinite(values)).to(values.dtype)
         # float64 MAX is not on every backend; float32 is enough for flags and for comparing losses
         both = torch.cat([torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), flags]).to(torch.float32)
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         return both
 
-    def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Everybody's facts, by rank. Only called once all ranks know that the step is bad."""
+    def together(self, look: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What every rank found, by rank. Only called once all ranks know that the step is bad.
+
+        A rank whose look fails still takes part, so that nobody waits for it; then all raise.
+        """
         if self.size == 1:
-            return [facts]
+            return [look()]
+        self._refuse_if_left()
+        try:
+            mine: tuple[str, dict[str, Any]] = "", look()
+        except Exception as fault:
+            mine = f"{type(fault).__name__}: {fault}", {}
         everybody: list[Any] = [None] * self.size
-        dist.all_gather_object(everybody, facts)
-        return everybody
+        dist.all_gather_object(everybody, mine)
+        for rank, (why, _) in enumerate(everybody):
+            if why:
+                raise RankFault(f"rank {rank}: {why}")
+        return [facts for _, facts in everybody]
+
+    def leave(self) -> None:
+        """This rank is disarmed: the others must not wait for it at the next bad step."""
+        self.close()
+        if self.size > 1:
+            dist.distributed_c10d._get_default_store().set(self._left, str(self.rank))
+
+    def stay(self, step: int, parameters: Sequence[Tensor]) -> None:
+        """The part of a disarmed rank in the reduction of a step, unless it had it already."""
+        if self.mode == "collective" and self._reduced < step:
+            self.reduce(torch.zeros(REDUCED, device=parameters[0].device), step)
+
+    def _refuse_if_left(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([self._left]):
+            raise RankFault(f"rank {store.get(self._left).decode()} has disarmed itself")
 
     def close(self) -> None:
         for hook in self._hooks:

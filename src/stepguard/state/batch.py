@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OUTPUT_GRADIENT = "output gradient"
+"""Key beside the arguments of a recorded model call: what came back to the outputs. It is no part of the batch."""
+
 
 def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """(`x`, tensor) for mappings, (`0`, tensor) for sequences, dotted where nested; "" for a lone tensor."""
@@ -42,7 +45,7 @@ def _non_finite(tensor: Tensor) -> bool:
 
 def _children(batch: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(batch, Mapping):
-        yield from ((str(k), v) for k, v in batch.items())
+        yield from ((str(k), v) for k, v in batch.items() if k != OUTPUT_GRADIENT)
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
         yield from zip(batch._fields, batch, strict=True)
     elif isinstance(batch, list | tuple):

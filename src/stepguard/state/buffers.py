@@ -1,4 +1,4 @@
-"""Buffers change in the forward pass, so a vetoed step must put them back; this keeps that cheap.
+"""Buffers (and plain counters) change in the forward pass, so a vetoed step must put them back; this keeps that cheap.
 
 Norm layers change theirs without raising the tensor's version counter, so they are copied every step, as are small
 buffers. Large ones (position tables, masks) are copied once and again only when their version counter moved.
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from stepguard.state.counters import CounterKeeper
 
 SMALL = 65536
 """A copy of so many elements costs less than it is worth to think about."""
@@ -56,9 +58,11 @@ class BufferKeeper:
         self._statistics: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
+        self._counters = CounterKeeper(self._modules)
 
     def remember(self) -> None:
         """Take the present values. In-place copies into memory allocated once."""
+        self._counters.remember()
         if self._changed_layout():
             self._places = [_Place(m, key, buffer) for m in self._owners() for key, buffer in m._buffers.items()]
             self._statistics = [place for place in self._places if keeps_statistics(place.owner)]
@@ -78,6 +82,7 @@ class BufferKeeper:
 
     def restore(self) -> None:
         """Back to what `remember` took, the same tensor objects included."""
+        self._counters.restore()
         for place in self._places:
             place.owner._buffers[place.key] = place.buffer
         with torch.no_grad():
@@ -85,6 +90,16 @@ class BufferKeeper:
                 if copy.always or copy.moved:
                     copy.live.copy_(copy.saved)
                     copy.version = copy.live._version
+
+    def written(self) -> list[Tensor]:
+        """Buffers of real numbers that were written in place or replaced since `remember`, without walking the model.
+
+        Those of norm layers are left out: `statistics` gives them, and their counters do not show it.
+        """
+        moved = [copy.live for copy in self._copies if copy.moved and not copy.silent]
+        live = ((place, place.owner._buffers.get(place.key)) for place in self._places)
+        moved += [buffer for place, buffer in live if buffer is not None and buffer is not place.buffer]
+        return [buffer for buffer in moved if buffer.is_floating_point()]
 
     def changing(self) -> bool:
         """Has a forward pass changed a buffer since `remember`? A norm layer is presumed to have."""

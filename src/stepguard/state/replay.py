@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from stepguard.state.batch import OUTPUT_GRADIENT
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.rng import restore_rng
@@ -51,8 +52,31 @@ def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None
             losses.append(float(loss.detach()))
             torch.autograd.backward(loss * scale if scale != 1.0 else loss)
         gradients = tuple(p.grad for p in params)
-        finite = all(g is None or bool(torch.isfinite(_values(g)).all()) for g in gradients)
+        finite = all(g is None or _finite(g) for g in gradients)
     return Rerun(tuple(losses), finite, gradients)
+
+
+def model_finite(step: Step, *, scale: float = 1.0) -> bool:
+    """A watched model again, with the output gradients divided by `scale`: are outputs and gradients finite?"""
+    assert step.model_fn is not None
+    params = [p for group in step.optimizer.param_groups for p in group["params"]]
+    with untouched(step):
+        step.buffers.restore()
+        for index, batch in enumerate(step.micro_batches):
+            restore_rng(step.rng[index])
+            outputs, gradients = step.model_fn(batch)
+            if not all(_finite(output) for output in outputs):
+                return False
+            pairs = [(o, g / scale) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return all(p.grad is None or _finite(p.grad) for p in params)
+
+
+def gradients_came_back_finite(step: Step) -> bool:
+    """Is what came back to the watched model's outputs finite?"""
+    recorded = [g for batch in step.micro_batches for g in batch[OUTPUT_GRADIENT].values()]
+    return all(_finite(gradient) for gradient in recorded)
 
 
 def reevaluate(step: Step) -> float:
@@ -67,5 +91,6 @@ def reevaluate(step: Step) -> float:
     return total
 
 
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+def _finite(tensor: Tensor) -> bool:
+    values = tensor.detach().coalesce().values() if tensor.layout is torch.sparse_coo else tensor.detach()
+    return bool(torch.isfinite(values).all())

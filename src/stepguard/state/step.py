@@ -18,6 +18,8 @@ PARALLEL_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 WANTED = "return one scalar tensor, for instance loss.mean(), or a dict of named scalar tensors"
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
+ModelFn = Callable[[Any], tuple[list[Tensor], list[Tensor | None]]]
+"""Runs a watched model on a recorded call: its differentiable outputs, and the gradient each of them got."""
 
 
 @dataclass(slots=True)
@@ -41,13 +43,20 @@ class Step:
     clip_norm: float | None = None
     grads_gone: bool = False
     """The loop has dropped or replaced this step's gradients since; what is there now belongs to another step."""
-    model_only: bool = False
-    """`loss_fn` stands for the model's part of a watched step: it gives the gradients, but its value is no loss."""
+    model_fn: ModelFn | None = None
+    """`watch` mode: the model's part of the step, whose `micro_batches` are the calls of the model."""
+    lines: tuple[tuple[str, int] | None, ...] = ()
+    """`watch` mode: file and line that called the model, for each call."""
 
     @property
     def whole(self) -> bool:
         """Can the step be run again from batch to loss?"""
-        return self.loss_fn is not None and not self.model_only
+        return self.loss_fn is not None
+
+    @property
+    def model_only(self) -> bool:
+        """Can only the model's part be run again?"""
+        return self.loss_fn is None and self.model_fn is not None and bool(self.micro_batches)
 
     def named_roots(self) -> dict[str, nn.Module]:
         """Root modules by the prefix their names get; the model's own is ""."""

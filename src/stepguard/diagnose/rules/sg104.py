@@ -15,7 +15,8 @@ BCE = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 def _evidence(case: Case) -> Proof | None:
     if case.unselected:
         return None
-    return _noted(case) or _ctc(case) or _class_index(case) or _probability(case) or _from_batch(case)
+    tests = (_noted, _ctc, _class_index, _probability, _from_batch, _ruled_out)
+    return next((proof for proof in (test(case) for test in tests) if proof is not None), None)
 
 
 def _noted(case: Case) -> Proof | None:
@@ -77,6 +78,15 @@ def _probability(case: Case) -> Proof | None:
     return None
 
 
+def _ruled_out(case: Case) -> Proof | None:
+    """A loss that adds up what a mask has set to -inf, such as label smoothing over all classes."""
+    masked = next((o for o in case.inputs if o.neginf and not o.nan and not o.posinf), None)
+    if masked is None or case.phase != "loss" or not case.has("tame_inf") or case.output is None or case.output.nan:
+        return None
+    text = f"{case.place} counts {masked.neginf} entries that were set to -inf on purpose: their loss is infinite"
+    return Proof(confidence=0.8, evidence=(text, describe(masked), case.confirmed_samples))
+
+
 def _from_batch(case: Case) -> Proof | None:
     """A logarithm, root or division in the loss whose operand is computed from the batch alone."""
     root = case.note("argument_root") or case.note("denominator_root")
@@ -88,7 +98,8 @@ def _from_batch(case: Case) -> Proof | None:
         return None
     value = next((o for o in case.inputs if o.index is not None), case.inputs[0])
     text = f"{case.place} got {spell(met(value)[0])}{at_index(value)}, which is computed from `{root}` alone"
-    confidence = 0.94 if log_argument(case) is not None else 0.8
+    rounded = case.short and any(o.zeros for o in case.inputs)  # more likely 0 by rounding than in the data
+    confidence = 0.94 if log_argument(case) is not None and not rounded else 0.8
     return Proof(confidence=confidence, evidence=(text, describe(value), case.confirmed_samples))
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 
-from stepguard.diagnose.arithmetic import counts_nothing, zero_divisor
+from stepguard.diagnose.arithmetic import DIVISIONS, counts_nothing, zero_divisor
 from stepguard.diagnose.case import Case, has_zero, low
-from stepguard.diagnose.ops import NORM_LAYERS
+from stepguard.diagnose.ops import NORM_LAYERS, words
 from stepguard.diagnose.rule import HINT, LIKELY, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Operand, Remedy
 
 TINY = 1e-30
+SOLVES = words(
+    """
+    linalg_solve_triangular triangular_solve linalg_solve _linalg_solve_ex linalg_solve_ex cholesky_solve
+    linalg_inv linalg_inv_ex inverse linalg_lu_solve cholesky_inverse
+    """
+)
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -21,7 +27,7 @@ def _evidence(case: Case) -> Proof | None:
     if divisor is not None:
         confidence = HINT if counts_nothing(case, divisor) else LIKELY if case.absorbed else STRONG
         return Proof(confidence=confidence, evidence=(*_numbers(case, divisor), case.confirmed_samples))
-    return _no_epsilon(case) or _tiny(case)
+    return _no_epsilon(case) or _inside(case) or _singular(case) or _tiny(case)
 
 
 def _numbers(case: Case, divisor: Operand) -> tuple[str, str]:
@@ -40,12 +46,32 @@ def _no_epsilon(case: Case) -> Proof | None:
     return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
 
 
+def _inside(case: Case) -> Proof | None:
+    """An operator that divides by something it computes itself, such as weight normalisation by a norm."""
+    if not case.has("denominator", "zero") or case.op in DIVISIONS:
+        return None
+    what = (case.note("denominator_from") or "value").removeprefix("aten.")
+    text = f"{case.place} divides by a {what} that is 0"
+    return Proof(confidence=STRONG, evidence=(text, *map(describe, case.inputs[:2]), case.confirmed_samples))
+
+
+def _singular(case: Case) -> Proof | None:
+    """Solving with a matrix divides by its pivots; of a triangular one, by its diagonal."""
+    matrix = case.argument("self", 0) or case.argument("A", 0)
+    if case.op not in SOLVES or matrix is None or not case.finite_inputs:
+        return None
+    text = f"{case.place} divides by the diagonal or pivots of a matrix that is singular: {describe(matrix)}"
+    return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
+
+
 def _tiny(case: Case) -> Proof | None:
     divisor = case.argument("other", 1) if case.op == "div" else case.argument("self", 0)
-    if case.op not in ("div", "reciprocal", "rsqrt") or divisor is None or case.short or not case.finite_inputs:
+    exponent = case.argument("exponent", 1) if case.op in ("pow", "float_power") else None
+    divides = case.op in ("div", "reciprocal", "rsqrt") or (exponent is not None and low(exponent) < 0)
+    if not divides or divisor is None or case.short or not case.finite_inputs:
         return None
     small = divisor.value if divisor.value is not None else low(divisor)
-    if math.isnan(small) or abs(small) >= TINY:
+    if math.isnan(small) or abs(small) >= (TINY if exponent is None else TINY ** (-1 / low(exponent))):
         return None
     text = f"{case.place} divided by {spell(small)}{at_index(divisor)}: so small that the quotient overflows"
     return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))

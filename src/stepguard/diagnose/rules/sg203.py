@@ -35,6 +35,12 @@ def _exponential(case: Case, exponent: Operand) -> Proof | None:
 
 def _power(case: Case) -> Proof | None:
     base, exponent = case.argument("self", 0), case.argument("exponent", 1)
+    if case.op in ("prod", "cumprod", "_linalg_matrix_exp", "linalg_matrix_exp", "matrix_exp") and base is not None:
+        text = (
+            f"{case.place}: repeated products of numbers up to {spell(reach(base))} exceed what {case.dtype} can hold"
+        )
+        found = Proof(confidence=0.7, evidence=(text, describe(base), case.confirmed_samples))
+        return found if base.finite and case.wider and not case.narrow else None
     if case.op not in ("pow", "float_power") or base is None or exponent is None or singular_inputs(case):
         return None
     if case.narrow or reach(exponent) <= 2 or low(exponent) < 0:

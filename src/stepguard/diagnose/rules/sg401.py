@@ -59,7 +59,7 @@ def _evidence(case: Case) -> Proof | None:
     if case.phase != "backward" or case.unselected:
         return None
     if case.node not in SINGULAR:
-        return _explodes(case)
+        return _divides(case) or _explodes(case)
     zero = _singular_operand(case)
     if zero is None and case.short and case.wider:
         return None
@@ -77,6 +77,15 @@ def _evidence(case: Case) -> Proof | None:
 def _singular_operand(case: Case) -> Operand | None:
     """The zero the gradient is divided by, rather than a gradient that happens to be zero."""
     return zero_divisor(case) or next((o for o in reversed(case.inputs) if o.dtype and has_zero(o)), None)
+
+
+def _divides(case: Case) -> Proof | None:
+    """A gradient that is divided by 0 in a node without a rule of its own, such as a custom autograd Function."""
+    zero = zero_divisor(case)
+    if zero is None or not case.finite_inputs:
+        return None
+    text = f"{case.place} divides the gradient by 0{at_index(zero)}: {describe(zero)}"
+    return Proof(confidence=0.88, evidence=(text, case.confirmed_samples))
 
 
 def _explodes(case: Case) -> Proof | None:

@@ -24,7 +24,7 @@ def _evidence(case: Case) -> Proof | None:
 
 
 def _confidence(case: Case) -> float:
-    if case.verdict.kind in (*FINITE_ANOMALIES, "infinite_norm"):
+    if case.verdict.kind in (*FINITE_ANOMALIES, "infinite_norm") or case.has("weights_ruined"):
         return 0.96
     if case.verdict.kind == "lr_mismatch":
         return LIKELY if case.facts.resumed else 0.95

@@ -17,7 +17,7 @@ def _evidence(case: Case) -> Proof | None:
     norm_overflowed = case.verdict.kind == "infinite_norm"
     if jumped or (norm_overflowed and not rising(case)):
         return None
-    if case.verdict.kind in FINITE_ANOMALIES or norm_overflowed:
+    if case.verdict.kind in FINITE_ANOMALIES or norm_overflowed or case.has("weights_ruined"):
         confidence = 0.92
     elif overflow(case) and not case.short:
         confidence = _overflowed(case)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, code, prose
+from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.wording import counts, describe
 from stepguard.records import Remedy
 
@@ -22,7 +22,9 @@ def _evidence(case: Case) -> Proof | None:
     hidden = "training does not read running statistics, so its loss looks healthy; evaluation will be NaN"
     statistics = "running_" in which and case.loss_finite
     text = f"`{which}` is non-finite; no gradient ever repairs a buffer"
-    return Proof(confidence=0.96, evidence=(text, amount, hidden if statistics else ""))
+    made_here = case.reading.state_born and bool(case.origin and case.origin.op)
+    confidence = PLAUSIBLE if made_here and "running_" not in which else 0.96
+    return Proof(confidence=confidence, evidence=(text, amount, hidden if statistics else ""))
 
 
 RULE = Rule(

@@ -1,0 +1,78 @@
+"""Every case of the zoo fails as it claims, its fix works, and stepguard answers each of them rightly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from benchmarks.zoo.case import Case
+from benchmarks.zoo.catalogue import KNOWN, chosen, load
+from benchmarks.zoo.guarded import score
+from benchmarks.zoo.prove import problems
+
+CASES = list(load().values())
+INCIDENTS = [case for case in CASES if not case.control]
+CONTROLS = [case for case in CASES if case.control]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """torch warns about what some cases do on purpose, such as a standard deviation of one element."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def name(case: Case) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_case_is_as_it_claims_and_its_fix_works(case: Case) -> None:
+    assert problems(case) == []
+
+
+@pytest.mark.parametrize("case", INCIDENTS, ids=name)
+def test_incident_is_named_and_survived(case: Case) -> None:
+    row = score(case)
+    assert row.right, f"{row.marks} {row.findings} {row.said} {row.error}"
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=name)
+def test_healthy_run_raises_no_alarm(case: Case) -> None:
+    row = score(case)
+    assert row.right, f"{row.false_alarms} alarms: {row.findings} {row.said} {row.error}"
+
+
+def test_every_case_names_public_threads() -> None:
+    assert [case.name for case in INCIDENTS if case.group in KNOWN and not case.incidents] == []
+
+
+def test_a_group_stands_for_its_cases() -> None:
+    assert {case.group for case in chosen(["masks"])} == {"masks"}
+    with pytest.raises(SystemExit, match="neither a case nor a group"):
+        chosen(["no_such_case"])
+
+
+def test_a_wrong_answer_costs_marks() -> None:
+    """The scorer can fail: the same run measured against another answer."""
+    case = load()["nan_feature_in_one_sample"]
+    other = Case(
+        name=case.name,
+        incidents=case.incidents,
+        build=case.build,
+        expected=load()["mha_all_keys_masked"].expected,
+        accepted=("SG204",),
+    )
+    row = score(other)
+    assert (row.place, row.sample, row.cause) == (False, False, False)
+
+
+def test_a_wrong_claim_is_found_out() -> None:
+    """The prover can fail: a healthy run that claims to be an incident."""
+    case = load()["ok_double_where"]
+    claims = Case(name=case.name, incidents=(), build=case.build, expected=load()["mha_all_keys_masked"].expected)
+    assert problems(claims)
+    assert torch.is_grad_enabled()

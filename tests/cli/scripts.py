@@ -1,0 +1,80 @@
+"""Training scripts that know nothing of stepguard, and how to run them with and without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import stepguard
+
+SOURCE = str(Path(stepguard.__file__).parents[1])
+
+HEAD = """
+import math, os, sys
+import torch
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+"""
+
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.1)
+        self.outer = nn.Linear(8, 3)
+
+    def forward(self, x, shift=None):
+        hidden = self.drop(torch.relu(self.norm(self.inner(x))))
+        if shift is not None:
+            hidden = hidden + torch.log(shift)[:, None]  # BORN HERE
+        return self.outer(hidden)
+"""
+
+LOOP = """
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(STEPS):
+    x, y, shift = torch.randn(6, 4), torch.randint(3, (6,)), torch.ones(6)
+    if step in BAD:
+        shift[4] = -1.0
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x, shift=shift), y)
+    loss.backward()
+    optimizer.step()
+    print(step, repr(loss.item()))
+"""
+
+
+def plain_script(steps: int = 6, bad: str = "()") -> str:
+    """A classifier; at the `bad` steps sample 4 makes a NaN in the model's own forward."""
+    return HEAD + NET + LOOP.replace("STEPS", str(steps)).replace("BAD", bad)
+
+
+def line_of(script: str, mark: str = "# BORN HERE") -> int:
+    return next(n for n, line in enumerate(script.splitlines(), start=1) if mark in line)
+
+
+def python(
+    folder: Path, *words: str, timeout: float = 120, given: str | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` in `folder`; `given` is what it reads from stdin."""
+    env = {**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "140", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=timeout)
+
+
+def guarded(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python -m stepguard run WORDS` in `folder`."""
+    return python(folder, "-m", "stepguard", "run", *words, **variables)
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return text

@@ -1,0 +1,497 @@
+"""A bad step on disk: what is written, what comes back, and what is refused with one clear sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import stepguard
+from stepguard import Guard, GuardConfig, Incident, Origin
+from stepguard._errors import CapsuleError
+from stepguard.journal import read_run
+from stepguard.state.capsule import read_capsule
+from stepguard.state.plain import NotPlainError, put_together, take_apart
+
+NAN = math.nan
+Built = tuple[nn.Module, torch.optim.Optimizer, Callable[[Any], Tensor]]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        self.calls += 1
+        self.late = x.detach().mean(0)
+        return self.outer(F.relu(self.norm(self.inner(x)) + torch.log(shift)[:, None]))
+
+
+def build(seed: int = 0) -> Built:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, lambda b: F.cross_entropy(model(b["x"], b["shift"]), b["y"])
+
+
+def healthy(shift: float = 1.0) -> dict[str, Tensor]:
+    batch = {"x": torch.randn(6, 4), "y": torch.randint(3, (6,)), "shift": torch.ones(6)}
+    batch["shift"][4] = shift
+    return batch
+
+
+def guarded(
+    run: Path, built: Built, steps: list[tuple[Any, ...]], settings: dict[str, Any] | None = None, **given: Any
+) -> Incident:
+    """Run the steps; the last incident."""
+    model, optimizer, loss_fn = built
+    config = GuardConfig(run_dir=run, terminal="quiet", **(settings or {}))
+    with Guard(model, optimizer, config=config, **given) as guard:
+        for batches in steps:
+            guard.step(loss_fn, *batches)
+    return guard.incidents[-1]
+
+
+def capsule_of(run: Path, incident: Incident) -> Path:
+    assert incident.capsule is not None
+    return run / incident.capsule
+
+
+def same_origin(again: Incident, first: Incident) -> Origin:
+    left, right = again.origin, first.origin
+    assert left is not None
+    assert right is not None
+    fields = ("phase", "op", "module", "node", "source", "tensor", "samples", "micro_batch", "reproduced")
+    assert {f: getattr(left, f) for f in fields} == {f: getattr(right, f) for f in fields}
+    assert [f.code for f in again.findings][:1] == [f.code for f in first.findings][:1]
+    return left
+
+
+# --- there and back ------------------------------------------------------------------------------------------------
+
+
+def test_a_capsule_run_again_on_other_weights_gives_the_same_origin(tmp_path: Path) -> None:
+    first = guarded(tmp_path, build(), [(healthy(),)] * 3 + [(healthy(-1.0),)])
+    again = stepguard.replay(capsule_of(tmp_path, first), build=lambda: build(seed=99))
+    origin = same_origin(again, first)
+    assert (origin.op, origin.samples) == ("aten.log", (4,))
+
+
+def test_everything_a_step_starts_from_is_filled_in(tmp_path: Path) -> None:
+    built = build()
+    model, optimizer, _ = built
+    wanted: dict[str, Any] = {}
+
+    def bad(batch: Any) -> Tensor:
+        return built[2](batch) * NAN
+
+    with Guard(model, optimizer, config=GuardConfig(run_dir=tmp_path, terminal="quiet")) as guard:
+        for _ in range(3):
+            guard.step(built[2], healthy())
+        optimizer.param_groups[0]["lr"] = 0.123
+        model.norm.eval()
+        wanted = {n: t.clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        moments = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()]
+        guard.step(bad, healthy())
+    seen: list[Any] = []
+    fresh = build(seed=5)
+    stepguard.replay(
+        capsule_of(tmp_path, guard.incidents[0]), build=lambda: fresh, inspect=lambda step, _: seen.append(step)
+    )
+    twin, update = fresh[0], fresh[1]
+    found = dict([*twin.named_parameters(), *twin.named_buffers()])
+    assert found.keys() == wanted.keys()
+    assert {"calls", "late"} <= found.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    for parameter, slots in zip(twin.parameters(), moments, strict=True):
+        for slot, value in slots.items():
+            assert torch.equal(update.state[parameter][slot], value)
+    assert update.param_groups[0]["lr"] == 0.123
+    assert update.param_groups[0]["betas"] == (0.9, 0.999)
+    assert [m.training for m in (twin, twin.inner, twin.norm)] == [True, True, False]  # type: ignore[union-attr]
+    assert seen[0].index == 3
+
+
+def test_a_nan_the_optimizer_makes_is_reproduced(tmp_path: Path) -> None:
+    """Adam in fp16: epsilon 1e-8 rounds to 0, and a zero second moment divides 0 by 0."""
+
+    def build_half() -> Built:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2, bias=False).half()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-8, foreach=False)
+        return model, optimizer, lambda x: (model(x) * torch.tensor([1.0, 0.0])).sum().float()
+
+    first = guarded(tmp_path, build_half(), [(torch.ones(2, 4, dtype=torch.half),)])
+    again = stepguard.replay(capsule_of(tmp_path, first), build=build_half)
+    origin = same_origin(again, first)
+    assert (origin.phase, origin.tensor) == ("optimizer", "param:weight")
+    assert first.findings[0].code == "SG502"
+
+
+def test_the_bad_micro_batch_of_several_is_found_again(tmp_path: Path) -> None:
+    first = guarded(tmp_path, build(), [(healthy(),), (healthy(), healthy(), healthy(-1.0), healthy())])
+    origin = same_origin(stepguard.replay(capsule_of(tmp_path, first), build=build), first)
+    assert origin.micro_batch == 2
+
+
+@pytest.mark.parametrize("source", ["torch", "numpy", "python"])
+def test_a_failure_that_depends_on_random_numbers_is_reproduced(tmp_path: Path, source: str) -> None:
+    draws: dict[str, Callable[[], float]] = {
+        "torch": lambda: torch.rand(()).item(),
+        "numpy": lambda: float(np.random.rand()),
+        "python": random.random,
+    }
+
+    def build_sampling() -> Built:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def loss_fn(x: Tensor) -> Tensor:
+            time = max(draws[source]() - 0.1, 0.0)  # a tenth of all draws ends at exactly 0
+            return (model(x) / torch.tensor(time)).pow(2).mean()
+
+        return model, optimizer, loss_fn
+
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    steps = [(torch.randn(3, 4),) for _ in range(60)]
+    policy = stepguard.Policy(max_consecutive=50, max_per_1000=1000)
+    first = guarded(tmp_path, build_sampling(), steps, {"policy": policy})
+    random.seed(0), np.random.seed(0)
+    origin = same_origin(stepguard.replay(capsule_of(tmp_path, first), build=build_sampling), first)
+    assert (origin.op, origin.reproduced) == ("aten.div", True)
+
+
+def test_a_step_under_a_gradscaler_is_reproduced_with_its_scale(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    first = guarded(tmp_path, build(), [(healthy(),), (healthy(-1.0),)], scaler=scaler)
+    folder = capsule_of(tmp_path, first)
+    assert read_capsule(folder).facts["scale"] == 512.0
+    same_origin(stepguard.replay(folder, build=build), first)
+
+
+def test_a_bad_input_is_named_again(tmp_path: Path) -> None:
+    batch = healthy()
+    batch["x"][2, 1] = NAN
+    first = guarded(tmp_path, build(), [(healthy(),), (batch,)])
+    origin = same_origin(stepguard.replay(capsule_of(tmp_path, first), build=build), first)
+    assert (origin.phase, origin.tensor, origin.samples) == ("input", "batch:x", (2,))
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Record:
+    x: Any
+    names: list[str]
+
+
+class Encoding(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"x": torch.ones(2), "n": 3, "f": NAN, "s": "word", "none": None, "flag": True, 5: [1.5, (math.inf, -1)]},
+        torch.zeros(0, 3),
+        [torch.tensor(1), torch.ones(2, dtype=torch.bfloat16), torch.tensor([True])],
+        (torch.randn(2, dtype=torch.complex64), torch.eye(2).to_sparse()),
+    ],
+)
+def test_batches_come_back_as_they_were(value: Any) -> None:
+    tensors: dict[str, Tensor] = {}
+    back = put_together(json.loads(json.dumps(take_apart(value, tensors, "batch"))), tensors)
+    torch.testing.assert_close(back, value, rtol=0, atol=0, equal_nan=True) if not isinstance(value, dict) else None
+    assert type(back) is type(value)
+    if isinstance(value, dict):
+        assert list(back) == list(value)
+        assert math.isnan(back["f"])
+        assert back[5] == value[5]
+        assert torch.equal(back["x"], value["x"])
+
+
+def test_batches_with_names_come_back_as_look_alikes() -> None:
+    tensors: dict[str, Tensor] = {}
+    value = {"pair": Pair(torch.ones(2), 1), "record": Record(torch.zeros(1), ["a"]), "encoding": Encoding(ids=[7])}
+    back = put_together(json.loads(json.dumps(take_apart(value, tensors, "batch"))), tensors)
+    assert torch.equal(back["pair"].x, torch.ones(2))
+    assert (back["pair"].y, back["record"].names, back["encoding"].ids) == (1, ["a"], [7])
+    assert isinstance(back["pair"], tuple)
+
+
+def test_arrays_stay_arrays_and_gradients_are_asked_for_again() -> None:
+    tensors: dict[str, Tensor] = {}
+    value = [np.arange(3.0), torch.ones(2, requires_grad=True)]
+    array, tensor = put_together(take_apart(value, tensors, "batch"), tensors)
+    assert isinstance(array, np.ndarray)
+    assert tensor.requires_grad
+
+
+@pytest.mark.parametrize("value", [object(), {"x": {1, 2}}, [lambda: 0], {(1, 2): 3}])
+def test_what_is_not_plain_is_said(value: Any) -> None:
+    with pytest.raises(NotPlainError, match="can be kept"):
+        take_apart(value, {}, "batch")
+
+
+@pytest.mark.parametrize("name", ["__class__", "a b", "x: __import__('os')", ""])
+def test_a_field_name_that_is_no_name_is_refused(name: str) -> None:
+    for kind in ("named", "fields"):
+        with pytest.raises(ValueError, match="no name of a field"):
+            put_together({kind: [[name, {"value": 1, "kind": "int"}]]}, {})
+
+
+def test_complex_and_sparse_tensors_survive_the_disk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = torch.eye(3).to_sparse()
+
+    def loss_fn(batch: Any) -> Tensor:
+        out: Tensor = (torch.sparse.mm(batch["graph"], batch["x"].real) * model(batch["x"]).abs()).sum()
+        return out * batch["factor"]
+
+    x = torch.randn(3, 3, dtype=torch.complex64)
+    first = guarded(tmp_path, (model, optimizer, loss_fn), [({"x": x, "graph": graph, "factor": NAN},)])
+    batch = read_capsule(capsule_of(tmp_path, first)).decoded()[1][0]
+    assert torch.equal(batch["x"], x)
+    assert torch.equal(batch["graph"].to_dense(), torch.eye(3))
+    assert batch["graph"].is_sparse
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = guarded(tmp_path, build(), [(healthy(-1.0),)])
+    folder = capsule_of(tmp_path, first)
+    assert sorted(p.name for p in folder.iterdir()) == ["capsule.json", "tensors.safetensors"]
+    json.loads((folder / "capsule.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
+    for module, name in (("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("torch", "load")):
+        monkeypatch.setattr(f"{module}.{name}", lambda *a, **k: pytest.fail("unpickled"))
+    same_origin(stepguard.replay(folder, build=build), first)
+
+
+def test_no_data_keeps_everything_but_the_batch(tmp_path: Path) -> None:
+    first = guarded(tmp_path, build(), [(healthy(-1.0),)], {"capsule": "no-data"})
+    folder = capsule_of(tmp_path, first)
+    assert not [name for name in load_file(folder / "tensors.safetensors") if name.startswith("batch")]
+    with pytest.raises(CapsuleError, match=r"holds no batch .*no-data.*not run again"):
+        stepguard.replay(folder, build=build)
+
+
+def test_off_keeps_nothing(tmp_path: Path) -> None:
+    first = guarded(tmp_path, build(), [(healthy(-1.0),)], {"capsule": "off"})
+    assert first.capsule is None
+    assert not list(tmp_path.rglob("capsule*"))
+
+
+def test_a_step_larger_than_the_limit_is_recorded_without_a_capsule(tmp_path: Path) -> None:
+    first = guarded(tmp_path, build(), [(healthy(-1.0),)], {"capsule_limit": 100})
+    assert first.capsule is None
+    assert not list(tmp_path.rglob("capsule*"))
+    notes = [note.get("summary", "") for note in read_run(tmp_path).notes]
+    assert any("larger than 100 bytes" in note for note in notes)
+
+
+def test_a_batch_that_cannot_be_kept_says_why(tmp_path: Path) -> None:
+    model, optimizer, loss_fn = build()
+    batch = {**healthy(-1.0), "odd": object()}
+    first = guarded(tmp_path, (model, optimizer, loss_fn), [(batch,)])
+    with pytest.raises(CapsuleError, match="odd is a object"):
+        stepguard.replay(capsule_of(tmp_path, first), build=build)
+
+
+def test_a_tensor_safetensors_does_not_take_costs_only_the_capsule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("strange dtype")
+
+    monkeypatch.setattr("stepguard.state.capsule.save_file", refuse)
+    first = guarded(tmp_path, build(), [(healthy(-1.0),), (healthy(),)])
+    assert first.capsule is None
+    assert first.origin is not None
+    record = read_run(tmp_path)
+    assert [line["committed"] for line in record.steps] == [False, True]
+    assert any("strange dtype" in str(note.get("summary")) for note in record.notes)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A good capsule, in a project of its own."""
+    monkeypatch.chdir(tmp_path)
+    return capsule_of(tmp_path, guarded(tmp_path, build(), [(healthy(-1.0),)]))
+
+
+def edit(folder: Path, **facts: Any) -> None:
+    path = folder / "capsule.json"
+    kept = {k: v for k, v in {**json.loads(path.read_text()), **facts}.items() if v is not ...}
+    path.write_text(json.dumps(kept))
+
+
+def refusal(folder: Path, **given: Any) -> str:
+    with pytest.raises(CapsuleError) as caught:
+        stepguard.replay(folder, **given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_newer_schema_asks_for_an_upgrade(folder: Path) -> None:
+    edit(folder, schema=99)
+    assert "schema 99; this stepguard reads up to 1: upgrade" in refusal(folder, build=build)
+
+
+@pytest.mark.parametrize("schema", [None, "1", [1]])
+def test_a_schema_that_is_no_number_is_refused(folder: Path, schema: Any) -> None:
+    edit(folder, schema=schema)
+    assert "has schema" in refusal(folder, build=build)
+
+
+@pytest.mark.parametrize("name", ["capsule.json", "tensors.safetensors"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    assert f"is not a capsule: {name} is missing" in refusal(folder, build=build)
+
+
+def test_a_folder_that_does_not_exist_is_no_capsule(tmp_path: Path) -> None:
+    assert "capsule.json is missing" in refusal(tmp_path / "nowhere", build=build)
+
+
+@pytest.mark.parametrize("name", ["capsule.json", "tensors.safetensors"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_torn_file_is_refused(folder: Path, name: str, share: float) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int(len(content) * share)])
+    assert "cannot be read" in refusal(folder, build=build)
+
+
+@pytest.mark.parametrize("key", ["reading", "rng", "scale", "step", "verdict"])
+def test_a_missing_fact_is_named(folder: Path, key: str) -> None:
+    edit(folder, **{key: ...})
+    assert f"says nothing about '{key}'" in refusal(folder, build=build)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"reading": {"step": "x"}},
+        {"rng": [{"name": "nowhere"}]},
+        {"micro_batches": [{"tensor": "../../etc/passwd"}]},
+        {"micro_batches": [{"nothing": 1}]},
+        {"micro_batches": 3},
+        {"optimizer": {"name": "AdamW", "groups": 3}},
+    ],
+)
+def test_odd_contents_are_damage(folder: Path, facts: dict[str, Any]) -> None:
+    edit(folder, **facts)
+    assert "is damaged" in refusal(folder, build=build)
+
+
+def test_a_batch_nested_without_end_is_damage(folder: Path) -> None:
+    edit(folder, micro_batches=["BATCH"])
+    path = folder / "capsule.json"
+    path.write_text(path.read_text().replace('"BATCH"', '{"list": [' * 900 + '{"value": 1}' + "]}" * 900))
+    message = refusal(folder, build=build)
+    assert "damaged" in message or "cannot be read" in message
+
+
+def test_another_model_is_refused_with_the_first_difference(folder: Path) -> None:
+    def wider() -> Built:
+        model, optimizer, loss_fn = build()
+        model.outer = nn.Linear(8, 5)
+        return model, optimizer, loss_fn
+
+    assert "'outer.bias' is float32 [5], in the capsule float32 [3]" in refusal(folder, build=wider)
+    other = nn.Linear(1, 1)
+    message = refusal(folder, build=lambda: (other, torch.optim.AdamW(other.parameters()), len))
+    assert "'calls' is in the capsule only" in message
+
+
+def test_another_optimizer_is_refused(folder: Path) -> None:
+    def other() -> Built:
+        model, _, loss_fn = build()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn
+
+    assert "the optimizer is SGD, the capsule's was AdamW" in refusal(folder, build=other)
+
+
+@pytest.mark.parametrize("built", [None, 3, (1, 2, 3), (nn.Linear(1, 1), None)])
+def test_a_build_function_that_returns_something_else_is_told_what_to_return(folder: Path, built: Any) -> None:
+    assert "return (model, optimizer, loss_fn)" in refusal(folder, build=lambda: built)
+
+
+def test_neither_script_nor_build_says_what_to_pass(folder: Path) -> None:
+    edit(folder, script=None, build=None)
+    assert "pass script='train.py', or build=" in refusal(folder)
+
+
+@pytest.mark.parametrize("script", ["../../evil.py", "/etc/evil.py", "../evil.py"])
+def test_a_script_outside_the_current_directory_is_refused(folder: Path, script: str) -> None:
+    evil = (folder.parents[2] / script).resolve()
+    if evil.is_relative_to(folder.parents[2].parent):
+        evil.write_text("raise SystemExit('executed')")
+    edit(folder, script=script)
+    assert "outside the current directory" in refusal(folder)
+    assert "outside the current directory" in refusal(folder, script=script)
+
+
+def test_a_link_that_leads_outside_is_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    evil = tmp_path_factory.mktemp("outside") / "evil.py"
+    evil.write_text("raise SystemExit('executed')")
+    (Path.cwd() / "train.py").symlink_to(evil)
+    assert "outside the current directory" in refusal(folder, script="train.py")
+
+
+@pytest.mark.parametrize(
+    "named", ["../../evil:go", "json:loads", "os:system", "torch.hub:load", "nowhere:go", "a..b:go", ":go", "sys:exit"]
+)
+def test_a_build_function_from_elsewhere_is_refused(folder: Path, named: str) -> None:
+    edit(folder, build=named)
+    message = refusal(folder)
+    assert "outside the current directory" in message or "there is no module" in message
+
+
+def test_a_build_function_that_is_missing_or_fails_is_said(folder: Path) -> None:
+    Path("making_objects.py").write_text("x = 3\n")
+    assert "has no function 'go'" in refusal(folder, build="making_objects:go")
+    Path("making_trouble.py").write_text("1 / 0\n")
+    assert "importing it failed: ZeroDivisionError" in refusal(folder, build="making_trouble:go")
+
+
+def test_a_script_that_fails_or_never_steps_is_said(folder: Path) -> None:
+    Path("fails.py").write_text("1 / 0\n")
+    assert "fails.py failed before its step could be taken: ZeroDivisionError" in refusal(folder, script="fails.py")
+    Path("empty.py").write_text("")
+    assert "ended without calling guard.step" in refusal(folder, script="empty.py")
+    Path("leaves.py").write_text("raise SystemExit(4)")
+    assert "ended with exit code 4" in refusal(folder, script="leaves.py")
+
+
+def test_a_tensor_of_another_shape_in_the_optimizer_state_is_damage(folder: Path) -> None:
+    tensors = load_file(folder / "tensors.safetensors")
+    tensors["optimizer/999/exp_avg"] = torch.zeros(1)
+    save_file(tensors, folder / "tensors.safetensors")
+    assert "is damaged" in refusal(folder, build=build)
