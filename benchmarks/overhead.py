@@ -29,7 +29,7 @@ from benchmarks.parts.workloads import FULL, QUICK, Workload
 PROMISE = 1.01
 WARMUP = 3
 PAIRED = [v for v in VARIANTS if v.missing is None and v.name != v.reference]
-OWN_ROUNDS = 60
+OWN_ROUNDS = 40
 """Rounds without forward and backward: they are short, and the difference to be seen is small."""
 
 

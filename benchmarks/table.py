@@ -59,7 +59,7 @@ def lines(data: dict[str, Any]) -> Iterator[str]:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """`1.004 (0.99-1.02), +2.1 ms = 0.3 %`; the bare step in milliseconds."""
+    """`1.004 (0.99-1.02); +2.1 ms (+1.8 to +2.4) = +0.3 %`; the bare step in milliseconds."""
     if row["ratio"] is None:
         return row["missing"] or ""
     if row["variant"].startswith("bare"):
@@ -67,7 +67,9 @@ def cell(row: dict[str, Any]) -> str:
     low, high = row["quartiles"]
     ratio = f"{row['ratio']:.3f} ({low:.2f}-{high:.2f})"
     if row["added_milliseconds"] is not None:
-        ratio += f", +{row['added_milliseconds']:.1f} ms = {100 * row['added_share']:.1f} %"
+        lowest, highest = row["added_interval"]
+        added = f"{row['added_milliseconds']:+.1f} ms ({lowest:+.1f} to {highest:+.1f})"
+        ratio += f"; {added} = {100 * row['added_share']:+.1f} %"
     return f"**{ratio}**" if row["ours"] else ratio
 
 
@@ -78,9 +80,13 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
     return (
         "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update), with the "
         f"middle half of {rounds} rounds; after it what the check adds by itself, measured with forward and backward "
-        "taken out, which a busy machine blurs less. "
-        f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}."
+        "taken out, with 95 % over rounds. What the line `bare again` shows is noise: nothing smaller is told apart. "
+        f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, load {_loads(workloads)} on {facts['cpus']} CPUs."
     )
+
+
+def _loads(workloads: list[dict[str, Any]]) -> str:
+    return ", ".join(str(w["machine"]["load"]) for w in workloads)
 
 
 if __name__ == "__main__":

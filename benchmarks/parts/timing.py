@@ -1,8 +1,9 @@
 """Timing variants against each other on a machine that does other things as well.
 
-Every variant has its own model with the same weights and sees the same batches. In each round every variant is run
-right beside the bare step it is compared with, in an order drawn anew, and only the ratio of such neighbours counts:
-what slows the machine down for seconds slows down both.
+Every variant has its own model with the same weights and sees the same batches. In each round it is run right beside a
+bare step on that same model, in an order drawn anew, and only the ratio of such neighbours counts: what slows the
+machine down for seconds slows down both. The control is bare on both sides: how far it lies from 1 is what the method
+cannot tell apart. Intervals are over rounds only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from benchmarks.parts.variants import Runner, Variant
+from benchmarks.parts.variants import Pair, Runner, Variant
 from benchmarks.parts.workloads import Batch, Workload, hollow
 
 SEED = 20240607
@@ -81,7 +82,7 @@ def measure(
 ) -> dict[str, Times]:
     """Run all variants in turns; `tick` is called after every pair."""
     present = [v for v in variants if v.missing is None]
-    runners = {v.name: v.start(workload) for v in present}
+    pairs = {v.name: v.pair(workload) for v in present if v.name != v.reference}
     times = {v.name: Times() for v in present}
     draw, data = random.Random(SEED), torch.Generator().manual_seed(SEED)
     try:
@@ -90,13 +91,13 @@ def measure(
             gc.collect()
             for variant in draw.sample(present, len(present)):
                 if variant.name != variant.reference:
-                    pair = _pair(runners[variant.name], runners[variant.reference], batch, draw)
+                    spent = _both(pairs[variant.name], batch, draw)
                     if turn >= warmup:
-                        _note(times[variant.name], *pair)
+                        _note(times[variant.name], *spent)
                     tick()
     finally:
-        for runner in runners.values():
-            runner.close()
+        for pair in pairs.values():
+            pair.own.close()
     _bare_rows(present, times)
     return times
 
@@ -104,13 +105,13 @@ def measure(
 Spent = tuple[float, float]
 
 
-def _pair(runner: Runner, bare: Runner, batch: Batch, draw: random.Random) -> tuple[Spent, Spent]:
+def _both(pair: Pair, batch: Batch, draw: random.Random) -> tuple[Spent, Spent]:
     """The variant and its bare neighbour, whichever comes first."""
     if draw.random() < 0.5:
-        own = _spent(runner, batch)
-        return own, _spent(bare, batch)
-    reference = _spent(bare, batch)
-    return _spent(runner, batch), reference
+        own = _spent(pair.own, batch)
+        return own, _spent(pair.bare, batch)
+    reference = _spent(pair.bare, batch)
+    return _spent(pair.own, batch), reference
 
 
 def _spent(runner: Runner, batch: Batch) -> Spent:

@@ -35,6 +35,17 @@ class Runner:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A variant and the bare step on the very same model and optimizer.
+
+    Two instances of one model differ in speed by where their memory lies, which no number of rounds averages out.
+    """
+
+    own: Runner
+    bare: Runner
+
+
+@dataclass(frozen=True)
 class Variant:
     """A way to train. `fused` chooses the optimizer, and with it the bare step it is compared with."""
 
@@ -53,9 +64,31 @@ class Variant:
         return "bare, fused" if self.fused else "bare"
 
     def start(self, workload: Workload) -> Runner:
+        return self.pair(workload).own
+
+    def pair(self, workload: Workload) -> Pair:
+        """Wired to one new model; the bare step runs with every hook taken off."""
         model = workload.build()
         optimizer = AdamW(model.parameters(), lr=RATE, fused=self.fused or None)
-        return self.wire(workload, model, optimizer)
+        own = self.wire(workload, model, optimizer)
+        asleep = functools.partial(_hookless, model, optimizer)
+        return Pair(own, Runner(bare(workload, model, optimizer).step, asleep))
+
+
+@contextmanager
+def _hookless(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Every hook of modules and optimizer is gone inside, and back in place afterwards."""
+    tables = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    for module in model.modules():
+        tables += [module._forward_pre_hooks, module._forward_hooks]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
 
 
 def bare(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
@@ -165,6 +198,7 @@ def _without(package: str) -> str | None:
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("bare", "bare", bare),
+    Variant("control", "bare again (noise)", bare),
     Variant("watch", "stepguard.watch", watched, ours=True),
     Variant("step", "guard.step", stepped, ours=True),
     Variant("bare, fused", "bare, fused AdamW", bare, fused=True),

@@ -14,6 +14,7 @@ from benchmarks.parts.variants import VARIANTS
 from benchmarks.parts.workloads import FULL, QUICK
 
 from benchmarks import counts, overhead, table
+from stepguard.sentinel.packet import Packet
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,20 @@ def test_watching_guard_does_not_slow_the_other_variants_down() -> None:
         assert torch.Tensor.backward is not plain
     assert torch.Tensor.backward is plain
     runner.close()
+
+
+def test_bare_neighbour_runs_without_the_hooks_of_its_variant() -> None:
+    workload = QUICK["gpt-tiny"]()
+    pair = next(v for v in VARIANTS if v.name == "watch").pair(workload)
+    batch = workload.batch(torch.Generator().manual_seed(0))
+    before = Packet.fetched
+    with pair.bare.stage():
+        pair.bare.step(batch)
+    assert Packet.fetched == before
+    with pair.own.stage():
+        pair.own.step(batch)
+    assert Packet.fetched == before + 1
+    pair.own.close()
 
 
 @pytest.mark.parametrize("name", [*FULL, *QUICK])
