@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import stepguard
+from stepguard.journal import read_run
+from stepguard.records import Incident, Origin
 
 SOURCE = str(Path(stepguard.__file__).parents[1])
 
@@ -78,3 +80,12 @@ def write(folder: Path, text: str, name: str = "train.py") -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return text
+
+
+def incidents(run: Path) -> list[Incident]:
+    return read_run(run).incidents
+
+
+def origin_of(incident: Incident) -> Origin:
+    assert incident.origin is not None
+    return incident.origin

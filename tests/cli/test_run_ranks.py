@@ -1,0 +1,92 @@
+"""`stepguard run` under torchrun: two gloo ranks that must stay together."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cli.scripts import HEAD, NET, incidents, line_of, origin_of, python, write
+from stepguard.journal import read_run
+
+PARALLEL = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def say(line):  # in one piece: print writes the line and its end apart, and two ranks mix them
+    os.write(1, (line + "\\n").encode())
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+TRIED
+model = DDP(model)
+torch.manual_seed(rank)
+for step in range(6):
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    shift = torch.ones(6)
+    if BAD and step == 3 and rank == 1:
+        shift[2] = -1.0
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x, shift), y)
+    loss.backward()
+    optimizer.step()
+    say(f"rank{rank} {step} {loss.item()!r}")
+total = sum(p.double().sum() for p in model.parameters()).item()
+say(f"rank{rank} end {total!r}")
+dist.destroy_process_group()
+"""
+
+
+IN_THE_LOSS = """
+    keep = torch.ones(6)
+    if step in (2, 4) and rank == 1:
+        keep[3] = 0.0
+    loss = -torch.log(model(x).softmax(1).gather(1, y[:, None])[:, 0] * keep).mean()  # IN THE LOSS
+"""
+
+
+def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return python(folder, *launcher, *words, timeout=280)
+
+
+def by_rank(done: subprocess.CompletedProcess[str], rank: int) -> list[str]:
+    return [line for line in done.stdout.splitlines() if line.startswith(f"rank{rank} ")]
+
+
+@pytest.mark.parametrize("tried", ["", "model(torch.randn(2, 4))"], ids=["", "tried out before it became parallel"])
+def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(tmp_path: Path, tried: str) -> None:
+    script = write(tmp_path, HEAD + NET + PARALLEL.replace("BAD", "True").replace("TRIED", tried))
+    done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert by_rank(done, 0)[-1].split()[-1] == by_rank(done, 1)[-1].split()[-1] != "nan"
+    for rank in (0, 1):
+        record = read_run(tmp_path / "run", rank)
+        (incident,) = record.incidents
+        assert [line["committed"] for line in record.steps] == [True, True, True, False, True, True]
+        origin = origin_of(incident)
+        assert (incident.step, incident.reading.bad_ranks, origin.rank) == (3, (1,), 1)
+        assert (origin.op, origin.source) == ("aten.log", f"train.py:{line_of(script)}")
+        assert record.header["agreement"] == ("collective" if tried else "spread")  # of the guard that made way
+
+
+def test_a_healthy_parallel_script_prints_what_it_prints_alone(tmp_path: Path) -> None:
+    write(tmp_path, HEAD + NET + PARALLEL.replace("BAD", "False").replace("TRIED", ""))
+    bare, under_guard = torchrun(tmp_path, "train.py"), torchrun(tmp_path, "-m", "stepguard", "run", "train.py")
+    assert bare.returncode == under_guard.returncode == 0, under_guard.stderr
+    for rank in (0, 1):
+        assert by_rank(under_guard, rank) == by_rank(bare, rank)
+    assert under_guard.stderr.count("6 steps guarded, 0 incidents") == 1
+
+
+def test_a_rank_that_traces_takes_part_in_every_collective(tmp_path: Path) -> None:
+    usual = "    loss = nn.functional.cross_entropy(model(x, shift), y)\n"
+    body = PARALLEL.replace("BAD", "False").replace("TRIED", "").replace(usual, IN_THE_LOSS)
+    script = write(tmp_path, HEAD + NET + body)
+    done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert by_rank(done, 0)[-1].split()[-1] == by_rank(done, 1)[-1].split()[-1] != "nan"
+    first, second = map(origin_of, incidents(tmp_path / "run"))
+    assert (first.phase, first.op, first.rank) == ("loss", None, 1)
+    assert (second.op, second.rank, second.source) == ("aten.log", 1, f"train.py:{line_of(script, '# IN THE LOSS')}")
