@@ -81,7 +81,8 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
         "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update), with the "
         f"middle half of {rounds} rounds; after it what the check adds by itself, measured with forward and backward "
         "taken out, with 95 % over rounds. What the line `bare again` shows is noise: nothing smaller is told apart. "
-        f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, load {_loads(workloads)} on {facts['cpus']} CPUs."
+        f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, "
+        f"load {_loads(workloads)} on {facts['cpus']} CPUs."
     )
 
 
