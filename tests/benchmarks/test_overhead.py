@@ -120,11 +120,11 @@ def test_counts_show_at_most_one_awaited_packet_and_no_other_read(tmp_path: Path
 
 def test_table_goes_between_the_markers_and_nowhere_else(measured: Path, tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"# x\n\n{table.BEGIN}\nold\n{table.END}\n\nafter\n", encoding="utf-8")
+    readme.write_text(f"# x\n\n{table.BEGIN}\nSTALE\n{table.END}\n\nafter\n", encoding="utf-8")
     assert table.main(["--results", str(measured), "--readme", str(readme)]) == 0
     text = readme.read_text(encoding="utf-8")
     assert text.startswith(f"# x\n\n{table.BEGIN}\n| step |") and text.endswith(f"{table.END}\n\nafter\n")
-    assert "old" not in text and "**guard.step**" in text and "nan" not in text.replace("isnan", "")
+    assert "STALE" not in text and "**guard.step**" in text and "nan" not in text.replace("isnan", "")
     assert table.main(["--results", str(measured), "--readme", str(readme)]) == 0
     assert readme.read_text(encoding="utf-8") == text
 
