@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
+from stepguard.cli.check import check
 from stepguard.cli.explain import explain
 from stepguard.cli.plot import plot
 from stepguard.cli.replay import replay
@@ -25,6 +26,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     plot,
     explain,
     replay,
+    check,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 
