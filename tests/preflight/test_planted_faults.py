@@ -17,7 +17,7 @@ from stepguard.state.importing import import_function, importable
 
 HEALTHY = "tinychat.training:build"
 FAULTS = [
-    ("float16_context", "precision.effective", "fail", "8 of 8 matrix products", "asks for bfloat16"),
+    ("float16_context", "precision.effective", "fail", "3 of 3 matrix products", "asks for bfloat16"),
     ("float16_context", "scaler.missing", "fail", "no GradScaler", "6e-08"),
     ("fp16_ignored_on_cpu", "precision.effective", "fail", "came out as float32", "mixed_precision='fp16'"),
     ("amp_without_a_dtype", "precision.unnamed", "fail", "float16 on cuda", "launcher's mixed_precision=bf16"),
@@ -100,7 +100,7 @@ def test_every_item_looks_at_the_healthy_project(healthy: Preflight) -> None:
 def test_healthy_project_is_aligned_because_the_probe_agrees(healthy: Preflight) -> None:
     assert healthy.alignment == "aligned"
     facts = dict(healthy.facts)
-    assert facts["mixed precision"].startswith("bfloat16 (probed: 8 of 8 matrix products")
+    assert facts["mixed precision"].startswith("bfloat16 (probed: 3 of 3 matrix products")
     assert facts["learning rate"] == "2e-06 now, 5e-05 at its peak"
     assert facts["distributed type"] == "MULTI_CPU"
 
@@ -163,7 +163,7 @@ def test_keys_that_nothing_reads_are_listed(tmp_path: Path) -> None:
     config = written(tmp_path, text_loss_weight=2.0, optimizer__use_fused=True)
     outcome = ask_one(HEALTHY, "config.unread", config=config)
     assert outcome.status == "warn"
-    assert "2 keys of 12 not read" in outcome.evidence[0]
+    assert "2 keys of 13 not read" in outcome.evidence[0]
     assert "optimizer.use_fused, text_loss_weight" in outcome.evidence[0]
 
 

@@ -62,7 +62,7 @@ def test_trainer_that_asks_for_fp16_and_gets_nothing_is_found() -> None:
     result = check(subject_of(given, "build"), only=["precision.effective", "scaler.missing"])
     outcome = result.outcome("precision.effective")
     assert outcome.status == "fail"
-    assert "TrainingArguments(fp16=True)" in outcome.evidence[1]
+    assert "TrainingArguments(fp16=True)" in outcome.evidence[2]
     assert "On a CPU fp16 is ignored" in outcome.fix
     assert result.outcome("scaler.missing").status == "not_applicable"
 

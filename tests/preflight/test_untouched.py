@@ -92,4 +92,4 @@ def _equal(first: Any, second: Any) -> bool:
 def test_reading_the_configuration_counts_no_read() -> None:
     tracked = Tracked(CONFIG)
     check(Subject(config=tracked), only=["lr", "config", "precision", "checklist"])
-    assert len(unread(tracked)) == 10
+    assert len(unread(tracked)) == 11

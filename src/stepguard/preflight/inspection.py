@@ -123,12 +123,16 @@ class Inspection:
         subject = self.subject
         if subject.batch is not None:
             return subject.batch
-        with _kept_randomness():
-            if subject.loader is not None:
-                return first_batch(subject.loader)
-            if subject.dataset is not None and is_map(subject.dataset) and len(subject.dataset):
-                size = min(len(subject.dataset), int(self.number("batch_size") or 2))
-                return torch.utils.data.default_collate([subject.dataset[index] for index in range(size)])
+        try:
+            with _kept_randomness():
+                if subject.loader is not None:
+                    return first_batch(subject.loader)
+                if subject.dataset is not None and is_map(subject.dataset) and len(subject.dataset):
+                    size = min(len(subject.dataset), int(self.number("batch_size") or 2))
+                    return torch.utils.data.default_collate([subject.dataset[index] for index in range(size)])
+        except Exception as fault:
+            said = f"{type(fault).__name__}: {' '.join(str(fault).split())[:100]}"
+            raise Missing(f"the first batch could not be made ({said}); return a `batch`") from fault
         raise Missing(f"{BUILD} a batch, loader or dataset")
 
     @cached_property

@@ -102,7 +102,7 @@ class _Watching(TorchDispatchMode):
 
 def _least(divisor: Any) -> tuple[float | None, str]:
     if isinstance(divisor, Tensor):
-        if not divisor.numel() or divisor.is_complex():
+        if not divisor.numel() or divisor.is_complex() or divisor.dtype == torch.bool:
             return None, ""
         return float(divisor.detach().abs().min()), str(divisor.dtype).removeprefix("torch.")
     return (abs(float(divisor)), "a Python number") if isinstance(divisor, int | float) else (None, "")
@@ -150,12 +150,14 @@ def left_alone(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     keeper = BufferKeeper([unwrapped(model)])
     keeper.remember()
     stand_in = optimizer if optimizer is not None else SGD(parameters or [nn.Parameter(torch.zeros(1))], lr=0.0)
-    with untouched(Step(index=0, model=model, optimizer=stand_in, modules={}, buffers=keeper)):
-        yield
-    with torch.no_grad():
-        for parameter, version, value in kept:
-            if parameter._version != version:
-                parameter.copy_(value)
+    try:
+        with untouched(Step(index=0, model=model, optimizer=stand_in, modules={}, buffers=keeper)):
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, version, value in kept:
+                if parameter._version != version:
+                    parameter.copy_(value)
 
 
 def _copied(tensor: Tensor) -> Tensor:

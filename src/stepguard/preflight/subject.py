@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
+from stepguard.state.rng import capture_rng, restore_rng
 
 WANTED = "return (model, optimizer, loss_fn), a dict, a stepguard.preflight.Subject, or a transformers Trainer"
 
@@ -110,11 +111,26 @@ def _from_trainer(trainer: Any) -> Subject:
         optimizer=_inner(trainer.optimizer) if getattr(trainer, "optimizer", None) is not None else None,
         scheduler=getattr(trainer, "lr_scheduler", None),
         dataset=getattr(trainer, "train_dataset", None),
+        batch=_collated(trainer),
         validation=getattr(trainer, "eval_dataset", None),
         autocast=trainer,
         config=settings,
         run_dir=settings.get("output_dir"),
     )
+
+
+def _collated(trainer: Any) -> Any:
+    """The first examples through the Trainer's own collator, if they go through it as they are."""
+    dataset, collate = getattr(trainer, "train_dataset", None), getattr(trainer, "data_collator", None)
+    if not callable(collate) or not hasattr(dataset, "__len__") or not len(dataset):
+        return None
+    state = capture_rng()
+    try:
+        return collate([dataset[index] for index in range(min(2, len(dataset)))])
+    except Exception:
+        return None  # columns that the Trainer drops later; the data items read the dataset itself
+    finally:
+        restore_rng(state)
 
 
 def _described(value: Any) -> str:

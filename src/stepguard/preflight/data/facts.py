@@ -101,7 +101,7 @@ def _take(facts: DataFacts, example: Example) -> None:
             _measure(facts, example.name, key, tensor)
     if hasattr(example.values, "items"):
         for key, value in example.values.items():
-            if value is None or value == "" if not hasattr(value, "__array__") else False:
+            if value is None or (isinstance(value, str) and not value):
                 facts.columns.setdefault(str(key), Column()).missing.add(example.name)
 
 

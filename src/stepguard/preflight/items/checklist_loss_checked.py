@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepguard.preflight.answers import Seen, passed, warned
+from stepguard.preflight.answers import Missing, Seen, passed, warned
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
 
@@ -14,6 +14,8 @@ def guarded_at(seen: Inspection) -> str:
     """Where the program starts a guard of ours; empty when it does not."""
     if seen.subject.guard is not None:
         return "the returned `guard`"
+    if seen.subject.model is None and seen.subject.config is None:
+        raise Missing("give TARGET as module:function, or a configuration in the project's folder")
     calls = seen.project.calls
     if "stepguard" not in seen.project.mentions:
         return ""

@@ -27,7 +27,7 @@ def _look(seen: Inspection) -> Seen:
         f"{labels.ignore_index}: {some(labels.empty, 8)}"
     ]
     full = sum(length == labels.longest for length in labels.empty_lengths)
-    if full and labels.total > labels.examples:
+    if full and labels.shortest != labels.longest:
         evidence.append(f"{full} of them fill the whole length of {labels.longest}: the prompt alone was too long")
     return failed(
         *evidence,

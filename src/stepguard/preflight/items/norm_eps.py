@@ -79,7 +79,7 @@ def _measured_gain(module: nn.Module) -> float | None:
                 value = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
                 out = alone(value)
                 slope = torch.arange(out.numel(), dtype=out.dtype, device=device).reshape(out.shape) / out.numel()
-                (grad,) = torch.autograd.grad(out, value, slope - 0.5)
+                (grad,) = torch.autograd.grad(out, value, 2 * slope - 1)
             return float(grad.abs().max()) if bool(torch.isfinite(out).all()) else float("nan")
         except (RuntimeError, ValueError, TypeError, AttributeError):
             continue

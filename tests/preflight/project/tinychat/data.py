@@ -7,15 +7,14 @@ from typing import Any
 import torch
 
 EOS = 1
-LENGTH = 10
 
 
 class Chats:
     """A map-style dataset, the same every time."""
 
-    def __init__(self, size: int = 24, *, seed: int = 0) -> None:
+    def __init__(self, size: int = 24, *, seed: int = 0, length: int = 10, eos: int = EOS) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.rows = [_chat(f"chat-{seed}-{index}", generator) for index in range(size)]
+        self.rows = [_chat(f"chat-{seed}-{index}", generator, length, eos) for index in range(size)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -24,14 +23,14 @@ class Chats:
         return dict(self.rows[index])
 
 
-def _chat(name: str, generator: torch.Generator) -> dict[str, Any]:
-    length = int(torch.randint(6, LENGTH, (), generator=generator))
-    ids = torch.randint(2, 16, (LENGTH,), generator=generator)
-    ids[length - 1] = EOS
+def _chat(name: str, generator: torch.Generator, most: int, eos: int) -> dict[str, Any]:
+    length = int(torch.randint(6, most, (), generator=generator))
+    ids = torch.randint(2, 16, (most,), generator=generator)
+    ids[length - 1] = eos
     ids[length:] = 0
     labels = ids.clone()
     labels[:3] = -100
     labels[length:] = -100
-    attention = (torch.arange(LENGTH) < length).long()
+    attention = (torch.arange(most) < length).long()
     sound = torch.randn(16, generator=generator)
     return {"id": name, "input_ids": ids, "labels": labels, "attention_mask": attention, "sound": sound}

@@ -14,6 +14,8 @@ import stepguard
 from tinychat.data import Chats
 from tinychat.model import TinyChat
 
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def loss_of(model: Any, dtype: torch.dtype = torch.bfloat16) -> Callable[[Any], dict[str, Tensor]]:
     """The loss of a batch, in the precision the step runs in."""
@@ -34,13 +36,13 @@ def build(config: Any) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
     steps = config["training"]["num_train_steps"]
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=config.optimizer.lr, total_steps=steps)
-    chats = Chats()
+    chats = Chats(length=config.max_length, eos=config.eos_token_id)
     loader = DataLoader(chats, batch_size=config.training.batch_size)
     return {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
-        "loss_fn": loss_of(model),
+        "loss_fn": loss_of(model, DTYPES[config.mixed_precision]),
         "loader": loader,
         "dataset": chats,
         "validation": Chats(8, seed=1),
