@@ -102,5 +102,5 @@ def test_tuple_dict_and_subject_are_taken() -> None:
 def test_items_are_chosen_by_id_section_or_pattern() -> None:
     assert [item.id for item in selected(("lr",), ())] == ["lr.config", "lr.schedule", "lr.checkpoint"]
     assert [item.id for item in selected(("lr.*",), ("lr.config", "*.checkpoint"))] == ["lr.schedule"]
-    with pytest.raises(ConfigError, match=r"'lrr' is no item; use an id such as lr\.config"):
+    with pytest.raises(ConfigError, match=r"'lrr' is no item; use an id such as 'lr\.config', or one of"):
         selected(("lrr",), ())

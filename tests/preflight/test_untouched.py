@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from preflight.asking import CONFIG
+from preflight.asking import CONFIG, inside
 from stepguard.preflight import Subject, Tracked, check
 from stepguard.preflight.tracking import unread
 
@@ -55,7 +56,8 @@ def test_model_optimizer_batch_loader_and_generators_stay(tmp_path: Any) -> None
         run_dir=tmp_path,
     )
     before = _everything(subject, generator, data)
-    result = check(subject)
+    with inside(tmp_path):
+        result = check(subject)
     assert result.outcome("model.fresh_forward").status == "pass", result.outcome("model.fresh_forward")
     after = _everything(subject, generator, data)
     assert _equal(before, after)
@@ -89,7 +91,8 @@ def _equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def test_reading_the_configuration_counts_no_read() -> None:
+def test_reading_the_configuration_counts_no_read(tmp_path: Path) -> None:
     tracked = Tracked(CONFIG)
-    check(Subject(config=tracked), only=["lr", "config", "precision", "checklist"])
+    with inside(tmp_path):
+        check(Subject(config=tracked), only=["lr", "config", "precision", "checklist"])
     assert len(unread(tracked)) == 11

@@ -18,46 +18,59 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int | None], None]
 
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="`module:function` that returns (model, optimizer, loss_fn) or more; a configuration file "
+        "(json, toml, yaml, py); or a data file or folder.",
+    ),
+]
+Config = Annotated[Path | None, typer.Option(metavar="FILE", help="Configuration, given to the function.")]
+Launcher = Annotated[Path | None, typer.Option(metavar="FILE", help="accelerate's yaml or json.")]
+Data = Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder to scan.")]
+Validation = Annotated[Path | None, typer.Option(metavar="PATH", help="Data that must share no example with it.")]
+Checkpoint = Annotated[Path | None, typer.Option(metavar="PATH", help="What the run would resume from.")]
+RunDir = Annotated[Path | None, typer.Option(metavar="PATH", help="Where checkpoints will go.")]
+Watch = Annotated[list[str], typer.Option(metavar="PATTERN=LIMIT", help="Largest magnitude of matching tensors.")]
+LabelKey = Annotated[str | None, typer.Option(help="Key of the targets in an example.")]
+IgnoreIndex = Annotated[int | None, typer.Option(help="Target value that does not count (-100).")]
+Examples = Annotated[int | None, typer.Option(min=1, help="Scan at most so many examples.")]
+Only = Annotated[list[str], typer.Option(metavar="ITEM", help="Only this id, section or pattern.")]
+Skip = Annotated[list[str], typer.Option(metavar="ITEM", help="Not this id, section or pattern.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Warnings fail as well.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
+
+
 def check(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="`module:function` that returns (model, optimizer, loss_fn) or more; a configuration file "
-            "(json, toml, yaml, py); or a data file or folder.",
-        ),
-    ],
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Configuration, given to the function.")] = None,
-    launcher: Annotated[Path | None, typer.Option(metavar="FILE", help="accelerate's yaml or json.")] = None,
-    data: Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder to scan.")] = None,
-    validation: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Data that must share no example with the first.")
-    ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(metavar="PATH", help="What the run would resume from.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(metavar="PATH", help="Where checkpoints will go.")] = None,
-    watch: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN=LIMIT", help="Largest magnitude of matching tensors.")
-    ] = None,
-    label_key: Annotated[str | None, typer.Option(help="Key of the targets in an example.")] = None,
-    ignore_index: Annotated[int | None, typer.Option(help="Target value that does not count (-100).")] = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="Scan at most so many examples.")] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="ITEM", help="Only this id, section or pattern.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(metavar="ITEM", help="Not this id, section or pattern.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail as well.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
+    target: Target,
+    config: Config = None,
+    launcher: Launcher = None,
+    data: Data = None,
+    validation: Validation = None,
+    checkpoint: Checkpoint = None,
+    run_dir: RunDir = None,
+    watch: Watch = [],  # noqa: B006 (typer copies it)
+    label_key: LabelKey = None,
+    ignore_index: IgnoreIndex = None,
+    examples: Examples = None,
+    only: Only = [],  # noqa: B006
+    skip: Skip = [],  # noqa: B006
+    strict: Strict = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Check a run before it starts: precision, learning rate, labels, data, checkpoint, disk. Exit code 5 if not."""
-    given = {
+    """Check a run before it starts: precision, learning rate, labels, data, disk. Exit code 5 if it fails."""
+    given: dict[str, object] = {
         "data": data,
         "validation": validation,
         "checkpoint": checkpoint,
         "run_dir": run_dir,
-        "watch": _limits(watch or []),
+        "watch": _limits(watch),
         "label_key": label_key,
         "ignore_index": ignore_index,
         "examples": examples,
     }
-    result = _checked(target, config, launcher, given, tuple(only or ()), tuple(skip or ()), quiet=as_json)
+    result = _checked(target, config, launcher, given, tuple(only), tuple(skip), quiet=as_json)
     _show(result, as_json=as_json)
     bad = result.of("fail", "warn") if strict else result.of("fail")
     raise typer.Exit(EXIT_PREFLIGHT if bad else EXIT_OK)

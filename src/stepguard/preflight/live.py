@@ -67,11 +67,11 @@ class Live:
     """The program's own exception."""
 
 
-class _Watching(TorchDispatchMode):
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes notes of the forward pass only: the backward repeats its dtypes."""
 
     def __init__(self, live: Live) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live = live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -101,8 +101,7 @@ def _take(stored: Stored, content: Any, stem: str) -> None:
     for name in VERSIONS:
         found = content.get(name)
         stored.versions |= dict(found) if isinstance(found, Mapping) else {name: str(found)} if found else {}
-    for name in (*MODELS, None):
-        tensors = content.get(name) if name is not None else content
+    for tensors in (*(content.get(name) for name in MODELS), content):
         if isinstance(tensors, Mapping) and not stored.shapes:
             stored.shapes = {str(k): tuple(v.shape) for k, v in tensors.items() if isinstance(v, Tensor)}
 

@@ -121,7 +121,8 @@ def _from_trainer(trainer: Any) -> Subject:
 
 def _collated(trainer: Any) -> Any:
     """The first examples through the Trainer's own collator, if they go through it as they are."""
-    dataset, collate = getattr(trainer, "train_dataset", None), getattr(trainer, "data_collator", None)
+    dataset: Any = getattr(trainer, "train_dataset", None)
+    collate = getattr(trainer, "data_collator", None)
     if not callable(collate) or not hasattr(dataset, "__len__") or not len(dataset):
         return None
     state = capture_rng()

@@ -97,7 +97,9 @@ def _take(facts: DataFacts, example: Example) -> None:
     _fingerprint(facts, example, tensors)
     label = facts.labels.take(example.name, tensors)
     for key, tensor in tensors.items():
-        if key != label and tensor.numel():
+        if key == label and not tensor.is_floating_point():
+            facts.columns.setdefault(key, Column()).numbers += 1
+        elif tensor.numel():
             _measure(facts, example.name, key, tensor)
     if hasattr(example.values, "items"):
         for key, value in example.values.items():

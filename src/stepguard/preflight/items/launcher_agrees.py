@@ -11,7 +11,8 @@ def _look(seen: Inspection) -> Seen:
     launcher, facts = seen.launcher, seen.around.facts
     if not launcher:
         raise Missing("give --launcher FILE, or start the check the way the run is started")
-    said, bad = [], []
+    said: list[str] = []
+    bad: list[str] = []
     accumulation, setting = launcher.number("gradient_accumulation_steps"), seen.setting("accumulation")
     configured = seen.number("accumulation")
     if accumulation is not None and configured is not None:

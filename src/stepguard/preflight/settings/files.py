@@ -9,6 +9,7 @@ import ast
 import json
 import tomllib
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def _first_line(fault: Exception) -> str:
 
 def _yaml(text: str) -> Any:
     try:
-        import yaml
+        yaml: Any = import_module("yaml")
     except ImportError:
         raise ConfigError("reading YAML needs PyYAML: pip install pyyaml, or give the file as JSON or TOML.") from None
     try:
