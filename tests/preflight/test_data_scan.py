@@ -133,7 +133,7 @@ def test_labels_of_a_jsonl_file_are_counted(tmp_path: Path) -> None:
     rows = [{"labels": [-100, 3]}, {"labels": [-100, -100]}, {"labels": [4, 5]}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = scan(tmp_path / "chats.jsonl")
-    assert "1 example of 3 have no target other than -100: chats.jsonl:2" in said(result, "labels.empty")
+    assert "1 example of 3 without a target other than -100: chats.jsonl:2" in said(result, "labels.empty")
     assert "3 of 6 targets count" in said(result, "labels.empty")
     assert "1 example of 3" in said(scan(tmp_path, label_key="labels", ignore_index=-100), "labels.empty")
 

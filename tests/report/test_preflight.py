@@ -24,15 +24,15 @@ RESULT = Preflight(
 
 def test_table_says_what_fails_and_what_to_do() -> None:
     text = render_preflight(RESULT, width=100)
-    assert " FAIL optimizer.eps           not so: eps survives\n" in text
+    assert " FAIL optimizer.eps           expected: eps survives\n" in text
     assert "fix: eps=1e-4" in text and "fix: look" in text
     assert " pass precision.effective     bfloat16\n" in text
-    assert " not ready: 1 failed, 1 warned, 1 passed, 1 not applicable, 2 not checked\n" in text
+    assert " not ready: 1 failed (optimizer.eps), 1 warned, 1 passed, 1 not applicable, 2 not checked\n" in text
 
 
 def test_what_to_give_is_said_once_for_all_items_that_wait_for_it() -> None:
     text = render_preflight(RESULT, width=100)
-    assert " give --config FILE: lr.config, config.types\n" in text
+    assert " give --config FILE\n    lr.config, config.types\n" in text
 
 
 def test_alignment_is_claimed_only_when_it_is_so() -> None:

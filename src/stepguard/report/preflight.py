@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -75,8 +76,10 @@ def _state(result: Preflight) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="cyan")
     grid.add_column(overflow="fold")
+    before = ""
     for name, value in result.facts:
-        grid.add_row(f" {name}", Text(value))
+        grid.add_row(f" {name}" if name != before else "", Text(value))
+        before = name
     text, style = ALIGNED[result.alignment]
     lines = [Text(text, style=style), *(Text(why, style="dim") for why in result.alignment_why)]
     grid.add_row(" status", Group(*lines))
@@ -93,7 +96,7 @@ def _table(outcomes: Iterable[Outcome]) -> RenderableType:
         quiet = outcome.status in ("pass", "not_applicable")
         lines = [Text(sentence, style="dim" if quiet else "") for sentence in outcome.evidence]
         if not quiet:
-            lines.insert(0, Text(f"not so: {outcome.title}", style=style))
+            lines.insert(0, Text(f"expected: {outcome.title}", style=style))
         if outcome.fix:
             lines.append(Text.assemble(("fix: ", "bold cyan"), outcome.fix))
         table.add_row(Text(f" {word}", style=style), Text(outcome.id), Group(*lines))
@@ -105,24 +108,18 @@ def _missing(outcomes: Iterable[Outcome]) -> RenderableType:
     wanted: dict[str, list[str]] = {}
     for outcome in outcomes:
         wanted.setdefault(outcome.evidence[0] if outcome.evidence else "", []).append(outcome.id)
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    grid.add_column(ratio=1, overflow="fold")
+    lines: list[RenderableType] = []
     for give, ids in wanted.items():
-        grid.add_row(Group(Text.assemble(" ", (f"{give}: ", ""), (", ".join(ids), "dim"))))
-    return grid
+        lines += [Text(f" {give}"), Padding(Text(", ".join(ids), style="dim"), (0, 0, 0, 4))]
+    return Group(*lines)
 
 
 def _summary(result: Preflight) -> Text:
     failed, warned, passed = (len(result.of(status)) for status in ("fail", "warn", "pass"))
     rest = f"{len(result.of('not_applicable'))} not applicable, {len(result.of('not_checked'))} not checked"
-    verdict = (
-        ("not ready", "bold red")
-        if failed
-        else ("ready", "green")
-        if not warned
-        else ("ready, with warnings", "bold yellow")
-    )
-    return Text.assemble(
-        (" " + verdict[0], verdict[1]),
-        f": {failed} failed, {warned} warned, {passed} passed, {rest}",
-    )
+    verdict, style = ("ready", "green") if not warned else ("ready, with warnings", "bold yellow")
+    names = ""
+    if failed:
+        verdict, style = "not ready", "bold red"
+        names = f" ({', '.join(outcome.id for outcome in result.of('fail'))})"
+    return Text.assemble((f" {verdict}", style), f": {failed} failed{names}, {warned} warned, {passed} passed, {rest}")

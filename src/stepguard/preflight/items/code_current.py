@@ -16,7 +16,7 @@ def _look(seen: Inspection) -> Seen:
     now = {"python": platform.python_version(), "torch": str(torch.__version__), "stepguard": __version__}
     said = [", ".join(f"{name} {version}" for name, version in now.items())]
     try:
-        operations = ", ".join(f"{name} {times} times" for name, times in sorted(seen.live.ops.items()))
+        operations = ", ".join(f"{name} ({times})" for name, times in sorted(seen.live.ops.items()))
         said.append(f"the step runs {operations or 'no exponential, logarithm, root or softmax'}")
     except Missing:
         pass

@@ -23,7 +23,7 @@ def _look(seen: Inspection) -> Seen:
     if not labels.empty:
         return passed(f"each of {seen.data.scope} has a target that counts; {share}")
     evidence = [
-        f"{count(len(labels.empty), 'example')} of {labels.examples:,} have no target other than "
+        f"{count(len(labels.empty), 'example')} of {labels.examples:,} without a target other than "
         f"{labels.ignore_index}: {some(labels.empty, 8)}"
     ]
     full = sum(length == labels.longest for length in labels.empty_lengths)

@@ -36,8 +36,8 @@ class Launcher:
         return meant(self.values["mixed_precision"]) if "mixed_precision" in self.values else None
 
     def said(self, name: str) -> str:
-        """`mixed_precision=bf16 (launch.yaml)`."""
-        return f"{name}={self.values[name]} ({self.places[name]})"
+        """`mixed_precision=bf16 in launch.yaml`."""
+        return f"{name}={self.values[name]} in {self.places[name]}"
 
     def number(self, name: str) -> float | None:
         return as_number(self.values.get(name))

@@ -291,3 +291,13 @@ def clipping_with_sgd(config: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(parts["model"].parameters(), lr=config.optimizer.lr)
     guard = stepguard.GuardConfig(clip_norm=5.0, checkpoint_every=100)
     return parts | {"optimizer": optimizer, "scheduler": None, "guard": guard}
+
+
+def several_at_once(config: Any) -> dict[str, Any]:
+    """What the picture in the docs shows."""
+    parts = half_weights(config)
+    chats = parts["dataset"]
+    chats.rows[5] |= {"labels": torch.full((10,), -100)}
+    chats.rows[17]["sound"][3] = torch.nan
+    chats.rows[21] = chats.rows[4] | {"id": "another name"}
+    return parts
