@@ -87,6 +87,12 @@ class Inspection:
         return number(self.config, meaning)
 
     @cached_property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run, if anybody says."""
+        found = self.subject.steps if self.subject.steps is not None else self.number("steps")
+        return int(found) if found is not None and found > 0 else None
+
+    @cached_property
     def launcher(self) -> Launcher:
         return launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
 
@@ -154,8 +160,7 @@ class Inspection:
     @cached_property
     def course(self) -> Course:
         """The schedule, tried on a copy."""
-        steps = self.number("steps")
-        return dry_run(self.optimizer, self.scheduler, int(steps) if steps else None)
+        return dry_run(self.optimizer, self.scheduler, self.steps)
 
     @cached_property
     def data(self) -> DataFacts:

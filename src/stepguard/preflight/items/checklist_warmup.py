@@ -14,7 +14,7 @@ SHARE = 0.01
 def _look(seen: Inspection) -> Seen:
     if "adam" not in type(seen.optimizer).__name__.lower():
         raise Pointless(f"{type(seen.optimizer).__name__} has no second moment that has to settle")
-    total = seen.number("steps")
+    total = seen.steps
     wanted = min(STEPS, SHARE * total) if total else STEPS
     fix = f"Warm up over {wanted:.0f} steps or more: LinearLR before the schedule, or OneCycleLR(pct_start=...)."
     try:
@@ -26,7 +26,7 @@ def _look(seen: Inspection) -> Seen:
     warm = course.peak_step if course.first < 0.5 * course.peak else 0
     said = f"{warm:,} steps from {course.first:.3g} to {course.peak:.3g}"
     if total:
-        said += f", {100 * warm / total:.3g} % of {int(total):,}"
+        said += f", {100 * warm / total:.3g} % of {total:,}"
     return passed(said) if warm >= wanted else warned(said, fix=fix)
 
 
