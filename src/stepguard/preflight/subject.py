@@ -38,7 +38,8 @@ class Subject:
     """Allowed values by key, `{"image": (-1, 1)}`; without it only outliers are reported."""
     autocast: Any = None
     """A callable that opens the model's real context, or an Accelerator, Fabric or Trainer whose context is used."""
-    config: Mapping[str, Any] | None = None
+    config: Any = None
+    """A mapping, a dataclass or a namespace."""
     launcher: Mapping[str, Any] | None = None
     launcher_name: str = "launcher"
     checkpoint: str | Path | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from stepguard.preflight.answers import Missing, Pointless, Seen, passed, warned
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
@@ -17,6 +19,8 @@ def _look(seen: Inspection) -> Seen:
     total = seen.steps
     wanted = min(STEPS, SHARE * total) if total else STEPS
     fix = f"Warm up over {wanted:.0f} steps or more: LinearLR before the schedule, or OneCycleLR(pct_start=...)."
+    if "metrics" in inspect.signature(getattr(seen.subject.scheduler, "step", len)).parameters:
+        raise Pointless(f"{type(seen.subject.scheduler).__name__} follows a metric and knows no warmup")
     try:
         course = seen.course
     except Missing:
