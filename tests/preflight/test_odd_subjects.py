@@ -1,4 +1,4 @@
-"""Unusual models, optimizers, schedules and data are looked at without a false alarm, and no item stumbles over them."""
+"""Unusual models, optimizers, schedules and data raise no false alarm, and no item stumbles over them."""
 
 from __future__ import annotations
 

@@ -128,13 +128,14 @@ def _from_trainer(trainer: Any) -> Subject:
 
 def _steps(trainer: Any) -> int | None:
     """As the Trainer counts them: max_steps, or epochs of full accumulations on one process."""
-    args, dataset = trainer.args, getattr(trainer, "train_dataset", None)
+    args, dataset = trainer.args, getattr(trainer, "train_dataset", ())
     if getattr(args, "max_steps", 0) > 0:
         return int(args.max_steps)
     if not hasattr(dataset, "__len__") or not hasattr(args, "train_batch_size"):
         return None
     batches = math.ceil(len(dataset) / (args.train_batch_size * max(1, getattr(args, "world_size", 1))))
-    return math.ceil(args.num_train_epochs * max(1, batches // args.gradient_accumulation_steps))
+    updates: int = math.ceil(args.num_train_epochs * max(1, batches // args.gradient_accumulation_steps))
+    return updates
 
 
 def _optimizer(trainer: Any, steps: int | None) -> tuple[Any, Any]:
