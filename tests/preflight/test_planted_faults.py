@@ -48,6 +48,7 @@ FAULTS = [
     ("poisoned_statistics", "model.stored_finite", "fail", "buffer:batch_norm.running_var", "1 of 8 values"),
     ("loss_of_zero_over_zero", "model.fresh_forward", "fail", "loss nan", ""),
     ("loss_of_zero_over_zero", "checklist.divisions", "fail", "smallest divisor 0 (float32, faults.py:", ""),
+    ("eps_without_effect", "checklist.divisions", "pass", "the eps 1e-08 in float32 has no effect at faults.py:", ""),
     ("infinite_slope", "model.fresh_forward", "fail", "bad gradients: alpha", "loss"),
     ("runaway_scalar", "scalars.limit", "fail", "alpha reaches 88.7", "allowed is 10"),
     ("policy_without_rewind", "checklist.recovery", "warn", "skip, stop", "without rewind"),
@@ -82,7 +83,7 @@ def test_planted_fault_is_found_with_its_numbers(build: str, item: str, status: 
     said = "; ".join(outcome.evidence)
     assert outcome.status == status, said
     assert first in said and second in said
-    assert outcome.fix
+    assert outcome.fix or status == "pass"
 
 
 def test_nothing_is_reported_on_the_healthy_project(healthy: Preflight) -> None:
