@@ -4,8 +4,8 @@
     python -m benchmarks.frameworks --only trainer
     python -m benchmarks.frameworks --quick          # tiny models, seconds: shows that it runs, says nothing about cost
 
-Guarded and bare runs of a few steps alternate on the same model, in an order drawn anew each time; the median steps of two
-neighbours give one ratio, and the median of these is reported. The control is bare on both sides.
+Guarded and bare runs of a few steps alternate on the same model, in an order drawn anew each time; the median steps of
+two neighbours give one ratio, and the median of these is reported. The control is bare on both sides.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             loop.close()
     console.print(painted(size.what, results))
     kept = _merge(options.output, results)
-    machine.keep({"schema": 1, "promise": PROMISE, "what": size.what, "machine": machine.facts(), "loops": kept}, options.output)
+    machine.keep(
+        {"schema": 1, "promise": PROMISE, "what": size.what, "machine": machine.facts(), "loops": kept}, options.output
+    )
     return 0
 
 

@@ -1,11 +1,12 @@
 """Training loops of frameworks that can be run for a few steps, guarded or not, and say how long each step took.
 
-A new framework is one more class and one more line in `LOOPS`. Its guard must be gone when `run` returns, so that the bare
-steps beside it are bare.
+A new framework is one more class and one more line in `LOOPS`. Its guard must be gone when `run` returns, so that the
+bare steps beside it are bare.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class Clock:
     def take(self) -> list[Spent]:
         """How long every step but the last took; that one has no successor."""
         marks, self._marks = self._marks, []
-        return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(marks, marks[1:], strict=False)]
+        return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(marks)]
 
 
 def llama(size: Size) -> Any:
@@ -84,7 +85,7 @@ def rows(size: Size, count: int) -> list[dict[str, torch.Tensor]]:
 
 
 class TrainerLoop:
-    """transformers' Trainer with its default fused AdamW, clipping, a linear schedule and a log line every ten steps."""
+    """transformers' Trainer with clipping, a linear schedule and a log line every ten steps."""
 
     def __init__(self, size: Size, optim: str) -> None:
         self.what = f"transformers Trainer, {optim}"

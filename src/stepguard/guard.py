@@ -72,7 +72,9 @@ class Guard:
         step can then be replayed, as one of `guard.step` can. Only for a guard made by `stepguard.watch`.
         """
         if self._watcher is None:
-            raise ConfigError("guard.micro is for a loop that runs its own steps; build the guard with stepguard.watch.")
+            raise ConfigError(
+                "guard.micro is for a loop that runs its own steps; build the guard with stepguard.watch."
+            )
         if not self._closed:
             offer(self._context, loss_fn)
             self._watcher.begin_micro(loss_fn, batch)

@@ -171,7 +171,9 @@ def test_close_gives_back_accelerator_and_optimizer_as_they_were() -> None:
 def test_two_optimizers_get_a_guard_each(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     one, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    prepared = accelerator.prepare(one, other, torch.optim.SGD(one.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1))
+    prepared = accelerator.prepare(
+        one, other, torch.optim.SGD(one.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
+    )
     one, other, first, second = prepared
     with guard(accelerator, quiet(run_dir=tmp_path)) as watching:
         for x in (torch.ones(3, 2), torch.full((3, 2), math.nan)):

@@ -20,7 +20,9 @@ def test_ranks_skip_name_and_refuse_together(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    said = sorted((json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")), key=lambda s: s["rank"])
+    said = sorted(
+        (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")), key=lambda s: s["rank"]
+    )
     assert len(said) == 2
     expected = [{"step": 2, "rank": 1, "micro": 1, "samples": [1], "tensor": "batch:x"}]
     assert [s["incidents"] for s in said] == [expected, expected]

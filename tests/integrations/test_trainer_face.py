@@ -59,7 +59,7 @@ def test_settings_that_belong_to_the_trainer_are_refused(tmp_path: Path, setting
 
 
 def test_what_is_not_a_trainer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="got a Regression; give a transformers.Trainer"):
+    with pytest.raises(ConfigError, match=r"got a Regression; give a transformers\.Trainer"):
         guard(regression())  # type: ignore[arg-type]
 
 
@@ -112,7 +112,11 @@ def test_user_errors_pass_through_and_leave_the_guard_usable(tmp_path: Path) -> 
 
 def test_keys_reach_tensorboard(tmp_path: Path) -> None:
     made = trainer(
-        tmp_path, regression(), numbers(24, nan_at=9), report_to="tensorboard", logging_steps=2,
+        tmp_path,
+        regression(),
+        numbers(24, nan_at=9),
+        report_to="tensorboard",
+        logging_steps=2,
     )
     with guard(made, quiet()), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))

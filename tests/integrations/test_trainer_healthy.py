@@ -83,9 +83,7 @@ def test_a_guarded_healthy_seq2seq_run_is_bit_identical(tmp_path: Path) -> None:
     runs = []
     for guarded in (False, True):
         rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in texts(24)]
-        made = Seq2SeqTrainer(
-            model=t5(), args=Seq2SeqTrainingArguments(**arguments(tmp_path)), train_dataset=rows
-        )
+        made = Seq2SeqTrainer(model=t5(), args=Seq2SeqTrainingArguments(**arguments(tmp_path)), train_dataset=rows)
         made.remove_callback(PrinterCallback)
         runs.append(outcome(made, guarded))
     same(*runs)

@@ -82,7 +82,9 @@ def test_rotation_keeps_the_last_good_checkpoint_of_a_run_whose_loss_is_ruined(t
                     kwargs["model"].outer.bias.fill_(1e4)
 
     settings = {"max_steps": 36, "save_steps": 6, "save_total_limit": 2, "learning_rate": 1e-3}
-    made = trainer(tmp_path, regression(), numbers(24), extra={"callbacks": [Ruin()]}, save_strategy="steps", **settings)
+    made = trainer(
+        tmp_path, regression(), numbers(24), extra={"callbacks": [Ruin()]}, save_strategy="steps", **settings
+    )
     lenient = quiet(policy=__import__("stepguard").Policy(actions=("warn",), max_consecutive=50, max_per_1000=1000))
     with guard(made, lenient) as watching:
         made.train()

@@ -225,7 +225,9 @@ def test_a_batch_without_labels_gives_the_incident_of_the_plain_loop(tmp_path: P
 
     def loss_fn(batch: Any) -> Any:
         # the Trainer counts the labels of the whole step before it begins, so a smaller batch does not change them
-        return plain.model(**batch, num_items_in_batch=counts[id(batch)] if id(batch) in counts else torch.tensor(0)).loss
+        return plain.model(
+            **batch, num_items_in_batch=counts[id(batch)] if id(batch) in counts else torch.tensor(0)
+        ).loss
 
     counts = {id(batch): batch["labels"][:, 1:].ne(-100).sum() for batch in plain.batches}
     expected = plain.run(loss_fn)

@@ -17,7 +17,15 @@ KNOWN = Framework("transformers", first="5.0", before="6.0", tested="5.22.2", wi
 
 @pytest.mark.parametrize(
     ("version", "works"),
-    [("5.0.0", True), ("5.22.2", True), ("5.0.0rc1", True), ("5.4+local", True), ("4.57.6", False), ("6.0", False), ("5.3.1", False)],
+    [
+        ("5.0.0", True),
+        ("5.22.2", True),
+        ("5.0.0rc1", True),
+        ("5.4+local", True),
+        ("4.57.6", False),
+        ("6.0", False),
+        ("5.3.1", False),
+    ],
 )
 def test_versions_that_work_are_known_by_their_numbers(version: str, works: bool) -> None:
     assert KNOWN.supports(version) is works
@@ -29,7 +37,9 @@ def test_a_framework_that_is_missing_is_named_with_the_versions_that_work() -> N
 
 
 def test_an_unknown_version_is_named_with_the_versions_that_work() -> None:
-    with pytest.raises(ConfigError, match=r"pytest \d.* is not known .* 0\.1 up to, not including, 0\.2 \(tested with 0\.1\)"):
+    with pytest.raises(
+        ConfigError, match=r"pytest \d.* is not known .* 0\.1 up to, not including, 0\.2 \(tested with 0\.1\)"
+    ):
         Framework("pytest", first="0.1", before="0.2", tested="0.1").require()
 
 

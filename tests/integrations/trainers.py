@@ -108,7 +108,9 @@ def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
     return {**given, **settings}
 
 
-def trainer(folder: Path, model: nn.Module, rows: list[Row], *, kind: Any = Trainer, extra: Any = None, **settings: Any) -> Any:
+def trainer(
+    folder: Path, model: nn.Module, rows: list[Row], *, kind: Any = Trainer, extra: Any = None, **settings: Any
+) -> Any:
     """A Trainer that prints nothing."""
     made = kind(
         model=model, args=TrainingArguments(**arguments(folder, **settings)), train_dataset=rows, **(extra or {})

@@ -77,7 +77,7 @@ class Watcher:
     # --- taps --------------------------------------------------------------------------------------------------
 
     def begin_micro(self, loss_fn: LossFn, batch: Any) -> None:
-        """A framework is about to run forward and backward of one micro-batch; calls of the model need no memory then."""
+        """A framework is about to run one micro-batch; the calls of the model need not be remembered then."""
         self.capture.off = True
         self.shield.call(None, self.micro.add, loss_fn, batch)
         self.heard.labels = self.shield.call(None, count_labels, batch, self.context)

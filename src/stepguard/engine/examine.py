@@ -11,6 +11,7 @@ from torch import nn
 from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import finite
+from stepguard.sentinel.reduce import RankFault
 from stepguard.sentinel.stored import (
     bad_buffers,
     bad_parameters,
@@ -76,7 +77,10 @@ def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
     """`stored_trouble` of this rank, or of all ranks if all of them ask now."""
     if not together:
         return tuple(stored_trouble(context))
-    everybody = context.agreement.together(lambda: {"bad": stored_trouble(context)})
+    try:
+        everybody = context.agreement.together(lambda: {"bad": stored_trouble(context)})
+    except RankFault:  # a rank whose guard has disarmed itself does not take part
+        return tuple(stored_trouble(context))
     return tuple(dict.fromkeys(name for told in everybody for name in told["bad"]))
 
 

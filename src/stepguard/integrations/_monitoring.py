@@ -88,7 +88,9 @@ class GradientMonitoringCallback(TrainerCallback):
             return
         bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))
         incidents = self.incidents
-        hidden = [i for i in incidents[self._known :] if i.reading.loss is not None and i.reading.loss != i.reading.loss]
+        hidden = [
+            i for i in incidents[self._known :] if i.reading.loss is not None and i.reading.loss != i.reading.loss
+        ]
         self._known = len(incidents)
         self.reported["grad_norm"] += bad_norm
         self.reported["loss"] += bool(hidden)
@@ -119,7 +121,7 @@ def safe_compute_loss(
 
     | the micro-batch | what happens |
     |---|---|
-    | no label counts (all -100) | dropped: a zero that is connected to every parameter, so DDP goes on; warned, counted |
+    | no label counts (all -100) | dropped: a zero that every parameter is part of, so that DDP goes on; warned |
     | the model gives no loss | ConfigError that names the keys of the batch |
     | the loss is NaN or Inf | dropped likewise; a guarded Trainer gets the loss as it is, and its guard vetoes |
     | the loss is exactly 0 | as it is: a true zero is no fault, and replacing it by 1e-6 would train nothing |
@@ -127,7 +129,9 @@ def safe_compute_loss(
     Where a whole step was dropped on all ranks its update does not happen, momentum and weight decay included.
     """
     try:
-        found = type(trainer).compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        found = type(trainer).compute_loss(
+            trainer, model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+        )
     except ValueError as error:
         if "did not return a loss" not in str(error):
             raise

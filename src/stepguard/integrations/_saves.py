@@ -21,7 +21,7 @@ class SaveRefused(StepguardError):  # noqa: N818 (an outcome, like TrainingHalte
     def __str__(self) -> str:
         named = ", ".join(self.tensors[:SHOWN]) + (", ..." if len(self.tensors) > SHOWN else "")
         return (
-            f"refused to save {self.what}: {len(self.tensors)} stored tensor{'s' * (len(self.tensors) != 1)} non-finite "
+            f"refused to save {self.what}: non-finite stored tensors: {len(self.tensors)} "
             f"({named}); load the last good checkpoint, or close() the guard to save it as it is"
         )
 

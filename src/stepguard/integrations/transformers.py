@@ -25,7 +25,7 @@ from stepguard.guard import Guard, watch
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
 
-TRANSFORMERS = Framework("transformers", first="5.0", before="6.0", tested="5.22.2")
+TRANSFORMERS = Framework("transformers", first="5.2", before="6.0", tested="5.22.2")
 TRANSFORMERS.require()
 
 import transformers.trainer  # noqa: E402 (first the version, then what that version must have)
@@ -35,8 +35,8 @@ from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 TRANSFORMERS.need(transformers.trainer, "rotate_checkpoints")
 
 from stepguard.integrations._holding import hold_schedule  # noqa: E402
-from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.integrations._monitoring import GradientMonitoringCallback, safe_compute_loss  # noqa: E402
+from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.integrations._trainer_log import INCIDENTS, TrueLoss, correct  # noqa: E402
 from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
 from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402
@@ -56,7 +56,9 @@ def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
         raise ConfigError("this Trainer has a guard already; close() that one first.")
     TRANSFORMERS.need(trainer, *WRAPPED, "accelerator", "callback_handler")
     if getattr(trainer, "is_deepspeed_enabled", False):
-        raise ConfigError("DeepSpeed updates the weights inside its engine, where a guard cannot veto; train without it.")
+        raise ConfigError(
+            "DeepSpeed updates the weights inside its engine, where a guard cannot veto; train without it."
+        )
     return TrainerGuard(trainer, _settings(trainer, config or GuardConfig()))
 
 
@@ -81,7 +83,7 @@ class TrainerGuard:
         wrap(self._undo, trainer, "log", self._log)
         self._saves.wrap(self._undo)
         follow = _Follow(self._begin, self._end)
-        # before the loggers, so that theirs is what this one has seen; after DefaultFlowCallback, which decides the flow
+        # after DefaultFlowCallback, which decides the flow, and before the loggers
         trainer.callback_handler.callbacks.insert(1, follow)
         self._undo.callback(_remove, trainer.callback_handler.callbacks, follow)
         _guarded[trainer] = self
