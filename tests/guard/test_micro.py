@@ -105,7 +105,7 @@ def facts(incident: Incident) -> dict[str, Any]:
     reading = incident.reading
     return {
         "id": incident.id,
-        "origin": incident.origin,
+        "origin": repr(incident.origin),  # a NaN among its numbers equals nothing
         "codes": [finding.code for finding in incident.findings],
         "decision": incident.decision,
         "bad_grads": reading.bad_grads,

@@ -141,7 +141,7 @@ def facts(incident: Incident) -> dict[str, Any]:
     return {
         "id": incident.id,
         "verdict": incident.verdict.kind,
-        "origin": incident.origin,
+        "origin": repr(incident.origin),  # a NaN among its numbers equals nothing
         "codes": [finding.code for finding in incident.findings],
         "decision": incident.decision,
         "bad_grads": incident.reading.bad_grads,

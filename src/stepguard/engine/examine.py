@@ -67,10 +67,10 @@ def stored_trouble(context: Context) -> list[str]:
 
 def bad_tensors(model: nn.Module) -> tuple[str, ...]:
     """Non-finite parameters and norm statistics of a model that nothing else is known of."""
-    stored = [(f"param:{name}", p) for name, p in model.named_parameters()]
     statistics = {id(buffer) for buffer in norm_statistics({"": model})}
-    stored += [(f"buffer:{name}", b) for name, b in model.named_buffers() if id(b) in statistics]
-    return tuple(name for name, tensor in stored if not finite(tensor.detach()))
+    parameters = [f"param:{name}" for name, p in model.named_parameters() if not finite(p)]
+    buffers = [f"buffer:{name}" for name, b in model.named_buffers() if id(b) in statistics and not finite(b)]
+    return tuple(parameters + buffers)
 
 
 def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ UNSEEN = (
 IGNORED = -100
 
 
-class GradientMonitoringCallback(TrainerCallback):
+class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
     """Vetoes updates with NaN or Inf before the optimizer, and reports what a log line hides.
 
     Gradients are gone when `on_step_end` runs, so they are looked at inside `optimizer.step()`; `on_step_end` looks at
@@ -171,7 +171,8 @@ def _drop(trainer: Any, model: Any, why: str) -> Tensor:
         warnings.warn(message, MicroBatchDropped, stacklevel=3)
     _skip_if_empty(_inner(trainer))
     zeros = [(p * 0.0).sum() for p in model.parameters() if p.requires_grad]
-    return sum(zeros[1:], start=zeros[0]).float()
+    total: Tensor = sum(zeros[1:], start=zeros[0])
+    return total.float()
 
 
 def _skip_if_empty(optimizer: Any) -> None:

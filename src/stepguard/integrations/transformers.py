@@ -220,7 +220,7 @@ class TrainerGuard:
             self._last.say("save-refused", summary)
 
 
-class _Follow(TrainerCallback):
+class _Follow(TrainerCallback):  # type: ignore[misc]
     """Tells the guard when a `train()` is ready to begin, and when it is over."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
