@@ -21,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from stepguard import GuardConfig, Incident
 
 transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()  # it keeps a thread
 
 QUIET = GuardConfig(terminal="quiet")
 FEATURES, VOCABULARY, LENGTH = 4, 32, 8
