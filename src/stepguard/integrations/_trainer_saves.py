@@ -22,12 +22,23 @@ Look = Callable[[bool], tuple[str, ...]]
 class TrainerSaves:
     """Wraps the saving methods of one Trainer."""
 
-    def __init__(self, trainer: Any, look: Look, good: Callable[[], bool], say: Callable[[str], None]) -> None:
-        self._trainer, self._look, self._good, self._say = trainer, look, good, say
+    def __init__(self, trainer: Any, look: Look, hurt: Callable[[], bool], say: Callable[[str], None]) -> None:
+        self._trainer, self._look, self._hurt, self._say = trainer, look, hurt, say
         self._inside = False
         self.refused = 0
-        self.last_good: Path | None = None
-        """Newest checkpoint that was written, or resumed from, while the run was healthy."""
+        self._fresh: Path | None = None
+        """The newest checkpoint, if the run looked healthy when it was written; later steps have yet to prove it."""
+        self._proven: Path | None = None
+        """The newest one that healthy steps have followed, or that was resumed from."""
+
+    def last_good(self) -> Path | None:
+        """The newest checkpoint that nothing has spoken against."""
+        if self._hurt():
+            self._fresh = None
+        return self._fresh or self._proven
+
+    def resumed_from(self, checkpoint: Path | None) -> None:
+        self._fresh, self._proven = None, checkpoint
 
     def wrap(self, undo: ExitStack) -> None:
         wrap(undo, self._trainer, "_save_checkpoint", self._checkpoint)
@@ -71,10 +82,16 @@ class TrainerSaves:
     ) -> None:
         """In the place of transformers' own, which knows of the best checkpoint but not of the last good one."""
         checkpoints = sort_checkpoints(output_dir, use_mtime=use_mtime)
-        if self._good() and checkpoints:
-            self.last_good = Path(output_dir, f"checkpoint-{self._trainer.state.global_step}")
+        self._judge(Path(output_dir, f"checkpoint-{self._trainer.state.global_step}"))
         if save_total_limit is None or save_total_limit <= 0:
             return
-        named = [self.last_good, Path(best_model_checkpoint) if best_model_checkpoint is not None else None]
+        named = [self._proven, Path(best_model_checkpoint) if best_model_checkpoint is not None else None]
         for checkpoint in to_delete(checkpoints, save_total_limit, {path for path in named if path is not None}):
             shutil.rmtree(checkpoint, ignore_errors=True)
+
+    def _judge(self, newest: Path) -> None:
+        """Healthy steps since the last checkpoint prove that one; the newest has to wait for its own."""
+        if self._hurt():
+            self._fresh = None
+            return
+        self._proven, self._fresh = self._fresh or self._proven, newest

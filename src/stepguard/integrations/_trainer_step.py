@@ -24,9 +24,9 @@ class TrainingStep:
     def __init__(self, trainer: Any, training_step: Callable[..., Any]) -> None:
         self._trainer, self._training_step = trainer, training_step
 
-    def loss(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Tensor:
-        """Everything as in the real step, except that backward only notes what it was called on."""
-        accelerator = self._trainer.accelerator
+    def loss(self, step: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Tensor:
+        """Everything as at global step `step`, except that backward only notes what it was called on."""
+        accelerator, state = self._trainer.accelerator, self._trainer.state
         roots: list[Tensor] = []
 
         def note(loss: Tensor, **_: Any) -> None:
@@ -37,6 +37,7 @@ class TrainingStep:
 
         with (
             kept(self._trainer),
+            swapped(state, "global_step", step),
             swapped(accelerator, "backward", note),
             swapped(torch.autograd, "backward", note_direct),  # a training_step that calls loss.backward() itself
         ):

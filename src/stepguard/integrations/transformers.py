@@ -76,8 +76,10 @@ class TrainerGuard:
         self._losses = TrueLoss()
         self._logged = (0, 0)
         """Global step and number of incidents at the last log line."""
+        self._judged = 0
+        """Incidents that checkpoints have been judged by."""
         self._step = TrainingStep(trainer, trainer.training_step)
-        self._saves = TrainerSaves(trainer, self._look, self._good, self._say)
+        self._saves = TrainerSaves(trainer, self._look, self._hurt, self._say)
         wrap(self._undo, trainer, "train", self._train)
         wrap(self._undo, trainer, "training_step", self._training_step)
         wrap(self._undo, trainer, "log", self._log)
@@ -101,8 +103,8 @@ class TrainerGuard:
 
     @property
     def last_good(self) -> Path | None:
-        """The newest checkpoint that was written, or resumed from, while the run was healthy."""
-        return self._saves.last_good
+        """The newest checkpoint that was written, or resumed from, and that nothing has spoken against since."""
+        return self._saves.last_good()
 
     def close(self) -> None:
         """Read what is pending and undo every wrap. Safe to call twice."""
@@ -127,7 +129,7 @@ class TrainerGuard:
             resumed = args[0] if args else kwargs.get("resume_from_checkpoint")
             if resumed is True:
                 resumed = get_last_checkpoint(self._trainer.args.output_dir)
-            self._saves.last_good = Path(resumed) if resumed else None
+            self._saves.resumed_from(Path(resumed) if resumed else None)
             try:
                 return original(*args, **kwargs)
             except TrainingHalted:
@@ -174,7 +176,8 @@ class TrainerGuard:
         @functools.wraps(original)
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if self._guard is not None:
-                self._guard.micro(functools.partial(self._step.loss, model, args, kwargs), copy.copy(inputs))
+                now = self._trainer.state.global_step
+                self._guard.micro(functools.partial(self._step.loss, now, model, args, kwargs), copy.copy(inputs))
             loss = original(model, inputs, *args, **kwargs)
             self._losses.add(loss)
             return loss
@@ -212,8 +215,11 @@ class TrainerGuard:
             return bad_tensors(self._trainer.model)
         return self._last.trouble(together=together and self._guard is not None)
 
-    def _good(self) -> bool:
-        return self._last is None or self._last.good
+    def _hurt(self) -> bool:
+        """Does the loss, or an incident since this was last asked, say that the weights themselves are bad?"""
+        known, incidents = self._judged, self.incidents
+        self._judged = len(incidents)
+        return any(map(_hurts, incidents[known:])) or (self._last is not None and not self._last.good)
 
     def _say(self, summary: str) -> None:
         if self._last is not None:
@@ -247,6 +253,11 @@ def _settings(trainer: Any, config: GuardConfig) -> GuardConfig:
         )
     labels = "labels" if "labels" in (getattr(trainer, "label_names", None) or ()) else None
     return replace(config, clip_norm=clip, labels_key=config.labels_key or labels)
+
+
+def _hurts(incident: Incident) -> bool:
+    """Was it finite weights that had lost what they knew? A checkpoint that is finite does not tell."""
+    return incident.verdict.kind in ("spike", "drift")
 
 
 def _wind_up(trainer: Any) -> None:
