@@ -15,13 +15,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from stepguard import GuardConfig, Incident
 
 transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()  # it keeps a thread
+tqdm.monitor_interval = 0  # no thread of its own
 
 QUIET = GuardConfig(terminal="quiet")
 FEATURES, VOCABULARY, LENGTH = 4, 32, 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,10 @@ from torch import Tensor
 
 from stepguard._errors import StepguardError
 from stepguard.integrations._wrapping import swapped
+
+DATA = ("train_dataset", "eval_dataset")
+LARGE = 10_000
+"""Containers with more elements hold data, not metrics."""
 
 
 class NoBackwardError(StepguardError):
@@ -49,41 +53,31 @@ class TrainingStep:
 
 @contextmanager
 def kept(trainer: Any) -> Iterator[None]:
-    """Attributes are put back, and the numbers inside lists and dicts, where trainers gather metrics, are too."""
+    """Attributes are put back, and so is what lists and dicts among them hold: trainers gather metrics there."""
     own = vars(trainer)
     attributes = dict(own)
-    inside = {name: _copied(value) for name, value in own.items() if isinstance(value, dict | list)}
+    inside = [found for name, value in own.items() if name not in DATA for found in _contents(value)]
     try:
         yield
     finally:
-        for name in [name for name in own if name not in attributes]:
-            del own[name]
+        own.clear()
         own.update(attributes)
-        for name, content in inside.items():
-            _put_back(own[name], content)
+        for container, content in inside:
+            _refill(container, content)
 
 
-def _copied(value: Any) -> Any:
-    """Containers copied as deep as they go, everything else by reference."""
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every list and dict that can be reached through lists and dicts, each with a copy of what it holds."""
+    if not isinstance(value, dict | list) or len(value) > LARGE:
+        return
+    yield value, copy.copy(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _contents(item)
 
 
-def _put_back(container: Any, content: Any) -> None:
-    """Into the same object, since others hold on to it."""
+def _refill(container: Any, content: Any) -> None:
     if isinstance(container, list):
-        if len(container) != len(content):
-            container[:] = content
-        for here, there in zip(container, content, strict=True):
-            if isinstance(here, dict | list):
-                _put_back(here, there)
-    elif isinstance(container, dict):
-        for key in [key for key in container if key not in content]:
-            del container[key]
-        for key, there in content.items():
-            here = container.setdefault(key, there)
-            if isinstance(here, dict | list):
-                _put_back(here, there)
-            else:
-                container[key] = there
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)

@@ -9,6 +9,7 @@ Writing `loss = guard.loss(loss_fn, batch)` in place of `loss = loss_fn(batch)` 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
@@ -154,7 +157,15 @@ def _trained(accelerator: Any, wrapper: Any) -> tuple[nn.Module, dict[str, nn.Mo
         raise ConfigError(
             f"no prepared model has the parameters of {type(wrapper.optimizer).__name__}; prepare the model as well."
         )
-    return models[0], {f"model{i}": model for i, model in enumerate(models[1:], start=1)}
+    return _parallel(models[0]), {f"model{i}": model for i, model in enumerate(models[1:], start=1)}
+
+
+def _parallel(model: nn.Module) -> nn.Module:
+    """The DistributedDataParallel around it: accelerate gives that to the user, and keeps only what is inside."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return model
+    wrappers = [o for o in gc.get_objects() if type(o) is DistributedDataParallel]
+    return next((wrapper for wrapper in wrappers if wrapper.module is model), model)
 
 
 def _scheduler(accelerator: Any, wrapper: Any) -> Any:
