@@ -1,4 +1,4 @@
-"""Two gloo ranks under `torchrun`, in accelerate and in a Trainer: they skip, name the rank and refuse a save together."""
+"""Two gloo ranks under `torchrun`, in accelerate and in a Trainer: they skip, name and refuse together."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
+from stepguard.cli.check import check
 from stepguard.cli.compare import compare
 from stepguard.cli.explain import explain
 from stepguard.cli.live import live
@@ -29,6 +30,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     live,
     explain,
     replay,
+    check,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 
