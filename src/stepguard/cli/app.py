@@ -13,11 +13,14 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
+from stepguard.cli.doctor import doctor
 from stepguard.cli.explain import explain
 from stepguard.cli.plot import plot
+from stepguard.cli.quarantine import quarantine
 from stepguard.cli.replay import replay
 from stepguard.cli.report import report
 from stepguard.cli.run import run
+from stepguard.cli.verify import verify
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     run,
@@ -25,6 +28,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     plot,
     explain,
     replay,
+    verify,
+    quarantine,
+    doctor,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 
