@@ -78,7 +78,8 @@ def make(folder: Path, name: str, megabytes: int) -> Path:
     generator = torch.Generator().manual_seed(0)
     count = max(2, megabytes // 20)
     state = {
-        f"layers.{n}.weight": torch.randn(megabytes * 1_000_000 // count // 4, generator=generator) for n in range(count)
+        f"layers.{n}.weight": torch.randn(megabytes * 1_000_000 // count // 4, generator=generator)
+        for n in range(count)
     }
     if name == "safetensors":
         from safetensors.torch import save_file

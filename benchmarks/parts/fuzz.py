@@ -63,7 +63,11 @@ def seeds() -> list[Seed]:
     optimizer = torch.optim.Adam(line.parameters())
     line(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    value = {"state_dict": line.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()[:64].clone()}
+    value = {
+        "state_dict": line.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state()[:64].clone(),
+    }
     zipped, legacy = io.BytesIO(), io.BytesIO()
     torch.save(value, zipped)
     torch.save(value, legacy, _use_new_zipfile_serialization=False)
@@ -141,7 +145,12 @@ OPCODES = sorted(operations.TABLE)
 
 def invented(chance: random.Random) -> bytes:
     """A stream of opcodes in no sensible order, with arguments that are sometimes right."""
-    names = (b"cos\nsystem\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n", b"cbuiltins\neval\n")
+    names = (
+        b"cos\nsystem\n",
+        b"ctorch._utils\n_rebuild_tensor_v2\n",
+        b"ccollections\nOrderedDict\n",
+        b"cbuiltins\neval\n",
+    )
     parts = [b"\x80\x04"]
     for _ in range(chance.randrange(1, 120)):
         kind = chance.random()

@@ -1,4 +1,4 @@
-"""One contender of the verify benchmark in a process of its own: prints its seconds and the growth of its peak memory."""
+"""One contender of the verify benchmark in a process of its own: prints its seconds and its peak memory."""
 
 from __future__ import annotations
 

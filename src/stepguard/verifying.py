@@ -25,7 +25,7 @@ def verify(
     """Verify a checkpoint file, a checkpoint folder, or everything below a folder.
 
     Reads `.pt` `.pth` `.bin` `.ckpt` (both formats of torch.save, plain pickles), safetensors, sharded and transformers
-    folders, DCP folders and sealed checkpoints. What is wrong is in `.problems`; only a path that does not exist raises.
+    folders, DCP folders and sealed checkpoints. What is wrong is in `.problems`; only a missing path raises.
     With `lr`, a checkpoint whose base learning rate is another one has a problem of kind `lr`.
     """
     where = Path(path)

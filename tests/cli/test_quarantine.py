@@ -164,4 +164,7 @@ def test_json_names_what_moved(run: Path) -> None:
     data = json.loads(invoke(run, "--json").stdout)
     assert {move["original"] for move in data["moved"]} == {"bad.pt", "checkpoint-40"}
     assert [Path(path).name for path in data["not_judged"]] == ["too-large.pt"]
-    assert {move["original"] for move in json.loads(invoke(run, "--undo", "--json").stdout)["moved_back"]} == {"bad.pt", "checkpoint-40"}
+    assert {move["original"] for move in json.loads(invoke(run, "--undo", "--json").stdout)["moved_back"]} == {
+        "bad.pt",
+        "checkpoint-40",
+    }

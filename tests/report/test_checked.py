@@ -16,7 +16,14 @@ FOLDER = Verification(path="run", format="folder", problems=(LINK, BAD), parts=(
 
 def test_every_checkpoint_has_a_line_and_every_problem_its_place() -> None:
     text = render_checked([FOLDER], width=100, colour=False)
-    for words in ("run/b", "DCP", "1,200", "2.1 GB", "corrupt, 1 error", "optimizer.pt: state/0/exp_avg (optimizer): 1 NaN of 3"):
+    for words in (
+        "run/b",
+        "DCP",
+        "1,200",
+        "2.1 GB",
+        "corrupt, 1 error",
+        "optimizer.pt: state/0/exp_avg (optimizer): 1 NaN of 3",
+    ):
         assert words in text
     assert "link out of the folder" in text
     assert "2 checkpoints, 1 good, 1 corrupt; 1,203 tensors, 2.1 GB in 2.0 s (1.05 GB/s)" in text

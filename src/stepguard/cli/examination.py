@@ -35,7 +35,9 @@ def examine(folder: Path, *, config: Path | None, build: str | None, watch: Sequ
         _forward(fresh),
         _watched(fresh, checkpoints, watch),
     )
-    return Examination(path=str(folder), sections=(*sections, _recommendations(folder, checkpoints, sections, settings)))
+    return Examination(
+        path=str(folder), sections=(*sections, _recommendations(folder, checkpoints, sections, settings))
+    )
 
 
 def _verified(folder: Path, watch: Sequence[str]) -> Verification:
@@ -60,7 +62,9 @@ def _configuration(config: Path | None, settings: dict[str, Any] | None, found: 
     for name, value in settings.items():
         if is_rate(name) and isinstance(value, str) and as_number(value) is not None:
             status = "warning"
-            lines.append(f"{name} is the text {value!r} to a YAML reader: write it with a point, {as_number(value):.1e}")
+            lines.append(
+                f"{name} is the text {value!r} to a YAML reader: write it with a point, {as_number(value):.1e}"
+            )
     bad = [name for name, rate in rates.items() if rate is None or not math.isfinite(rate) or rate <= 0]
     if bad:
         return Section(title=title, status="failed", lines=(*lines, f"{', '.join(bad)} is no positive number"))
@@ -86,7 +90,9 @@ def _checkpoints(folder: Path, found: Verification) -> Section:
     if not leaves:
         return Section(title="checkpoints", status="not checked", lines=(f"no checkpoint below {folder}",))
     bad = [leaf for leaf in leaves if leaf.corrupt]
-    total = f"{count(len(leaves), 'checkpoint')}, {len(leaves) - len(bad)} good, {len(bad)} corrupt, {size(found.bytes)}"
+    total = (
+        f"{count(len(leaves), 'checkpoint')}, {len(leaves) - len(bad)} good, {len(bad)} corrupt, {size(found.bytes)}"
+    )
     lines = [total]
     for leaf in bad[:MOST_SHOWN]:
         first = next(problem for problem in leaf.errors if problem.kind != "lr")
@@ -123,8 +129,8 @@ def _watched(fresh: Fresh | None, found: Verification, watch: Sequence[str]) -> 
     rows = [(leaf.path, w.name, w.low, w.high) for leaf in found.leaves for w in leaf.watched]
     rows += [("fresh model", name, low, high) for name, low, high in (fresh.values(watch) if fresh else ())]
     if not rows:
-        lines = (f"no tensor is named {' or '.join(watch)}; choose others with --watch PATTERN",)
-        return Section(title=title, status="not checked", lines=lines)
+        none = f"no tensor is named {' or '.join(watch)}; choose others with --watch PATTERN"
+        return Section(title=title, status="not checked", lines=(none,))
     large = [row for row in rows if max(abs(row[2]), abs(row[3])) > LIMIT]
     shown = large[:MOST_SHOWN] or rows[-MOST_SHOWN:]
     lines = tuple(f"{where}: {name} = {_range(low, high)}" for where, name, low, high in shown)

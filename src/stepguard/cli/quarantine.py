@@ -57,7 +57,10 @@ def _tell(folder: Path, moves: Sequence[Move], unread: Sequence[str], checked: i
             typer.echo(f"    and {len(move.reasons) - 3} more")
     for path in unread:
         typer.echo(f"left alone, could not be judged: {path} (stepguard verify {path} says why)")
-    typer.echo(f"{checked} checked, {len(moves)} {word}" + (f"; back with: stepguard quarantine {folder} --undo" if moves else ""))
+    typer.echo(
+        f"{checked} checked, {len(moves)} {word}"
+        + (f"; back with: stepguard quarantine {folder} --undo" if moves else "")
+    )
 
 
 def _undo(folder: Path, as_json: bool) -> int:

@@ -13,7 +13,9 @@ from stepguard._errors import ConfigError
 
 LARGEST = 4 << 20
 RATE_NAMES = ("lr", "learning_rate", "max_lr", "base_lr", "peak_lr", "init_lr")
-_LINE = re.compile(r"^(?P<indent>\s*)(?:-\s+)?[\"']?(?P<key>[A-Za-z_][\w.-]*)[\"']?\s*[:=]\s*(?P<value>.*?)\s*(?:\s#.*)?$")
+_LINE = re.compile(
+    r"^(?P<indent>\s*)(?:-\s+)?[\"']?(?P<key>[A-Za-z_][\w.-]*)[\"']?\s*[:=]\s*(?P<value>.*?)\s*(?:\s#.*)?$"
+)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -76,7 +78,9 @@ def _of_python(text: str) -> dict[str, Any]:
     """Assignments of literals, also in classes (a dataclass of settings)."""
     found: dict[str, Any] = {}
     for node in ast.walk(ast.parse(text)):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         value = getattr(node, "value", None)
         if value is None:
             continue

@@ -111,7 +111,8 @@ def conclusion(found: Sequence[Verification]) -> Text:
     parts += [f"{other} with another learning rate"] if other else []
     total, seconds = sum(leaf.bytes for leaf in leaves), sum(each.seconds for each in found)
     speed = f" ({size(total / seconds)}/s)" if seconds > 0.5 else ""
-    line = f" {', '.join(parts)}; {sum(leaf.tensors for leaf in leaves):,} tensors, {size(total)} in {seconds:.1f} s{speed}"
+    tensors = phrases.count(sum(leaf.tensors for leaf in leaves), "tensor")
+    line = f" {', '.join(parts)}; {tensors}, {size(total)} in {seconds:.1f} s{speed}"
     return Text(line, style="bold red" if corrupt or other else "green")
 
 

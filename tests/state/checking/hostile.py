@@ -103,7 +103,10 @@ GREEDY: dict[str, bytes] = {
     "a million digits": b"I" + b"9" * 60_000 + b"\n.",
     "stack without end": PROTOCOL + b"]" * 1_500_000 + b".",
     "marks without end": PROTOCOL + b"(" * 1_500_000 + b".",
-    "doubling lists": PROTOCOL + b"]\x94" + b"".join(b"]\x94(h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(60)) + b".",
+    "doubling lists": PROTOCOL
+    + b"]\x94"
+    + b"".join(b"]\x94(h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(60))
+    + b".",
 }
 """Declared or implied sizes that must not be allocated."""
 HARMLESS_GREEDY = frozenset({"doubling lists"})
@@ -200,6 +203,10 @@ def entry(start: int = 0, stop: int = 4, dtype: str = "F32", shape: object = (1,
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
 MALFORMED_SAFETENSORS: dict[str, bytes] = {
     "empty": b"",
     "five bytes": b"\x01\0\0\0\0",
@@ -218,5 +225,5 @@ MALFORMED_SAFETENSORS: dict[str, bytes] = {
     "hole": safetensors({"a": entry(0, 4), "b": entry(8, 12)}, b"\0" * 12),
     "trailing bytes": safetensors({"a": entry()}, b"\0" * 9),
     "unknown type": safetensors({"a": entry(dtype="F1")}, b"\0" * 4),
-    "doubled name": safetensors(b'{"a":' + json.dumps(entry()).encode() + b',"a":' + json.dumps(entry(4, 8)).encode() + b"}", b"\0" * 8),
+    "doubled name": safetensors(b'{"a":%b,"a":%b}' % (_json(entry()), _json(entry(4, 8))), b"\0" * 8),
 }  # fmt: skip

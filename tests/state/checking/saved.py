@@ -42,7 +42,13 @@ def trained(steps: int = 3) -> dict[str, Any]:
         optimizer.step()
         scheduler.step()
     ema = {name: value.clone() for name, value in model.state_dict().items() if value.is_floating_point()}
-    scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+    scaler = {
+        "scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
     return {
         "state_dict": model.state_dict(),
         "optimizer": optimizer.state_dict(),

@@ -43,7 +43,7 @@ def test_every_wanted_byte_comes_once_and_no_element_is_split(
         end = chunk.start + chunk.size
         for part in chunk.parts:
             owner = part.owner
-            assert part.size > 0 and 0 <= part.offset and part.offset + part.size <= chunk.size
+            assert part.size > 0 and part.offset >= 0 and part.offset + part.size <= chunk.size
             assert chunk.start + part.offset == owner.start + seen.get(id(owner), 0)
             seen[id(owner)] = seen.get(id(owner), 0) + part.size
             if isinstance(owner, Segment):
@@ -63,7 +63,10 @@ def test_same_bytes_are_one_segment() -> None:
 
 
 def test_views_that_overlap_without_end_are_looked_at_together() -> None:
-    looks = [Look(str(n), "parameter", "float32", (1000 - n,), Segment(n * 4, 4 * (1000 - n), "float32", 0)) for n in range(900)]
+    looks = [
+        Look(str(n), "parameter", "float32", (1000 - n,), Segment(n * 4, 4 * (1000 - n), "float32", 0))
+        for n in range(900)
+    ]
     (segment,) = merge(looks)
     assert (segment.start, segment.size) == (0, 4000)
     assert all(look.segment is segment for look in looks)

@@ -51,7 +51,12 @@ def test_flipped_bit_in_the_data_of_a_zip_is_found(
         covered = [
             offset
             for entry in archive.infolist()
-            for start in [entry.header_offset + 30 + int.from_bytes(content[entry.header_offset + 26 : entry.header_offset + 28], "little") + int.from_bytes(content[entry.header_offset + 28 : entry.header_offset + 30], "little")]
+            for start in [
+                entry.header_offset
+                + 30
+                + int.from_bytes(content[entry.header_offset + 26 : entry.header_offset + 28], "little")
+                + int.from_bytes(content[entry.header_offset + 28 : entry.header_offset + 30], "little")
+            ]
             for offset in range(start, start + entry.file_size)
         ]
     at = covered[int(place * len(covered))]
@@ -61,7 +66,9 @@ def test_flipped_bit_in_the_data_of_a_zip_is_found(
     assert stepguard.verify(path).corrupt, f"bit {bit} of byte {at}"
 
 
-def test_checksum_names_the_record_and_both_sums(tmp_path: Path, whole: dict[str, bytes], everything: dict[str, Any]) -> None:
+def test_checksum_names_the_record_and_both_sums(
+    tmp_path: Path, whole: dict[str, bytes], everything: dict[str, Any]
+) -> None:
     content = bytearray(whole["zip.pt"])
     weight = everything["state_dict"]["outer.weight"].numpy().tobytes()
     content[content.find(weight) + 10] ^= 1
@@ -126,7 +133,9 @@ class TestShards:
         assert {error.kind for error in stepguard.verify(folder).errors} == {"malformed"}
 
     def test_shard_left_behind_by_an_earlier_save(self, folder: Path) -> None:
-        (folder / "model-00004-of-00004.safetensors").write_bytes((folder / "model-00001-of-00003.safetensors").read_bytes())
+        (folder / "model-00004-of-00004.safetensors").write_bytes(
+            (folder / "model-00001-of-00003.safetensors").read_bytes()
+        )
         found = stepguard.verify(folder)
         assert found.ok and any("does not name" in warning.detail for warning in found.warnings)
 

@@ -154,7 +154,14 @@ def test_fifo_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
 
 def test_names_from_the_file_cannot_move_the_cursor(tmp_path: Path) -> None:
     name = hostile.text("\x1b[2J" + "n" * 200)
-    storage = b"(" + hostile.text("storage") + b"ctorch\nFloatStorage\n" + hostile.text("0") + hostile.text("cpu") + b"K\x01tQ"
+    storage = (
+        b"("
+        + hostile.text("storage")
+        + b"ctorch\nFloatStorage\n"
+        + hostile.text("0")
+        + hostile.text("cpu")
+        + b"K\x01tQ"
+    )
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00))\x89}tR"
     found = verify(tmp_path / "model.pt", hostile.in_zip(b"\x80\x02}" + name + tensor + b"s.", data__0=b"\0\0\xc0\x7f"))
     (problem,) = found.errors
@@ -164,7 +171,11 @@ def test_names_from_the_file_cannot_move_the_cursor(tmp_path: Path) -> None:
 
 def test_memory_of_the_worst_files_is_bounded(tmp_path: Path) -> None:
     """In a child that may not take more than a gigabyte over what it starts with."""
-    chosen = {**{name: hostile.GREEDY[name] for name in hostile.GREEDY}, "bomb": hostile.bomb(), "dir": hostile.huge_directory()}
+    chosen = {
+        **{name: hostile.GREEDY[name] for name in hostile.GREEDY},
+        "bomb": hostile.bomb(),
+        "dir": hostile.huge_directory(),
+    }
     for number, content in enumerate(chosen.values()):
         (tmp_path / f"{number}.pt").write_bytes(content)
     (tmp_path / "header.safetensors").write_bytes(hostile.MALFORMED_SAFETENSORS["header of 2 GB"])

@@ -25,7 +25,13 @@ def test_everything_below_a_folder_is_found_and_told_apart(tmp_path: Path, every
     bad = {**everything["state_dict"], "outer.bias": torch.tensor([float("nan")])}
     saved.save_safetensors(tmp_path / "best.safetensors", bad)
     found = stepguard.verify(tmp_path)
-    assert [Path(part.path).name for part in found.parts] == ["best.safetensors", "dcp", "last.ckpt", "checkpoint-20", "checkpoint-100"]
+    assert [Path(part.path).name for part in found.parts] == [
+        "best.safetensors",
+        "dcp",
+        "last.ckpt",
+        "checkpoint-20",
+        "checkpoint-100",
+    ]
     assert [part.ok for part in found.parts] == [False, True, True, True, True]
     assert [problem.tensor for problem in found.errors] == ["outer.bias"]
     assert found.format == "folder" and found.tensors == sum(part.tensors for part in found.parts)
@@ -58,7 +64,7 @@ def test_link_inside_the_folder_is_seen_once(tmp_path: Path, everything: dict[st
     saved.save_zip(tmp_path / "epoch=1.ckpt", everything)
     (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
     found = stepguard.verify(tmp_path)
-    assert len(found.parts) == 1 and not found.problems or {p.kind for p in found.problems} == {"inf"}
+    assert (len(found.parts) == 1 and not found.problems) or {p.kind for p in found.problems} == {"inf"}
 
 
 def test_snapshot_of_the_hub_cache_is_followed_into_its_blobs(tmp_path: Path, everything: dict[str, Any]) -> None:

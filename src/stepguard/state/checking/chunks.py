@@ -83,8 +83,8 @@ def cut(segments: Sequence[Segment], blocks: Sequence[Block], size: int) -> Iter
     """Chunks of at most `size` bytes, in the order of the file; no cut splits an element."""
     clusters = list(_clusters(segments))
     ends = [cluster.stop for cluster in clusters]
-    wanted = [owner for owner in (*segments, *blocks) if owner.size]
-    owners: list[Segment | Block] = sorted(wanted, key=lambda owner: owner.start)
+    wanted: list[Segment | Block] = [*segments, *blocks]
+    owners = sorted((owner for owner in wanted if owner.size), key=lambda owner: owner.start)
     active: list[Segment | Block] = []
     position, following = 0, 0
     while following < len(owners) or active:
@@ -99,7 +99,11 @@ def cut(segments: Sequence[Segment], blocks: Sequence[Block], size: int) -> Iter
             active.append(owners[following])
             following += 1
         parts = [
-            Part(owner, max(owner.start, position) - position, min(owner.start + owner.size, stop) - max(owner.start, position))
+            Part(
+                owner,
+                max(owner.start, position) - position,
+                min(owner.start + owner.size, stop) - max(owner.start, position),
+            )
             for owner in active
         ]
         yield Chunk(position, stop - position, parts)

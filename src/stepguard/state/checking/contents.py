@@ -117,7 +117,8 @@ def _place(above: Place, key: Any, child: Any) -> Place:
 def _may_name_a_part(above: Place, key: Any, child: Any) -> bool:
     """Only near the top do names divide a checkpoint; further down they are the model's own."""
     if isinstance(child, TensorRecord):
-        return isinstance(key, str) and roles.named(key) == "ema"
+        role = roles.named(key)
+        return role == "ema" or (role == "rng" and child.dtype in ("uint8", ""))
     return above.depth == 0 or (above.depth == 1 and isinstance(child, dict | list | Made))
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from stepguard.records.verification import Problem, ProblemKind, Role, Weight
 from stepguard.state.checking import limits
 
-
 LONGEST_NAME, LONGEST_DETAIL = 200, 600
 
 

@@ -132,7 +132,9 @@ def _whole_tensors(value: Any, notes: Notes) -> None:
             parts = [chunk.field("sizes") for chunk in chunks if isinstance(chunk, Made)]
             held = sum(math.prod(part) for part in parts if _numbers(part))
             if held < math.prod(size) or stored[name] < len(chunks):
-                detail = f"its pieces hold {held:,} of {math.prod(size):,} elements, {stored[name]} of {len(chunks)} stored"
+                detail = (
+                    f"its pieces hold {held:,} of {math.prod(size):,} elements, {stored[name]} of {len(chunks)} stored"
+                )
                 notes.add("missing", detail, tensor=name)
 
 

@@ -26,7 +26,9 @@ PICKLE_STARTS = frozenset(b"(])}cl].IFNSVd")
 """First bytes of a pickle of protocol 0 or 1, which has no header."""
 
 
-def check_file(path: Path, progress: Progress, *, read: Read | None = None, allowed: frozenset[str] = frozenset()) -> Layout:
+def check_file(
+    path: Path, progress: Progress, *, read: Read | None = None, allowed: frozenset[str] = frozenset()
+) -> Layout:
     """Read, scan and judge. Never raises for what is in the file."""
     layout = Layout(path, "unknown", 0, Notes(str(path)))
     done = 0

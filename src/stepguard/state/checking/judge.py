@@ -1,10 +1,10 @@
-"""From the statistics of a tensor to what is wrong with it. Conservative: what healthy checkpoints hold is no problem."""
+"""From the statistics of a tensor to what is wrong with it. What healthy checkpoints hold is no problem."""
 
 from __future__ import annotations
 
 import math
 
-from stepguard.records.verification import Role
+from stepguard.records.verification import ProblemKind, Role, Weight
 from stepguard.state.checking import dtypes, roles
 from stepguard.state.checking.damage import Notes
 from stepguard.state.checking.layout import Layout, Look, Statistics, elements
@@ -19,7 +19,22 @@ FEWEST = 64
 DOMINANT, DOMINANT_SIZE = 0.9, 100.0
 """One element that carries this share of the sum of squares, and is at least this large."""
 RATE_KEYS = frozenset(
-    "lr initial_lr max_lr min_lr base_lrs _last_lr eps weight_decay momentum betas scale _scale dampening alpha".split()
+    {
+        "lr",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "base_lrs",
+        "_last_lr",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "betas",
+        "scale",
+        "_scale",
+        "dampening",
+        "alpha",
+    }
 )
 """Settings that must be finite. Others may be infinite: `best` of ReduceLROnPlateau, Prodigy's `growth_rate`."""
 
@@ -51,15 +66,16 @@ def _numbers(notes: Notes, numbers: list[tuple[str, Role, float]]) -> None:
 
 
 def _not_finite(notes: Notes, look: Look, seen: Statistics) -> None:
-    role, severity = look.role, "error"
+    role: Role = look.role
+    severity: Weight = "error"
     only_mask = not seen.nan and not seen.positive and seen.low >= 0 and seen.high <= 0
     norm = bool(roles.NORM_STATISTICS.search(look.name))
     if only_mask and role in ("parameter", "buffer"):
         role = "buffer"
     if not norm and (role not in STRICT or only_mask):
         severity = "warning"
-    kind = "nan" if seen.nan else "inf"
-    notes.add(kind, _count(look, seen), tensor=look.name, severity="warning" if severity == "warning" else "error", role=role)
+    kind: ProblemKind = "nan" if seen.nan else "inf"
+    notes.add(kind, _count(look, seen), tensor=look.name, severity=severity, role=role)
 
 
 def _count(look: Look, seen: Statistics) -> str:
@@ -121,6 +137,7 @@ def _sameness(notes: Notes, look: Look, seen: Statistics) -> None:
         return
     if roles.USUALLY_ZERO.search(look.name):
         return
-    kind, what = ("zero", "is all zero") if seen.low == 0 else ("constant", f"is {seen.low:.4g} everywhere")
+    kind: ProblemKind = "zero" if seen.low == 0 else "constant"
+    what = "is all zero" if seen.low == 0 else f"is {seen.low:.4g} everywhere"
     detail = f"{what} ({'x'.join(map(str, look.shape))}); a trained matrix is not"
-    notes.add("zero" if kind == "zero" else "constant", detail, tensor=look.name, severity="warning", role=look.role)
+    notes.add(kind, detail, tensor=look.name, severity="warning", role=look.role)

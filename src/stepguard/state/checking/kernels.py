@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ WIDENED = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_
 PARTS = {"complex128": torch.float64, "complex64": torch.float32, "complex32": torch.float16}
 
 
-class Values(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Values:
     """What was seen in one piece."""
 
     count: int
     low: float
     high: float
-    squares: float = 0.0
     nan: int = 0
     positive: int = 0
     negative: int = 0

@@ -82,6 +82,10 @@ def _text_line(state: State) -> str:
     return state.source.line(limits.LONGEST_LINE).decode("utf-8")
 
 
+def _escaped_line(state: State) -> str:
+    return state.source.line(limits.LONGEST_LINE).decode("raw-unicode-escape")
+
+
 def _push(read: Callable[[State], Any]) -> Callable[[State], None]:
     return lambda state: state.stack.append(read(state))
 
@@ -332,31 +336,30 @@ def _out_of_band(state: State) -> None:
     raise Damaged("malformed", "the pickle refers to buffers outside the file")
 
 
-TABLE: dict[int, Callable[[State], None]] = {
-    ord(code) if isinstance(code, str) else code: act
-    for code, act in {
-        "(": _mark, "0": _pop, "1": lambda state: void(state.since_mark()), "2": _duplicate,
-        "F": _push(lambda state: float(_text_line(state))), "I": _push(_integer_line), "L": _push(_integer_line),
-        "J": _push(_I4), "K": _push(_U1), "M": _push(_U2), 0x8A: _push(_long(_U1)), 0x8B: _push(_long(_I4)),
-        "G": _push(lambda state: struct.unpack(">d", state.source.read(8))[0]),
-        "N": _constant(None), 0x88: _constant(True), 0x89: _constant(False),
-        "S": _push(_quoted), "T": _push(_old_text(_I4)), "U": _push(_old_text(_U1)),
-        "V": _push(_text_line), "X": _push(_text(_U4)), 0x8C: _push(_text(_U1)), 0x8D: _push(_text(_U8)),
-        "B": _push(_bytes(_U4)), "C": _push(_bytes(_U1)), 0x8E: _push(_bytes(_U8)), 0x96: _push(_bytes(_U8)),
-        ")": _constant(()), "]": _fresh(list), "}": _fresh(dict), 0x8F: _fresh(list),
-        0x85: _tuple_of(1), 0x86: _tuple_of(2), 0x87: _tuple_of(3),
-        "t": _gathered(tuple), "l": _gathered(list), "d": _gathered(_as_dict), 0x91: _gathered(tuple),
-        "a": _append, "e": _appends, 0x90: _appends, "s": _set_item, "u": _set_items,
-        "g": _get(lambda state: int(_text_line(state))), "h": _get(_U1), "j": _get(_U4),
-        "p": _put(lambda state: int(_text_line(state))), "q": _put(_U1), "r": _put(_U4),
-        0x94: lambda state: state.keep(len(state.memo)),
-        "c": _global, 0x93: _stack_global, "R": _reduce, 0x81: _reduce, 0x92: _new_object_with_keywords,
-        "i": _instance, "o": _object, "b": _build,
-        0x82: _extension(_U1), 0x83: _extension(_U2), 0x84: _extension(_I4),
-        "P": _persistent_line, "Q": _persistent,
-        0x80: _protocol, 0x95: _skip(8), 0x97: _out_of_band, 0x98: lambda state: None,
-    }.items()
+_BY_CODE: dict[str | int, Callable[[State], None]] = {
+    "(": _mark, "0": _pop, "1": lambda state: void(state.since_mark()), "2": _duplicate,
+    "F": _push(lambda state: float(_text_line(state))), "I": _push(_integer_line), "L": _push(_integer_line),
+    "J": _push(_I4), "K": _push(_U1), "M": _push(_U2), 0x8A: _push(_long(_U1)), 0x8B: _push(_long(_I4)),
+    "G": _push(lambda state: struct.unpack(">d", state.source.read(8))[0]),
+    "N": _constant(None), 0x88: _constant(True), 0x89: _constant(False),
+    "S": _push(_quoted), "T": _push(_old_text(_I4)), "U": _push(_old_text(_U1)),
+    "V": _push(_escaped_line), "X": _push(_text(_U4)), 0x8C: _push(_text(_U1)), 0x8D: _push(_text(_U8)),
+    "B": _push(_bytes(_U4)), "C": _push(_bytes(_U1)), 0x8E: _push(_bytes(_U8)), 0x96: _push(_bytes(_U8)),
+    ")": _constant(()), "]": _fresh(list), "}": _fresh(dict), 0x8F: _fresh(list),
+    0x85: _tuple_of(1), 0x86: _tuple_of(2), 0x87: _tuple_of(3),
+    "t": _gathered(tuple), "l": _gathered(list), "d": _gathered(_as_dict), 0x91: _gathered(tuple),
+    "a": _append, "e": _appends, 0x90: _appends, "s": _set_item, "u": _set_items,
+    "g": _get(lambda state: int(_text_line(state))), "h": _get(_U1), "j": _get(_U4),
+    "p": _put(lambda state: int(_text_line(state))), "q": _put(_U1), "r": _put(_U4),
+    0x94: lambda state: state.keep(len(state.memo)),
+    "c": _global, 0x93: _stack_global, "R": _reduce, 0x81: _reduce, 0x92: _new_object_with_keywords,
+    "i": _instance, "o": _object, "b": _build,
+    0x82: _extension(_U1), 0x83: _extension(_U2), 0x84: _extension(_I4),
+    "P": _persistent_line, "Q": _persistent,
+    0x80: _protocol, 0x95: _skip(8), 0x97: _out_of_band, 0x98: lambda state: None,
 }  # fmt: skip
+TABLE = {ord(code) if isinstance(code, str) else code: act for code, act in _BY_CODE.items()}
+"""Byte -> what it does."""
 
 
 def void(value: object) -> None:

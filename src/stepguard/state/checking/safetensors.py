@@ -36,7 +36,9 @@ def _header(window: Window) -> tuple[dict[str, Any], int]:
     if length > window.left:
         raise Damaged("torn", f"its header should have {length:,} bytes, the file has {window.size:,}")
     if length > limits.LARGEST_HEADER:
-        raise Damaged("limit", f"its header of {length:,} bytes is more than the {limits.LARGEST_HEADER:,} that are read")
+        raise Damaged(
+            "limit", f"its header of {length:,} bytes is more than the {limits.LARGEST_HEADER:,} that are read"
+        )
     header = parse_json(window.read(length), "its header")
     if not isinstance(header, dict):
         raise Damaged("malformed", f"its header is a JSON {type(header).__name__}, not an object")

@@ -1,4 +1,4 @@
-"""One pass over a file: every chunk is read once, its values looked at and its checksums taken while it is in the cache."""
+"""One pass over a file: every chunk is read once, and looked at and summed while it is in the cache."""
 
 from __future__ import annotations
 
@@ -44,15 +44,12 @@ def scan(window: Window, layout: Layout, advance: Callable[[int], None]) -> None
     segments = merge(layout.looks)
     chunks = cut(segments, layout.blocks, CHUNK)
     sums = _Checksums(layout)
-    try:
-        for done in _ahead(window, chunks):
-            for part, values in done.values:
-                assert isinstance(part.owner, Segment)
-                _add(part.owner, values, done.chunk.start + part.offset - part.owner.start)
-            sums.add(done)
-            advance(done.chunk.size)
-    finally:
-        chunks.close()
+    for done in _ahead(window, chunks):
+        for part, values in done.values:
+            assert isinstance(part.owner, Segment)
+            _add(part.owner, values, done.chunk.start + part.offset - part.owner.start)
+        sums.add(done)
+        advance(done.chunk.size)
     sums.finish()
     for look in layout.looks:
         if look.segment is not None and not look.segment.seen.squares and wants_squares(look):

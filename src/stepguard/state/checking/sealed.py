@@ -12,7 +12,8 @@ from stepguard.state.checking.files import Progress, check_file
 from stepguard.state.checking.layout import Block, Layout
 from stepguard.state.checking.safetensors import read_safetensors
 from stepguard.state.checking.source import Window
-from stepguard.state.store.entries import LAST_GOOD, look, pointed
+from stepguard.state.store.entries import LAST_GOOD, pointed
+from stepguard.state.store.entries import look as look_into
 from stepguard.state.store.seal import SEAL, Seal, read_seal
 
 
@@ -24,7 +25,9 @@ def check_sealed(folder: Path, notes: Notes, progress: Progress) -> tuple[list[L
         notes.add("seal", str(fault))
         return [], None
     if not seal.health.good:
-        notes.add("seal", "was sealed without being good: it is complete, but its run was in trouble", severity="warning")
+        notes.add(
+            "seal", "was sealed without being good: it is complete, but its run was in trouble", severity="warning"
+        )
     layouts = []
     for name in sorted(seal.files):
         path = folder / name
@@ -61,16 +64,15 @@ def _compare(layout: Layout, seal: Seal) -> None:
         if tensor.file == layout.path.name and tensor.same_as is None and name not in held:
             layout.notes.add("missing", "is sealed, but not in the file", tensor=name)
     for look in layout.looks:
-        tensor = seal.tensors.get(look.name)
-        if tensor is None:
+        known = seal.tensors.get(look.name)
+        if known is None:
             layout.notes.add("seal", "is in the file, but not sealed", tensor=look.name)
             continue
         if look.segment is not None:
-            start, size = look.segment.start, look.segment.size
-            layout.blocks.append(Block(start, size, look.name, "xxh3_128", tensor.digest, tensor=look.name))
-            if tensor.dtype in dtypes.SIZES:
-                look.segment.dtype = tensor.dtype
-        look.dtype, look.shape = tensor.dtype, tensor.shape
+            where = look.segment
+            layout.blocks.append(Block(where.start, where.size, look.name, "xxh3_128", known.digest, look.name))
+            where.dtype = known.dtype if known.dtype in dtypes.SIZES else where.dtype
+        look.dtype, look.shape = known.dtype, known.shape
 
 
 def check_store(folder: Path) -> list[Problem]:
@@ -80,7 +82,7 @@ def check_store(folder: Path) -> list[Problem]:
         pointed(folder)
     except StoreError as fault:
         problems.append(Problem(file=str(folder / LAST_GOOD), kind="seal", detail=str(fault)))
-    for damaged in look(folder)[1]:
+    for damaged in look_into(folder)[1]:
         if not (damaged.path / SEAL).exists():
             problems.append(Problem(file=str(damaged.path), kind="seal", detail="has no seal: it was never finished"))
     return problems

@@ -96,7 +96,12 @@ class _check_index:  # noqa: N801 (used as a function)
         families = {match["stem"] for shard in shards if (match := NUMBERED.match(shard))}
         for name in self.layouts:
             match = NUMBERED.match(name)
-            if match and match["stem"] in families and name not in shards and Path(shards[0]).suffix == Path(name).suffix:
+            if (
+                match
+                and match["stem"] in families
+                and name not in shards
+                and Path(shards[0]).suffix == Path(name).suffix
+            ):
                 notes.add("index", f"{name} is a shard that {self.index.name} does not name", severity="warning")
 
     def _total(self, data: dict[str, Any], there: list[str], shards: list[str], notes: Notes) -> None:

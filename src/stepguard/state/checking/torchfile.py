@@ -36,12 +36,12 @@ def read_zip(window: Window, layout: Layout, role: Role | None, prefix: str = ""
     if "byteorder" in found and window.at(found["byteorder"].start, 16).strip() == b"big":
         raise Damaged("format", "it was saved on a big-endian machine, which is not read; save it again here")
     _checksums(window, layout, found)
-    pickle = found["data.pkl"]
+    pickle = zipped.stored(found["data.pkl"])
     value, names = read_value(window.window(pickle.start, pickle.size))
     report_names(layout, names)
     held = contents.walk(value, layout.notes, role)
     places = {
-        key.removeprefix("data/"): Stored(window.start + record.start, record.size)
+        key.removeprefix("data/"): Stored(window.start + zipped.stored(record).start, record.size)
         for key, record in found.items()
         if key.startswith("data/")
     }
@@ -51,18 +51,15 @@ def read_zip(window: Window, layout: Layout, role: Role | None, prefix: str = ""
 
 
 def _checksums(window: Window, layout: Layout, found: dict[str, zipped.Record]) -> None:
-    blocks = [
-        Block(window.start + record.start, record.size, record.name, "crc32", record.crc) for record in found.values()
-    ]
-    if all(record.crc == 0 for record in found.values() if record.size > limits.SMALL_BYTES) and any(
-        record.size > limits.SMALL_BYTES for record in found.values()
-    ):
+    kept = [record for record in found.values() if record.packed is None]
+    blocks = [Block(window.start + record.start, record.size, record.name, "crc32", record.crc) for record in kept]
+    if not any(record.crc for record in kept if record.size):
         layout.notes.add(
             "checksum",
             "was saved without checksums (torch.serialization.set_crc32_options), so flipped bits cannot be found",
             severity="warning",
         )
-        blocks = [block for block in blocks if block.expected]
+        blocks = []
     layout.blocks.extend(blocks)
 
 
@@ -97,8 +94,8 @@ def _read_nested(window: Window, layout: Layout, leaf: Leaf, raw: Raw) -> None:
     if not isinstance(value, Storage) or not isinstance(leaf.record, TensorRecord):
         raise Damaged("malformed", f"{leaf.name} is made of a {type(value).__name__}")
     tensor = leaf.record
-    record = TensorRecord(value, value.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.parameter)
-    role = roles.of_tensor(leaf.role if leaf.role not in ("parameter", "buffer") else None, leaf.name, value.dtype)
+    record = TensorRecord(value, tensor.dtype or value.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.parameter)
+    role = roles.of_tensor(leaf.role if leaf.role not in ("parameter", "buffer") else None, leaf.name, record.dtype)
     place(layout, [Leaf(leaf.name, role, record)], places)
 
 
@@ -198,12 +195,16 @@ def _place_tensor(
             layout.notes.add("missing", f"its storage {storage.key} is not in the file", tensor=name, role=leaf.role)
         return
     if where.size != bytes_in_storage:
-        detail = f"its storage {storage.key} has {where.size:,} bytes in the file and {bytes_in_storage:,} in the pickle"
+        detail = (
+            f"its storage {storage.key} has {where.size:,} bytes in the file and {bytes_in_storage:,} in the pickle"
+        )
         layout.notes.add("torn", detail, tensor=name, role=leaf.role)
         return
     extent = _extent(tensor)
     if extent is None or (tensor.offset + extent) * width > where.size:
-        detail = f"shape {tensor.shape[:8]} at offset {tensor.offset} does not fit into its storage of {where.size:,} bytes"
+        detail = (
+            f"shape {tensor.shape[:8]} at offset {tensor.offset} does not fit into its storage of {where.size:,} bytes"
+        )
         layout.notes.add("malformed", detail, tensor=name, role=leaf.role)
         return
     start = where.start + tensor.offset * width

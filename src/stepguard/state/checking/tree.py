@@ -10,13 +10,25 @@ from typing import Literal
 from stepguard.records.verification import Problem
 from stepguard.state.checking.dcp import METADATA
 from stepguard.state.checking.files import SUFFIXES, is_checkpoint_name, may_be_checkpoint
-from stepguard.state.checking.sealed import LAST_GOOD, SEAL, check_store
+from stepguard.state.checking.sealed import check_store
 from stepguard.state.checking.shards import NUMBERED
+from stepguard.state.store.entries import LAST_GOOD
+from stepguard.state.store.seal import SEAL
 
 Kind = Literal["file", "sealed", "DCP", "transformers", "DeepSpeed"]
 TRAINER = frozenset(
-    "trainer_state.json optimizer.pt optimizer.bin scheduler.pt scheduler.bin training_args.bin adapter_config.json "
-    "config.json random_states_0.pkl scaler.pt".split()
+    {
+        "trainer_state.json",
+        "optimizer.pt",
+        "optimizer.bin",
+        "scheduler.pt",
+        "scheduler.bin",
+        "training_args.bin",
+        "adapter_config.json",
+        "config.json",
+        "random_states_0.pkl",
+        "scaler.pt",
+    }
 )
 """Files that make one checkpoint of a folder with weights."""
 QUARANTINE = "quarantine"

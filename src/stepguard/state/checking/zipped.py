@@ -23,6 +23,8 @@ class Record:
     """In the window."""
     size: int
     crc: int
+    packed: int | None = None
+    """Bytes in the file of an entry that is compressed. Such an entry is never unpacked."""
 
 
 def records(window: Window, notes: Notes) -> dict[str, Record]:
@@ -47,7 +49,9 @@ def _entries(window: Window) -> list[zipfile.ZipInfo]:
         with zipfile.ZipFile(Clamped(window, limits.LARGEST_DIRECTORY)) as archive:
             return archive.infolist()
     except (zipfile.BadZipFile, ValueError, OSError, struct.error, NotImplementedError, UnicodeError) as error:
-        raise Damaged("torn", f"the zip directory cannot be read ({error}): the file was not written to its end") from None
+        raise Damaged(
+            "torn", f"the zip directory cannot be read ({error}): the file was not written to its end"
+        ) from None
     except (IndexError, KeyError, OverflowError) as error:
         raise Damaged("malformed", f"the zip directory is damaged: {type(error).__name__}") from None
 
@@ -57,12 +61,6 @@ def _record(window: Window, entry: zipfile.ZipInfo) -> Record:
     parts = name.replace("\\", "/").split("/")
     if name.startswith("/") or ".." in parts or (len(parts[0]) > 1 and parts[0][1] == ":"):
         raise Damaged("hostile", f"the zip holds {name!r}, which would be unpacked outside its folder")
-    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-        raise Damaged(
-            "limit",
-            f"{name!r} is compressed ({entry.compress_size:,} to {entry.file_size:,} bytes); torch.save stores "
-            "records as they are, so it is not unpacked",
-        )
     if entry.flag_bits & 0x1:
         raise Damaged("malformed", f"{name!r} is encrypted")
     header = window.at(entry.header_offset, LOCAL.size)
@@ -71,11 +69,25 @@ def _record(window: Window, entry: zipfile.ZipInfo) -> Record:
     *_, name_size, extra_size = LOCAL.unpack(header)
     start = entry.header_offset + LOCAL.size + name_size + extra_size
     own = window.at(entry.header_offset + LOCAL.size, name_size)
-    if own != entry.orig_filename.encode("utf-8", "surrogateescape") and own != entry.orig_filename.encode("cp437", "replace"):
+    if own != entry.orig_filename.encode("utf-8", "surrogateescape") and own != entry.orig_filename.encode(
+        "cp437", "replace"
+    ):
         raise Damaged("malformed", f"{name!r} has another name in its header than in the zip directory")
-    if start + entry.file_size > window.size:
-        raise Damaged("torn", f"{name!r} should end at byte {start + entry.file_size:,} of {window.size:,}")
-    return Record(name, start, entry.file_size, entry.CRC)
+    if start + entry.compress_size > window.size:
+        raise Damaged("torn", f"{name!r} should end at byte {start + entry.compress_size:,} of {window.size:,}")
+    is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+    return Record(name, start, entry.file_size, entry.CRC, None if is_stored else entry.compress_size)
+
+
+def stored(record: Record) -> Record:
+    """The entry, if its bytes are its content; Damaged if it would have to be unpacked."""
+    if record.packed is not None:
+        raise Damaged(
+            "limit",
+            f"{record.name!r} is compressed ({record.packed:,} to {record.size:,} bytes); torch.save stores "
+            "records as they are, so it is not unpacked",
+        )
+    return record
 
 
 def _no_overlap(found: list[Record]) -> None:
@@ -84,4 +96,5 @@ def _no_overlap(found: list[Record]) -> None:
     for record in sorted(found, key=lambda record: record.start):
         if record.start < end:
             raise Damaged("hostile", f"{record.name!r} and {before!r} share the same bytes of the file")
-        end, before = record.start + record.size, record.name
+        size = record.size if record.packed is None else record.packed
+        end, before = record.start + size, record.name
