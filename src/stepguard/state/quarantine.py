@@ -182,6 +182,8 @@ def _rename(root: Path, source: str, target: str) -> None:
 
 
 def _write(root: Path, moves: Sequence[Move]) -> None:
+    if (root / QUARANTINE).is_symlink():
+        raise StoreError(f"{root / QUARANTINE} is a link; remove it, nothing was moved.")
     data = {"schema": SCHEMA, "moves": [asdict(move) for move in moves]}
     write_file(root / QUARANTINE / MANIFEST, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
 

@@ -31,15 +31,16 @@ def layouts(draw: st.DrawFn) -> tuple[list[Segment], list[Block]]:
     return sorted(segments, key=lambda segment: segment.start), blocks
 
 
-@given(layouts(), st.integers(64, 5000))
+@given(layouts(), st.integers(64, 5000), st.integers(1, 4))
 def test_every_wanted_byte_comes_once_and_no_element_is_split(
-    layout: tuple[list[Segment], list[Block]], size: int
+    layout: tuple[list[Segment], list[Block]], piece: int, times: int
 ) -> None:
     segments, blocks = layout
     seen: dict[int, int] = {}
     end = 0
-    for chunk in cut(segments, blocks, size):
-        assert 0 < chunk.size <= size and chunk.start >= end
+    for chunk in cut(segments, blocks, piece, piece * times):
+        assert 0 < chunk.size <= piece * times and chunk.start >= end
+        assert chunk.size <= piece or all((part.offset, part.size) == (0, chunk.size) for part in chunk.parts)
         end = chunk.start + chunk.size
         for part in chunk.parts:
             owner = part.owner

@@ -79,8 +79,12 @@ def _clusters(segments: Sequence[Segment]) -> Iterator[_Cluster]:
         yield group
 
 
-def cut(segments: Sequence[Segment], blocks: Sequence[Block], size: int) -> Iterator[Chunk]:
-    """Chunks of at most `size` bytes, in the order of the file; no cut splits an element."""
+def cut(segments: Sequence[Segment], blocks: Sequence[Block], piece: int, chunk: int) -> Iterator[Chunk]:
+    """Chunks in the order of the file; no cut splits an element.
+
+    A chunk is at most a piece long, or, where nothing begins or ends inside it, as long as `chunk` allows: then it can
+    be worked on piece by piece.
+    """
     clusters = list(_clusters(segments))
     ends = [cluster.stop for cluster in clusters]
     wanted: list[Segment | Block] = [*segments, *blocks]
@@ -90,7 +94,9 @@ def cut(segments: Sequence[Segment], blocks: Sequence[Block], size: int) -> Iter
     while following < len(owners) or active:
         if not active:
             position = max(position, owners[following].start)
-        stop = _reach(owners, following, active, position + size)
+        stop = min(_even(owners, following, active), position + chunk)
+        if stop - position <= piece:
+            stop = _reach(owners, following, active, position + piece)
         inside = bisect_right(ends, stop)
         if inside < len(clusters) and clusters[inside].start < stop:
             base = clusters[inside].base
@@ -98,17 +104,22 @@ def cut(segments: Sequence[Segment], blocks: Sequence[Block], size: int) -> Iter
         while following < len(owners) and owners[following].start < stop:
             active.append(owners[following])
             following += 1
-        parts = [
-            Part(
-                owner,
-                max(owner.start, position) - position,
-                min(owner.start + owner.size, stop) - max(owner.start, position),
-            )
-            for owner in active
-        ]
-        yield Chunk(position, stop - position, parts)
+        yield Chunk(position, stop - position, [_part(owner, position, stop) for owner in active])
         active = [owner for owner in active if owner.start + owner.size > stop]
         position = stop
+
+
+def _part(owner: Segment | Block, position: int, stop: int) -> Part:
+    first, last = max(owner.start, position), min(owner.start + owner.size, stop)
+    return Part(owner, first - position, last - first)
+
+
+def _even(owners: Sequence[Segment | Block], following: int, active: Sequence[Segment | Block]) -> int:
+    """Up to where nothing begins or ends."""
+    if not active:
+        return 0
+    stop = min(owner.start + owner.size for owner in active)
+    return min(stop, owners[following].start) if following < len(owners) else stop
 
 
 def _reach(owners: Sequence[Segment | Block], following: int, active: Sequence[Segment | Block], most: int) -> int:

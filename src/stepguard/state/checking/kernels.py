@@ -26,10 +26,14 @@ class Values:
     first: int | None = None
 
 
-def look(memory: bytearray, offset: int, size: int, dtype: str) -> Values:
-    """Exact for every value; the quick way is one pass, the slow one is taken only where something is not finite."""
+def view(memory: bytearray, offset: int, size: int, dtype: str) -> Tensor:
+    """The bytes as numbers, without a copy; complex ones as pairs."""
     real = PARTS.get(dtype) or getattr(torch, dtype)
-    values = torch.frombuffer(memory, dtype=real, count=size // real.itemsize, offset=offset)
+    return torch.frombuffer(memory, dtype=real, count=size // real.itemsize, offset=offset)
+
+
+def look(values: Tensor, dtype: str) -> Values:
+    """Exact for every value; the quick way is one pass, the slow one is taken only where something is not finite."""
     if dtype in WIDENED:
         values = values.to(torch.float32)
     low, high = (float(bound) for bound in torch.aminmax(values))
@@ -54,9 +58,7 @@ def _closely(values: Tensor, count: int, parts: int) -> Values:
     )
 
 
-def squares(memory: bytearray, offset: int, size: int, dtype: str) -> float:
+def squares(values: Tensor) -> float:
     """The sum of the squares of the finite values."""
-    real = PARTS.get(dtype) or getattr(torch, dtype)
-    values = torch.frombuffer(memory, dtype=real, count=size // real.itemsize, offset=offset).to(torch.float64)
-    values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    return float(torch.dot(values, values))
+    finite = torch.nan_to_num(values.to(torch.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    return float(torch.dot(finite, finite))

@@ -1,114 +1,99 @@
-"""One pass over a file: every chunk is read once, and looked at and summed while it is in the cache."""
+"""One pass over a file by a few threads: the values of every tensor, and every checksum."""
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
+import xxhash
 
 from stepguard.state.checking import crc, kernels
-from stepguard.state.checking.chunks import Chunk, Part, cut, merge
-from stepguard.state.checking.damage import Damaged
+from stepguard.state.checking.chunks import Chunk, cut, merge
 from stepguard.state.checking.dtypes import SIZES
 from stepguard.state.checking.judge import wants_squares
 from stepguard.state.checking.kernels import Values
 from stepguard.state.checking.layout import Block, Layout, Segment
 from stepguard.state.checking.source import Window
+from stepguard.state.checking.work import CHUNK, PIECE, Done, fill, pieces, work
 
-CHUNK = 1 << 20
-"""Small enough that a chunk is still in the cache when it is looked at."""
 WORKERS = min(4, os.cpu_count() or 1)
 SMALL = 4 << 20
 """Files up to this size are not worth a thread."""
+Advance = Callable[[int], None]
 
 
-@dataclass(slots=True)
-class _Done:
-    """A chunk after its worker: the buffer is still held for the checksums that need an order."""
-
-    chunk: Chunk
-    buffer: bytearray
-    values: list[tuple[Part, Values]]
-    crcs: list[tuple[Part, int]]
-
-
-def scan(window: Window, layout: Layout, advance: Callable[[int], None]) -> None:
+def scan(window: Window, layout: Layout, advance: Advance) -> None:
     """Fill the statistics of every segment, and take a note of every checksum that does not fit."""
     segments = merge(layout.looks)
-    chunks = cut(segments, layout.blocks, CHUNK)
-    sums = _Checksums(layout)
-    for done in _ahead(window, chunks):
-        for part, values in done.values:
-            assert isinstance(part.owner, Segment)
-            _add(part.owner, values, done.chunk.start + part.offset - part.owner.start)
-        sums.add(done)
-        advance(done.chunk.size)
-    sums.finish()
+    blocks = [block for block in layout.blocks if block.algorithm == "crc32"]
+    hashed = [block for block in layout.blocks if block.algorithm != "crc32"]
+    chunks = cut(segments, blocks, PIECE, CHUNK)
+    sums: dict[Block, str] = {}
+    if window.size <= SMALL or WORKERS == 1:
+        sums |= _hashes(window, hashed)
+        sums |= _gather((work(window, [chunk]) for chunk in chunks), advance)
+    else:
+        with _pool() as pool:
+            hashing = pool.submit(_hashes, window, hashed)
+            sums |= _gather(_ahead(pool, window, chunks), advance)
+            sums |= hashing.result()
+    _compare(layout, sums)
     for look in layout.looks:
         if look.segment is not None and not look.segment.seen.squares and wants_squares(look):
             look.segment.seen.squares = _squares(window, look.segment)
 
 
-def _ahead(window: Window, chunks: Iterator[Chunk]) -> Iterator[_Done]:
-    """Chunks in the order of the file, worked on by a few threads at once."""
-    free = [bytearray(CHUNK) for _ in range(2 * WORKERS)]
-    if window.size <= SMALL or WORKERS == 1:
-        for chunk in chunks:
-            yield _work(window, chunk, free[0])
-        return
-    with _one_thread_each(), ThreadPoolExecutor(WORKERS, "stepguard-verify", torch.set_num_threads, (1,)) as pool:
-        waiting: deque[Future[_Done]] = deque()
-        for chunk in chunks:
-            waiting.append(pool.submit(_work, window, chunk, free.pop()))
-            if not free:
-                done = waiting.popleft().result()
-                yield done
-                free.append(done.buffer)
-        while waiting:
-            yield waiting.popleft().result()
-
-
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
+def _pool() -> Iterator[ThreadPoolExecutor]:
     """The workers are the parallelism; torch's own threads inside them would only get in each other's way."""
     before = torch.get_num_threads()
     try:
-        yield
+        with ThreadPoolExecutor(WORKERS, "stepguard-verify", torch.set_num_threads, (1,)) as pool:
+            yield pool
     finally:
         torch.set_num_threads(before)
 
 
-def _work(window: Window, chunk: Chunk, buffer: bytearray) -> _Done:
-    _fill(window, chunk, buffer)
-    done = _Done(chunk, buffer, [], [])
-    view = memoryview(buffer)
-    for part in chunk.parts:
-        owner = part.owner
-        if isinstance(owner, Segment):
-            done.values.append((part, kernels.look(buffer, part.offset, part.size, owner.dtype)))
-        elif owner.algorithm == "crc32":
-            done.crcs.append((part, zlib.crc32(view[part.offset : part.offset + part.size])))
-    return done
+def _ahead(pool: ThreadPoolExecutor, window: Window, chunks: Iterator[Chunk]) -> Iterator[list[Done]]:
+    """In the order of the file, with a bounded number on the way."""
+    waiting: deque[Future[list[Done]]] = deque()
+    for bundle in _bundles(chunks):
+        waiting.append(pool.submit(work, window, bundle))
+        if len(waiting) >= 2 * WORKERS:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
-def _fill(window: Window, chunk: Chunk, buffer: bytearray) -> None:
-    view = memoryview(buffer)[: chunk.size]
-    filled = 0
-    while filled < chunk.size:
-        try:
-            count = os.preadv(window.descriptor, [view[filled:]], chunk.start + filled)
-        except OSError as error:
-            raise Damaged("unreadable", f"cannot be read at byte {chunk.start:,}: {error.strerror}") from error
-        if not count:
-            raise Damaged("torn", f"ends at byte {chunk.start + filled:,}: it became shorter while it was read")
-        filled += count
+def _bundles(chunks: Iterator[Chunk]) -> Iterator[list[Chunk]]:
+    """Small chunks together, so that handing them over costs little beside the work."""
+    bundle: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        bundle.append(chunk)
+        size += chunk.size
+        if size >= CHUNK // 2:
+            yield bundle
+            bundle, size = [], 0
+    if bundle:
+        yield bundle
+
+
+def _gather(results: Iterator[list[Done]], advance: Advance) -> dict[Block, str]:
+    """Statistics into the segments; the CRC of every block from those of its parts."""
+    crcs: dict[Block, int] = {}
+    for done in (done for bundle in results for done in bundle):
+        for segment, offset, values in done.values:
+            _add(segment, values, offset)
+        for part, value in done.crcs:
+            assert isinstance(part.owner, Block)
+            crcs[part.owner] = crc.combine(crcs.get(part.owner, 0), value, part.size)
+        advance(done.chunk.size)
+    return {block: f"{value:08x}" for block, value in crcs.items()}
 
 
 def _add(segment: Segment, values: Values, offset: int) -> None:
@@ -122,47 +107,38 @@ def _add(segment: Segment, values: Values, offset: int) -> None:
     seen.low, seen.high = min(seen.low, values.low), max(seen.high, values.high)
 
 
+def _hashes(window: Window, blocks: Sequence[Block]) -> dict[Block, str]:
+    """Digests that cannot be put together from parts: one thread, in the order of the file."""
+    running = {block: xxhash.xxh3_128() for block in blocks}
+    buffer = memoryview(bytearray(PIECE))
+    for chunk in cut([], blocks, PIECE, CHUNK):
+        for start, size in pieces(chunk):
+            fill(window, buffer[:size], chunk.start + start)
+            for part in chunk.parts:
+                assert isinstance(part.owner, Block)
+                offset, length = (part.offset, part.size) if chunk.size <= PIECE else (0, size)
+                running[part.owner].update(buffer[offset : offset + length])
+    return {block: digest.hexdigest() for block, digest in running.items()}
+
+
 def _squares(window: Window, segment: Segment) -> float:
     """A second look at a tensor whose largest value stands out."""
-    buffer = bytearray(CHUNK)
+    buffer = bytearray(PIECE)
+    view = memoryview(buffer)
     total = 0.0
-    for chunk in cut([segment], [], CHUNK):
-        _fill(window, chunk, buffer)
-        total += sum(kernels.squares(buffer, part.offset, part.size, segment.dtype) for part in chunk.parts)
+    for chunk in cut([segment], [], PIECE, CHUNK):
+        for start, size in pieces(chunk):
+            fill(window, view[:size], chunk.start + start)
+            total += kernels.squares(kernels.view(buffer, 0, size, segment.dtype))
     return total
 
 
-class _Checksums:
-    """Running checksums of the blocks, in the order of the file."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._crcs: dict[int, int] = {}
-        self._hashes: dict[int, Any] = {}
-        for block in layout.blocks:
-            if block.algorithm == "xxh3_128":
-                import xxhash
-
-                self._hashes[id(block)] = xxhash.xxh3_128()
-
-    def add(self, done: _Done) -> None:
-        for part, value in done.crcs:
-            self._crcs[id(part.owner)] = crc.combine(self._crcs.get(id(part.owner), 0), value, part.size)
-        if self._hashes:
-            view = memoryview(done.buffer)
-            for part in done.chunk.parts:
-                if id(part.owner) in self._hashes:
-                    self._hashes[id(part.owner)].update(view[part.offset : part.offset + part.size])
-
-    def finish(self) -> None:
-        for block in self._layout.blocks:
-            if block.algorithm == "crc32":
-                self._compare(block, f"{self._crcs.get(id(block), 0):08x}", f"{block.expected:08x}")
-            else:
-                self._compare(block, self._hashes[id(block)].hexdigest(), str(block.expected))
-
-    def _compare(self, block: Block, seen: str, wanted: str) -> None:
+def _compare(layout: Layout, sums: dict[Block, str]) -> None:
+    for block in layout.blocks:
+        is_crc = isinstance(block.expected, int)
+        wanted = f"{block.expected:08x}" if is_crc else str(block.expected)
+        seen = sums.get(block, "00000000")
         if seen != wanted:
-            name = "CRC" if block.algorithm == "crc32" else "digest"
+            name = "CRC" if is_crc else "digest"
             detail = f"{block.label}: its {name} is {seen}, it was written with {wanted}: bytes have changed"
-            self._layout.notes.add("checksum", detail, tensor=block.tensor)
+            layout.notes.add("checksum", detail, tensor=block.tensor)

@@ -94,7 +94,9 @@ def _read_nested(window: Window, layout: Layout, leaf: Leaf, raw: Raw) -> None:
     if not isinstance(value, Storage) or not isinstance(leaf.record, TensorRecord):
         raise Damaged("malformed", f"{leaf.name} is made of a {type(value).__name__}")
     tensor = leaf.record
-    record = TensorRecord(value, tensor.dtype or value.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.parameter)
+    record = TensorRecord(
+        value, tensor.dtype or value.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.parameter
+    )
     role = roles.of_tensor(leaf.role if leaf.role not in ("parameter", "buffer") else None, leaf.name, record.dtype)
     place(layout, [Leaf(leaf.name, role, record)], places)
 

@@ -36,7 +36,7 @@ def records(window: Window, notes: Notes) -> dict[str, Record]:
         raise Damaged("duplicate", f"the zip holds {listed(twice)} more than once")
     found = {}
     for entry in entries:
-        if entry.is_dir():
+        if entry.filename.endswith("/"):
             continue
         record = _record(window, entry)
         found[record.name.partition("/")[2] or record.name] = record
