@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from stepguard._errors import CapsuleError
 from stepguard.diagnose import RunFacts, diagnose
-from stepguard.engine.building import below_here, find_module, import_function, importable
 from stepguard.engine.context import Context
 from stepguard.engine.intercept import StepTaken, taking
 from stepguard.engine.script import as_main
@@ -27,6 +26,7 @@ from stepguard.records import Incident, Verdict
 from stepguard.records.verdict import VerdictKind
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.capsule import Capsule, read_capsule
+from stepguard.state.importing import find_module, import_function, importable, inside
 from stepguard.state.step import LossFn, Step, unwrapped
 
 MOST_STEPS = 100
@@ -51,7 +51,7 @@ def replay(
         return again.from_built(build())
     if build is not None or (script is None and again.capsule.build is not None):
         with importable():
-            return again.from_built(import_function(build or str(again.capsule.build))())
+            return again.from_built(import_function(build or str(again.capsule.build), CapsuleError)())
     module = again.capsule.module if script is None else None
     script = script or again.capsule.script
     if script is None:
@@ -79,10 +79,10 @@ class _Again:
         return self._run(model, optimizer, loss_fn, modules[0] if modules else {})
 
     def from_script(self, script: str, module: str | None) -> Incident:
-        path = below_here(Path(script))
+        path = _below_here(Path(script))
         if module is not None:
             with importable():
-                find_module(module, module)
+                find_module(module, module, CapsuleError)
         grad = torch.is_grad_enabled()
         try:
             with (
@@ -154,3 +154,11 @@ class _Again:
         if self._inspect is not None:
             self._inspect(step, incident)
         return incident
+
+
+def _below_here(path: Path) -> Path:
+    """A capsule may name code of the user's project, nothing else on the machine."""
+    resolved = inside(path, str(path), CapsuleError)
+    if not resolved.is_file():
+        raise CapsuleError(f"{path} does not exist here; run this in the project's folder, or pass script= or build=.")
+    return resolved

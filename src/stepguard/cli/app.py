@@ -13,8 +13,14 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
+<<<<<<< HEAD
 from stepguard.cli.doctor import doctor
+=======
+from stepguard.cli.check import check
+from stepguard.cli.compare import compare
+>>>>>>> main
 from stepguard.cli.explain import explain
+from stepguard.cli.live import live
 from stepguard.cli.plot import plot
 from stepguard.cli.quarantine import quarantine
 from stepguard.cli.replay import replay
@@ -26,11 +32,17 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     run,
     report,
     plot,
+    compare,
+    live,
     explain,
     replay,
+<<<<<<< HEAD
     verify,
     quarantine,
     doctor,
+=======
+    check,
+>>>>>>> main
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
+from stepguard._errors import ConfigError
 from stepguard.records.examination import SectionStatus
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ class Fresh:
 
 def build_fresh(build: str) -> Fresh:
     """Import and call it, from below the current directory only; what it raises becomes the section's text."""
-    from stepguard.engine.building import import_function, importable
+    from stepguard.state.importing import import_function, importable
 
     with importable():
-        function = import_function(build)
+        function = import_function(build, ConfigError)
         try:
             return _examined(function())
         except Exception as fault:

@@ -1,4 +1,4 @@
-"""Code of the user's own project, by name: only what lies below the current directory is ever imported."""
+"""Importing a function the user names, from below the current directory and nowhere else on the machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stepguard._errors import CapsuleError
+from stepguard._errors import StepguardError
 
 
 @contextmanager
@@ -24,21 +24,21 @@ def importable() -> Iterator[None]:
         sys.path[:] = before
 
 
-def import_function(build: str) -> Callable[[], Any]:
-    """`module:function`, from below the current directory only."""
-    module, _, function = build.partition(":")
-    find_module(module, build)
+def import_function(named: str, error: type[StepguardError]) -> Callable[..., Any]:
+    """`module:function`. Everything that goes wrong is raised as `error`, with the way out."""
+    module, _, function = named.partition(":")
+    find_module(module, named, error)
     try:
         found = getattr(importlib.import_module(module), function, None)
     except Exception as fault:
-        raise CapsuleError(f"{build}: importing it failed: {type(fault).__name__}: {fault}") from fault
+        raise error(f"{named}: importing it failed: {type(fault).__name__}: {fault}") from fault
     if not callable(found):
-        raise CapsuleError(f"{build}: {module!r} has no function {function!r}.")
-    result: Callable[[], Any] = found
+        raise error(f"{named}: {module!r} has no function {function!r}.")
+    result: Callable[..., Any] = found
     return result
 
 
-def find_module(module: str, named: str) -> None:
+def find_module(module: str, named: str, error: type[StepguardError]) -> None:
     """Look from the outside in: finding a module imports the packages around it, which must be the user's too."""
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
@@ -48,24 +48,17 @@ def find_module(module: str, named: str) -> None:
         except (ImportError, ValueError):
             spec = None
         if spec is None:
-            raise CapsuleError(
+            raise error(
                 f"{named}: there is no module {name!r} below the current directory; run this in the project's folder."
             )
         located = [spec.origin] if spec.has_location and spec.origin else spec.submodule_search_locations
         for place in located or ["/"]:  # built into the interpreter: nowhere below here
-            _inside(Path(place), named)
+            inside(Path(place), named, error)
 
 
-def _inside(path: Path, named: str) -> Path:
+def inside(path: Path, named: str, error: type[StepguardError]) -> Path:
+    """The resolved path, if it lies below the current directory."""
     resolved = path.resolve()
     if not resolved.is_relative_to(Path.cwd()):
-        raise CapsuleError(f"{named} lies outside the current directory; run this in the project's folder.")
-    return resolved
-
-
-def below_here(path: Path) -> Path:
-    """A capsule may name code of the user's project, nothing else on the machine."""
-    resolved = _inside(path, str(path))
-    if not resolved.is_file():
-        raise CapsuleError(f"{path} does not exist here; run this in the project's folder, or pass script= or build=.")
+        raise error(f"{named} lies outside the current directory; run this in the project's folder.")
     return resolved
