@@ -13,12 +13,9 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
-<<<<<<< HEAD
-from stepguard.cli.doctor import doctor
-=======
 from stepguard.cli.check import check
 from stepguard.cli.compare import compare
->>>>>>> main
+from stepguard.cli.doctor import doctor
 from stepguard.cli.explain import explain
 from stepguard.cli.live import live
 from stepguard.cli.plot import plot
@@ -36,13 +33,10 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     live,
     explain,
     replay,
-<<<<<<< HEAD
     verify,
     quarantine,
     doctor,
-=======
     check,
->>>>>>> main
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 

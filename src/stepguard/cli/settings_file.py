@@ -1,11 +1,10 @@
-"""Settings of a training configuration as plain values: JSON, TOML, simple YAML, or a Python file that is never run."""
+"""The learning rate and other settings of a configuration file: read, never run."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,24 @@ _LINE = re.compile(
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Dotted name -> value. Raises ConfigError with the way out."""
+    from stepguard.preflight.settings.files import READERS
+    from stepguard.preflight.settings.files import read_settings as read_file
+    from stepguard.preflight.settings.keys import flat
+
+    suffix = path.suffix.lower()
+    if suffix in READERS and (find_spec("yaml") is not None or suffix not in (".yaml", ".yml")):
+        return {setting.key: setting.value for setting in flat(read_file(path))}
     try:
         if path.stat().st_size > LARGEST:
             raise ConfigError(f"--config {path} has {path.stat().st_size:,} bytes; a configuration is smaller.")
-        text = path.read_text(encoding="utf-8")
+        return _of_lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    try:
-        if path.suffix == ".json":
-            return _flat(json.loads(text))
-        if path.suffix == ".toml":
-            return _flat(tomllib.loads(text))
-        if path.suffix == ".py":
-            return _of_python(text)
-    except (ValueError, SyntaxError, RecursionError) as error:
-        raise ConfigError(f"--config {path} is not valid {path.suffix[1:]}: {str(error)[:160]}.") from error
-    return _of_lines(text)
 
 
 def configured_rate(path: Path) -> float:
     """The one learning rate of a configuration; several different ones are refused by name."""
-    settings = read_settings(path)
-    found = {name: as_number(value) for name, value in settings.items() if is_rate(name)}
+    found = {name: as_number(value) for name, value in read_settings(path).items() if is_rate(name)}
     rates = {name: rate for name, rate in found.items() if rate is not None}
     if not rates:
         raise ConfigError(f"--config {path} names no learning rate ({', '.join(RATE_NAMES)}); give --lr.")
@@ -65,36 +60,8 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value} if prefix else {}
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        found.update(_flat(item, f"{prefix}.{key}" if prefix else str(key)))
-    return found
-
-
-def _of_python(text: str) -> dict[str, Any]:
-    """Assignments of literals, also in classes (a dataclass of settings)."""
-    found: dict[str, Any] = {}
-    for node in ast.walk(ast.parse(text)):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        value = getattr(node, "value", None)
-        if value is None:
-            continue
-        for target in targets:
-            if isinstance(target, ast.Name):
-                try:
-                    found.setdefault(target.id, ast.literal_eval(value))
-                except (ValueError, TypeError, MemoryError, RecursionError):
-                    continue
-    return found
-
-
 def _of_lines(text: str) -> dict[str, Any]:
-    """`key: value` and `key = value`, nested by indentation."""
+    """`key: value` and `key = value`, nested by indentation: enough of YAML where PyYAML is not installed."""
     found: dict[str, Any] = {}
     above: list[tuple[int, str]] = []
     for line in text.splitlines():
@@ -103,9 +70,8 @@ def _of_lines(text: str) -> dict[str, Any]:
             continue
         indent = len(match["indent"])
         above = [(depth, key) for depth, key in above if depth < indent]
-        name = ".".join([*(key for _, key in above), match["key"]])
         if match["value"]:
-            found[name] = _literal(match["value"])
+            found[".".join([*(key for _, key in above), match["key"]])] = _literal(match["value"])
         else:
             above.append((indent, match["key"]))
     return found

@@ -57,6 +57,8 @@ class Look:
     dtype: str
     shape: tuple[int, ...]
     segment: Segment | None = None
+    start: int = 0
+    size: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +94,7 @@ class Layout:
     def look(self, name: str, role: Role, dtype: str, shape: tuple[int, ...], start: int, base: int, size: int) -> None:
         """Add a tensor whose `size` bytes begin at `start` of the file."""
         segment = Segment(start, size, dtype, base) if dtypes.is_real(dtype) and size else None
-        self.looks.append(Look(name, role, dtype, shape, segment))
+        self.looks.append(Look(name, role, dtype, shape, segment, start, size))
 
     def take(self, contents: Contents) -> None:
         """Rates, step and odd numbers of a pickle's contents."""

@@ -31,11 +31,11 @@ _FILES: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("other", re.compile(r"^(training_args|sampler|dl_state|loader|args)")),
 )
 _BUFFERS = re.compile(
-    r"(^|[_.])(running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq|position_ids|token_type_ids|"
+    r"(^|[_./])(running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq|position_ids|token_type_ids|"
     r"masked_bias|mask|attn_mask|causal_mask|attn_bias|alibi|min_val|max_val|relative_position_index|freqs_cis|"
     r"cos_cached|sin_cached|alphas_cumprod\w*|betas|cached_\w+|pos_ids|observer_enabled|fake_quant_enabled)$"
 )
-NORM_STATISTICS = re.compile(r"(^|[_.])running_(mean|var)$")
+NORM_STATISTICS = re.compile(r"(^|[_./])running_(mean|var)$")
 SQUARES = re.compile(r"^(max_)?exp_avg_sq(_row|_col)?$|^square_avg$|^acc_delta$|^running_var$|\brunning_var$")
 """Sums of squares: never negative."""
 USUALLY_ZERO = re.compile(

@@ -68,10 +68,9 @@ def _compare(layout: Layout, seal: Seal) -> None:
         if known is None:
             layout.notes.add("seal", "is in the file, but not sealed", tensor=look.name)
             continue
-        if look.segment is not None:
-            where = look.segment
-            layout.blocks.append(Block(where.start, where.size, look.name, "xxh3_128", known.digest, look.name))
-            where.dtype = known.dtype if known.dtype in dtypes.SIZES else where.dtype
+        layout.blocks.append(Block(look.start, look.size, look.name, "xxh3_128", known.digest, look.name))
+        if look.segment is not None and known.dtype in dtypes.SIZES:
+            look.segment.dtype = known.dtype
         look.dtype, look.shape = known.dtype, known.shape
 
 
