@@ -14,8 +14,8 @@ SHARE = 0.01
 
 
 def _look(seen: Inspection) -> Seen:
-    configured = seen.number("warmup")
-    if seen.subject.optimizer is None and configured is not None and configured >= STEPS:
+    planned = seen.number("warmup")
+    if seen.subject.optimizer is None and planned is not None and planned >= STEPS:
         return passed(f"{seen.setting('warmup')} is configured")
     if "adam" not in type(seen.optimizer).__name__.lower():
         raise Pointless(f"{type(seen.optimizer).__name__} has no second moment that has to settle")
