@@ -13,9 +13,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("records",),
     ("detect", "diagnose", "policy", "report", "journal"),
     ("sentinel", "state", "numerics"),
-    ("locate",),
+    ("locate", "preflight"),
     ("engine",),
-    ("guard", "replaying"),
+    ("guard", "replaying", "verifying"),
     ("integrations", "cli", "testing"),
 )
 """Lowest first. A unit imports units of lower layers only, never a sibling."""

@@ -6,7 +6,8 @@ a post-hook gives them back. The loss and the pre-clip norm are overheard (senti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +24,10 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.hold import Hold
 from stepguard.engine.late import LateUpdate, takes_found_inf
+from stepguard.engine.micro import MicroBatches
 from stepguard.engine.overhear import Overheard
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
-from stepguard.engine.reader import Pending, Reader
+from stepguard.engine.reader import Pending, Reader, count_labels
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
@@ -35,7 +37,7 @@ from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.taps import Update, listen
 from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.step import Step
+from stepguard.state.step import LossFn, Step
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:
@@ -52,6 +54,10 @@ class Watcher:
         self.reader, self.pipeline = Reader(context), Pipeline(context, self.arming.locate)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
         self.capture = Capture(context.model, shield, self.arming.model_called)
+        self.micro = MicroBatches(self._deaf)
+        self._listening = True
+        self.dropped = False
+        """The last update was vetoed, as far as is known by now: a fused one is read later."""
         self._reading: Reading | None = None
         self._incident: Incident | None = None
         self.vetoing = False
@@ -70,13 +76,31 @@ class Watcher:
 
     # --- taps --------------------------------------------------------------------------------------------------
 
+    def begin_micro(self, loss_fn: LossFn, batch: Any) -> None:
+        """A framework is about to run one micro-batch; the calls of the model need not be remembered then."""
+        self.capture.off = True
+        self.shield.call(None, self.micro.add, loss_fn, batch)
+        self.heard.labels = self.shield.call(None, count_labels, batch, self.context)
+
+    @contextmanager
+    def _deaf(self) -> Iterator[None]:
+        before, self._listening = self._listening, False
+        try:
+            yield
+        finally:
+            self._listening = before
+
     def before_backward(self, root: Tensor) -> None:
+        if not self._listening:
+            return
         with self.arming.paused():
             self.shield.call(None, self.reader.start)
             self.shield.call(None, self.heard.before_backward, root)
         self.shield.call(None, self.arming.before_backward, root)
 
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
+        if not self._listening:
+            return
         self.shield.call(None, self.arming.after_backward, root)
         self.shield.call(None, self.heard.after_backward, failed=failed)
 
@@ -197,8 +221,9 @@ class Watcher:
         self.shield.call(None, self.reader.after_update)
         self.shield.call(None, late.issued, self.context)
         try:
+            self.dropped = False
             if self.context.buffers.changing():
-                self.settle(inside=True)
+                self.dropped = self.settle(inside=True)
             else:
                 late.step.buffers = BufferKeeper(())
         finally:
@@ -235,7 +260,7 @@ class Watcher:
         self._apply(incident, hold=vetoed and inside)
 
     def _vetoed(self) -> None:
-        incident = self._incident
+        incident, self.dropped = self._incident, True
         if self._undo is not None:
             self._undo.restore()
         self.context.buffers.restore()
@@ -263,6 +288,7 @@ class Watcher:
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self._vetoed()
             return
+        self.dropped = False
         self.shield.call(None, self.reader.after_update)
         self._book(step, reading, went_through=True)
         self._end_step()
@@ -290,10 +316,15 @@ class Watcher:
         """What was heard of a step that is over, or of an evaluation that is made again."""
         self.heard.clear()
         self.capture.clear()
+        self.micro.clear()
 
     def _step(self, reading: Reading | None) -> Step:
         context = self.context
         step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
+        if self.micro.complete(step, len(self.heard.losses)):
+            step.clip_norm, step.grads_gone = context.config.clip_norm, self.heard.clipped
+            step.scale = (reading.scale if reading is not None else None) or 1.0
+            return step
         calls, step.model_fn = self.capture.calls, self.capture.model_fn()
         if step.model_fn is not None:
             # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1

@@ -42,8 +42,9 @@ class LateUpdate:
 
     def read(self, reader: Reader) -> Reading:
         """Wait for the numbers of this update."""
-        self.step.grads_gone = self._grads is not None and self._grads.gone()
-        return reader.complete(self.pending, grads_gone=self.step.grads_gone)
+        gone = self._grads is not None and self._grads.gone()
+        self.step.grads_gone |= gone
+        return reader.complete(self.pending, grads_gone=gone)
 
     def update(self, optimizer: Optimizer) -> None:
         """Step, unless the device finds something non-finite."""
