@@ -16,6 +16,7 @@ from stepguard.engine.attach import Watcher
 from stepguard.engine.closure import ClosureStepper, needs_closure
 from stepguard.engine.context import bare_step, build_context
 from stepguard.engine.intercept import offer
+from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.engine.stepper import Stepper
@@ -37,13 +38,15 @@ class Guard:
         scaler: GradScaler | None = None,
         modules: dict[str, nn.Module] | None = None,
         loader: Any = None,
+        state: dict[str, Any] | None = None,
         config: GuardConfig | None = None,
     ) -> None:
-        self._context = build_context(model, optimizer, scheduler, scaler, modules, config or GuardConfig())
+        self._context = build_context(model, optimizer, scheduler, scaler, modules, state, config or GuardConfig())
         self._loader = loader
         self._shield = Shield(self._fault)
         stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
-        self._stepper = stepper(self._context, self._shield)
+        self._recovery = Recovery(self._context)
+        self._stepper = stepper(self._context, self._shield, self._recovery)
         self._watcher: Watcher | None = None
         self._closed = False
 
@@ -125,7 +128,9 @@ class Guard:
         if incidents and incidents[-1].stopped:
             return  # said already
         if self._context.step and not inner.reader.last_update_finite():
-            inner.pipeline.last_look(bare_step(self._context))
+            incident = inner.pipeline.last_look(bare_step(self._context))
+            if incident is not None and incident.decision is not None and incident.decision.action == "rewind":
+                self._recovery.rewind()  # what is left behind is at least good
 
     def _end(self) -> None:
         context = self._context
@@ -151,5 +156,5 @@ class Guard:
 def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`."""
     guard = Guard(model, optimizer, **settings)
-    guard._watcher = Watcher(guard._context, guard._shield)
+    guard._watcher = Watcher(guard._context, guard._shield, guard._recovery)
     return guard

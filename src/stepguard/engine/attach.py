@@ -26,6 +26,7 @@ from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.overhear import Overheard
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.reader import Pending, Reader
+from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
@@ -46,12 +47,13 @@ def found_inf(optimizer: Optimizer) -> Tensor | None:
 class Watcher:
     """Hooks of one guard on one optimizer, and its ear at the taps."""
 
-    def __init__(self, context: Context, shield: Shield) -> None:
-        self.context, self.shield = context, shield
+    def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
+        self.context, self.shield, self.recovery = context, shield, recovery
         self.arming = Arming(context)
-        self.reader, self.pipeline = Reader(context), Pipeline(context, self.arming.locate)
+        self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate)
+        recovery.after_rewind.append(self.reader.rewound)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
-        self.capture = Capture(context.model, shield, self.arming.model_called)
+        self.capture = Capture(context.model, shield, self._model_called)
         self._reading: Reading | None = None
         self._incident: Incident | None = None
         self.vetoing = False
@@ -60,6 +62,10 @@ class Watcher:
         self._undo: UndoCopy | None = None
         self._late: LateUpdate | None = None
         self._own_flag = False
+        self._begun = False
+        """The update before this one has been closed."""
+        self._timeline = 0
+        """Rewinds before this step began: gradients from before a rewind belong to weights that are gone."""
         optimizer, resources = context.optimizer, context.resources
         resources.callback(self.capture.close)
         resources.callback(listen(self))
@@ -95,11 +101,27 @@ class Watcher:
             update(self._present_scale() if self.hold.scaler else None)
             self.hold.scaler = False
 
+    def _model_called(self, arguments: dict[str, Any]) -> None:
+        if not self.capture.calls:
+            self.between()
+            self._timeline = self.context.budget.rewinds
+        self.arming.model_called(arguments)
+
+    def between(self) -> None:
+        """The loop is between two steps; a snapshot needs the last one closed."""
+        if self.recovery.due():
+            self._begin()
+        self.recovery.between()
+
     # --- hooks -------------------------------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         self._begin()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None and self._rewound():
+            self._hide()
+            self.vetoing = True
+            return None
         if closure is None:
             self.check()
             return None
@@ -129,6 +151,9 @@ class Watcher:
 
     def _begin(self) -> None:
         """The loop has come to the next update: close the last one first."""
+        if self._begun:
+            return
+        self._begun = True
         moved = self.shield.call(None, self.hold.moved)
         with self.arming.paused():
             taken_back = self.settle()
@@ -242,12 +267,13 @@ class Watcher:
         self._book(self._step(self._reading), self._reading, went_through=False)
         self._end_step()
         self._apply(incident, hold=True)
+        self._timeline = self.context.budget.rewinds
 
     def _apply(self, incident: Incident | None, *, hold: bool) -> None:
         """What was decided may change the schedule, so it is held as it is afterwards."""
         try:
             if incident is not None:
-                close.apply(self.context, incident)
+                close.apply(self.context, self.recovery, incident)
         finally:
             if hold:
                 self.shield.call(None, self.hold.vetoed)
@@ -275,16 +301,24 @@ class Watcher:
             return
         if went_through:
             self.shield.call(None, close.committed, self.context, step, reading)
+            self.shield.call(None, self.recovery.committed, reading.step + 1)
         else:
             self.shield.call(None, close.recorded, self.context, reading, went_through=False)
 
     def _end_step(self) -> None:
         self._reading, self._undo = None, None
         self._incident, self.vetoing = None, False
+        self._begun = False
         self.forget()
-        self.context.step += 1
+        if not self._rewound():
+            self.context.step += 1
+        self._timeline = self.context.budget.rewinds
         self.shield.call(None, self.context.buffers.remember)
         self.shield.call(None, self.arming.begin)
+
+    def _rewound(self) -> bool:
+        """Has the state been put back since this step's forward pass?"""
+        return self._timeline != self.context.budget.rewinds
 
     def forget(self) -> None:
         """What was heard of a step that is over, or of an evaluation that is made again."""

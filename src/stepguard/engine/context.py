@@ -47,6 +47,8 @@ class Context:
     scheduler: LRScheduler | None
     scaler: GradScaler | None
     modules: dict[str, nn.Module]
+    extra: dict[str, Any]
+    """Further objects with a state: an EMA, a curriculum."""
     config: GuardConfig
     agreement: Agreement
     history: History
@@ -120,11 +122,13 @@ def build_context(
     scheduler: LRScheduler | None,
     scaler: GradScaler | None,
     modules: dict[str, nn.Module] | None,
+    extra: dict[str, Any] | None,
     config: GuardConfig,
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
     optimizer = _real_optimizer(optimizer)
     _check(model, optimizer, modules)
+    _check_extra(extra)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
@@ -134,6 +138,7 @@ def build_context(
         scheduler=scheduler,
         scaler=scaler,
         modules=dict(modules or {}),
+        extra=dict(extra or {}),
         config=config,
         agreement=agreement,
         history=History(window=config.spike_window),
@@ -207,3 +212,14 @@ def _check(model: object, optimizer: object, modules: object) -> None:
         isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
     ):
         raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
+
+
+def _check_extra(extra: object) -> None:
+    if extra is None:
+        return
+    for name, item in extra.items() if isinstance(extra, dict) else [("", extra)]:
+        if not name or not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"state[{name!r}] is a {type(item).__name__}; give a dict of objects with state_dict and "
+                "load_state_dict, for instance {'ema': ema}."
+            )

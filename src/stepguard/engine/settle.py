@@ -9,6 +9,7 @@ import torch
 
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
+from stepguard.engine.recovery import Recovery
 from stepguard.engine.schedule import lower_lr
 from stepguard.records import Incident, Reading
 from stepguard.state.step import Step
@@ -45,11 +46,13 @@ def _young(context: Context) -> bool:
     return context.history.committed < ANCHOR_EVERY
 
 
-def apply(context: Context, incident: Incident) -> None:
+def apply(context: Context, recovery: Recovery, incident: Incident) -> None:
     """Do what was decided. Skipping needs nothing more: the update never happened."""
     decision = incident.decision
     if decision is None:
         return
+    if decision.action == "rewind":
+        recovery.rewind()
     if decision.new_scale is not None:
         context.loss_scale = decision.new_scale
     if decision.lr_factor is not None:
