@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from functools import partial
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,9 +22,12 @@ from stepguard.engine.context import bare_step, build_context
 from stepguard.engine.intercept import offer
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
+from stepguard.engine.saving import Saving
 from stepguard.engine.shield import Shield
+from stepguard.engine.signals import Signals
 from stepguard.engine.stepper import Stepper
 from stepguard.records import GuardConfig, Incident
+from stepguard.state.feed import Feed
 from stepguard.state.step import LossFn
 
 __all__ = ["Guard", "StepResult", "watch"]
@@ -42,13 +49,20 @@ class Guard:
         config: GuardConfig | None = None,
     ) -> None:
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, config or GuardConfig())
-        self._loader = loader
         self._shield = Shield(self._fault)
         stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
         self._stepper = stepper(self._context, self._shield, self._recovery)
+        self._saving = Saving(self._context, self._recovery)
+        if loader is not None:
+            self._context.feed = Feed(loader, self._between, partial(self._recovery.say, "loader"))
+        self._signals = Signals(self._leave, self.close, partial(self._recovery.say, "signal"))
+        self._recovery.duties += [self._saving, self._signals]
         self._watcher: Watcher | None = None
         self._closed = False
+        if self._saving.has_store and self._context.config.on_signal == "save":
+            self._signals.listen()
+            self._context.resources.callback(self._signals.stop_listening)
 
     def step(self, loss_fn: LossFn, *micro_batches: Any) -> StepResult:
         """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip, update.
@@ -66,6 +80,32 @@ class Guard:
             raise ConfigError("guard.step got no batch; call guard.step(loss_fn, batch), or several micro-batches.")
         offer(self._context, loss_fn)
         return self._stepper.run(loss_fn, micro_batches)
+
+    def save(self) -> Path | None:
+        """Seal the present state now. None: refused, because the state is not good; `last-good` stays as it is.
+
+        With several ranks all of them call it, and the first one writes.
+        """
+        self._settle()
+        if not self.armed:
+            self._recovery.say("checkpoint", "NOT saved: a disarmed guard cannot tell whether the state is good")
+            return None
+        return self._saving.save()
+
+    def restore(self, path: str | PathLike[str] = "last-good") -> int:
+        """Load a sealed checkpoint, RNG and loader position included; damaged ones are passed over, each named.
+
+        Returns the optimizer steps done. `last-good` is the newest good one; raises StoreError where none is usable.
+        """
+        self._settle()
+        return self._saving.restore(path if path == "last-good" else Path(path))
+
+    @property
+    def loader(self) -> Feed:
+        """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
+        if self._context.feed is None:
+            raise ConfigError("this guard was given no loader; give stepguard.Guard(..., loader=loader).")
+        return self._context.feed
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -107,6 +147,8 @@ class Guard:
         try:
             self._finish()
             self._shield.call(None, self._last_look)
+            if self._signals.due():
+                self._signals.do()  # no further step will come
             self._shield.last(self._end)
         finally:
             self._context.resources.close()
@@ -116,6 +158,17 @@ class Guard:
             self._watcher.finish()
         else:
             self._stepper.settle()
+
+    def _between(self) -> None:
+        """The loop asks for its next batch."""
+        if not self._closed:
+            self._shield.call(None, (self._watcher or self._stepper).between)
+
+    def _leave(self, number: int) -> None:
+        """A signal is about to end the process."""
+        saved = self._shield.call(None, self._saving.leave)
+        where = f"saved {saved}" if saved is not None else "no new checkpoint; the last good one stays"
+        self._recovery.say("signal", f"ending after {signal.Signals(number).name}: {where}")
 
     def _settle(self) -> None:
         if self._watcher is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,6 @@ def run(
 
 
 def _clipped(settings: GuardConfig, at: Scene) -> GuardConfig:
-    from dataclasses import replace
-
     return replace(settings, clip_norm=at.clip_norm)
 
 
@@ -271,11 +270,18 @@ def test_reordered_window_runs_every_good_step_once_more_and_the_bad_one_never()
 
 def test_loss_that_depends_on_the_loop_is_not_run_again_as_if_it_did_not(tmp_path: Path) -> None:
     at = scene()
+    present: list[Batch] = []
+
+    def loss(_: int) -> Tensor:
+        inputs, targets = present[-1]
+        return nn.functional.cross_entropy(at.model(inputs), targets)
+
     with Guard(at.model, at.optimizer, config=config(run_dir=tmp_path)) as guard:
-        for index, (inputs, targets) in enumerate(DATA[:20]):
+        for index, batch in enumerate(DATA[:20]):
             if index == 14:
                 nan_weight(at)
-            guard.step(lambda _: nn.functional.cross_entropy(at.model(inputs), targets), index)
+            present.append(batch)
+            guard.step(loss, index)
         assert [d[:1] for d in decisions(guard)] == [("rewind",)]
         back = decisions(guard)[0][1]
         assert back is not None and guard.steps == back + 5

@@ -6,10 +6,11 @@ from stepguard.policy.places import Place, Remedy, choose
 from stepguard.records import Policy
 
 PLACES = [Place(step=48), Place(step=32), Place(step=16)]
+DEFAULT = Policy()
 SLOWER = Policy(rewind_lr="lower", lr_factor=0.5)
 
 
-def _all(policy: Policy = Policy(), *, repeatable: bool = False, most: int = 10) -> list[Remedy]:
+def _all(policy: Policy = DEFAULT, *, repeatable: bool = False, most: int = 10) -> list[Remedy]:
     """Every remedy in turn, if none of them helps."""
     tried: list[Remedy] = []
     while len(tried) < most:

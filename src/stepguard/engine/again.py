@@ -11,6 +11,7 @@ from stepguard.engine.result import StepResult
 from stepguard.engine.window import Kept
 from stepguard.records import Incident
 from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.snapshot import Snapshot
 from stepguard.state.step import LossFn, Step
 
 
@@ -53,7 +54,8 @@ def _retry(runs: Runs, step: Step) -> StepResult:
 def _repeat(runs: Runs, step: Step) -> StepResult | None:
     """The steps since the snapshot exactly as they were, then the one that failed."""
     recovery = runs.recovery
-    left, start = recovery.left, recovery.ring.good()[0]
+    left, start = recovery.left, recovery.start
+    assert start is not None
     with recovery.replaying():
         for kept in left:
             result = _once_more(runs, kept.step)
@@ -64,7 +66,7 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
         return _once_more(runs, step)
 
 
-def _not_exact(runs: Runs, kept: Kept, result: StepResult, start: Any) -> None:
+def _not_exact(runs: Runs, kept: Kept, result: StepResult, start: Snapshot) -> None:
     """The loss function depends on more than its batch: what was run again is something else, so it is undone."""
     recovery = runs.recovery
     recovery.say(
@@ -84,9 +86,9 @@ def _reorder(runs: Runs, incident: Incident) -> None:
         for kept in order:
             assert kept.step.loss_fn is not None
             result = runs.run(kept.step.loss_fn, kept.step.micro_batches)
-            if result.incident is not None and result.incident.decision is not None:
-                if result.incident.decision.action == "rewind":
-                    return
+            decision = result.incident.decision if result.incident is not None else None
+            if decision is not None and decision.action == "rewind":
+                return
 
 
 def _once_more(runs: Runs, step: Step) -> StepResult:

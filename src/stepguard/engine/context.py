@@ -30,6 +30,7 @@ from stepguard.report.terminal import Terminal
 from stepguard.sentinel.gradients import finite
 from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
+from stepguard.state.feed import Feed
 from stepguard.state.step import Step, unwrapped
 
 guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -72,6 +73,10 @@ class Context:
     """Ids of accepted tensors, so that the cheap look leaves them out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
     """Extremes of every buffer before the first step, on the device until something is wrong."""
+    feed: Feed | None = None
+    """The user's loader, where the guard was given it."""
+    resumed: bool = False
+    """A checkpoint was restored in this process."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     last_read: float = field(default_factory=time.perf_counter)

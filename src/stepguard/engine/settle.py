@@ -9,8 +9,8 @@ import torch
 
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
+from stepguard.engine.rates import scale_rates
 from stepguard.engine.recovery import Recovery
-from stepguard.engine.schedule import lower_lr
 from stepguard.records import Incident, Reading
 from stepguard.state.step import Step
 
@@ -56,7 +56,7 @@ def apply(context: Context, recovery: Recovery, incident: Incident) -> None:
     if decision.new_scale is not None:
         context.loss_scale = decision.new_scale
     if decision.lr_factor is not None:
-        lower_lr(context.optimizer, context.scheduler, decision.lr_factor)
+        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.lr))
     if decision.action == "stop":
         context.terminal.halted(incident)
         exit_with_code_three()

@@ -51,6 +51,12 @@ class Stepper:
             return self._update_late(step, pending)
         return self._update_now(step, pending)
 
+    def between(self) -> None:
+        """The loop is between two steps; what is to be done there needs the last one read."""
+        if self.recovery.due():
+            self.settle()
+        self.recovery.between()
+
     def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step:
         """Remember what the step starts from."""
         context = self.context

@@ -75,7 +75,17 @@ class GuardConfig:
     replay_memory: int = 2**28
     """Bytes of batches kept so that steps since a snapshot can be run again exactly; 0 keeps none."""
     checkpoint_every: int | None = None
-    """Steps between sealed checkpoints; None saves only when asked."""
+    """Steps between sealed checkpoints; None saves only when asked. Each is written in the background, once its
+    probation is over."""
+    keep: int = 3
+    """Newest good checkpoints that stay on disk."""
+    keep_every: int | None = None
+    """Checkpoints of every so many steps stay for good; None lets all but the newest go."""
+    resume_lr: Literal["checkpoint", "config"] = "checkpoint"
+    """Where `guard.restore` finds another learning rate than the optimizer was built with: which of the two counts."""
+    on_signal: Literal["save", "off"] = "save"
+    """SIGTERM and Ctrl+C: `save` ends the step and saves a good state before they have their effect (where there is a
+    `run_dir`); `off` leaves them alone."""
     loss_scale: float | None = None
     """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of the gradients.
 
@@ -117,6 +127,11 @@ class GuardConfig:
         _count("GuardConfig.replay_memory", self.replay_memory)
         if self.checkpoint_every is not None:
             _count("GuardConfig.checkpoint_every", self.checkpoint_every, least=1)
+        _count("GuardConfig.keep", self.keep, least=1)
+        if self.keep_every is not None:
+            _count("GuardConfig.keep_every", self.keep_every, least=1)
+        _one_of("GuardConfig.resume_lr", self.resume_lr, ("checkpoint", "config"))
+        _one_of("GuardConfig.on_signal", self.on_signal, ("save", "off"))
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy.")
         _count("GuardConfig.capsule_limit", self.capsule_limit)

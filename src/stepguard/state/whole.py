@@ -75,7 +75,7 @@ class Whole:
             "scheduler": self._apart(self._scheduler, tensors, "scheduler"),
             "scaler": scaler_apart(self._scaler, tensors),
             "extra": {name: self._apart(item, tensors, name.rstrip("/")) for name, item in self._others.items()},
-            "numbers": self._numbers.moved(),
+            "numbers": _apart(self._numbers.moved(), tensors, "numbers"),
             "rng": {str(self._rank): rng_apart(capture_rng(), tensors, f"rng/{self._rank}")},
         }
         odd = next((name for name, tensor in tensors.items() if tensor.layout is not torch.strided), None)
@@ -140,7 +140,7 @@ class Whole:
             raise StateError(f"the saved state does not fit: {why}.")
         for prefix, root in self._modules.items():
             _fill(root, {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)})
-        self._numbers.put_back(state.facts["numbers"])
+        self._numbers.put_back(put_together(state.facts["numbers"], {}))
         self._put_back_optimizer(state)
         self._put_back_item(self._scheduler, state.facts["scheduler"], state.tensors)
         scaler_together(self._scaler, state.facts["scaler"], state.tensors)
