@@ -8,10 +8,10 @@ BENCHES := overhead $(filter-out overhead _%,$(patsubst benchmarks/%.py,%,$(wild
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format bench clean
+.PHONY: help venv demo test check format bench crash-campaign clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 venv: $(STAMP) ## create .venv; done again only when pyproject.toml or constraints.txt change
 
@@ -39,6 +39,9 @@ format: venv ## let ruff fix and format what it can
 
 bench: venv ## print the promised numbers beside the peers
 	@set -e; for bench in $(BENCHES); do $(RUN) -m benchmarks.$$bench; done
+
+crash-campaign: venv ## kill -9 a thousand times, stepguard's store beside the peers
+	$(RUN) -m benchmarks.crash --runs 1000
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_run

@@ -3,7 +3,9 @@
 StepguardError
 ├── ConfigError        a setting is wrong (also a ValueError)
 ├── TrainingHalted     the policy stopped the run; carries the incident
-└── JournalError       a run directory or journal cannot be read
+├── JournalError       a run directory or journal cannot be read
+├── CapsuleError       a capsule is damaged, too new, or cannot be run here
+└── StoreError         a checkpoint cannot be written, or none can be opened
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ class JournalError(StepguardError):
 
 class CapsuleError(StepguardError):
     """A capsule is damaged, too new, without data, or its build function cannot be imported."""
+
+
+class StoreError(StepguardError):
+    """A checkpoint was not written, or no checkpoint can be opened; the message names what stands in the way."""
 
 
 class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the design: it is an outcome, not a fault)

@@ -1,7 +1,4 @@
-"""The traps others fell into, one regression test each (house style, last paragraph).
-
-Not here yet: a rotation that deletes the last healthy checkpoint needs the checkpoint store.
-"""
+"""The traps others fell into, one regression test each (house style, last paragraph)."""
 
 from __future__ import annotations
 
@@ -38,7 +35,9 @@ from guard.scenes import (
     watched,
 )
 from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard._errors import StoreError
 from stepguard.journal import read_run
+from stepguard.state.store import Health, Store
 
 DATA = batches(12)
 
@@ -224,6 +223,22 @@ def test_trap_skips_that_are_silent(loop: str, capsys: pytest.CaptureFixture[str
     LOOPS[loop](_scene(), [(DATA[0],), (poisoned(DATA[1]),), (poisoned(DATA[2]),)], GuardConfig(locate=False))
     said = capsys.readouterr().err
     assert "step 1" in said and "step 2" in said and "2 in a row" in said
+
+
+def test_trap_rotation_that_deletes_the_last_healthy_checkpoint(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    good = Health(loss=1.0, level=1.0, steps_watched=50, incidents=0, good=True)
+    ruined = Health(loss=9.0, level=1.0, steps_watched=60, incidents=1, good=False)
+    weights = {"model/weight": torch.ones(4)}
+    store.save(100, weights, {}, good)
+    for step in range(110, 200, 10):
+        store.save(step, {"model/weight": torch.full((4,), 1e30)}, {}, ruined)
+        with pytest.raises(StoreError, match="not sealed"):
+            store.save(step + 1, {"model/weight": torch.full((4,), NAN)}, {}, good)
+    assert [entry.step for entry in store.list()] == [190, 180, 100]
+    opened = store.open("last-good")
+    assert (opened.step, opened.passed_over) == (100, ())
+    assert torch.equal(opened.tensors["model/weight"], weights["model/weight"])
 
 
 @pytest.mark.parametrize("fused", [False, True])

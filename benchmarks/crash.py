@@ -1,0 +1,119 @@
+"""Kill -9 at random instants of save, rotation, rename and resume: stepguard's store beside what people use.
+
+    python -m benchmarks.crash --runs 1000         # all of them, about 15 minutes
+    python -m benchmarks.crash --only stepguard    # one of them (the others keep their last result)
+
+Each restart goes on in the folder of the last one, litter included; what must be there is known outside the killed
+process. Beside it a disk that fills up. Not covered: power loss (tests/state/store/test_power_loss.py tries every
+prefix of the operations), network filesystems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from benchmarks.disk.campaign import campaign
+from benchmarks.disk.formats import FORMATS
+from benchmarks.disk.full import fill_up
+from benchmarks.parts import machine
+
+SIZE = 1_000_000
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    console = Console()
+    if options.only is not None and options.only not in FORMATS:
+        console.print(f"--only {options.only}: not known; use one of {', '.join(FORMATS)}.", style="red")
+        return 2
+    torch.set_num_threads(1)
+    rows = {name: _row(name, options, console) for name in FORMATS if options.only in (None, name)}
+    before = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
+    rows = {name: (before | rows)[name] for name in FORMATS if name in before or name in rows}
+    console.print(painted(rows))
+    machine.keep({"schema": 1, "rows": rows}, options.output)
+    console.print(f"written to {options.output.name}")
+    return int(lost(rows))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.crash", description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=200, help="kills of each format")
+    parser.add_argument("--size", type=int, default=SIZE, help="parameters; a state has three floats for each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", metavar="NAME", help=f"one format: {', '.join(FORMATS)}")
+    parser.add_argument("--output", type=Path, default=machine.RESULTS / "crash.json", help="where the JSON goes")
+    return parser.parse_args(arguments)
+
+
+def _row(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    make = FORMATS[name]
+    row: dict[str, Any] = {"what": make().what, "missing": make().missing(), "machine": machine.facts()}
+    if row["missing"]:
+        return row
+    with tempfile.TemporaryDirectory() as place, Progress(*COLUMNS, console=console, transient=True) as progress:
+        task = progress.add_task(row["what"], total=options.runs)
+        tally = campaign(
+            make,
+            Path(place) / "run",
+            runs=options.runs,
+            size=options.size,
+            seed=options.seed,
+            progress=lambda: progress.advance(task),
+        )
+        full = fill_up(make, Path(place) / "small", min(options.size, SIZE))
+    megabytes = options.size * 12 / 1e6
+    return {**row, "megabytes": megabytes, **asdict(tally), "full": None if full is None else asdict(full)}
+
+
+def lost(rows: dict[str, Any]) -> bool:
+    """Did ours lose, mix or misread anything?"""
+    ours = rows.get("stepguard")
+    return bool(ours) and any(ours[key] for key in ("newest_unusable", "all_lost", "mixed", "went_back"))
+
+
+def painted(rows: dict[str, Any]) -> Table:
+    """One line a format."""
+    table = Table(title="kill -9 at a random instant, restart in the same folder", title_justify="left")
+    table.add_column("format")
+    heads = ("kills", "newest unusable", "all lost", "mixed", "went back", "litter MB", "disk full")
+    for column in heads:
+        table.add_column(column, justify="right")
+    for name, row in rows.items():
+        style = "bold" if name == "stepguard" else ("dim" if row["missing"] else "")
+        table.add_row(row["what"], *_cells(row), style=style)
+    table.caption = (
+        "newest unusable: a resume fails until somebody deletes it; all lost: nothing loads; mixed: loads silently as "
+        "parts of different steps; litter: the most that lay beside it at a restart"
+    )
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["missing"]:
+        return [row["missing"]] + 6 * [""]
+    numbers = [str(row[key]) for key in ("killed", "newest_unusable", "all_lost", "mixed", "went_back")]
+    return [*numbers, f"{row['litter_bytes'] / 1e6:.0f}", _full(row["full"])]
+
+
+def _full(full: dict[str, Any] | None) -> str:
+    if full is None:
+        return "not tried"
+    loads = "newest does not load" if full["loads"] is None else f"loads step {full['loads']} of {full['saved']}"
+    return f"{loads}, {full['partial_bytes'] / 1e6:.0f} MB left, {'' if full['small_save_fits'] else 'no '}room after"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

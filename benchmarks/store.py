@@ -1,0 +1,208 @@
+"""What saving costs training: a store that writes in the background beside a blocking torch.save.
+
+    python -m benchmarks.store                     # 1M, 10M and 100M parameters, about 10 minutes
+    python -m benchmarks.store --only 1M           # one of them (the others keep their last result)
+    python -m benchmarks.store --quick             # a tiny model, seconds: shows that it runs
+
+A round trains without saving, then offers a state and trains until it is on disk. What those steps took beyond the
+steps without saving is the stall. Not covered: copying the state out of the way of training (benchmarks.snapshot).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks.disk.states import GOOD
+from benchmarks.parts import machine
+from stepguard.state.store import Background, Store
+
+CADENCE = 300.0
+"""Seconds between checkpoints that are called sensible here: five minutes."""
+PROMISE = 0.01
+WIDTHS = {"1M": 360, "10M": 1120, "100M": 3536}
+"""Of the square matrices that make up the model."""
+MATRICES = 8
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    console = Console()
+    torch.set_num_threads(1)
+    widths = {"tiny": 32} if options.quick else WIDTHS
+    if options.only is not None and options.only not in widths:
+        console.print(f"--only {options.only}: not known; use one of {', '.join(widths)}.", style="red")
+        return 2
+    rows = {}
+    for name, width in widths.items():
+        if options.only in (None, name):
+            rows[name] = _measure(name, width, options, console)
+    before = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
+    rows = {name: (before | rows)[name] for name in widths if name in before or name in rows}
+    console.print(painted(rows))
+    machine.keep({"schema": 1, "promise": PROMISE, "cadence_seconds": CADENCE, "rows": rows}, options.output)
+    console.print(f"written to {options.output.name}")
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
+    parser.add_argument("--only", metavar="NAME", help="one size: 1M, 10M, 100M")
+    parser.add_argument("--rounds", type=int, help="saves of each kind")
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (2 if options.quick else 7)
+    name = "store-quick.json" if options.quick else "store.json"
+    options.output = options.output or machine.RESULTS / name
+    return options
+
+
+class Training:
+    """A model whose steps can be counted and timed, and a copy of its state that stays still."""
+
+    def __init__(self, width: int) -> None:
+        layers = [layer for _ in range(MATRICES) for layer in (nn.Linear(width, width), nn.ReLU())]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn(max(16, 200_000 // width), width)
+        self.step()
+        self.state = self._copied()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+
+    def run(self, seconds: float = 0.0, until: Callable[[], bool] = lambda: True) -> tuple[int, float]:
+        """Train for so long and until something has happened: steps and seconds."""
+        begin, steps = time.perf_counter(), 0
+        while True:
+            self.step()
+            steps += 1
+            spent = time.perf_counter() - begin
+            if spent >= seconds and until():
+                return steps, spent
+
+    def _copied(self) -> dict[str, Tensor]:
+        state = {f"model/{name}": tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        for index, slots in enumerate(self.optimizer.state.values()):
+            state |= {f"optimizer/{index}/{name}": value.clone() for name, value in slots.items()}
+        return state
+
+
+def _measure(name: str, width: int, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    training = Training(width)
+    parameters = sum(p.numel() for p in training.model.parameters())
+    ways = {"two cores": None, "one core": {min(os.sched_getaffinity(0))}}
+    row: dict[str, Any] = {"parameters": parameters, "machine": machine.facts(), "ways": {}}
+    row["megabytes"] = sum(t.numel() * t.element_size() for t in training.state.values()) / 1e6
+    with Progress(*COLUMNS, console=console, transient=True) as progress:
+        task = progress.add_task(f"{name} parameters", total=len(ways) * (options.rounds + 1))
+        for way, cores in ways.items():
+            row["ways"][way] = _rounds(training, options.rounds, cores, lambda t=task: progress.advance(t))
+    return row
+
+
+def _rounds(training: Training, rounds: int, cores: set[int] | None, progress: Callable[[], None]) -> dict[str, Any]:
+    """Medians over rounds; the first is for warming up."""
+    before = os.sched_getaffinity(0)
+    found = []
+    with tempfile.TemporaryDirectory() as place:
+        background = Background(Store(Path(place) / "ours", keep=1), _fail)
+        try:
+            os.sched_setaffinity(0, cores or before)
+            for step in range(1, rounds + 2):
+                found.append(_round(training, background, step, Path(place) / "theirs.pt"))
+                progress()
+        finally:
+            os.sched_setaffinity(0, before)
+            background.close()
+    return {key: statistics.median(each[key] for each in found[1:]) for key in found[0]}
+
+
+def _round(training: Training, background: Background, step: int, theirs: Path) -> dict[str, float]:
+    steps, spent = training.run(seconds=1.0)
+    bare = spent / steps
+    begin = time.perf_counter()
+    assert background.offer(step, training.state, {}, GOOD)
+    offered = time.perf_counter() - begin
+    steps, spent = training.run(until=background.idle)
+    begin = time.perf_counter()
+    _blocking(training.state, theirs)
+    blocked = time.perf_counter() - begin
+    stall = offered + spent - steps * bare
+    return {
+        "step_ms": 1000 * bare,
+        "offer_ms": 1000 * offered,
+        "save_s": spent,
+        "step_while_saving": spent / steps / bare,
+        "stall_ms": 1000 * stall,
+        "share_at_cadence": stall / CADENCE,
+        "torch_save_ms": 1000 * blocked,
+        "torch_save_share": blocked / CADENCE,
+    }
+
+
+def _blocking(state: dict[str, Tensor], path: Path) -> None:
+    """What a careful script does: temporary file, fsync, rename, while training waits."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _fail(text: str) -> None:
+    raise RuntimeError(text)
+
+
+def painted(rows: dict[str, Any]) -> Table:
+    """One line a size and way."""
+    table = Table(title="what a save costs training", title_justify="left")
+    for column in (
+        "parameters",
+        "cores",
+        "step ms",
+        "offer ms",
+        "save s",
+        "stall ms",
+        "share",
+        "torch.save ms",
+        "share",
+    ):
+        table.add_column(column, justify="left" if column in ("parameters", "cores") else "right")
+    for name, row in rows.items():
+        for way, found in row["ways"].items():
+            table.add_row(
+                f"{name} ({row['megabytes']:.0f} MB)",
+                way,
+                f"{found['step_ms']:.1f}",
+                f"{found['offer_ms']:.2f}",
+                f"{found['save_s']:.2f}",
+                f"{found['stall_ms']:.0f}",
+                f"{100 * found['share_at_cadence']:.2f} %",
+                f"{found['torch_save_ms']:.0f}",
+                f"{100 * found['torch_save_share']:.2f} %",
+            )
+    table.caption = f"share: of training time, with a checkpoint every {CADENCE / 60:.0f} minutes"
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

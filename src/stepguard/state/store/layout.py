@@ -1,0 +1,147 @@
+"""How tensors lie in safetensors files, decided before the first byte is written.
+
+The format is documented and small (8 bytes of header length, a JSON header, the data), and it is written by hand here
+because the library's `save_file` wants the whole dict at once: digest, finite test and writing would each be a pass of
+their own, and nothing could be said about a file but that it is complete. Every file loads with the official reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stepguard._errors import StoreError
+
+FILE_BYTES = 1 << 31
+FILE_TENSORS = 50_000
+"""A file takes this much at most, or a single larger tensor; the format allows a header of 100 MB."""
+
+_METADATA = "__metadata__"
+_CODES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+REAL_PART = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""The format has no complex numbers: they lie there as pairs, and the seal knows better."""
+_BY_NAME = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a tensor is, and how it is stored."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stored_code(self) -> str:
+        """The format's dtype; a rare one of a byte (float8_e8m0fnu, fnuz) lies there as U8."""
+        return _CODES.get(REAL_PART.get(self.dtype, self.dtype), "U8")
+
+    @property
+    def stored_shape(self) -> list[int]:
+        return [*self.shape, 2] if self.dtype in REAL_PART else list(self.shape)
+
+    @property
+    def stored_width(self) -> int:
+        return self.dtype.itemsize // 2 if self.dtype in REAL_PART else self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One safetensors file: its header and the order of what follows."""
+
+    name: str
+    header: bytes
+    names: tuple[str, ...]
+    size: int
+
+
+def form_of(name: str, tensor: Tensor) -> Form:
+    """The form of a tensor that can be stored; StoreError for one that cannot."""
+    form = Form(tensor.dtype, tuple(tensor.shape))
+    odd = None
+    if name == _METADATA:
+        odd = "has the one name that safetensors keeps for itself; give it another"
+    elif tensor.layout is not torch.strided:
+        odd = f"has the layout {tensor.layout}; hand over tensor.to_dense()"
+    elif tensor.device.type == "meta" or tensor.is_quantized:
+        odd = "has no plain memory (meta or quantized); hand over its real values"
+    elif form.stored_code == "U8" and form.dtype.itemsize != 1:
+        odd = f"has the dtype {form.dtype}, which safetensors cannot hold; hand over a view of it as bytes"
+    if odd is not None:
+        raise StoreError(f"{name} cannot be kept in a checkpoint: it {odd}.")
+    return form
+
+
+def named_form(dtype: str, shape: tuple[int, ...]) -> Form:
+    """The form a seal speaks of."""
+    if dtype not in _BY_NAME:
+        raise StoreError(f"{dtype!r} is no dtype of this torch ({torch.__version__}).")
+    return Form(_BY_NAME[dtype], shape)
+
+
+def planned(forms: Mapping[str, Form]) -> list[FilePlan]:
+    """The files of a checkpoint. Wide elements first, so that every tensor is aligned where a reader maps the file."""
+    groups = _groups(stored_order(forms, forms), forms)
+    return [plan_of(f"tensors-{index:05d}.safetensors", group, forms) for index, group in enumerate(groups)]
+
+
+def stored_order(names: Iterable[str], forms: Mapping[str, Form]) -> list[str]:
+    """The order of tensors in a file."""
+    return sorted(names, key=lambda name: (-forms[name].stored_width, name))
+
+
+def plan_of(name: str, names: Iterable[str], forms: Mapping[str, Form]) -> FilePlan:
+    """The header is a function of names and forms alone: a reader that has the seal need not parse it."""
+    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
+    end = 0
+    for tensor in (ordered := tuple(names)):
+        form = forms[tensor]
+        begin, end = end, end + form.nbytes
+        entries[tensor] = {"dtype": form.stored_code, "shape": form.stored_shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return FilePlan(name, header, ordered, len(header) + end)
+
+
+def _groups(order: list[str], forms: Mapping[str, Form]) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name in order:
+        if group and (size + forms[name].nbytes > FILE_BYTES or len(group) >= FILE_TENSORS):
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += forms[name].nbytes
+    if group or not order:
+        yield group

@@ -1,0 +1,165 @@
+"""The seal of a checkpoint: what it holds, with a digest of every file, of every tensor and of the seal itself.
+
+Digests are XXH3-128: they find accidents (torn writes, flipped bits, swapped pages), not forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import xxhash
+from pydantic import Field, ValidationError
+
+from stepguard._errors import StoreError
+from stepguard.records.codec import dumps, from_jsonable, to_plain
+
+SCHEMA = 1
+SEAL = "seal.json"
+FACTS = "facts.json"
+LARGEST = 1 << 26
+"""Bytes of JSON that are written and read at most: a seal of 300 000 tensors."""
+_HEAD = re.compile(rb'\{"digest":"([0-9a-f]{32})","seal":')
+_TAIL = b"}\n"
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+DigestText = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]
+"""One name, no path: nothing in a seal can lead out of its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Why this state counts as good."""
+
+    loss: float | None
+    """The loss of the last step before."""
+    level: float | None
+    """What the loss was like in the history."""
+    steps_watched: Count
+    incidents: Count
+    good: bool
+    """Finite, within its history, and past its probation; only such a checkpoint can be the last good one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedFile:
+    """One file beside the seal."""
+
+    size: Count
+    digest: DigestText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedTensor:
+    """One tensor, as torch sees it; `layout.py` says how it lies in its file."""
+
+    file: FileName
+    dtype: str
+    """torch's name: `bfloat16`, `complex64`."""
+    shape: Annotated[tuple[Count, ...], Field(max_length=64)]
+    digest: DigestText
+    same_as: str | None = None
+    """The name this tensor is stored under, when two names share one memory (tied weights)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """What makes a folder a checkpoint."""
+
+    step: Count
+    health: Health
+    files: dict[FileName, SealedFile]
+    tensors: dict[str, SealedTensor]
+    serial: Count
+    """Counts the checkpoints of a folder: after a rewind a later one can have a lower step."""
+    nonfinite: tuple[str, ...] = ()
+    """Tensors that hold NaN or Inf, and may: sentinel buffers."""
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    written: str = ""
+    schema: int = SCHEMA
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The digest of bytes that are all there."""
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def seal_bytes(seal: Seal) -> bytes:
+    """The content of `seal.json`: strict JSON whose every byte is fixed or covered by the digest."""
+    body = dumps(to_plain(seal)).encode()
+    return b'{"digest":"' + digest_of(body).encode() + b'","seal":' + body + _TAIL
+
+
+def read_seal(folder: Path) -> Seal:
+    """The seal of a checkpoint, proven unaltered; StoreError says what is wrong with it."""
+    return parse_seal(read_small(folder / SEAL), folder)
+
+
+def parse_seal(content: bytes, folder: Path) -> Seal:
+    """The seal in the bytes of a `seal.json`."""
+    head = _HEAD.match(content)
+    if head is None or not content.endswith(_TAIL):
+        raise StoreError(f"{folder} has a damaged seal: {SEAL} does not have the form of one.")
+    body = content[head.end() : -len(_TAIL)]
+    if digest_of(body) != head.group(1).decode():
+        raise StoreError(f"{folder} has a damaged seal: {SEAL} does not match its own digest.")
+    plain = load_json(body, folder / SEAL)
+    schema = plain.get("schema")
+    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+        raise StoreError(f"{folder} has a seal of schema {schema!r}; this stepguard reads up to {SCHEMA}: upgrade it.")
+    try:
+        return from_jsonable(Seal, plain)
+    except (ValidationError, RecursionError) as fault:
+        raise StoreError(f"{folder} has a seal that says something impossible: {first_line(fault)}.") from None
+
+
+def load_json(content: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object, whatever the bytes are."""
+    try:
+        plain = json.loads(content)
+    except (ValueError, RecursionError) as fault:
+        raise StoreError(f"{path} is not JSON that can be read: {first_line(fault)}.") from None
+    if not isinstance(plain, dict):
+        raise StoreError(f"{path} holds a JSON {type(plain).__name__} where an object belongs.")
+    return plain
+
+
+def first_line(fault: BaseException) -> str:
+    """What a foreign exception says, short enough for a message."""
+    text = " ".join(str(fault).split()) or type(fault).__name__
+    return text[:200].removesuffix(".")
+
+
+def read_small(path: Path) -> bytes:
+    """A whole file of bounded size."""
+    fd, size = open_plain(path)
+    with os.fdopen(fd, "rb", closefd=True) as file:
+        if size > LARGEST:
+            raise StoreError(f"{path} has {size} bytes; more than {LARGEST} are not read.")
+        try:
+            return file.read(size + 1)
+        except OSError as fault:
+            raise StoreError(f"{path} cannot be read: {fault.strerror}.") from None
+
+
+def open_plain(path: Path) -> tuple[int, int]:
+    """A descriptor and the size of a regular file; links, pipes, devices and folders are refused."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise StoreError(f"{path} is missing.") from None
+    except OSError as fault:
+        why = "it is a symbolic link" if path.is_symlink() else fault.strerror
+        raise StoreError(f"{path} cannot be opened: {why}.") from None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(fd)
+        raise StoreError(f"{path} is not a regular file.")
+    return fd, found.st_size
