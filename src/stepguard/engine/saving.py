@@ -40,6 +40,7 @@ class Saving:
             folder = Path(config.run_dir) / "checkpoints"
             self._store = Store(folder, keep=config.keep, keep_every=config.keep_every)
             self._background = Background(self._store, self._say)
+            context.resources.callback(self._store.close)
             context.resources.callback(self._background.close)
             recovery.archive = self
 
