@@ -291,7 +291,8 @@ def test_spike_of_hurt_weights_is_an_incident_and_a_hard_batch_is_not(fused: boo
         hurt = guard.step(scene.loss_fn, torch.tensor(0.0))
         assert hurt.incident is not None and hurt.incident.verdict.kind == "spike"
         assert (hurt.incident.verdict.evidence or {})["repeat_loss"] == pytest.approx(30.0, abs=0.1)
-        assert hurt.committed  # training on from here often recovers by itself, so the policy warns
+        assert hurt.incident.decision is not None and hurt.incident.decision.action == "rewind"
+        assert not hurt.committed and float(scene.model.height.detach()) < 5.0
     assert _notes(tmp_path) == [(85, "spike")]
 
 

@@ -131,7 +131,9 @@ def history_facts(history: History) -> dict[str, Any]:
 def history_from(facts: dict[str, Any]) -> History:
     """The inverse of `history_facts`; what another version wrote and this one does not know is left out."""
     known = {f.name for f in fields(History)}
-    given = {name: list(value) if isinstance(value, list) else value for name, value in facts.items() if name in known}
+    given: dict[str, Any] = {
+        name: list(value) if isinstance(value, list) else value for name, value in facts.items() if name in known
+    }
     return History(**given)
 
 

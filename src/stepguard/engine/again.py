@@ -62,7 +62,8 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
             if result.incident is not None:
                 return None  # it fails again, and what is done about it has been decided anew
             if not kept.same(result.loss):
-                return _not_exact(runs, kept, result, start)
+                _not_exact(runs, kept, result, start)
+                return None
         return _once_more(runs, step)
 
 

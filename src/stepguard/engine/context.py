@@ -138,10 +138,7 @@ def build_context(
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
     context = Context(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        scaler=scaler,
+        *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
         extra=dict(extra or {}),
         config=config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from stepguard.detect import judge
@@ -85,7 +85,7 @@ class Pipeline:
     def _name(self, step: Step, verdict: Verdict) -> str:
         """After a rewind a step number comes again."""
         name, known = f"{step.index:08d}-{verdict.kind}", {incident.id for incident in self._context.incidents}
-        return next(n for n in (name, *(f"{name}-{i}" for i in count(2))) if n not in known)
+        return next(n for n in chain([name], (f"{name}-{i}" for i in count(2))) if n not in known)
 
     def last_look(self, step: Step) -> Incident | None:
         """At the end of a run: were the parameters still finite after the last update?"""

@@ -104,7 +104,10 @@ class Recovery:
 
     def _snapshot_due(self) -> bool:
         step = self._context.step
-        return step != self._seen and self.wanted and not self._off and self._cadence.due(step)
+        if step == self._seen or self._off or not self.wanted:
+            return False
+        # after a bad step there is nothing new to keep, and something good to lose
+        return self._cadence.due(step) and self.incident_at != step - 1
 
     def at(self, step: int) -> Snapshot | None:
         """The snapshot of this very step on the present timeline."""

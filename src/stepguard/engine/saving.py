@@ -30,8 +30,8 @@ class Saving:
         config = context.config
         self._context, self._recovery = context, recovery
         self._store: Store | None = None
-        self._pending: list[Snapshot | int] = []
-        """Checkpoints that wait for their probation: the snapshot, or its step where this rank has none."""
+        self._pending: Snapshot | int | None = None
+        """The checkpoint that waits for its probation: the snapshot, or its step where this rank has none."""
         self._lent: Snapshot | None = None
         self._seen = -1
         recovery.after_commit.append(self.committed)
@@ -148,7 +148,7 @@ class Saving:
         position = state.facts.get("loader", {}).get(str(context.agreement.rank))
         if context.feed is not None and position is not None:
             context.feed.go_to(put_together(position, state.tensors), random_numbers)
-        self._pending.clear()
+        self._pending = None
         recovery.forget()
 
     # --- for going back ----------------------------------------------------------------------------------------
@@ -176,28 +176,34 @@ class Saving:
         every, step = self._context.config.checkpoint_every, self._context.step
         if self._store is None or every is None or step == self._seen:
             return False
-        return step > 0 and step % every == 0
+        return step > 0 and step % every == 0 and self._pending is None
 
     def do(self) -> None:
-        """A checkpoint is due: its snapshot is written once it has proved good."""
+        """A checkpoint is due: its snapshot is written once it has proved good. One at a time, so memory is bounded."""
         self._seen = self._context.step
         snapshot = self._recovery.at(self._seen) or self._recovery.take(must=True)
-        if snapshot is None and self._context.agreement.size == 1:
+        if snapshot is not None:
+            snapshot.lent = True
+        elif self._context.agreement.size == 1:
             self.save()  # no memory for a copy: the state as it is, while training waits
-        else:
-            self._pending.append(snapshot if snapshot is not None else self._seen)
+            return
+        self._pending = snapshot if snapshot is not None else self._seen
 
     def committed(self, done: int) -> None:
         """So many steps are done: is a pending checkpoint past its probation?"""
         if self._lent is not None and self._background.idle():
             self._lent.lent, self._lent = False, None
-        if not self._pending:
+        pending = self._pending
+        if pending is None:
             return
-        started = max(_step(self._pending[0]), self._recovery.incident_at + 1)
+        started = max(_step(pending), self._recovery.incident_at + 1)
         if done - started >= self._context.config.probation:
-            self._write_pending(self._pending.pop(0))
+            self._pending = None
+            self._write(pending)
 
-    def _write_pending(self, pending: Snapshot | int) -> None:
+    def _write(self, pending: Snapshot | int) -> None:
+        if isinstance(pending, Snapshot):
+            pending.lent = False
         snapshot = pending if isinstance(pending, Snapshot) and pending.standing == "good" else None
         state = snapshot.state if snapshot is not None else None
         told = self._context.agreement.together(lambda: {"good": state is not None, "own": self._own(state)})
@@ -212,7 +218,8 @@ class Saving:
 
     def rewound(self) -> None:
         """States that the run has gone back from are not saved."""
-        self._pending = [p for p in self._pending if _step(p) <= self._context.step]
+        if self._pending is not None and _step(self._pending) > self._context.step:
+            self._pending = None
 
     def leave(self) -> Path | None:
         """The process is about to end: save what is good. With several ranks only what is under way is finished."""

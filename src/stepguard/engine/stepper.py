@@ -121,7 +121,7 @@ class Stepper:
             self._after(late.step, reading, went_through=not vetoed)
             return
         incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
-        late.result.resolve(reading, committed=not vetoed, incident=incident)
+        late.result.resolve(reading, committed=not (vetoed or rewinds(incident)), incident=incident)
         if vetoed and self._went_on_without(late, reading, incident):
             return
         self._after(late.step, reading, went_through=not vetoed, incident=incident)
@@ -327,6 +327,10 @@ class Stepper:
         if went_through:
             self._run_commit_hooks()
         return StepResult().resolve(None, committed=went_through)
+
+
+def rewinds(incident: Incident | None) -> bool:
+    return incident is not None and incident.decision is not None and incident.decision.action == "rewind"
 
 
 def _skipped(incident: Incident) -> bool:

@@ -70,13 +70,16 @@ class Feed:
     def _from_start(self) -> Iterator[Any]:
         self.delivered = 0
         self._begun = {"rng": _plain(capture_rng()), "generators": [g.get_state() for g in self._generators()]}
-        return iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
+        return iterator
 
     def _go(self, position: dict[str, Any], random_numbers: RngState | None) -> Iterator[Any]:
         self._begun, self.delivered = position["begun"], int(position["delivered"])
         if position["state"] is not None and self._keeps_itself():
             self._loader.load_state_dict(position["state"])
-            iterator = iter(self._loader)
+            if getattr(self._loader, "num_workers", 0):
+                self._say("the loader continues at its own position; random numbers inside its workers begin anew")
+            iterator: Iterator[Any] = iter(self._loader)
         else:
             iterator = self._skip(position["begun"])
         if random_numbers is not None:
@@ -87,7 +90,7 @@ class Feed:
         restore_rng(_together(begun["rng"]))
         for generator, state in zip(self._generators(), begun["generators"], strict=False):
             generator.set_state(state)
-        iterator = iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
         fetched = sum(1 for _ in zip(range(self.delivered), iterator, strict=False))
         self._say(self._story(fetched))
         return iterator
