@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
     rows = {name: (before | rows)[name] for name in FORMATS if name in before or name in rows}
     console.print(painted(rows))
+    console.print(painted_full(rows))
     machine.keep({"schema": 1, "rows": rows}, options.output)
     console.print(f"written to {options.output.name}")
     return int(lost(rows))
@@ -73,7 +74,7 @@ def _row(name: str, options: argparse.Namespace, console: Console) -> dict[str, 
             seed=options.seed,
             progress=lambda: progress.advance(task),
         )
-        full = fill_up(make, Path(place) / "small", min(options.size, SIZE))
+        full = fill_up(make, Path(place) / "small", SIZE)
     megabytes = options.size * 12 / 1e6
     return {**row, "megabytes": megabytes, **asdict(tally), "full": None if full is None else asdict(full)}
 
@@ -88,8 +89,7 @@ def painted(rows: dict[str, Any]) -> Table:
     """One line a format."""
     table = Table(title="kill -9 at a random instant, restart in the same folder", title_justify="left")
     table.add_column("format")
-    heads = ("kills", "newest unusable", "all lost", "mixed", "went back", "litter MB", "disk full")
-    for column in heads:
+    for column in ("kills", "newest unusable", "all lost", "mixed", "went back", "litter MB"):
         table.add_column(column, justify="right")
     for name, row in rows.items():
         style = "bold" if name == "stepguard" else ("dim" if row["missing"] else "")
@@ -103,16 +103,22 @@ def painted(rows: dict[str, Any]) -> Table:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["missing"]:
-        return [row["missing"]] + 6 * [""]
+        return [row["missing"]] + 5 * [""]
     numbers = [str(row[key]) for key in ("killed", "newest_unusable", "all_lost", "mixed", "went_back")]
-    return [*numbers, f"{row['litter_bytes'] / 1e6:.0f}", _full(row["full"])]
+    return [*numbers, f"{row['litter_bytes'] / 1e6:.0f}"]
 
 
-def _full(full: dict[str, Any] | None) -> str:
-    if full is None:
-        return "not tried"
-    loads = "newest does not load" if full["loads"] is None else f"loads step {full['loads']} of {full['saved']}"
-    return f"{loads}, {full['partial_bytes'] / 1e6:.0f} MB left, {'' if full['small_save_fits'] else 'no '}room after"
+def painted_full(rows: dict[str, Any]) -> Table:
+    """What a disk with room for two and a half states looks like after it was full."""
+    table = Table(title="a disk that is full", title_justify="left")
+    for column in ("format", "saved", "a resume gets", "MB left behind", "a small state fits then"):
+        table.add_column(column)
+    for row in rows.values():
+        if full := row.get("full"):
+            loads = "an error" if full["loads"] is None else f"step {full['loads']}"
+            fits = "yes" if full["small_save_fits"] else "no"
+            table.add_row(row["what"], f"step {full['saved']}", loads, f"{full['partial_bytes'] / 1e6:.0f}", fits)
+    return table
 
 
 if __name__ == "__main__":

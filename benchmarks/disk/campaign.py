@@ -13,7 +13,6 @@ import shutil
 import signal
 import struct
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -73,7 +72,7 @@ class Tally:
     """It loads as an older step than one that had been reported saved."""
     litter_bytes: int = 0
     """The most that lay beside what loads, at a restart."""
-    killed_during: Counter[str] = field(default_factory=Counter)
+    killed_during: dict[str, int] = field(default_factory=dict)
     first_failure: str = ""
 
 
@@ -99,7 +98,8 @@ def campaign(
         time.sleep(rng.uniform(0, life))
         os.kill(child, signal.SIGKILL)
         tally.killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        tally.killed_during[KINDS[shared.read(2)]] += 1
+        doing = KINDS[shared.read(2)]
+        tally.killed_during[doing] = tally.killed_during.get(doing, 0) + 1
         saved = _judge(make, folder, size, shared, tally)
         progress()
     return tally

@@ -10,7 +10,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,8 +154,7 @@ class Distributed(Folders):
     def write(self, path: Path, state: State) -> None:
         from torch.distributed import checkpoint as dcp
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _as_exception():
             dcp.save(dict(state), checkpoint_id=path)
 
     def read(self, path: Path) -> State:
@@ -163,10 +163,22 @@ class Distributed(Folders):
         reader = dcp.FileSystemReader(path)
         sizes = reader.read_metadata().state_dict_metadata
         state = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in sizes.items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _as_exception():
             dcp.load(state, checkpoint_id=path)
         return state
+
+
+@contextmanager
+def _as_exception() -> Iterator[None]:
+    """DCP's CheckpointException is not an Exception, and it warns that there is one process."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except CheckpointException as fault:
+            raise RuntimeError(str(fault)) from None
 
 
 class Trainer(Folders):

@@ -19,6 +19,7 @@ from stepguard._errors import ConfigError
 from stepguard.engine.attach import Watcher
 from stepguard.engine.closure import ClosureStepper, needs_closure
 from stepguard.engine.context import bare_step, build_context
+from stepguard.engine.examine import agreed_trouble
 from stepguard.engine.intercept import offer
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
@@ -107,6 +108,60 @@ class Guard:
             raise ConfigError("this guard was given no loader; give stepguard.Guard(..., loader=loader).")
         return self._context.feed
 
+    def micro(self, loss_fn: LossFn, batch: Any) -> None:
+        """For integrations, just before a framework runs forward and backward of one micro-batch by itself.
+
+        `loss_fn(batch)` must give, without side effects, the very loss the framework is about to call backward on; the
+        step can then be replayed, as one of `guard.step` can. Only for a guard made by `stepguard.watch`.
+        """
+        if self._watcher is None:
+            raise ConfigError(
+                "guard.micro is for a loop that runs its own steps; build the guard with stepguard.watch."
+            )
+        if not self._closed:
+            offer(self._context, loss_fn)
+            self._watcher.begin_micro(loss_fn, batch)
+
+    @property
+    def dropped(self) -> bool:
+        """Was the last update vetoed? A fused update is read one step later, and its schedule taken back then."""
+        return self._watcher is not None and self._watcher.dropped
+
+    def start_at(self, step: int) -> None:
+        """Number the next step `step`, as a run that goes on from a checkpoint does. Before the first step."""
+        self._context.step = step
+
+    def settle(self) -> None:
+        """Read a fused step whose verdict is still on the device; raises TrainingHalted if that stops the run."""
+        self._settle()
+
+    def finite(self) -> bool:
+        """A cheap look at the parameters as they are now: no names, one pass. Waits for the device."""
+        return self._inner.reader.last_update_finite()
+
+    def trouble(self, *, together: bool = False) -> tuple[str, ...]:
+        """Names of stored tensors that are non-finite now and should not be: such a state must not be saved.
+
+        Reads everything once. `together`: all ranks ask at this moment, and each gets the names of all.
+        """
+        return agreed_trouble(self._context, together=together)
+
+    @property
+    def good(self) -> bool:
+        """Is the loss about as low as it has been? Says nothing about stored tensors, see `trouble`."""
+        history = self._context.history
+        if history.best is None:
+            return True
+        return history.level <= history.best + self._context.config.spike_sigmas * history.spread
+
+    def say(self, kind: str, summary: str) -> None:
+        """One line to terminal, readable log and journal, such as a save that was refused."""
+        context = self._context
+        context.note("note", {"step": context.step, "kind": kind, "summary": summary})
+        if context.human is not None:
+            context.human.line(f"step {context.step}: {summary}")
+        context.terminal.note(summary, context.step, kind)
+
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """Every incident so far, oldest first."""
@@ -153,6 +208,10 @@ class Guard:
         finally:
             self._context.resources.close()
 
+    @property
+    def _inner(self) -> Watcher | Stepper | ClosureStepper:
+        return self._watcher or self._stepper
+
     def _finish(self) -> None:
         if self._watcher is not None:
             self._watcher.finish()
@@ -162,7 +221,7 @@ class Guard:
     def _between(self) -> None:
         """The loop asks for its next batch."""
         if not self._closed:
-            self._shield.call(None, (self._watcher or self._stepper).between)
+            self._shield.call(None, self._inner.between)
 
     def _leave(self, number: int) -> None:
         """A signal is about to end the process."""
@@ -177,11 +236,11 @@ class Guard:
             self._stepper.settle()
 
     def _last_look(self) -> None:
-        inner, incidents = self._watcher or self._stepper, self._context.incidents
+        incidents = self._context.incidents
         if incidents and incidents[-1].stopped:
             return  # said already
-        if self._context.step and not inner.reader.last_update_finite():
-            incident = inner.pipeline.last_look(bare_step(self._context))
+        if self._context.step and not self.finite():
+            incident = self._inner.pipeline.last_look(bare_step(self._context))
             if incident is not None and incident.decision is not None and incident.decision.action == "rewind":
                 self._recovery.rewind()  # what is left behind is at least good
 

@@ -104,6 +104,30 @@ def read_run(run: Path, rank: int = 0) -> RunRecord:
     return record
 
 
+class Follower:
+    """A journal that is still being written: `read` takes in what has come since, whole lines only."""
+
+    def __init__(self, run: Path, rank: int = 0) -> None:
+        self.record = RunRecord(path=journal_path(run, rank) if run.is_dir() or not run.suffix else run)
+        self._offset = self._lines = 0
+
+    def read(self) -> bool:
+        """Did anything come? False as well while there is no journal yet."""
+        try:
+            with self.record.path.open("rb") as file:
+                file.seek(self._offset)
+                fresh = file.read()
+        except FileNotFoundError:
+            return False
+        whole = fresh[: fresh.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.decode("utf-8", "replace").splitlines():
+            self._lines += 1
+            if line.strip():
+                _take(self.record, line, self._lines)
+        return bool(whole)
+
+
 def _lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from (line for line in file if line.strip())

@@ -7,11 +7,7 @@ name it, but cannot bring it.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ from stepguard.records import Incident, Verdict
 from stepguard.records.verdict import VerdictKind
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.capsule import Capsule, read_capsule
+from stepguard.state.importing import find_module, import_function, importable, inside
 from stepguard.state.step import LossFn, Step, unwrapped
 
 MOST_STEPS = 100
@@ -53,8 +50,8 @@ def replay(
     if callable(build):
         return again.from_built(build())
     if build is not None or (script is None and again.capsule.build is not None):
-        with _importable():
-            return again.from_built(_import(build or str(again.capsule.build))())
+        with importable():
+            return again.from_built(import_function(build or str(again.capsule.build), CapsuleError)())
     module = again.capsule.module if script is None else None
     script = script or again.capsule.script
     if script is None:
@@ -84,8 +81,8 @@ class _Again:
     def from_script(self, script: str, module: str | None) -> Incident:
         path = _below_here(Path(script))
         if module is not None:
-            with _importable():
-                _find(module, module)
+            with importable():
+                find_module(module, module, CapsuleError)
         grad = torch.is_grad_enabled()
         try:
             with (
@@ -159,59 +156,9 @@ class _Again:
         return incident
 
 
-@contextmanager
-def _importable() -> Iterator[None]:
-    """The current directory first, as for `python -m`."""
-    before = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-def _import(build: str) -> Callable[[], Any]:
-    """`module:function`, from below the current directory only."""
-    module, _, function = build.partition(":")
-    _find(module, build)
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except Exception as fault:
-        raise CapsuleError(f"{build}: importing it failed: {type(fault).__name__}: {fault}") from fault
-    if not callable(found):
-        raise CapsuleError(f"{build}: {module!r} has no function {function!r}.")
-    result: Callable[[], Any] = found
-    return result
-
-
-def _find(module: str, named: str) -> None:
-    """Look from the outside in: finding a module imports the packages around it, which must be the user's too."""
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        try:
-            spec = importlib.util.find_spec(name) if all(part.isidentifier() for part in parts) else None
-        except (ImportError, ValueError):
-            spec = None
-        if spec is None:
-            raise CapsuleError(
-                f"{named}: there is no module {name!r} below the current directory; run this in the project's folder."
-            )
-        located = [spec.origin] if spec.has_location and spec.origin else spec.submodule_search_locations
-        for place in located or ["/"]:  # built into the interpreter: nowhere below here
-            _inside(Path(place), named)
-
-
-def _inside(path: Path, named: str) -> Path:
-    resolved = path.resolve()
-    if not resolved.is_relative_to(Path.cwd()):
-        raise CapsuleError(f"{named} lies outside the current directory; run this in the project's folder.")
-    return resolved
-
-
 def _below_here(path: Path) -> Path:
     """A capsule may name code of the user's project, nothing else on the machine."""
-    resolved = _inside(path, str(path))
+    resolved = inside(path, str(path), CapsuleError)
     if not resolved.is_file():
         raise CapsuleError(f"{path} does not exist here; run this in the project's folder, or pass script= or build=.")
     return resolved

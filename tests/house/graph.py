@@ -13,7 +13,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("records",),
     ("detect", "diagnose", "policy", "report", "journal"),
     ("sentinel", "state", "numerics"),
-    ("locate",),
+    ("locate", "preflight"),
     ("engine",),
     ("guard", "replaying"),
     ("integrations", "cli", "testing"),

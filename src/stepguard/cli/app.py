@@ -13,7 +13,10 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
+from stepguard.cli.check import check
+from stepguard.cli.compare import compare
 from stepguard.cli.explain import explain
+from stepguard.cli.live import live
 from stepguard.cli.plot import plot
 from stepguard.cli.replay import replay
 from stepguard.cli.report import report
@@ -23,8 +26,11 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     run,
     report,
     plot,
+    compare,
+    live,
     explain,
     replay,
+    check,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 

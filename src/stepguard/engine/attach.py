@@ -6,7 +6,8 @@ a post-hook gives them back. The loss and the pre-clip norm are overheard (senti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +19,16 @@ from torch.optim import Optimizer
 from stepguard.engine import settle as close
 from stepguard.engine.arming import Arming
 from stepguard.engine.capture import Capture
-from stepguard.engine.closure import Repeated, needs_closure, silence, wrapped_once
+from stepguard.engine.closure import Repeated, needs_closure, wrapped_once
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
+from stepguard.engine.hidden import HiddenGradients
 from stepguard.engine.hold import Hold
-from stepguard.engine.late import LateUpdate, takes_found_inf
+from stepguard.engine.late import LateUpdate, found_inf, takes_found_inf
+from stepguard.engine.micro import MicroBatches
 from stepguard.engine.overhear import Overheard
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
-from stepguard.engine.reader import Pending, Reader
+from stepguard.engine.reader import Pending, Reader, count_labels
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
@@ -36,12 +39,7 @@ from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.taps import Update, listen
 from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.step import Step
-
-
-def found_inf(optimizer: Optimizer) -> Tensor | None:
-    """What a scaler, or this guard, has told a fused optimizer."""
-    return getattr(optimizer, "found_inf", None)
+from stepguard.state.step import LossFn, Step
 
 
 class Watcher:
@@ -50,15 +48,19 @@ class Watcher:
     def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
         self.context, self.shield, self.recovery = context, shield, recovery
         self.arming = Arming(context)
-        self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate)
+        self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate, reruns=False)
         recovery.after_rewind.append(self.reader.rewound)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
         self.capture = Capture(context.model, shield, self._model_called)
+        self.micro = MicroBatches(self._deaf)
+        self._listening = True
+        self.dropped = False
+        """The last update was vetoed, as far as is known by now: a fused one is read later."""
         self._reading: Reading | None = None
         self._incident: Incident | None = None
         self.vetoing = False
         """This step has been found bad: its update must not happen."""
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._hidden = HiddenGradients(context)
         self._undo: UndoCopy | None = None
         self._late: LateUpdate | None = None
         self._own_flag = False
@@ -76,13 +78,33 @@ class Watcher:
 
     # --- taps --------------------------------------------------------------------------------------------------
 
+    def begin_micro(self, loss_fn: LossFn, batch: Any) -> None:
+        """A framework is about to run one micro-batch; the calls of the model need not be remembered then."""
+        self.capture.off = True
+        if self.micro.first:
+            self.shield.call(None, self._step_begins)
+        self.shield.call(None, self.micro.add, loss_fn, batch)
+        self.heard.labels = self.shield.call(None, count_labels, batch, self.context)
+
+    @contextmanager
+    def _deaf(self) -> Iterator[None]:
+        before, self._listening = self._listening, False
+        try:
+            yield
+        finally:
+            self._listening = before
+
     def before_backward(self, root: Tensor) -> None:
+        if not self._listening:
+            return
         with self.arming.paused():
             self.shield.call(None, self.reader.start)
             self.shield.call(None, self.heard.before_backward, root)
         self.shield.call(None, self.arming.before_backward, root)
 
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
+        if not self._listening:
+            return
         self.shield.call(None, self.arming.after_backward, root)
         self.shield.call(None, self.heard.after_backward, failed=failed)
 
@@ -103,9 +125,13 @@ class Watcher:
 
     def _model_called(self, arguments: dict[str, Any]) -> None:
         if not self.capture.calls:
-            self.between()
-            self._timeline = self.context.budget.rewinds
+            self._step_begins()
         self.arming.model_called(arguments)
+
+    def _step_begins(self) -> None:
+        """Before anything of the next step has run."""
+        self.between()
+        self._timeline = self.context.budget.rewinds
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one closed."""
@@ -119,7 +145,7 @@ class Watcher:
         self._begin()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and self._rewound():
-            self._hide()
+            self._hidden.hide(needs_some=self._undo is not None)
             self.vetoing = True
             return None
         if closure is None:
@@ -133,7 +159,7 @@ class Watcher:
         return (args[0], checked, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        self._give_back()
+        self._hidden.give_back()
         theirs = found_inf(optimizer) if not self.shield.armed else None
         if theirs is not None and bool(theirs):
             return  # disarmed, and the scaler has told the kernel to do nothing
@@ -200,13 +226,13 @@ class Watcher:
         if verdict.severity == "note":
             self.shield.call(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
-            self._hide()
+            self._hidden.hide(needs_some=self._undo is not None)
             if verdict.kind not in FINITE_KINDS:
                 self.shield.call(None, step.buffers.restore)  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self.vetoing = not let_through(verdict, self._incident)
             if not self.vetoing:
-                self._give_back()
+                self._hidden.give_back()
 
     def _flag(self, pending: Pending) -> None:
         """Fused: tell the kernel, read later. A scaler's own flag is kept and joined."""
@@ -222,8 +248,9 @@ class Watcher:
         self.shield.call(None, self.reader.after_update)
         self.shield.call(None, late.issued, self.context)
         try:
+            self.dropped = False
             if self.context.buffers.changing():
-                self.settle(inside=True)
+                self.dropped = self.settle(inside=True)
             else:
                 late.step.buffers = BufferKeeper(())
         finally:
@@ -260,7 +287,7 @@ class Watcher:
         self._apply(incident, hold=vetoed and inside)
 
     def _vetoed(self) -> None:
-        incident = self._incident
+        incident, self.dropped = self._incident, True
         if self._undo is not None:
             self._undo.restore()
         self.context.buffers.restore()
@@ -289,6 +316,7 @@ class Watcher:
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self._vetoed()
             return
+        self.dropped = False
         self.shield.call(None, self.reader.after_update)
         self._book(step, reading, went_through=True)
         self._end_step()
@@ -324,10 +352,15 @@ class Watcher:
         """What was heard of a step that is over, or of an evaluation that is made again."""
         self.heard.clear()
         self.capture.clear()
+        self.micro.clear()
 
     def _step(self, reading: Reading | None) -> Step:
         context = self.context
         step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
+        if self.micro.complete(step, len(self.heard.losses)):
+            step.clip_norm, step.grads_gone = context.config.clip_norm, self.heard.clipped
+            step.scale = (reading.scale if reading is not None else None) or 1.0
+            return step
         calls, step.model_fn = self.capture.calls, self.capture.model_fn()
         if step.model_fn is not None:
             # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1
@@ -344,19 +377,6 @@ class Watcher:
 
     # --- veto --------------------------------------------------------------------------------------------------
 
-    def _hide(self) -> None:
-        self._hidden = [(p, p.grad) for p in self.context.parameters]
-        if self._undo is not None:  # a closure optimizer needs gradients to end on
-            silence(self.context.optimizer)
-            return
-        for parameter, _ in self._hidden:
-            parameter.grad = None
-
-    def _give_back(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
-
     def _scaler_skipped(self, update: Update) -> None:
         """The scaler skipped by itself: the optimizer's hooks were never called."""
         self._begin()
@@ -365,7 +385,7 @@ class Watcher:
         reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if reading is not None:
             self._judge(self._step(reading), reading)
-        self._give_back()
+        self._hidden.give_back()
         if not self.vetoing:
             update(None)
             self._book(self._step(reading), reading, went_through=False)

@@ -74,6 +74,8 @@ class Capture:
         self._model, self._shield = model, shield
         self._on_call = on_call
         self._deaf = False
+        self.off = False
+        """A framework tells the micro-batches, so the whole step can be run again and calls need not be remembered."""
         self.calls: list[ModelCall] = []
         self._undo = ExitStack()
         compiled: Any = getattr(model, "_compiled_call_impl", None)
@@ -125,11 +127,11 @@ class Capture:
             self._deaf = before
 
     def _heard_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training and not self._deaf:
+        if module.training and not (self._deaf or self.off):
             self._shield.call(None, self._called, module, args, kwargs)
 
     def _heard_return(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module.training and not self._deaf and self.calls:
+        if module.training and not (self._deaf or self.off) and self.calls:
             self._shield.call(None, self._returned, output)
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:

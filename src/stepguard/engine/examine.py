@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from torch import nn
+
 from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import finite
+from stepguard.sentinel.reduce import RankFault
 from stepguard.sentinel.stored import (
     bad_buffers,
     bad_parameters,
@@ -48,7 +51,7 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
         bad_state=tuple(before or made_now),
         state_born=reading.state_born or bool(made_now),
         bad_inputs=tuple(bad_batch_tensors(step.micro_batches)),
-        bad_grads=tuple(_bad_gradients(context)) if not step.grads_gone else (),
+        bad_grads=tuple(_bad_gradients(context, step)),
     )
 
 
@@ -60,6 +63,25 @@ def stored_trouble(context: Context) -> list[str]:
         *bad_slots(context.optimizer),
     ]
     return [name for name in found if name not in context.on_purpose()]
+
+
+def bad_tensors(model: nn.Module) -> tuple[str, ...]:
+    """Non-finite parameters and norm statistics of a model that nothing else is known of."""
+    statistics = {id(buffer) for buffer in norm_statistics({"": model})}
+    parameters = [f"param:{name}" for name, p in model.named_parameters() if not finite(p)]
+    buffers = [f"buffer:{name}" for name, b in model.named_buffers() if id(b) in statistics and not finite(b)]
+    return tuple(parameters + buffers)
+
+
+def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
+    """`stored_trouble` of this rank, or of all ranks if all of them ask now."""
+    if not together:
+        return tuple(stored_trouble(context))
+    try:
+        everybody = context.agreement.together(lambda: {"bad": stored_trouble(context)})
+    except RankFault:  # a rank whose guard has disarmed itself does not take part
+        return tuple(stored_trouble(context))
+    return tuple(dict.fromkeys(name for told in everybody for name in told["bad"]))
 
 
 def accept(context: Context, names: Iterable[str]) -> None:
@@ -106,6 +128,11 @@ def _only_buffers(context: Context, reading: Reading) -> bool:
     return grads_fine and _losses_finite(reading) and "buffers" in reading.bad_state
 
 
-def _bad_gradients(context: Context) -> list[str]:
-    names = parameter_names(context.roots, context.optimizer)
-    return [name for p, name in names if p.grad is not None and not finite(p.grad)]
+def _bad_gradients(context: Context, step: Step) -> list[str]:
+    """Names of parameters whose gradient is non-finite, from a second run where the first ones are gone or clipped."""
+    gradients = {id(p): p.grad for p in context.parameters}
+    if step.grads_gone:
+        given = [id(p) for group in context.optimizer.param_groups for p in group["params"]]
+        gradients = dict(zip(given, rerun(step).gradients, strict=True)) if step.whole else {}
+    found = [(name, gradients.get(id(p))) for p, name in parameter_names(context.roots, context.optimizer)]
+    return [name for name, gradient in found if gradient is not None and not finite(gradient)]

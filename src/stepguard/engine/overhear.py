@@ -25,6 +25,13 @@ class Overheard:
         self._at_start: Marks = []
         self._at_end: Marks = []
         self._heard = False
+        self.labels: Tensor | None = None
+        """Targets that count in the micro-batch at hand, where a framework tells."""
+
+    @property
+    def clipped(self) -> bool:
+        """Have the gradients been through clipping, which makes all of them NaN where the norm is?"""
+        return bool(self._at_norm)
 
     def before_backward(self, root: Tensor) -> None:
         """A scalar that backward starts from is the loss; a scaler's factor is divided out again."""
@@ -39,7 +46,7 @@ class Overheard:
         self._at_start = self._gradient_marks()
         if self.losses and self._at_start != self._at_end:
             self.losses = []  # their gradients have been dropped since, so they are part of no update
-        self.losses.append(MicroLoss(value))
+        self.losses.append(MicroLoss(value, labels=self.labels))
         self._announce(value)
 
     def after_backward(self, *, failed: bool) -> None:
@@ -70,7 +77,8 @@ class Overheard:
 
     def clear(self) -> None:
         """An update has used what was heard."""
-        self.losses, self._norm = [], None
+        self.losses, self._norm, self._at_norm = [], None, []
+        self.labels = None
 
     def _gradient_marks(self) -> Marks:
         grads = [p.grad for p in self._context.parameters]

@@ -34,9 +34,16 @@ class Pipeline:
     """What happens after a step has been read."""
 
     def __init__(
-        self, context: Context, recovery: Recovery, find: Callable[[Step, Reading], Origin] | None = None
+        self,
+        context: Context,
+        recovery: Recovery,
+        find: Callable[[Step, Reading], Origin] | None = None,
+        *,
+        reruns: bool = True,
     ) -> None:
+        """`reruns`: the guard runs the steps itself, so it can run them again for good."""
         self._context, self._recovery, self._find = context, recovery, find or locate
+        self._reruns = reruns
         self._suspicious = (-1, 0)
         """The last suspicious step, and how many in a row there have been."""
 
@@ -140,14 +147,15 @@ class Pipeline:
         hurt = committed or (bool(reading.bad_state) and not reading.state_born) or stored_culprit(incident.origin)
         lost = lost_share(incident.verdict)
         by_chance = incident.origin is not None and incident.origin.reproduced is False and lost is None
-        remedy, why_not = self._recovery.plan(transient=step.whole and (by_chance or (hurt and lost is None)))
+        again = self._reruns and step.whole
+        remedy, why_not = self._recovery.plan(transient=again and (by_chance or (hurt and lost is None)))
         situation = Situation(
             step=incident.step,
             hurt=hurt,
             lost_share=lost,
             remedy=remedy,
             no_rewind=why_not,
-            can_retry=by_chance and step.whole and not hurt and self._recovery.retried != step.index,
+            can_retry=by_chance and again and not hurt and self._recovery.retried != step.index,
             at_start=hurt and context.history.committed == 0 and not committed,
             new_scale=self._new_scale(step) if reading.overflow and context.config.loss_scale else None,
         )

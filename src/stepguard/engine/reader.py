@@ -56,10 +56,11 @@ def micro_loss(output: Any, batch: Any, context: Context) -> tuple[Tensor, Micro
     """The scalar to call backward on, and what is remembered of it."""
     loss = total_loss(output)
     parts = {str(k): v.detach() for k, v in output.items()} if isinstance(output, Mapping) else {}
-    return loss, MicroLoss(loss.detach(), parts, _count_labels(batch, context))
+    return loss, MicroLoss(loss.detach(), parts, count_labels(batch, context))
 
 
-def _count_labels(batch: Any, context: Context) -> Tensor | None:
+def count_labels(batch: Any, context: Context) -> Tensor | None:
+    """How many targets of the batch are not ignored; None where nobody said which of its tensors they are."""
     key = context.config.labels_key
     if key is None:
         return None

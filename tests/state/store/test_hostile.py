@@ -17,10 +17,11 @@ from state.store.kit import in_child, saved
 from stepguard._errors import StoreError
 from stepguard.state.store import Seal, SealedFile, SealedTensor, Store, read_seal
 from stepguard.state.store import seal as seal_module
+from stepguard.state.store.layout import Form, plan_of
 from stepguard.state.store.seal import digest_of, seal_bytes
 
 TENSORS = "tensors-00000.safetensors"
-HUGE = 2**50
+HUGE = 2**42
 
 
 @pytest.fixture
@@ -44,13 +45,13 @@ def with_tensor(seal: Seal, **changes: Any) -> dict[str, SealedTensor]:
 
 
 def huge_file(path: Path) -> None:
-    """A sparse file of a petabyte's size, sealed as one tensor."""
+    """A sparse file of four terabytes, sealed as one tensor, with nothing contradicting that."""
     seal = read_seal(path)
-    tensors = with_tensor(seal, shape=(HUGE // 4,))
-    extra = HUGE - 4 * seal.tensors["model/weight"].shape[0]
-    os.truncate(path / TENSORS, seal.files[TENSORS].size + extra + 8)
-    files = {**seal.files, TENSORS: SealedFile(size=seal.files[TENSORS].size + extra + 8, digest="0" * 32)}
-    forged(path, tensors=tensors, files=files)
+    tensors = {"w": replace(seal.tensors["model/weight"], shape=(HUGE // 4,))}
+    plan = plan_of(TENSORS, ["w"], {"w": Form(torch.float32, (HUGE // 4,))})
+    (path / TENSORS).write_bytes(plan.header)
+    os.truncate(path / TENSORS, plan.size)
+    forged(path, tensors=tensors, files={**seal.files, TENSORS: SealedFile(size=plan.size, digest="0" * 32)})
 
 
 def name_of_file(path: Path, name: str) -> None:

@@ -24,7 +24,7 @@ def flip(path: Path, at: int) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped weight": (lambda p: flip(p / TENSORS, -5), "is not what was sealed: model/weight differs"),
+    "flipped weight": (lambda p: flip(p / TENSORS, -5), "is not what was sealed: optimizer/weight/exp_avg_sq differs"),
     "flipped header": (lambda p: flip(p / TENSORS, 20), "is not what was sealed: its header differs"),
     "flipped fact": (lambda p: flip(p / "facts.json", 5), "is not what was sealed: its digest differs"),
     "flipped seal": (lambda p: flip(p / "seal.json", 60), "does not match its own digest"),
@@ -62,7 +62,7 @@ def test_error_names_every_candidate_and_why(tmp_path: Path) -> None:
         store.open()
     text = str(caught.value)
     assert "holds no good checkpoint that can be used" in text
-    for line in ("step-3: ", "model/weight differs", "step-2: ", "facts.json is missing", "step-1: ", "form of one"):
+    for line in ("step-3: ", "exp_avg_sq differs", "step-2: ", "facts.json is missing", "step-1: ", "form of one"):
         assert line in text
 
 
@@ -110,7 +110,7 @@ def test_named_checkpoint_is_that_one_or_an_error(tmp_path: Path) -> None:
     saved(store, 1, 2, 3)
     assert held(store.open("step-2")) == held(store.open(tmp_path / "step-2")) == 2
     flip(tmp_path / "step-2" / TENSORS, -5)
-    with pytest.raises(StoreError, match=r"model/weight differs.*Other sealed checkpoints in .*: step-3, step-1"):
+    with pytest.raises(StoreError, match=r"exp_avg_sq differs.*Other sealed checkpoints in .*: step-3, step-1"):
         store.open("step-2")
     with pytest.raises(StoreError, match=r"step-7/seal\.json is missing"):
         store.open("step-7")

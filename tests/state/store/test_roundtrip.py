@@ -71,6 +71,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert bits(found[name]) == bits(tensor), name
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS + COMPLEX, ids=str)
 def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     flat = some(dtype)
@@ -157,6 +158,7 @@ def test_facts_come_back_with_floats_that_are_not_numbers(tmp_path: Path) -> Non
     assert store.open().facts == facts
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
 def test_a_single_nan_or_inf_anywhere_is_not_sealed(dtype: torch.dtype, tmp_path: Path) -> None:
     if dtype is torch.float8_e8m0fnu:

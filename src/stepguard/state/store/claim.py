@@ -34,23 +34,25 @@ class _Hold:
 
 
 _HOLDS: dict[Path, _Hold] = {}
-_TABLE = threading.Lock()
+_TABLE = threading.RLock()
+"""Reentrant, because a claim can be collected, and so released, while this thread is making another."""
 
 
 class Claim:
     """A store's right to write into its folder, from its first save until it is released or collected."""
 
     def __init__(self, folder: Path, disk: Disk) -> None:
+        self._pid = 0
         self._folder = folder.resolve()
-        self._pid = os.getpid()
         with _TABLE:
             if self._folder not in _HOLDS:
                 _HOLDS[self._folder] = _Hold(_locked(self._folder, disk))
             _HOLDS[self._folder].owners += 1
+        self._pid = os.getpid()
 
     @property
     def lost(self) -> bool:
-        """A fork took it away: locks belong to the process that made them."""
+        """Released, or this is a forked process: locks belong to the one that made them."""
         return self._pid != os.getpid()
 
     @contextmanager
@@ -68,7 +70,7 @@ class Claim:
 
     def release(self) -> None:
         """Let others write; a second time does nothing."""
-        if self.lost or self._pid == 0:
+        if self.lost:
             return
         self._pid = 0
         with _TABLE:
@@ -104,7 +106,7 @@ def _locked(folder: Path, disk: Disk) -> int:
 def _forget() -> None:
     """After a fork: the child has none of the locks."""
     global _TABLE
-    _TABLE = threading.Lock()
+    _TABLE = threading.RLock()
     for hold in _HOLDS.values():
         os.close(hold.descriptor)
     _HOLDS.clear()

@@ -105,7 +105,7 @@ def form_of(name: str, tensor: Tensor) -> Form:
 def named_form(dtype: str, shape: tuple[int, ...]) -> Form:
     """The form a seal speaks of."""
     if dtype not in _BY_NAME:
-        raise StoreError(f"{dtype!r} is no dtype of this torch ({torch.__version__}).")
+        raise ValueError(f"{dtype[:50]!r} is no dtype of torch {torch.__version__}")
     return Form(_BY_NAME[dtype], shape)
 
 

@@ -113,7 +113,10 @@ def _read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, seal: Seal, device: torch.device | str | None) -> dict[str, Tensor]:
-    forms = {name: named_form(t.dtype, t.shape) for name, t in seal.tensors.items() if t.same_as is None}
+    try:
+        forms = {name: named_form(t.dtype, t.shape) for name, t in seal.tensors.items() if t.same_as is None}
+    except ValueError as fault:
+        raise StoreError(f"{path} cannot be read: {fault}.") from None
     plans = [
         plan_of(file, stored_order([n for n in forms if seal.tensors[n].file == file], forms), forms)
         for file in sorted(seal.files.keys() - {FACTS})

@@ -38,17 +38,17 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
     for flat in _flat_pieces(tensor.detach()):
         host = flat.cpu().resolve_conj().resolve_neg()
         if host.numel():
-            yield memoryview(host.view(torch.uint8).numpy())
+            yield host.view(torch.uint8).numpy().data
 
 
 def _flat_pieces(tensor: Tensor) -> Iterator[Tensor]:
     most = max(PIECE // tensor.element_size(), 1)
     if tensor.is_contiguous():
-        yield from tensor.view(-1).split(most)
+        yield from torch.split(tensor.view(-1), most)
     elif tensor.numel() <= most:
         yield tensor.contiguous().view(-1)
     elif (row := tensor[0].numel()) <= most:
-        for rows in tensor.split(most // row):
+        for rows in torch.split(tensor, most // row):
             yield from _flat_pieces(rows)
     else:
         for part in tensor.unbind(0):
@@ -73,4 +73,4 @@ def empty_of(form: Form) -> tuple[Tensor, memoryview]:
     tensor = torch.empty(form.shape, dtype=form.dtype)
     if not tensor.numel():
         return tensor, memoryview(bytearray())
-    return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor, tensor.view(-1).view(torch.uint8).numpy().data

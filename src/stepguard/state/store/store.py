@@ -159,15 +159,18 @@ class Store:
         return digest_of(content)
 
     def _publish(self, path: Path, seal_digest: str, health: Health) -> None:
-        """Make the name durable, then the pointer; if that fails the new checkpoint is withdrawn, unless it counts."""
+        """Make the name durable, then the pointer; if that fails, the checkpoint is withdrawn, unless it is named."""
         try:
             self._disk.sync_folder(self.folder)
             if health.good:
                 write_file(self.folder / LAST_GOOD, pointer_bytes(path.name, seal_digest), self._disk)
-        except BaseException:
+        except BaseException as fault:
             if self._last_good() != path:
                 remove(self.folder, [path], self._disk, self.say)
-            raise
+                raise
+            if not isinstance(fault, OSError):
+                raise
+            self.say(f"{path} is saved, but may not survive a power cut: the disk refused to sync ({fault.strerror}).")
 
     def _rotate(self) -> None:
         going = superfluous(self.list(), self._last_good(), self.keep, self.keep_every)

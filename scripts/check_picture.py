@@ -1,0 +1,45 @@
+"""Draws docs/images/check.svg: the preflight of the fixture project with several planted faults.
+
+python -m scripts.check_picture
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from scripts.picture import FORMAT, ROOT, WIDTH, theme
+
+from stepguard.preflight.run import check
+from stepguard.preflight.target import Request, resolve
+from stepguard.report.preflight import paint_preflight
+from stepguard.report.screen import paper
+
+PICTURE = ROOT / "docs" / "images" / "check.svg"
+PROJECT = ROOT / "tests" / "preflight" / "project"
+SHOWN = ("precision.*", "scaler.missing", "optimizer.*", "lr", "labels", "data.finite", "data.duplicates", "model.*")
+TITLE = "A preflight: the state of the run, failures with evidence and fix, what passed"
+
+
+def picture() -> str:
+    """The table as SVG."""
+    console = paper(width=WIDTH, colour=True, record=True)
+    with contextlib.chdir(PROJECT):
+        request = Request(
+            target="tinychat.faults:several_at_once", config=Path("config.json"), launcher=Path("launch.json")
+        )
+        subject, place = resolve(request)
+        result = check(subject, only=SHOWN, target="train:build", place=place)
+    paint_preflight(console, result)
+    code_format = FORMAT.replace("A training step meets NaN and is vetoed, named and skipped; the run goes on", TITLE)
+    return console.export_svg(
+        title="stepguard check train:build --config config.json --launcher launch.json",
+        theme=theme(),
+        code_format=code_format,
+        unique_id="check",
+    )
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture(), encoding="utf-8")
+    print(f"wrote {PICTURE.name}")

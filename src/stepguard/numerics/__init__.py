@@ -1,0 +1,52 @@
+"""Losses and layers that stay finite at their singular points, and say when they had to.
+
+None of them hides an error: a value outside a function's domain is still NaN, so that a guard can name it.
+"""
+
+from stepguard.numerics.accumulation import count_labels, token_share
+from stepguard.numerics.ctc import ctc_loss
+from stepguard.numerics.diffusion import (
+    cosine_alphas,
+    ddm_weights,
+    masking_schedule,
+    min_snr_weight,
+    sample_times,
+    time_features,
+)
+from stepguard.numerics.events import Events, events
+from stepguard.numerics.hyper import mix_streams, read_out, write_in
+from stepguard.numerics.losses import latent_mse, masked_cross_entropy, masked_mean, soft_limit
+from stepguard.numerics.norms import RMSNorm, rms_norm
+from stepguard.numerics.safe import lasting_eps, safe_acos, safe_div, safe_log, safe_norm, safe_sqrt
+from stepguard.numerics.sinkhorn import Sinkhorn, sinkhorn
+
+__all__ = [
+    "Events",
+    "RMSNorm",
+    "Sinkhorn",
+    "cosine_alphas",
+    "count_labels",
+    "ctc_loss",
+    "ddm_weights",
+    "events",
+    "lasting_eps",
+    "latent_mse",
+    "masked_cross_entropy",
+    "masked_mean",
+    "masking_schedule",
+    "min_snr_weight",
+    "mix_streams",
+    "read_out",
+    "rms_norm",
+    "safe_acos",
+    "safe_div",
+    "safe_log",
+    "safe_norm",
+    "safe_sqrt",
+    "sample_times",
+    "sinkhorn",
+    "soft_limit",
+    "time_features",
+    "token_share",
+    "write_in",
+]

@@ -1,0 +1,112 @@
+"""Losses over a mask, in float32, that give a zero with a graph when nothing is left to average."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stepguard._errors import ConfigError
+from stepguard.numerics.events import Events, events
+from stepguard.numerics.safe import safe_norm
+
+
+def masked_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    denominator: Tensor | float | None = None,
+    count: Events = events,
+) -> Tensor:
+    """Cross-entropy of `logits` [..., classes] over the positions that count, divided by their number.
+
+    A position counts when its target is not `ignore_index` and `mask`, if given, is true. When none counts the loss is
+    a zero that is still connected to the graph, and `masked_cross_entropy.empty` is counted. `denominator` replaces the
+    number of positions: the number over all micro-batches makes accumulation exact.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ConfigError(
+            f"masked_cross_entropy: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}; "
+            "logits have one more dimension, the classes, at the end."
+        )
+    valid = targets != ignore_index
+    if mask is not None:
+        valid = valid & mask.bool()
+    # selected, not multiplied: an Inf under the mask times 0 would be NaN
+    wide = torch.where(valid.unsqueeze(-1), logits, torch.zeros_like(logits)).float()
+    kept = torch.where(valid, targets, torch.full_like(targets, ignore_index))
+    total = F.cross_entropy(
+        wide.reshape(-1, logits.shape[-1]),
+        kept.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    number = valid.sum()
+    count.add("masked_cross_entropy.empty", number == 0)
+    return total / (number.clamp(min=1) if denominator is None else denominator)
+
+
+def masked_mean(
+    values: Tensor,
+    mask: Tensor,
+    dim: int | tuple[int, ...] | None = None,
+    *,
+    keepdim: bool = False,
+    count: Events = events,
+) -> Tensor:
+    """Mean of `values` where `mask` is true; 0, counted as `masked_mean.empty`, where the mask is empty."""
+    chosen = mask.bool().expand_as(values)
+    axes = tuple(range(values.dim())) if dim is None else dim
+    total = torch.where(chosen, values, torch.zeros_like(values)).sum(dim=axes, keepdim=keepdim, dtype=_wide(values))
+    number = chosen.sum(dim=axes, keepdim=keepdim)
+    count.add("masked_mean.empty", number == 0)
+    return total / number.clamp(min=1)
+
+
+def latent_mse(
+    prediction: Tensor,
+    target: Tensor,
+    *,
+    mask: Tensor | None = None,
+    weight: Tensor | float = 1.0,
+    normalize: bool = False,
+    count: Events = events,
+) -> Tensor:
+    """Weighted mean squared error of latents [batch, ..., features] in float32.
+
+    `normalize` compares directions only: the scale of the prediction is then free, which breaks a diffusion model that
+    predicts noise. Standardise the data instead, and leave it off. `mask` has the shape without features.
+    """
+    a, b = prediction.to(_wide(prediction)), target.to(_wide(target))
+    if normalize:
+        shortest = max(1e-6, 64.0 / torch.finfo(prediction.dtype).max)  # its inverse is the gradient at 0
+        a, b = _unit(a, shortest), _unit(b, shortest)
+    errors = (a - b).square().mean(dim=-1)
+    factor = weight if isinstance(weight, Tensor) else torch.as_tensor(weight, device=errors.device)
+    if factor.dim() and factor.dim() < errors.dim():
+        factor = factor.reshape(*factor.shape, *([1] * (errors.dim() - factor.dim())))
+    errors = errors * factor.to(errors.dtype)
+    return errors.mean() if mask is None else masked_mean(errors, mask, count=count)
+
+
+def soft_limit(loss: Tensor, limit: float) -> Tensor:
+    """`loss` below `limit`, and growing only like a logarithm above it. The gradient never vanishes.
+
+    A clamp would stop the gradient exactly where it is needed.
+    """
+    if not limit > 0:
+        raise ConfigError(f"soft_limit: limit={limit!r} must be above 0.")
+    excess = (loss - limit).clamp(min=0.0)
+    return torch.where(loss > limit, limit * (1.0 + torch.log1p(excess / limit)), loss)
+
+
+def _unit(x: Tensor, shortest: float) -> Tensor:
+    return x / safe_norm(x, dim=-1, keepdim=True).clamp(min=shortest)
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype

@@ -1,0 +1,37 @@
+"""`precision.effective`: an operation run in the model's real context has the dtype that was asked for."""
+
+from __future__ import annotations
+
+from stepguard.preflight.answers import Seen, failed, passed
+from stepguard.preflight.inspection import Inspection
+from stepguard.preflight.item import Item
+from stepguard.preflight.items.precision_configured import asked
+
+
+def disagreeing(seen: Inspection) -> list[str]:
+    """Places that ask for another dtype than the probe found; weights kept in half precision explain themselves."""
+    return [place for place, dtype in asked(seen).items() if dtype is not None and dtype != seen.probe.dtype]
+
+
+def _look(seen: Inspection) -> Seen:
+    probe = seen.probe
+    wrong = disagreeing(seen)
+    if not wrong:
+        return passed(probe.how)
+    places = asked(seen)
+    said = tuple(f"{place} asks for {places[place]}" for place in wrong)
+    return failed(probe.how, *said, fix=_fix(seen, str(places[wrong[0]])))
+
+
+def _fix(seen: Inspection, wanted: str) -> str:
+    probe = seen.probe
+    if wanted == "float16" and probe.device == "cpu" and probe.dtype == "float32":
+        return "On a CPU fp16 is ignored by accelerate and transformers; use bf16 there, or ask for no."
+    if list(seen.param_dtypes)[:1] == [probe.dtype] and probe.autocast is None and probe.dtype != "float32":
+        return f"The weights themselves are {probe.dtype}: load them in float32, or ask for {probe.dtype}."
+    if probe.autocast is None:
+        return f"Open the context around the forward pass: torch.autocast({probe.device!r}, dtype=torch.{wanted})."
+    return f"Name the dtype where the context is opened: torch.autocast({probe.device!r}, dtype=torch.{wanted})."
+
+
+ITEM = Item(id="precision.effective", title="the step really runs in the configured precision", look=_look)

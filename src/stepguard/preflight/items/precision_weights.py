@@ -1,0 +1,26 @@
+"""`precision.weights`: the parameters have the dtype the configuration gives them, and one dtype."""
+
+from __future__ import annotations
+
+from stepguard.preflight.answers import Seen, failed, passed, warned
+from stepguard.preflight.inspection import Inspection
+from stepguard.preflight.item import Item
+from stepguard.preflight.settings.precision import meant
+
+
+def _look(seen: Inspection) -> Seen:
+    sizes = seen.param_dtypes
+    said = ", ".join(f"{size:,} in {name}" for name, size in sizes.items())
+    setting = seen.setting("weights")
+    asked = meant(setting.value) if setting is not None else None
+    if asked is not None and asked not in sizes:
+        fix = f"Pass the dtype on to the model: model.to(torch.{asked}), or change {setting.key if setting else ''}."
+        return failed(f"{setting} is configured, the parameters are: {said}", fix=fix)
+    trained = {str(p.dtype).removeprefix("torch.") for p in seen.model.parameters() if p.requires_grad}
+    if len(trained) > 1:
+        fix = "Train parameters of one dtype; load adapters and heads in the dtype of the rest, or all in float32."
+        return warned(f"trained parameters mix dtypes: {said}", fix=fix)
+    return passed(f"parameters: {said or 'none'}")
+
+
+ITEM = Item(id="precision.weights", title="parameters have the configured dtype", look=_look)

@@ -1,0 +1,1 @@
+"""Configuration and launcher as plain values: read, never executed."""

@@ -1,0 +1,162 @@
+"""What a checkpoint on disk brings along besides weights: learning rates, schedule, configuration, versions.
+
+Read with `weights_only`, which runs no code; a file that needs more is reported, not loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepguard._errors import ConfigError
+from stepguard.preflight.settings.files import read_settings
+
+OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "opt")
+SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers", "lr_scheduler_state_dict")
+CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
+MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
+VERSIONS = ("versions", "version", "pytorch-lightning_version", "torch_version")
+TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin", ".tar")
+LARGEST_JSON = 16 * 2**20
+
+
+@dataclass(slots=True)
+class Stored:
+    """As far as the layout was understood."""
+
+    path: Path
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The optimizer's param_groups without their parameters."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The model's tensors."""
+    versions: dict[str, str] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    """Files that could not be read, with the reason."""
+
+    @property
+    def rates(self) -> list[float]:
+        """What each group was meant to run with; see `schedule.peak_rates`."""
+        found = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in self.groups]
+        return [float(rate) for rate in found if rate is not None]
+
+
+def read_stored(path: Path) -> Stored:
+    """A file, or a folder of files as transformers, accelerate and stepguard write it."""
+    if not path.exists():
+        raise ConfigError(f"checkpoint {path} does not exist.")
+    stored = Stored(path)
+    for file in [path] if path.is_file() else sorted(path.iterdir()):
+        if file.suffix in TORCH_FILES and not file.name.startswith(("training_args", "rng_state")):
+            _take(stored, _load(stored, file), file.stem if path.is_dir() else "")
+        elif file.suffix == ".safetensors":
+            _shapes_of(stored, file)
+        elif file.suffix == ".json" and path.is_dir() and file.stat().st_size <= LARGEST_JSON:
+            _take_json(stored, file)
+    _hydra(stored)
+    return stored
+
+
+def _load(stored: Stored, file: Path) -> Any:
+    with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+        warnings.simplefilter("ignore")
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:
+            pass  # not a zip file: the old format cannot be mapped
+        except Exception as fault:
+            return _refuse(stored, file, fault)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as fault:
+            return _refuse(stored, file, fault)
+
+
+def _refuse(stored: Stored, file: Path, fault: Exception) -> None:
+    reason = " ".join(str(fault).split())
+    stored.unread.append(f"{file.name}: {type(fault).__name__}: {reason[:140]}")
+
+
+def _take(stored: Stored, content: Any, stem: str) -> None:
+    if not isinstance(content, Mapping):
+        return
+    if stem.startswith("optimizer"):
+        content = {"optimizer": content}
+    elif stem.startswith("scheduler"):
+        content = {"scheduler": content}
+    _take_states(stored, content)
+    for name in CONFIGS:
+        values = vars(content[name]) if isinstance(content.get(name), argparse.Namespace) else content.get(name)
+        if isinstance(values, Mapping) and not stored.config:
+            stored.config = dict(values)
+    for name in VERSIONS:
+        found = content.get(name)
+        stored.versions |= dict(found) if isinstance(found, Mapping) else {name: str(found)} if found else {}
+    for tensors in (*(content.get(name) for name in MODELS), content):
+        if isinstance(tensors, Mapping) and not stored.shapes:
+            stored.shapes = {str(k): tuple(v.shape) for k, v in tensors.items() if isinstance(v, Tensor)}
+
+
+def _take_states(stored: Stored, content: Mapping[str, Any]) -> None:
+    for name in OPTIMIZERS:
+        for state in _states(content.get(name)):
+            groups = state.get("param_groups", [])
+            stored.groups += [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    for name in SCHEDULERS:
+        for state in _states(content.get(name)):
+            stored.schedule = stored.schedule or dict(state)
+
+
+def _states(found: Any) -> Iterator[Mapping[str, Any]]:
+    """Lightning keeps a list of states."""
+    for state in found if isinstance(found, list | tuple) else [found]:
+        if isinstance(state, Mapping):
+            yield state
+
+
+def _shapes_of(stored: Stored, file: Path) -> None:
+    """The header is JSON behind eight bytes that say its length; the tensors are not read."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > LARGEST_JSON:
+                raise ValueError(f"its header claims {length:,} bytes")
+            header = json.loads(stream.read(length))
+        named = {k: tuple(v["shape"]) for k, v in header.items() if k != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        _refuse(stored, file, fault)
+        return
+    if not file.name.startswith("optimizer"):
+        stored.shapes |= named
+
+
+def _take_json(stored: Stored, file: Path) -> None:
+    """Only files whose name says that they hold the run's settings: `config.json` of transformers is the model's."""
+    if file.stem not in ("args", "hparams", "settings", "run_config", "training_args", "train_config", "facts"):
+        return
+    try:
+        found = read_settings(file)
+    except ConfigError as fault:
+        stored.unread.append(str(fault))
+        return
+    if file.stem == "facts":
+        _take(stored, found, "")
+    else:
+        stored.config = stored.config or found
+
+
+def _hydra(stored: Stored) -> None:
+    """Hydra keeps the configuration of a run beside it."""
+    folder = stored.path if stored.path.is_dir() else stored.path.parent
+    file = folder / ".hydra" / "config.yaml"
+    if not stored.config and file.is_file():
+        stored.config = read_settings(file)

@@ -1,0 +1,138 @@
+"""What is to be checked: the objects a run would start with, as far as they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stepguard._errors import ConfigError
+from stepguard.state.rng import capture_rng, restore_rng
+
+WANTED = "return (model, optimizer, loss_fn), a dict, a stepguard.preflight.Subject, or a transformers Trainer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Everything is optional; an item that misses something says what to give."""
+
+    model: nn.Module | None = None
+    optimizer: Optimizer | None = None
+    scheduler: Any = None
+    scaler: Any = None
+    loss_fn: Callable[[Any], Any] | None = None
+    """`loss_fn(batch)` gives a scalar or a dict of named scalars, as for `Guard.step`."""
+    batch: Any = None
+    loader: Iterable[Any] | None = None
+    dataset: Any = None
+    validation: Any = None
+    """A second dataset (or path) that must share no example with the first."""
+    data: str | Path | None = None
+    """A file or folder to scan instead of a dataset."""
+    data_range: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Allowed values by key, `{"image": (-1, 1)}`; without it only outliers are reported."""
+    autocast: Any = None
+    """A callable that opens the model's real context, or an Accelerator, Fabric or Trainer whose context is used."""
+    config: Mapping[str, Any] | None = None
+    launcher: Mapping[str, Any] | None = None
+    launcher_name: str = "launcher"
+    checkpoint: str | Path | None = None
+    run_dir: str | Path | None = None
+    guard: Any = None
+    """The `stepguard.GuardConfig` (or the Guard) the run will use."""
+    watch: Mapping[str, float] = field(default_factory=dict)
+    """Pattern of parameter or buffer names -> largest magnitude allowed."""
+    label_key: str | None = None
+    ignore_index: int = -100
+    examples: int | None = None
+    """Scan at most so many examples; None is all of a dataset with a length, and 1024 of a stream."""
+
+    def with_given(self, **values: Any) -> Subject:
+        """A copy where every value that is not None or empty replaces the old one."""
+        return replace(self, **{name: value for name, value in values.items() if value not in (None, {})})
+
+
+FIELDS = tuple(entry.name for entry in fields(Subject))
+
+
+def subject_of(built: Any, named: str) -> Subject:
+    """Whatever a build function returns, as a Subject."""
+    if isinstance(built, Subject):
+        return built
+    if isinstance(built, Mapping):
+        return _from_mapping(built, named)
+    if isinstance(built, tuple | list) and built and len(built) <= 4 and isinstance(built[0], nn.Module):
+        return _from_tuple(tuple(built), named)
+    if _is_trainer(built):
+        return _from_trainer(built)
+    raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
+
+
+def _from_mapping(built: Mapping[Any, Any], named: str) -> Subject:
+    unknown = [str(name) for name in built if name not in FIELDS]
+    if unknown:
+        raise ConfigError(f"{named} returned the key {unknown[0]!r}, which is not known; use {', '.join(FIELDS)}.")
+    return _checked(Subject(**{str(name): value for name, value in built.items()}), named)
+
+
+def _from_tuple(built: tuple[Any, ...], named: str) -> Subject:
+    names = ("model", "optimizer", "loss_fn")
+    return _checked(Subject(**dict(zip(names, built, strict=False))), named)
+
+
+def _checked(subject: Subject, named: str) -> Subject:
+    for name, kind in (("model", nn.Module), ("optimizer", Optimizer)):
+        value = getattr(subject, name)
+        inner = getattr(value, "optimizer", value)  # accelerate and Lightning wrap the optimizer
+        if value is not None and not isinstance(inner, kind):
+            raise ConfigError(f"{named}: {name} is {_described(value)}, not a {kind.__name__}; {WANTED}.")
+    if subject.loss_fn is not None and not callable(subject.loss_fn):
+        raise ConfigError(f"{named}: loss_fn is {_described(subject.loss_fn)}; give a function of a batch.")
+    return subject if subject.optimizer is None else replace(subject, optimizer=_inner(subject.optimizer))
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer
+
+
+def _is_trainer(built: Any) -> bool:
+    """A transformers Trainer, told by its parts, so that nothing is imported."""
+    return isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args")
+
+
+def _from_trainer(trainer: Any) -> Subject:
+    settings = trainer.args.to_dict() if hasattr(trainer.args, "to_dict") else vars(trainer.args)
+    return Subject(
+        model=trainer.model,
+        optimizer=_inner(trainer.optimizer) if getattr(trainer, "optimizer", None) is not None else None,
+        scheduler=getattr(trainer, "lr_scheduler", None),
+        dataset=getattr(trainer, "train_dataset", None),
+        batch=_collated(trainer),
+        validation=getattr(trainer, "eval_dataset", None),
+        autocast=trainer,
+        config=settings,
+        run_dir=settings.get("output_dir"),
+    )
+
+
+def _collated(trainer: Any) -> Any:
+    """The first examples through the Trainer's own collator, if they go through it as they are."""
+    dataset: Any = getattr(trainer, "train_dataset", None)
+    collate = getattr(trainer, "data_collator", None)
+    if not callable(collate) or not hasattr(dataset, "__len__") or not len(dataset):
+        return None
+    state = capture_rng()
+    try:
+        return collate([dataset[index] for index in range(min(2, len(dataset)))])
+    except Exception:
+        return None  # columns that the Trainer drops later; the data items read the dataset itself
+    finally:
+        restore_rng(state)
+
+
+def _described(value: Any) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"

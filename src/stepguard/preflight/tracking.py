@@ -1,0 +1,93 @@
+"""A configuration that remembers which of its keys were read, by item, by attribute or by `**`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+from stepguard.preflight.settings.keys import flat
+
+
+class Tracked(MutableMapping[str, Any]):
+    """Stands for a nested dict. Taking a value is a read; asking for names (`in`, `keys()`, `len`) is none.
+
+    A nested mapping comes back tracked as well: its keys count one by one. Writing a key is allowed and makes it
+    nobody's business: it is the program's own from then on.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, _prefix: str = "", _read: set[str] | None = None) -> None:
+        self.__dict__["_values"] = dict(values)
+        self.__dict__["_prefix"] = _prefix
+        self.__dict__["_read"] = set() if _read is None else _read
+        self.__dict__["_inner"] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        self._read.add(f"{self._prefix}{key}")
+        return self._tracked(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the configuration has no {self._prefix}{name}") from None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._values[key] = value
+        self._inner.pop(key, None)
+        self._read.add(f"{self._prefix}{key}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._values[key]
+        self._inner.pop(key, None)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Tracked({self._values!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tracked:
+        """A copy reads for the original: what the program does with it is still a use of the key."""
+        return Tracked(copy.deepcopy(self._values, memo), _prefix=self._prefix, _read=self._read)
+
+    def __copy__(self) -> Tracked:
+        return Tracked(self._values, _prefix=self._prefix, _read=self._read)
+
+    def _tracked(self, key: str, value: Any) -> Any:
+        if key in self._inner:
+            return self._inner[key]
+        inner = _wrap(value, f"{self._prefix}{key}", self._read)
+        if inner is not value:
+            self._inner[key] = inner
+        return inner
+
+
+def _wrap(value: Any, key: str, read: set[str]) -> Any:
+    if isinstance(value, Mapping) and not isinstance(value, Tracked):
+        return Tracked(value, _prefix=f"{key}.", _read=read)
+    if isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value):
+        return [_wrap(part, f"{key}.{position}", read) for position, part in enumerate(value)]
+    return value
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without counting a read."""
+    return settings._values if isinstance(settings, Tracked) else dict(settings)
+
+
+def unread(settings: Tracked) -> list[str]:
+    """Dotted keys of leaves nobody took."""
+    return [leaf.key for leaf in flat(plain(settings)) if leaf.key not in settings._read]

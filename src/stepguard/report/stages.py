@@ -1,0 +1,137 @@
+"""Acceptance of a run by stages: `0-500: loss<5, incidents=0` is asked once step 500 has come."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from stepguard._errors import ConfigError
+from stepguard.report import phrases
+from stepguard.report.summary import Record, StepLine
+
+State = Literal["waiting", "passed", "failed"]
+COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
+EXAMPLE = "'0-500: loss<5, incidents=0'"
+_CONDITION = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(<=|>=|<|>|=)\s*([-+.\deE]+)\s*")
+_STAGE = re.compile(r"\s*(\d+)\s*-\s*(\d+)\s*:(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A number of the run and its limit."""
+
+    name: str
+    sign: str
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.sign}{phrases.number(self.limit)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Steps `first` to `last`, and what must hold of them."""
+
+    first: int
+    last: int
+    conditions: tuple[Condition, ...]
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One condition of one stage, with the number that decided it."""
+
+    stage: str
+    condition: str
+    state: State
+    value: float | None = None
+
+
+def parse_stage(text: str) -> Stage:
+    """`0-500: loss<5, incidents=0`; raises ConfigError with what is wrong."""
+    found = _STAGE.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"--stage {text!r} must look like {EXAMPLE}.")
+    first, last = int(found[1]), int(found[2])
+    if last < first:
+        raise ConfigError(f"--stage {text!r} ends before it begins; write {last}-{first}.")
+    return Stage(first=first, last=last, conditions=tuple(_condition(part, text) for part in found[3].split(",")))
+
+
+def _condition(part: str, text: str) -> Condition:
+    found = _CONDITION.fullmatch(part)
+    try:
+        limit = float(found[3]) if found else None
+    except ValueError:
+        limit = None
+    if found is None or limit is None:
+        raise ConfigError(f"--stage {text!r}: {part.strip()!r} is no condition; write one like {EXAMPLE}.")
+    return Condition(name=found[1], sign=found[2], limit=limit)
+
+
+def judge_stages(record: Record, stages: Sequence[Stage]) -> tuple[Outcome, ...]:
+    """Every condition. Counts fail as soon as they are over; levels are read when the stage is over."""
+    last = max((line["step"] for line in record.steps), default=-1)
+    return tuple(_outcome(record, stage, condition, last) for stage in stages for condition in stage.conditions)
+
+
+def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> Outcome:
+    value = _value(record, stage, condition.name)
+    holds = value is not None and COMPARE[condition.sign](value, condition.limit)
+    over = last >= stage.last
+    state: State = "waiting"
+    if over:
+        state = "passed" if holds else "failed"
+    elif value is not None and not holds and condition.name in COUNTS and condition.sign in ("<", "<=", "="):
+        state = "failed" if value > condition.limit else "waiting"
+    return Outcome(stage=str(stage), condition=str(condition), state=state, value=value)
+
+
+COUNTS = ("incidents", "skipped")
+
+
+def _value(record: Record, stage: Stage, name: str) -> float | None:
+    if name == "incidents":
+        return float(sum(stage.first <= incident.step <= stage.last for incident in record.incidents))
+    lines = [line for line in record.steps if stage.first <= line["step"] <= stage.last]
+    if name == "skipped":
+        return float(sum(not line.get("committed", True) for line in lines))
+    if name == "fall":
+        return _fall(lines)
+    return _level(_numbers(lines, name))
+
+
+def _fall(lines: Sequence[StepLine]) -> float | None:
+    """How far the loss came down: its level in the stage's first tenth less that in its last."""
+    losses = _numbers(lines, "loss")
+    tenth = max(1, len(losses) // 10)
+    return None if not losses else median(losses[:tenth]) - median(losses[-tenth:])
+
+
+def _level(numbers: Sequence[float]) -> float | None:
+    """Where a stage ended: the median of its last tenth."""
+    return median(numbers[-max(1, len(numbers) // 10) :]) if numbers else None
+
+
+def _numbers(lines: Sequence[StepLine], name: str) -> list[float]:
+    found = []
+    for line in lines:
+        value = line.get(name, (line.get("components") or {}).get(name))
+        if isinstance(value, list | tuple) and value:
+            value = max(value)
+        if line.get("committed", True) and phrases.finite(value):
+            found.append(float(value))
+    return found

@@ -1,0 +1,123 @@
+"""Functions with a singular point: right away from it, finite on it, NaN outside their domain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import stepguard
+from stepguard import numerics
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+UNARY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[float]]] = {
+    "sqrt": (numerics.safe_sqrt, torch.sqrt, [0.25, 1.0, 3.5]),
+    "acos": (numerics.safe_acos, torch.acos, [-0.9, 0.0, 0.7]),
+    "log": (numerics.safe_log, torch.log, [0.25, 1.0, 7.5]),
+}
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_equals_torch_away_from_the_singular_point(name: str) -> None:
+    ours, theirs, points = UNARY[name]
+    x = torch.tensor(points, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(ours(x), theirs(x))
+    assert torch.autograd.gradcheck(ours, (x,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", UNARY)
+def test_is_close_to_float64_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    ours, theirs, points = UNARY[name]
+    x = torch.tensor(points, dtype=dtype)
+    assert torch.allclose(ours(x).double(), theirs(x.double()), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "point", "value"), [("sqrt", 0.0, 0.0), ("acos", 1.0, 0.0), ("acos", -1.0, 3.1415926), ("log", 0.0, None)]
+)
+def test_value_and_gradient_are_finite_at_the_singular_point(
+    name: str, point: float, value: float | None, dtype: torch.dtype
+) -> None:
+    x = torch.tensor(point, dtype=dtype, requires_grad=True)
+    y = UNARY[name][0](x)
+    y.backward()
+    assert torch.isfinite(y)
+    assert x.grad is not None
+    assert torch.isfinite(x.grad)
+    if value is not None:
+        assert y.item() == pytest.approx(value, abs=3 * torch.finfo(dtype).eps ** 0.5)
+
+
+@pytest.mark.parametrize(("name", "outside"), [("sqrt", -1.0), ("acos", 1.5), ("log", -0.1)])
+def test_outside_the_domain_the_answer_stays_nan(name: str, outside: float) -> None:
+    assert torch.isnan(UNARY[name][0](torch.tensor(outside)))
+
+
+def test_a_cosine_rounded_past_one_is_an_angle_near_zero() -> None:
+    angle = numerics.safe_acos(torch.tensor(1.0 + 1e-7))
+    assert angle.item() == pytest.approx(0.0, abs=1e-3)
+
+
+def test_torch_alone_gives_an_infinite_gradient_where_ours_is_zero() -> None:
+    x = torch.tensor(0.0, requires_grad=True)
+    torch.sqrt(x).backward()
+    assert x.grad is not None
+    assert torch.isinf(x.grad)
+    y = torch.tensor(0.0, requires_grad=True)
+    numerics.safe_sqrt(y).backward()
+    assert y.grad is not None
+    assert float(y.grad) == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_neither_overflows_nor_underflows(dtype: torch.dtype) -> None:
+    largest, smallest = torch.finfo(dtype).max / 4, torch.finfo(dtype).tiny * 4
+    for size in (largest, smallest):
+        found = numerics.safe_norm(torch.full((4,), size, dtype=dtype))
+        assert found.item() == pytest.approx(2 * size, rel=4 * torch.finfo(dtype).eps)
+
+
+def test_norm_of_a_zero_vector_has_gradient_zero() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    numerics.safe_norm(x).backward()
+    assert torch.equal(x.grad, torch.zeros(3))
+
+
+def test_norm_passes_gradcheck_over_one_dimension() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: numerics.safe_norm(v, dim=1), (x,))
+    assert torch.allclose(numerics.safe_norm(x, dim=1, keepdim=True), x.norm(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_norm_does_not_hide_a_bad_element(bad: float) -> None:
+    assert not torch.isfinite(numerics.safe_norm(torch.tensor([1.0, bad])))
+
+
+def test_division_by_zero_gives_the_chosen_value_without_a_gradient() -> None:
+    top, bottom = torch.ones(2, requires_grad=True), torch.tensor([0.0, 4.0], requires_grad=True)
+    found = numerics.safe_div(top, bottom, otherwise=7.0)
+    found.sum().backward()
+    assert found.tolist() == [7.0, 0.25]
+    assert top.grad is not None
+    assert bottom.grad is not None
+    assert top.grad.tolist() == [0.0, 0.25]
+    assert bottom.grad.tolist() == [0.0, -0.0625]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_eps_that_would_vanish_is_raised_to_what_the_dtype_can_hold(dtype: torch.dtype) -> None:
+    eps = numerics.lasting_eps(1e-8, dtype)
+    assert float(torch.tensor(eps, dtype=dtype)) > 0
+    assert eps >= 1e-8
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-6, 1.0])
+def test_an_impossible_eps_is_refused_with_its_value(eps: float) -> None:
+    with pytest.raises(stepguard.ConfigError, match=str(eps)):
+        numerics.lasting_eps(eps, torch.float32)

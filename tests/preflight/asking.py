@@ -1,0 +1,74 @@
+"""Checking the fixture project the way the command does, without a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepguard.preflight.run import check
+from stepguard.preflight.target import Request, resolve
+from stepguard.records.preflight import Outcome, Preflight
+
+PROJECT = Path(__file__).parent / "project"
+CONFIG = json.loads((PROJECT / "config.json").read_text())
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """With this folder as the current directory."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def ask(
+    target: str,
+    *only: str,
+    config: Path | None = PROJECT / "config.json",
+    launcher: Path | None = PROJECT / "launch.json",
+    **given: Any,
+) -> Preflight:
+    """`stepguard check TARGET` in the project's folder."""
+    with inside(PROJECT):
+        request = Request(target=target, config=config, launcher=launcher, given=given)
+        subject, place = resolve(request)
+        return check(subject, only=only, target=target, place=place)
+
+
+def ask_one(target: str, item: str, **given: Any) -> Outcome:
+    return ask(target, item, **given).outcome(item)
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """The project's configuration with other values, dotted keys allowed (`optimizer__lr=1`)."""
+    values = json.loads(json.dumps(CONFIG))
+    for key, value in changes.items():
+        *outer, last = key.split("__")
+        inner = values
+        for name in outer:
+            inner = inner[name]
+        inner[last] = value
+    path = folder / "config.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def saved(path: Path, model: nn.Module, optimizer: Any = None, scheduler: Any = None, **more: Any) -> Path:
+    """A checkpoint of the usual layout."""
+    state: dict[str, Any] = {"model": model.state_dict(), **more}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+    if scheduler is not None:
+        state["scheduler"] = scheduler.state_dict()
+    torch.save(state, path)
+    return path

@@ -1,0 +1,107 @@
+"""The context a model really runs in, opened through whatever the user has."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stepguard import ConfigError
+from stepguard.preflight import Subject, check
+from stepguard.preflight.subject import subject_of
+from stepguard.preflight.surroundings import surroundings
+
+
+def half() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def trainer(**args: Any) -> SimpleNamespace:
+    """The parts of a transformers Trainer that are looked at."""
+    model = nn.Linear(2, 2)
+    accelerator = SimpleNamespace(autocast=half, mixed_precision="bf16", scaler=None, num_processes=1)
+    return SimpleNamespace(
+        model=model,
+        args=SimpleNamespace(learning_rate=2e-4, **args),
+        accelerator=accelerator,
+        optimizer=None,
+        train_dataset=[{"x": torch.ones(2)}],
+        compute_loss_context_manager=nullcontext,
+    )
+
+
+def fabric() -> SimpleNamespace:
+    return SimpleNamespace(autocast=half, _precision=SimpleNamespace(precision="bf16-mixed"), world_size=2)
+
+
+def lightning() -> SimpleNamespace:
+    plugin = SimpleNamespace(forward_context=half, precision="bf16-mixed")
+    return SimpleNamespace(precision_plugin=plugin, accumulate_grad_batches=4)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [half, SimpleNamespace(autocast=half, mixed_precision="bf16"), fabric(), lightning(), trainer(bf16=True)],
+    ids=["function", "accelerate", "fabric", "lightning", "transformers"],
+)
+def test_probe_runs_in_the_context_that_is_given(given: Any) -> None:
+    result = check(Subject(model=nn.Linear(2, 2), autocast=given, config={"bf16": True}), only=["precision"])
+    assert result.outcome("precision.effective").status == "pass"
+    assert result.alignment == "aligned"
+    assert ("AMP enabled", "yes, autocast to bfloat16") in result.facts
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_trainer_that_asks_for_fp16_and_gets_nothing_is_found() -> None:
+    given = trainer(fp16=True)
+    given.accelerator.autocast, given.accelerator.mixed_precision = nullcontext, "fp16"
+    result = check(subject_of(given, "build"), only=["precision.effective", "scaler.missing"])
+    outcome = result.outcome("precision.effective")
+    assert outcome.status == "fail"
+    assert "TrainingArguments(fp16=True)" in outcome.evidence[2]
+    assert "On a CPU fp16 is ignored" in outcome.fix
+    assert result.outcome("scaler.missing").status == "not_applicable"
+
+
+def test_returned_trainer_brings_model_data_and_settings() -> None:
+    found = subject_of(trainer(bf16=True), "build")
+    assert found.model is not None and found.dataset is not None
+    assert found.config is not None and found.config["learning_rate"] == 2e-4
+
+
+def test_context_that_cannot_be_opened_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match="autocast is a int; give a function"):
+        surroundings(7)
+
+
+def test_step_that_opens_its_own_context_needs_no_other() -> None:
+    model = nn.Linear(4, 2)
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        with half():
+            return model(batch).float().square().mean()
+
+    subject = Subject(model=model, loss_fn=loss, batch=torch.ones(3, 4), config={"mixed_precision": "no"})
+    outcome = check(subject, only=["precision.effective"]).outcome("precision.effective")
+    assert outcome.status == "fail"
+    assert outcome.evidence[0] == "1 of 1 matrix products of the real step on cpu came out as bfloat16"
+
+
+@pytest.mark.parametrize(("precision", "native", "dtype"), [("bf16", True, "bfloat16"), ("no", False, "float32")])
+def test_real_accelerator_is_understood(precision: str, native: bool, dtype: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    try:
+        accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
+        around = surroundings(accelerator)
+        assert around.dtype == dtype
+        result = check(Subject(model=nn.Linear(2, 2), autocast=accelerator), only=["precision"])
+        assert result.alignment == "aligned"
+        assert bool(accelerator.native_amp) is native
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,106 @@
+"""TARGET: what it may be, and one clear error for what it may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from preflight.asking import PROJECT, ask, inside
+from stepguard import ConfigError
+from stepguard.preflight.run import selected
+from stepguard.preflight.subject import Subject, subject_of
+from stepguard.preflight.target import Request, resolve
+
+
+def given(target: str, **more: Any) -> Any:
+    with inside(PROJECT):
+        return resolve(Request(target=target, **more))
+
+
+def test_configuration_alone_is_checked_as_far_as_it_goes() -> None:
+    result = ask("config.json", config=None)
+    assert result.outcome("config.types").status == "pass"
+    assert result.outcome("precision.configured").status == "pass"
+    assert result.alignment == "unproven"
+    outcome = result.outcome("optimizer.eps")
+    assert outcome.status == "not_checked"
+    assert outcome.evidence == ("give TARGET as module:function whose function returns the optimizer",)
+
+
+def test_data_alone_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1.5\nnan\n")
+    result = ask(str(tmp_path), config=None, launcher=None)
+    assert [o.id for o in result.of("fail")] == ["data.finite"]
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "message"),
+    [
+        ("nothing", {}, "'nothing' is neither a file nor a folder here, nor 'module:function'"),
+        ("a/b:c", {}, "is neither a file"),
+        ("json:loads", {}, "json:loads lies outside the current directory"),
+        ("no_such_module:build", {}, "there is no module 'no_such_module' below the current directory"),
+        ("tinychat.training:nothing", {}, "has no function 'nothing'"),
+        ("tinychat.training:build", {}, "tinychat.training:build takes 'config'; give --config FILE"),
+        ("tinychat.training:loss_of", {"config": PROJECT / "config.json"}, "returned a function"),
+        ("config.json", {"config": PROJECT / "config.json"}, "is a configuration already; leave --config out"),
+        ("config.json", {"launcher": Path("no.yaml")}, "no.yaml cannot be read as a launcher"),
+        ("tinychat.faults:_lambda", {"config": PROJECT / "config.json"}, "needs config, factor"),
+    ],
+)
+def test_unusable_target_is_one_clear_error(target: str, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        given(target, **more)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_build_function_that_raises_is_told_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "broken_build.py").write_text("def build():\n    raise RuntimeError('no GPU here')\n")
+    with inside(tmp_path), pytest.raises(ConfigError, match="broken_build:build raised RuntimeError: no GPU here"):
+        resolve(Request(target="broken_build:build"))
+
+
+def test_file_of_an_unknown_kind_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.doc").touch()
+    with inside(tmp_path), pytest.raises(ConfigError, match=r"files of kind \.doc are not known"):
+        resolve(Request(target="a.doc"))
+
+
+MODEL = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("built", "message"),
+    [
+        (None, "build returned a NoneType; return (model, optimizer, loss_fn)"),
+        ((1, 2), "build returned a tuple of 2"),
+        ({"modell": MODEL}, "build returned the key 'modell', which is not known; use model, optimizer"),
+        ({"model": "x"}, "build: model is a str, not a Module"),
+        ((MODEL, "x"), "build: optimizer is a str, not a Optimizer"),
+        ({"loss_fn": 3}, "build: loss_fn is a int; give a function of a batch"),
+    ],
+)
+def test_unusable_result_of_a_build_function_is_one_clear_error(built: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        subject_of(built, "build")
+    assert message in str(error.value)
+
+
+def test_tuple_dict_and_subject_are_taken() -> None:
+    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+    assert subject_of((MODEL, optimizer, abs), "build") == Subject(model=MODEL, optimizer=optimizer, loss_fn=abs)
+    assert subject_of({"model": MODEL}, "build") == subject_of(Subject(model=MODEL), "build")
+    wrapped = type("AcceleratedOptimizer", (), {"optimizer": optimizer})()
+    assert subject_of((MODEL, wrapped), "build").optimizer is optimizer
+
+
+def test_items_are_chosen_by_id_section_or_pattern() -> None:
+    assert [item.id for item in selected(("lr",), ())] == ["lr.config", "lr.schedule", "lr.checkpoint"]
+    assert [item.id for item in selected(("lr.*",), ("lr.config", "*.checkpoint"))] == ["lr.schedule"]
+    with pytest.raises(ConfigError, match=r"'lrr' is no item; use an id such as 'lr\.config', or one of"):
+        selected(("lrr",), ())
