@@ -120,7 +120,7 @@ class Watcher:
         elif self.heard.losses:
             self._scaler_skipped(update)
         else:
-            update(self._present_scale() if self.hold.scaler else None)
+            update(close.present_scale(self.context) if self.hold.scaler else None)
             self.hold.scaler = False
 
     def _model_called(self, arguments: dict[str, Any]) -> None:
@@ -394,9 +394,5 @@ class Watcher:
         try:
             self._vetoed()
         finally:
-            update(self._present_scale())
+            update(close.present_scale(self.context))
             self.hold.scaler = False
-
-    def _present_scale(self) -> Tensor | None:
-        scale = self.context.scaler._get_scale_async() if self.context.scaler is not None else None
-        return scale.clone() if scale is not None else None

@@ -65,11 +65,15 @@ def apply(context: Context, recovery: Recovery, incident: Incident) -> None:
 
 def hold_scaler(context: Context) -> None:
     """End the scaler's step without moving scale or growth: this batch never came."""
-    scaler = context.scaler
-    if scaler is not None and context.scaling():
-        scale = scaler._get_scale_async()
-        if scale is not None:
-            scaler.update(new_scale=scale.detach().clone())
+    scale = present_scale(context)
+    if context.scaler is not None and context.scaling() and scale is not None:
+        context.scaler.update(new_scale=scale)
+
+
+def present_scale(context: Context) -> torch.Tensor | None:
+    """A copy of the scaler's scale, on the device; None before its first use."""
+    scale = context.scaler._get_scale_async() if context.scaler is not None else None
+    return scale.detach().clone() if scale is not None else None
 
 
 def exit_with_code_three() -> None:
