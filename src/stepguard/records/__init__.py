@@ -7,6 +7,7 @@ from stepguard.records.origin import Operand, Origin, Phase
 from stepguard.records.reading import Reading
 from stepguard.records.settings import GuardConfig, Policy
 from stepguard.records.verdict import Severity, Verdict, VerdictKind
+from stepguard.records.verification import Problem, Rate, Role, Verification
 
 __all__ = [
     "Action",
@@ -18,9 +19,13 @@ __all__ = [
     "Origin",
     "Phase",
     "Policy",
+    "Problem",
+    "Rate",
     "Reading",
     "Remedy",
+    "Role",
     "Severity",
     "Verdict",
     "VerdictKind",
+    "Verification",
 ]
