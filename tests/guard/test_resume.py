@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,14 @@ def _train(guard: Guard, at: Scene, micro: int, stop: int | None, save: bool) ->
                 return
 
 
+@pytest.fixture
+def _workers_end() -> Iterator[None]:
+    """torchdata's loader keeps its workers until it is collected."""
+    yield
+    gc.collect()
+
+
+@pytest.mark.usefixtures("_workers_end")
 @pytest.mark.parametrize("loader", LOADERS)
 def test_resumed_run_is_bit_identical_to_one_that_never_stopped(loader: str, tmp_path: Path) -> None:
     micro = 2 if loader in ("plain", "stateful") else 1
