@@ -74,8 +74,8 @@ def lr_jump(run: Run) -> None:
 
 @torch.no_grad()
 def bit_flip(run: Run) -> None:
-    """The highest exponent bit of one weight."""
-    weight = run.model.get_parameter("down.0.weight")
+    """The highest exponent bit of one weight of the last layer."""
+    weight = run.model.get_parameter("head.weight")
     weight.view(torch.int32).view(-1)[7] ^= 1 << 30
 
 
