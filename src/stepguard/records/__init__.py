@@ -6,6 +6,7 @@ from stepguard.records.incident import Incident
 from stepguard.records.origin import Operand, Origin, Phase
 from stepguard.records.reading import Reading
 from stepguard.records.settings import GuardConfig, Policy
+from stepguard.records.sink import Sink
 from stepguard.records.verdict import Severity, Verdict, VerdictKind
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Reading",
     "Remedy",
     "Severity",
+    "Sink",
     "Verdict",
     "VerdictKind",
 ]
