@@ -8,7 +8,7 @@ BENCHES := overhead $(filter-out overhead _%,$(patsubst benchmarks/%.py,%,$(wild
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format bench crash-campaign clean
+.PHONY: help venv demo test check format bench crash-campaign fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ format: venv ## let ruff fix and format what it can
 
 bench: venv ## print the promised numbers beside the peers
 	@set -e; for bench in $(BENCHES); do $(RUN) -m benchmarks.$$bench; done
+
+fuzz: venv ## ten minutes of damaged checkpoints against the readers
+	$(RUN) -m benchmarks.parts.fuzz --minutes 10
 
 crash-campaign: venv ## kill -9 a thousand times, stepguard's store beside the peers
 	$(RUN) -m benchmarks.crash --runs 1000

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from stepguard.records import Incident as Incident
     from stepguard.records import Origin as Origin
     from stepguard.records import Policy as Policy
+    from stepguard.records import Problem as Problem
+    from stepguard.records import Verification as Verification
     from stepguard.replaying import replay as replay
+    from stepguard.verifying import verify as verify
 
 # name -> module; resolved on first use, so that the torch-free commands never import torch
 _HOMES = {
@@ -30,10 +33,13 @@ _HOMES = {
     "Incident": "stepguard.records",
     "Origin": "stepguard.records",
     "Policy": "stepguard.records",
+    "Problem": "stepguard.records",
     "StepResult": "stepguard.guard",
     "StepguardError": "stepguard._errors",
     "TrainingHalted": "stepguard._errors",
+    "Verification": "stepguard.records",
     "replay": "stepguard.replaying",
+    "verify": "stepguard.verifying",
     "watch": "stepguard.guard",
 }
 
@@ -45,11 +51,14 @@ __all__ = [
     "Incident",
     "Origin",
     "Policy",
+    "Problem",
     "StepResult",
     "StepguardError",
     "TrainingHalted",
+    "Verification",
     "__version__",
     "replay",
+    "verify",
     "watch",
 ]
 

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sentinel", "state", "numerics"),
     ("locate", "preflight"),
     ("engine",),
-    ("guard", "replaying"),
+    ("guard", "replaying", "verifying"),
     ("integrations", "cli", "testing"),
 )
 """Lowest first. A unit imports units of lower layers only, never a sibling."""

@@ -17,11 +17,14 @@ PUBLIC = [
     "Incident",
     "Origin",
     "Policy",
+    "Problem",
     "StepResult",
     "StepguardError",
     "TrainingHalted",
+    "Verification",
     "__version__",
     "replay",
+    "verify",
     "watch",
 ]
 FACADE = Path(stepguard.__file__)

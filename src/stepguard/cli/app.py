@@ -15,12 +15,15 @@ from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
 from stepguard.cli.check import check
 from stepguard.cli.compare import compare
+from stepguard.cli.doctor import doctor
 from stepguard.cli.explain import explain
 from stepguard.cli.live import live
 from stepguard.cli.plot import plot
+from stepguard.cli.quarantine import quarantine
 from stepguard.cli.replay import replay
 from stepguard.cli.report import report
 from stepguard.cli.run import run
+from stepguard.cli.verify import verify
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     run,
@@ -30,6 +33,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     live,
     explain,
     replay,
+    verify,
+    quarantine,
+    doctor,
     check,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""

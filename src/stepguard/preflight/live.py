@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from stepguard.diagnose.ops import words
+from stepguard.preflight.answers import Missing
 from stepguard.preflight.subject import Subject
 from stepguard.preflight.surroundings import Surroundings
 from stepguard.state.batch import named_tensors
@@ -124,7 +125,7 @@ def run_live(subject: Subject, around: Surroundings, batch: Any) -> Live:
     assert subject.model is not None
     live = Live()
     model, copied = subject.model, tree_map_only(Tensor, _copied, batch)
-    with left_alone(model, subject.optimizer):
+    with left_alone(model, subject.optimizer), _eagerly(model):
         try:
             with around.opened(), _Watching(live):
                 output = subject.loss_fn(copied) if subject.loss_fn is not None else called(model, copied)
@@ -132,7 +133,17 @@ def run_live(subject: Subject, around: Surroundings, batch: Any) -> Live:
             _backward(live, model, output, is_loss=subject.loss_fn is not None)
         except Exception as fault:
             live.fault = f"{type(fault).__name__}: {_short(fault)}"
+            if subject.loss_fn is None:  # how the model is called was our guess
+                raise Missing(
+                    f"return `loss_fn`; the model alone cannot be called with a batch ({live.fault})"
+                ) from fault
     return live
+
+
+def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
+    """Compiled code runs no dispatch mode, so a compiled model runs as it was written."""
+    compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def called(model: nn.Module, batch: Any) -> Any:
@@ -177,16 +188,20 @@ def _read_output(live: Live, output: Any, *, is_loss: bool) -> None:
 
 def _backward(live: Live, model: nn.Module, output: Any, *, is_loss: bool) -> None:
     loss = total_loss(output) if is_loss else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
+    if not isinstance(loss, Tensor):
+        return
+    if not loss.requires_grad:
+        live.grad_norm = 0.0
         return
     loss.backward()  # type: ignore[no-untyped-call]
     norm = 0.0
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        size = float(torch.linalg.vector_norm(parameter.grad.detach().double()))
-        norm += size**2
-        if not bool(torch.isfinite(parameter.grad).all()):
+        grad = parameter.grad.detach()
+        grad = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+        norm += float(grad.abs().double().square().sum())
+        if not bool(torch.isfinite(grad).all()):
             live.grads_bad.append(name)
     live.grad_norm = norm**0.5
 

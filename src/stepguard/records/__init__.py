@@ -8,6 +8,7 @@ from stepguard.records.reading import Reading
 from stepguard.records.settings import GuardConfig, Policy
 from stepguard.records.sink import Sink
 from stepguard.records.verdict import Severity, Verdict, VerdictKind
+from stepguard.records.verification import Problem, Rate, Role, Verification
 
 __all__ = [
     "Action",
@@ -19,10 +20,14 @@ __all__ = [
     "Origin",
     "Phase",
     "Policy",
+    "Problem",
+    "Rate",
     "Reading",
     "Remedy",
+    "Role",
     "Severity",
     "Sink",
     "Verdict",
     "VerdictKind",
+    "Verification",
 ]

@@ -1,0 +1,108 @@
+"""One contender of the verify benchmark in a process of its own: prints its seconds and its peak memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PIECE = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to read a checkpoint; `start` imports what it needs and returns what is timed."""
+
+    what: str
+    start: Callable[[], Callable[[Path], bool]]
+    suffixes: tuple[str, ...] = (".pt", ".safetensors")
+
+
+def _read() -> Callable[[Path], bool]:
+    import torch  # noqa: F401 (the same process as the others)
+
+    buffer = bytearray(PIECE)
+
+    def run(path: Path) -> bool:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            while os.readv(descriptor, [buffer]):
+                pass
+        finally:
+            os.close(descriptor)
+        return True
+
+    return run
+
+
+def _stepguard() -> Callable[[Path], bool]:
+    import stepguard
+
+    verify = stepguard.verify
+    return lambda path: verify(path).ok
+
+
+def _loop(load: Callable[[Path], dict[str, object]]) -> Callable[[Path], bool]:
+    import torch
+
+    def run(path: Path) -> bool:
+        good = True
+        for value in load(path).values():
+            if isinstance(value, torch.Tensor) and (torch.isnan(value).any() or torch.isinf(value).any()):
+                good = False
+        return good
+
+    return run
+
+
+def _torch_load() -> Callable[[Path], bool]:
+    import torch
+
+    return _loop(lambda path: torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _torch_mmap() -> Callable[[Path], bool]:
+    import torch
+
+    return _loop(lambda path: torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+
+
+def _safetensors() -> Callable[[Path], bool]:
+    from safetensors.torch import load_file
+
+    return _loop(load_file)
+
+
+CONTENDERS: dict[str, Contender] = {
+    "read": Contender("reading only", _read),
+    "stepguard": Contender("stepguard.verify", _stepguard),
+    "torch.load": Contender("torch.load + isnan, isinf", _torch_load, (".pt",)),
+    "torch.load mmap": Contender("torch.load(mmap=True) + isnan, isinf", _torch_mmap, (".pt",)),
+    "safetensors": Contender("safetensors load_file + isnan, isinf", _safetensors, (".safetensors",)),
+}
+
+
+def _peak() -> int:
+    """The most memory this process has had, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def main(name: str, path: str) -> int:
+    run = CONTENDERS[name].start()
+    before = _peak()
+    began = time.perf_counter()
+    good = run(Path(path))
+    seconds = time.perf_counter() - began
+    print(json.dumps({"seconds": seconds, "peak": _peak() - before, "good": good}))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:3]))

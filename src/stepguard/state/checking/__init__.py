@@ -1,0 +1,1 @@
+"""Reading checkpoints of any kind without running anything that is in them."""

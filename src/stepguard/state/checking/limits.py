@@ -1,0 +1,28 @@
+"""How much a file may ask for before reading stops. Real checkpoints stay far below; a hostile one costs a constant."""
+
+from __future__ import annotations
+
+MOST_OPERATIONS = 10_000_000
+"""Opcodes of one pickle stream; 100 000 tensors need about 4 million."""
+MOST_STACK = 1_000_000
+MOST_MEMO = 4_000_000
+MOST_DEPTH = 100
+"""Containers inside containers."""
+MOST_NODES = 5_000_000
+"""Values visited when a pickle's contents are walked."""
+MOST_TENSORS = 1_000_000
+LONGEST_TEXT = 16 << 20
+LONGEST_LINE = 1 << 16
+"""Of a text opcode: GLOBAL, INST, INT, FLOAT, ..."""
+LONGEST_INTEGER = 1 << 10
+"""Bytes of one integer."""
+SMALL_BYTES = 1 << 16
+"""Byte strings up to this length are kept; longer ones are remembered by their place in the file."""
+LARGEST_DIRECTORY = 24 << 20
+"""Bytes of a zip's central directory: about 300 000 records."""
+LARGEST_HEADER = 32 << 20
+"""Bytes of a safetensors header: about 300 000 tensors."""
+LARGEST_JSON = 64 << 20
+LARGEST_DIMENSIONS = 64
+MOST_PER_KIND = 20
+"""Problems of one kind that are listed for one file; the others are counted in one line."""

@@ -1,0 +1,118 @@
+"""`stepguard verify PATH...`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cli.journals import run_stepguard
+from state.checking import saved
+from stepguard.cli.app import app
+from stepguard.cli.settings_file import configured_rate, read_settings
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return saved.save_zip(tmp_path / "good.pt", saved.trained())
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    return saved.save_zip(tmp_path / "bad.pt", {"w.weight": torch.tensor([1.0, float("nan")])})
+
+
+def invoke(*words: str | Path) -> Any:
+    return CliRunner().invoke(app, ["verify", *map(str, words)])
+
+
+def test_good_checkpoint_is_exit_code_0(good: Path) -> None:
+    done = invoke(good)
+    assert done.exit_code == 0, done.output
+    assert "good.pt" in done.stdout and "torch zip" in done.stdout and "1 good" in done.stdout
+
+
+def test_corrupt_checkpoint_is_exit_code_4_and_says_where(good: Path, bad: Path) -> None:
+    done = invoke(good, bad)
+    assert done.exit_code == 4
+    for words in ("w.weight", "parameter", "1 NaN of 2", "1 good, 1 corrupt"):
+        assert words in done.stdout
+
+
+def test_folder_lists_each_checkpoint(good: Path, bad: Path) -> None:
+    done = invoke(good.parent)
+    assert done.exit_code == 4 and "2 checkpoints, 1 good, 1 corrupt" in done.stdout
+
+
+def test_json_is_one_strict_object(good: Path, bad: Path) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    done = run_stepguard("verify", str(good.parent), "--json")
+    assert done.returncode == 4 and done.stderr == ""
+    data = json.loads(done.stdout, parse_constant=refuse)
+    assert data["ok"] is False
+    (folder,) = data["paths"]
+    assert [part["ok"] for part in folder["parts"]] == [False, True]
+    assert folder["parts"][0]["problems"][0]["tensor"] == "w.weight"
+
+
+def test_missing_path_is_exit_code_2(tmp_path: Path) -> None:
+    done = run_stepguard("verify", str(tmp_path / "nothing"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
+
+
+def test_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = invoke(tmp_path / "empty")
+    assert done.exit_code == 0 and "no checkpoint found" in done.stdout
+
+
+def test_other_learning_rate_is_exit_code_5(good: Path, tmp_path: Path) -> None:
+    assert invoke(good, "--lr", "5e-4").exit_code == 0
+    done = invoke(good, "--lr", "1e-4")
+    assert done.exit_code == 5 and "OneCycleLR" in done.stdout
+    config = tmp_path / "train.yaml"
+    config.write_text("trainer:\n  lr: 1e-4  # peak\n  min_lr: 1e-6\n")
+    assert invoke(good, "--config", config).exit_code == 5
+    assert invoke(good, "--config", config, "--lr", "1").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '{"trainer": {"learning_rate": 1e-4}}'),
+        ("a.toml", "[trainer]\nlearning_rate = 1e-4\n"),
+        ("a.yaml", "trainer:\n  lr: 1e-4\n  steps: 10\n"),
+        ("a.py", "import os\nclass Config:\n    LEARNING_RATE: float = 1e-4\n    PATH = os.getcwd()\n"),
+        ("a.ini", "lr = 0.0001\n"),
+    ],
+)
+def test_learning_rate_is_found_in_every_kind_of_file(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert configured_rate(tmp_path / name) == pytest.approx(1e-4)
+
+
+def test_python_configuration_is_read_and_never_run(tmp_path: Path) -> None:
+    (tmp_path / "c.py").write_text("LR = 1e-3\nraise SystemExit(3)\n")
+    assert read_settings(tmp_path / "c.py") == {"LR": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("steps: 10\n", "names no learning rate"), ("lr: 1\nhead:\n  lr: 2\n", "several"), ("", "names no")],
+)
+def test_configuration_without_one_rate_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    done = run_stepguard("verify", str(tmp_path), "--config", str(tmp_path / "c.yaml"))
+    assert done.returncode == 2 and words in done.stderr
+
+
+def test_output_in_a_pipe_is_plain_and_fits_a_narrow_window(bad: Path) -> None:
+    done = run_stepguard("verify", str(bad), COLUMNS="60")
+    assert "\x1b" not in done.stdout
+    assert all(len(line) <= 60 for line in done.stdout.splitlines() if str(bad) not in line)
