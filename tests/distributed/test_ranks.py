@@ -132,7 +132,7 @@ def test_gradient_taken_without_the_guard_after_a_bad_step_is_healthy(outcomes: 
 
 def test_rank_that_skips_alone_ruins_or_hangs_the_run(tmp_path: Path) -> None:
     """The counter-example: why the guard decides on all ranks."""
-    code, _ = launch(tmp_path, ["skipping_alone"], 40)
+    code, _ = launch(WORKER, tmp_path, ["skipping_alone"], 40)
     files = [tmp_path / f"skipping_alone.{rank}.pt" for rank in (0, 1)]
     if code == 0 and all(file.exists() for file in files):
         ranks = [torch.load(file, weights_only=False) for file in files]
@@ -142,6 +142,6 @@ def test_rank_that_skips_alone_ruins_or_hangs_the_run(tmp_path: Path) -> None:
 
 
 def test_uncaught_halt_gives_every_rank_exit_code_three(tmp_path: Path) -> None:
-    code, log = launch(tmp_path, ["uncaught"], 60)
+    code, log = launch(WORKER, tmp_path, ["uncaught"], 60)
     assert code == 1, log  # torchrun's own code for ranks that failed
     assert "exitcode  : 3" in log and "training halted at step 2" in log
