@@ -14,6 +14,8 @@ from torch import nn
 
 from stepguard import ConfigError
 from stepguard.preflight import Subject, check
+from stepguard.preflight.items.precision_effective import emulated
+from stepguard.preflight.probe import Probe
 from stepguard.preflight.subject import subject_of
 from stepguard.preflight.surroundings import surroundings
 
@@ -117,6 +119,22 @@ def test_real_trainer_is_read_without_being_changed(tmp_path: Path) -> None:
 def test_context_that_cannot_be_opened_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="autocast is a int; give a function"):
         surroundings(7)
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, False), (False, True)])
+def test_emulated_bfloat16_is_not_taken_for_support(
+    monkeypatch: pytest.MonkeyPatch, native: bool, expected: bool
+) -> None:
+    asked = {}
+
+    def supported(including_emulation: bool = True) -> bool:
+        asked["emulation"] = including_emulation
+        return native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert emulated(Probe("bfloat16", "", "cuda")) is expected
+    assert asked == {"emulation": False}
+    assert not emulated(Probe("bfloat16", "", "cpu"))
 
 
 def test_step_that_opens_its_own_context_needs_no_other() -> None:

@@ -8,7 +8,8 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
 from stepguard.engine.intercept import borrowing
+from stepguard.engine.outlet import Outlet
 from stepguard.journal import Journal
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
@@ -60,6 +62,8 @@ class Context:
     terminal: Terminal
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    outlet: Outlet = field(default_factory=Outlet)
+    """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
     incidents: list[Incident] = field(default_factory=list)
     commit_hooks: list[Callable[[], None]] = field(default_factory=list)
@@ -119,6 +123,7 @@ class Context:
         """A journal line that is neither a step nor an incident."""
         if self.journal is not None:
             self.journal.write(kind, fields)
+        self.outlet.note(kind, fields)
 
 
 def build_context(
@@ -178,12 +183,22 @@ def _open_files(context: Context) -> None:
     if config.human_log is not None:
         context.human = HumanLog(Path(config.human_log), rank)
         context.resources.callback(context.human.close)
+    if config.sinks and rank == 0:
+        context.outlet = Outlet(config.sinks)
+        context.outlet.say = partial(_sink_lost, context)
+        context.resources.callback(context.outlet.close)
+
+
+def _sink_lost(context: Context, summary: str) -> None:
+    context.note("note", {"step": context.step, "kind": "sink", "summary": summary})
 
 
 def _header(context: Context) -> dict[str, Any]:
-    settings = {
-        k: v if isinstance(v, int | float | str | dict | None) else str(v) for k, v in asdict(context.config).items()
+    settings: dict[str, Any] = {
+        k: v if isinstance(v, int | float | str | dict | None) else str(v)
+        for k, v in asdict(replace(context.config, sinks=())).items()  # asdict copies, and a logger cannot be copied
     }
+    settings["sinks"] = [repr(sink) for sink in context.config.sinks]
     return {
         "time": time.time(),
         "stepguard": __version__,

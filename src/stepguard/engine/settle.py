@@ -40,6 +40,7 @@ def recorded(context: Context, reading: Reading, *, went_through: bool) -> None:
         context.journal.write_step(reading, committed=went_through)
     if context.human is not None:
         context.human.step(reading, committed=went_through)
+    context.outlet.step(reading, committed=went_through)
 
 
 def _young(context: Context) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stepguard._errors import StepguardError
+from stepguard._errors import ConfigError, StepguardError
 from stepguard.diagnose.dtypes import plain as plain_dtype
 from stepguard.preflight.answers import Missing, Pointless
 from stepguard.preflight.data.examples import first_batch, is_map, source_of, validation_of
@@ -30,6 +30,8 @@ from stepguard.preflight.stored import Stored, read_stored
 from stepguard.preflight.subject import Subject
 from stepguard.preflight.surroundings import Surroundings, surroundings
 from stepguard.preflight.tracking import Tracked, plain
+from stepguard.records.verification import Verification
+from stepguard.state.checking.check import check as verify
 from stepguard.state.rng import capture_rng, restore_rng
 
 ON_META = "the weights are on the meta device: there is nothing to run yet"
@@ -190,6 +192,16 @@ class Inspection:
             raise Missing("give --validation PATH, or return a `validation` dataset")
         with _kept_randomness():
             return gather(source, LabelFacts(), self._progress)
+
+    @cached_property
+    def verified(self) -> Verification:
+        """The checkpoint as `stepguard verify` sees it."""
+        if self.subject.checkpoint is None:
+            raise Missing("give --checkpoint PATH")
+        path = Path(self.subject.checkpoint)
+        if not path.exists():
+            raise ConfigError(f"checkpoint {path} does not exist.")
+        return verify(path)
 
     @cached_property
     def stored(self) -> Stored:

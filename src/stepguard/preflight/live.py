@@ -38,6 +38,10 @@ CLASSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_
 TELLING = frozenset({"exp", "log", "logsumexp", "_softmax", "_log_softmax", "sqrt", "rsqrt", "pow", "cdist_forward"})
 
 
+LARGEST_EPS = 1e-3
+"""A larger number that is added is no eps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Divisor:
     """The smallest magnitude something was divided by, and where."""
@@ -60,6 +64,8 @@ class Live:
     ops: Counter[str] = field(default_factory=Counter)
     divisions: int = 0
     divisor: Divisor | None = None
+    lost: dict[str, str] = field(default_factory=dict)
+    """Small numbers that were added without any effect, by where: `loss.py:12` -> `1e-08 in float32`."""
     classes: int | None = None
     """Number of classes of the cross-entropy, if there is one."""
     latent: tuple[float, float] | None = None
@@ -84,12 +90,20 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._live.dtypes[str(first.dtype).removeprefix("torch.")] += 1
         elif name in DIVISIONS:
             self._divided(args, name)
+        elif name == "add" and len(args) > 1:
+            self._added(args[0], args[1], out)
         elif name in CLASSES and args[0].dim() > 0:
             self._live.classes = int(args[0].shape[1 if args[0].dim() > 1 else 0])
         elif name == "mse_loss" and args[1].numel() > 1:
             target = args[1].detach().float()
             self._live.latent = float(target.mean()), float(target.std())
         return out
+
+    def _added(self, value: Any, eps: Any, out: Any) -> None:
+        """An eps below the spacing of what it is added to changes nothing."""
+        small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
+        if small and isinstance(value, Tensor) and value.is_floating_point() and torch.equal(value, out):
+            self._live.lost[_user_line()] = f"{eps:g} in {str(value.dtype).removeprefix('torch.')}"
 
     def _divided(self, args: Any, name: str) -> None:
         below = args[0] if name == "reciprocal" else args[1]

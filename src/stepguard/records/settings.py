@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from stepguard._errors import ConfigError
 from stepguard.records.decision import Action
+from stepguard.records.sink import Sink
 
 ACTIONS: tuple[str, ...] = get_args(Action)
 
@@ -110,6 +111,8 @@ class GuardConfig:
     """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run again elsewhere."""
     terminal: Literal["auto", "quiet"] = "auto"
     """`quiet` prints nothing; incidents are still recorded."""
+    sinks: tuple[Sink, ...] = ()
+    """Loggers that get every step and incident, on rank 0: see stepguard.integrations.sinks."""
 
     def __post_init__(self) -> None:
         _positive("GuardConfig.clip_norm", self.clip_norm)
@@ -139,6 +142,15 @@ class GuardConfig:
             raise ConfigError(f"GuardConfig.build={self.build!r} must look like 'package.module:function'.")
         _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))
         _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet"))
+        _sinks(self.sinks)
+
+
+def _sinks(sinks: object) -> None:
+    if not isinstance(sinks, tuple) or not all(isinstance(sink, Sink) for sink in sinks):
+        raise ConfigError(
+            f"GuardConfig.sinks={sinks!r} must be a tuple of stepguard.integrations.sinks.Sink, "
+            "for instance (TensorBoardSink('logs'),)."
+        )
 
 
 def _quoted(allowed: tuple[str, ...]) -> str:
