@@ -31,7 +31,6 @@ class Outcome:
     tensors: int = 0
     incidents: tuple[Incident, ...] = ()
     seconds: float = 0.0
-    notes: tuple[str, ...] = ()
 
     @property
     def detected(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from rich.table import Table
 from rich.text import Text
@@ -19,8 +19,8 @@ def table(name: str, expected: Expectation, outcomes: Mapping[Mode, Outcome]) ->
     """One row a mode."""
     healthy = outcomes["healthy"].metric
     drawn = Table(title=name, title_justify="left")
-    for heading in ("mode", "first bad", "detected", "origin", "cause", "done", "bad tensors", expected.metric, "vs healthy"):
-        drawn.add_column(heading, overflow="fold")
+    for heading in ("mode", "first bad", "detected", "origin", "cause", "done", "bad tensors", expected.metric, "distance"):
+        drawn.add_column(heading, overflow="fold", no_wrap=heading != "origin")
     for mode, outcome in outcomes.items():
         bad = outcome.bad_parameters + outcome.bad_buffers
         drawn.add_row(
@@ -42,13 +42,17 @@ def _step(step: int | None) -> str:
 
 
 def _origin(outcome: Outcome) -> str:
-    origin = outcome.incidents[0].origin if outcome.incidents else None
-    if origin is None:
+    incident = outcome.incidents[0] if outcome.incidents else None
+    origin = incident.origin if incident is not None else None
+    if incident is None or origin is None:
         return "-"
+    if origin.op is None and origin.tensor is None:
+        return f"{incident.verdict.kind}, nothing non-finite yet"
     operand = origin.inputs[0] if origin.inputs else None
-    given = f" on {operand.dtype} {operand.min:.4g} to {operand.max:.4g}" if operand and operand.min is not None else ""
-    where = f" in {origin.module}" if origin.module else ""
-    return f"{origin.op or origin.tensor}{where} at {origin.source or '-'}{given}"
+    given = f", {operand.dtype} {operand.min:.4g} to {operand.max:.4g}" if operand and operand.min is not None else ""
+    place = PurePath(origin.source or "-").name
+    samples = f", sample {', '.join(map(str, origin.samples))}" if origin.samples else ""
+    return f"{origin.op or origin.tensor} in {origin.module or '-'}, {place}{given}{samples}"
 
 
 def _distance(healthy: float, metric: float) -> str:
@@ -68,10 +72,11 @@ def draw(path: Path, title: str, outcomes: Mapping[Mode, Outcome]) -> None:
     highest = max((loss for o in outcomes.values() for loss in o.losses if math.isfinite(loss) and loss > 0), default=1)
     for mode, outcome in outcomes.items():
         steps = range(len(outcome.losses))
-        axes.plot(steps, [x if math.isfinite(x) else math.nan for x in outcome.losses], color=COLOURS[mode], lw=1, label=mode)
+        finite = [loss if math.isfinite(loss) else math.nan for loss in outcome.losses]
+        axes.plot(steps, finite, color=COLOURS[mode], lw=1, label=mode)
         lost = [step for step in steps if not math.isfinite(outcome.losses[step])]
         axes.plot(lost, [highest * 1.15] * len(lost), "x", color=COLOURS[mode], ms=4)
-    axes.set(title=title, xlabel="step", ylabel="loss (log), x = not finite", yscale="log")
+    axes.set(title=title, xlabel="steps run", ylabel="loss (log), x = not finite", yscale="log")
     axes.legend(loc="best", frameon=False)
     axes.grid(alpha=0.25)
     figure.tight_layout()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-
 from configs.config import Config
+from src.training.files import Files
 from src.training.trainer import Trainer
 
 
@@ -34,14 +35,20 @@ def settings(arguments: Sequence[str] | None = None) -> Config:
     parser.add_argument("--output-dir", dest="OUTPUT_DIR")
     parser.add_argument("--guard", dest="GUARD", choices=["original", "stable"])
     parser.add_argument("--on-nan", dest="ON_NAN", choices=["recover", "stop"])
+    parser.add_argument("--resume", dest="RESUME", metavar="FILE", help="a _last.pth")
+    parser.add_argument("--resume-lr", dest="RESUME_LR", choices=["config", "checkpoint"])
     parser.add_argument("--no-stn", dest="USE_STN", action="store_false", default=None)
     given = vars(parser.parse_args(arguments))
     return Config().with_(**{name: value for name, value in given.items() if value is not None})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    config = settings(arguments)
     torch.set_num_threads(1)
-    trainer = Trainer(settings(arguments))
+    trainer = Trainer(config, files=Files(Path(config.OUTPUT_DIR), config.EXPERIMENT))
+    if config.RESUME:
+        rate = config.LEARNING_RATE if config.RESUME_LR == "config" else None
+        print(trainer.resume(Path(config.RESUME), rate))
     history = trainer.train()
     last = history.epochs[-1]
     print(f"{trainer.step} steps, loss {last['train_loss']:.3f}, plate accuracy {last['val_acc']:.3f}")

@@ -44,6 +44,10 @@ class Config:
     EXPERIMENT: str = "restran_mhc"
     USE_CUDNN_BENCHMARK: bool = False
     GUARD: Literal["original", "stable"] = "stable"
+    RESUME: str = ""
+    """A `_last.pth` to go on from; "" starts anew."""
+    RESUME_LR: Literal["config", "checkpoint"] = "config"
+    """Whose learning rate counts then. The original took the checkpoint's without saying so."""
     ON_NAN: Literal["recover", "stop"] = "recover"
     """With the guard: skip and rewind, or stop at the first bad step."""
 

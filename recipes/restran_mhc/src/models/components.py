@@ -12,6 +12,7 @@ from src.models.probes import Probes
 from stepguard.numerics import mix_streams, read_out, rms_norm, sinkhorn, write_in
 
 Sinkhorn = Literal["exp", "log", "clamp"]
+Mixing = Literal["diag", "full"]
 ITERATIONS = 20
 
 
@@ -61,14 +62,13 @@ class HyperConnection(nn.Module):
     """Routes n streams [b, n, c, h, w] around a block: read-out, block, write-in, mixing."""
 
     def __init__(
-        self, channels: int, n: int, *, kind: Sinkhorn, mix: Literal["diag", "full"], eps: float, probes: Probes
+        self, channels: int, n: int, *, name: str, kind: Sinkhorn, mix: Mixing, eps: float, probes: Probes
     ) -> None:
         super().__init__()
-        self.n, self.kind, self.mix, self.eps = n, kind, mix, eps
+        self.n, self.name, self.kind, self.mix, self.eps = n, name, kind, mix, eps
         self.phi = nn.Linear(n * channels, 2 * n + n * n)
         self.weight = nn.Parameter(torch.ones(n * channels))
         self.alpha_pre, self.alpha_post, self.alpha_res = (nn.Parameter(torch.full((1,), 0.01)) for _ in range(3))
-        self.name = ""
         self._probes = probes
 
     def alphas(self) -> dict[str, Tensor]:
@@ -78,11 +78,14 @@ class HyperConnection(nn.Module):
         """H_pre [b, n], H_post [b, n] and H_res [b, n, n] from the pooled streams."""
         n = self.n
         pooled = streams.mean((-1, -2)).flatten(1)
-        self._probes.look(self.name, 0, pooled, **self.alphas())
+        self._probes.look(self.name, 0, pooled, "pooled", **self.alphas())
         made = self.phi(rms_norm(pooled, self.weight, eps=self.eps))
+        if self.kind == "clamp":
+            made = made.clamp(-5.0, 5.0)
         scores = self.alpha_res * made[:, 2 * n :].reshape(-1, n, n)
         self._probes.follow(self.name, scores)
-        pre, post = torch.sigmoid(self.alpha_pre * made[:, :n]), 2.0 * torch.sigmoid(self.alpha_post * made[:, n : 2 * n])
+        pre = torch.sigmoid(self.alpha_pre * made[:, :n])
+        post = 2.0 * torch.sigmoid(self.alpha_post * made[:, n : 2 * n])
         return pre, post, project(scores, self.kind)
 
     def forward(self, streams: Tensor, block: nn.Module) -> Tensor:
@@ -90,17 +93,24 @@ class HyperConnection(nn.Module):
 
 
 def apply_mhc(mhc: HyperConnection, streams: Tensor, block: nn.Module, probes: Probes) -> Tensor:
-    """One block under hyper-connections, with the five probes of the report. No value is ever replaced."""
+    """One block under hyper-connections, with the five probes of the report.
+
+    No value is replaced, except with the report's own fix (`clamp`): its "safe exit" gives the input back.
+    """
     pre, post, matrix = mhc.coefficients(streams)
     h_in = read_out(streams, pre)
-    probes.look(mhc.name, 1, h_in, H_pre=pre)
+    probes.look(mhc.name, 1, h_in, "h_in", **{"H_pre stats": pre})
     h_out = block(h_in)
-    probes.look(mhc.name, 2, h_out, **{f"Sublayer {type(block).__name__} input": h_in})
-    diagonal = matrix.diagonal(dim1=1, dim2=2)
-    mixed = mix_streams(streams, matrix) if mhc.mix == "full" else streams * diagonal[..., None, None, None]
-    probes.look(mhc.name, 3, mixed, H_res=matrix)
+    probes.look(mhc.name, 2, h_out, "h_out", Sublayer=type(block).__name__, **{"h_in stats": h_in})
+    if mhc.mix == "full":
+        mixed = mix_streams(streams, matrix)
+    else:
+        mixed = streams * matrix.diagonal(dim1=1, dim2=2)[..., None, None, None]
+    probes.look(mhc.name, 3, mixed, "mixed", **{"H_res stats": matrix})
     out = write_in(mixed, h_out, post)
-    probes.look(mhc.name, 4, out, H_post=post, **mhc.alphas())
+    probes.look(mhc.name, 4, out, "out", **{"H_post stats": post}, **mhc.alphas())
+    if mhc.kind == "clamp" and not bool(torch.isfinite(out).all()):
+        return streams
     return out
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from configs.config import Config
 from src.models.components import BasicBlock, FrameFusion, HyperConnection, SpatialTransformer
-from src.models.probes import NonFiniteForward, Probes, statistics
+from src.models.probes import Probes
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CLASSES = len(CHARACTERS) + 1
@@ -28,10 +28,7 @@ class ResTran(nn.Module):
         given, strides = (widths[0], *widths[:-1]), ((1, 1), *[(2, 2)] * (len(widths) - 1))
         self.enter = nn.ModuleList(BasicBlock(g, w, s) for g, w, s in zip(given, widths, strides, strict=True))
         self.blocks = nn.ModuleList(BasicBlock(width, width) for width in widths)
-        self.mhc = nn.ModuleList(self._connections(config, width) for width in widths)
-        for index, connection in enumerate(self.mhc):
-            if isinstance(connection, HyperConnection):
-                connection.name = f"mhc.{index}"
+        self.mhc = nn.ModuleList(self._connections(config, width, f"mhc.{i}") for i, width in enumerate(widths))
         features = widths[-1]
         self.fusion = FrameFusion(features)
         layer = nn.TransformerEncoderLayer(
@@ -41,12 +38,11 @@ class ResTran(nn.Module):
         self.places = nn.Parameter(torch.randn(1, config.WIDTH, features) * 0.02)
         self.head = nn.Linear(features, CLASSES)
 
-    def _connections(self, config: Config, width: int) -> nn.Module:
+    def _connections(self, config: Config, width: int, name: str) -> nn.Module:
         if config.MODEL_TYPE == "restran":
             return nn.Identity()
-        return HyperConnection(
-            width, config.MHC_N, kind=config.SINKHORN, mix=config.MIX, eps=config.RMS_EPS, probes=self.probes
-        )
+        settings = {"kind": config.SINKHORN, "mix": config.MIX, "eps": config.RMS_EPS}
+        return HyperConnection(width, config.MHC_N, name=name, probes=self.probes, **settings)
 
     def forward(self, frames: Tensor) -> Tensor:
         self.probes.begin()
@@ -56,6 +52,7 @@ class ResTran(nn.Module):
             x = self._stage(enter(x), block, connection)
         x = self.fusion(F.adaptive_avg_pool2d(x, (1, None)), number).squeeze(2).transpose(1, 2)
         out: Tensor = self.head(self.reader(x + self.places[:, : x.shape[1]])).log_softmax(-1)
+        self.probes.predictions(out)
         return out
 
     def _stage(self, x: Tensor, block: nn.Module, connection: nn.Module) -> Tensor:
@@ -67,14 +64,10 @@ class ResTran(nn.Module):
             streams = connection(streams, block)
         return streams.mean(1)
 
-    def corrupted(self, predictions: Tensor) -> NonFiniteForward:
-        """The error for predictions that are not finite: what the probes saw, first the origin."""
-        lines = [str(sighting) for sighting in self.probes.sightings]
-        head = "🔴 NaN/Inf detected in MODEL PREDICTIONS:"
-        facts = [f"   Pred shape: {predictions.shape}", *(f"   {line}" for line in statistics(predictions)[:2])]
-        tail = ["   This indicates NaN originated in forward pass"]
-        reason = "NaN detected in model predictions - forward pass corrupted"
-        return NonFiniteForward("\n".join([*lines, head, *facts, *tail, reason]))
+    def largest_alpha(self) -> float:
+        """The largest gate of all hyper-connections; above 1 the routing is unstable."""
+        gates = [p.detach().abs().max() for name, p in self.named_parameters() if ".alpha_" in name]
+        return float(torch.stack(gates).max()) if gates else 0.0
 
 
 def read(log_probabilities: Tensor) -> list[str]:
