@@ -12,31 +12,20 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from recipes.common.expect import Expectation, problems
+from recipes.common.expect import problems
+from recipes.common.experiment import Beforehand, Experiment
 from recipes.common.outcome import MODES, Mode, Outcome
 from recipes.common.show import draw, table
 
 HERE = Path(__file__).parent
-RECIPES = ("latent_dlm", "radiodiff", "sft", "restran_mhc")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    """A failure of a recipe: how to run a mode of it, and what must come out. `recipes/<name>/modes.py` lists them."""
-
-    name: str
-    title: str
-    run: Callable[[Mode, bool], Outcome]
-    """Called with the mode, and whether the short form is wanted."""
-    expected: Expectation
+RECIPES = tuple(sorted(path.parent.name for path in HERE.glob("*/modes.py")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,23 +49,39 @@ def verify(name: str, options: argparse.Namespace, console: Console) -> list[str
     """All experiments of a recipe, each in its four modes."""
     sys.path.insert(0, str(HERE / name))  # the recipe's scripts import each other as the reports have them
     try:
-        experiments: Sequence[Experiment] = importlib.import_module(f"recipes.{name}.modes").EXPERIMENTS
+        experiments: Sequence[Experiment | Beforehand] = importlib.import_module(f"recipes.{name}.modes").EXPERIMENTS
     finally:
         sys.path.remove(str(HERE / name))
-    found = []
+    found: list[str] = []
     for experiment in experiments:
-        outcomes: dict[Mode, Outcome] = {}
-        for mode in MODES:
-            with console.status(f"{experiment.title}: {mode}"):
-                outcomes[mode] = experiment.run(mode, options.short)
-        console.print(table(experiment.title, experiment.expected, outcomes))
-        wrong = [f"{experiment.name}: {problem}" for problem in problems(experiment.expected, outcomes)]
+        if isinstance(experiment, Beforehand):
+            wrong = _beforehand(experiment, console)
+        elif options.short and not experiment.in_short:
+            continue
+        else:
+            wrong = _modes(experiment, name, options, console)
         for problem in wrong:
             console.print(f"  {problem}", style="red")
-        if options.save:
-            save(HERE / name, experiment, outcomes)
-        found += wrong
+        found += [f"{experiment.name}: {problem}" for problem in wrong]
     return found
+
+
+def _beforehand(experiment: Beforehand, console: Console) -> list[str]:
+    said, wrong = experiment.look()
+    console.print(experiment.title, style="italic")
+    console.print(said, markup=False, highlight=False)
+    return wrong
+
+
+def _modes(experiment: Experiment, name: str, options: argparse.Namespace, console: Console) -> list[str]:
+    outcomes: dict[Mode, Outcome] = {}
+    for mode in MODES:
+        with console.status(f"{experiment.title}: {mode}"):
+            outcomes[mode] = experiment.run(mode, options.short)
+    console.print(table(experiment.title, experiment.expected, outcomes))
+    if options.save:
+        save(HERE / name, experiment, outcomes)
+    return problems(experiment.expected, outcomes)
 
 
 def save(folder: Path, experiment: Experiment, outcomes: dict[Mode, Outcome]) -> None:

@@ -19,7 +19,17 @@ def table(name: str, expected: Expectation, outcomes: Mapping[Mode, Outcome]) ->
     """One row a mode."""
     healthy = outcomes["healthy"].metric
     drawn = Table(title=name, title_justify="left")
-    for heading in ("mode", "first bad", "detected", "origin", "cause", "done", "bad tensors", expected.metric, "distance"):
+    for heading in (
+        "mode",
+        "first bad",
+        "detected",
+        "origin",
+        "cause",
+        "done",
+        "bad tensors",
+        expected.metric,
+        "distance",
+    ):
         drawn.add_column(heading, overflow="fold", no_wrap=heading != "origin")
     for mode, outcome in outcomes.items():
         bad = outcome.bad_parameters + outcome.bad_buffers

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
 from configs.config import Config
+from src.data.plates import Plates
+from src.models.restran import ResTran
 from src.training.files import Files
 from src.training.trainer import Trainer
 
@@ -40,6 +43,13 @@ def settings(arguments: Sequence[str] | None = None) -> Config:
     parser.add_argument("--no-stn", dest="USE_STN", action="store_false", default=None)
     given = vars(parser.parse_args(arguments))
     return Config().with_(**{name: value for name, value in given.items() if value is not None})
+
+
+def build() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    """A fresh model and frames for it: `stepguard doctor results --build train:build`."""
+    config = Config()
+    torch.manual_seed(config.SEED)
+    return ResTran(config), (Plates(config, seed=1).draw(2)[0],)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

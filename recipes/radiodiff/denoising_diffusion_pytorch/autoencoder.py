@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from denoising_diffusion_pytorch.cities import Maps
+from denoising_diffusion_pytorch.cities import Stored, Toy
 
 
 class AutoencoderKL(nn.Module):
@@ -52,13 +50,13 @@ class AutoencoderKL(nn.Module):
         return F.mse_loss(self.decoder(latent), image) + self.kl_weight * divergence
 
 
-def train_first_stage(batches: Iterator[Maps], steps: int, embed_dim: int, seed: int = 0) -> AutoencoderKL:
-    """Trained and frozen."""
-    torch.manual_seed(seed)
+def train_first_stage(maps: Toy | Stored, steps: int, embed_dim: int) -> AutoencoderKL:
+    """Trained and frozen; the same for the same maps. Draws from `maps`."""
+    torch.manual_seed(0)
     model = AutoencoderKL(embed_dim)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):
         optimizer.zero_grad()
-        model.loss(next(batches).image).backward()
+        model.loss(maps.draw().image).backward()
         optimizer.step()
     return model.eval().requires_grad_(False)

@@ -1,7 +1,7 @@
 """The conditional UNet: two decoders, one for the data term C and one for the noise, from one encoder.
 
-The time embedding takes the logarithm of the time, as the original does. A time of exactly 0 gives -inf there, and the sine
-of it is NaN: this is the recipe's natural failure.
+The time embedding takes the logarithm of the time, as the original does. A time of exactly 0 gives -inf there, and the
+sine of it is NaN: this is the recipe's natural failure.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Config:
     MIX: Literal["diag", "full"] = "full"
     """`diag` is the original's einsum with a repeated index, which takes the diagonal."""
     STREAMS: Literal["per_block", "persistent"] = "per_block"
-    """`per_block` expands and averages at every block, as the original; `persistent` carries the streams through a stage."""
+    """`per_block` expands and averages at every block, as the original; `persistent` keeps them through a stage."""
     RMS_EPS: float = 1e-6
     """The original's is 1e-20."""
     USE_STN: bool = True

@@ -24,8 +24,10 @@ class BasicBlock(nn.Module):
         self.conv1, self.bn1 = nn.Conv2d(given, made, 3, stride, 1, bias=False), nn.BatchNorm2d(made)
         self.conv2, self.bn2 = nn.Conv2d(made, made, 3, 1, 1, bias=False), nn.BatchNorm2d(made)
         same = stride == (1, 1) and given == made
-        self.skip = nn.Identity() if same else nn.Sequential(
-            nn.Conv2d(given, made, 1, stride, bias=False), nn.BatchNorm2d(made)
+        self.skip = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(given, made, 1, stride, bias=False), nn.BatchNorm2d(made))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +121,9 @@ class SpatialTransformer(nn.Module):
 
     def __init__(self, channels: int = 1) -> None:
         super().__init__()
-        self.look = nn.Sequential(nn.Conv2d(channels, 8, 5, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool2d((4, 8)), nn.Flatten())
+        self.look = nn.Sequential(
+            nn.Conv2d(channels, 8, 5, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool2d((4, 8)), nn.Flatten()
+        )
         self.move = nn.Linear(8 * 32, 6)
         nn.init.zeros_(self.move.weight)
         with torch.no_grad():

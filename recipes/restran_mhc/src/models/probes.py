@@ -1,7 +1,7 @@
 """Five probes in every hyper-connection: what was bad, in the order in which it became so.
 
-A probe only looks. It never replaces a value: returning the input instead of a NaN leaves BatchNorm's statistics poisoned and
-hides the cause.
+A probe only looks. It never replaces a value: returning the input instead of a NaN leaves BatchNorm's statistics
+poisoned and hides the cause.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REMEMBERED = 100
 """Forward passes whose routing scores are kept."""
 
 
-class NonFiniteForward(ValueError):
+class NonFiniteForward(ValueError):  # noqa: N818 (the report names what happened)
     """NaN or Inf in the model's predictions, with what the probes saw on the way."""
 
     REASON = "NaN detected in model predictions - forward pass corrupted"

@@ -46,7 +46,7 @@ class ResTran(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         self.probes.begin()
-        batch, number = frames.shape[:2]
+        number = frames.shape[1]
         x = self.stem(self.stn(frames.flatten(0, 1)))
         for enter, block, connection in zip(self.enter, self.blocks, self.mhc, strict=True):
             x = self._stage(enter(x), block, connection)

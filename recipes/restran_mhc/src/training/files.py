@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ class Files:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self.experiment}_{name}.pth"
         torch.save(state, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        path.with_suffix(".tmp").replace(path)
         return path.name
 
     def history(self, epochs: Sequence[dict[str, float]]) -> None:

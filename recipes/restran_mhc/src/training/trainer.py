@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+from tqdm import tqdm
+
 from configs.config import Config
 from src.data.plates import Plates, spelled
 from src.models.probes import NonFiniteForward
 from src.models.restran import ResTran, read
 from src.training.files import Files, not_finite, states, use_rate
-from torch import Tensor
-from torch.optim.lr_scheduler import OneCycleLR
-from tqdm import tqdm
-
 from stepguard import Guard, GuardConfig, Policy, TrainingHalted
 from stepguard.numerics import ctc_loss
 
