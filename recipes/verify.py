@@ -69,7 +69,7 @@ def verify(name: str, options: argparse.Namespace, console: Console) -> list[str
 def _beforehand(experiment: Beforehand, console: Console) -> list[str]:
     said, wrong = experiment.look()
     console.print(experiment.title, style="italic")
-    console.print(said, markup=False, highlight=False)
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
     return wrong
 
 

@@ -69,7 +69,7 @@ def look() -> tuple[str, list[str]]:
     """The report's own settings, looked at before the first step."""
     config = load_config(CONFIGS / "radio_report.yaml", (*SHORT, "trainer.guard=original"))
     said, aligned = precision_report(Trainer(config, accelerator_for(config), stages=_first(SHORT)[0]))
-    wanted = ("float16 on CUDA", "SG801")
+    wanted = ("float16 on cuda", "SG801")
     wrong = ["the settings were called aligned"] if aligned else []
     return said, wrong + [f"{part!r} is not said" for part in wanted if part not in said]
 

@@ -77,9 +77,13 @@ class Trainer:
             tqdm.write(f"stopped by Ctrl+C; {self.save('interrupted')}")
             raise
         finally:
-            if self.guard is not None:
-                self.guard.close()
+            self.close()
         return self.history
+
+    def close(self) -> None:
+        """Undo the guard's hooks; a second time does nothing."""
+        if self.guard is not None:
+            self.guard.close()
 
     def one_step(self) -> float:
         """One optimizer step over `gradient_accumulate_every` batches."""
@@ -210,22 +214,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cfg", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args(arguments)
-    config = load_config(options.cfg, options.overrides)
+    start(load_config(options.cfg, options.overrides))
+
+
+def start(config: Settings) -> Trainer:
+    """The whole run: settings are looked at, a checkpoint is loaded if wanted, then it is trained."""
     accelerator = accelerator_for(config)
     trainer = Trainer(config, accelerator)
-    report, aligned = precision_report(trainer)
-    if accelerator.is_main_process:
-        print(report)
-    if trainer.guard is not None and not aligned:
-        trainer.guard.close()
-        raise SystemExit(5)  # the exit code of stepguard check
-    if config.trainer.enable_resume:
-        trainer.load(config.trainer.resume_milestone)
-    began = time.perf_counter()
-    trainer.train(bar=accelerator.is_main_process)
-    if accelerator.is_main_process:
-        print(f"{trainer.step} steps in {time.perf_counter() - began:.0f} s, NMSE of sampled maps {trainer.nmse():.4f}")
+    try:
+        report, aligned = precision_report(trainer)
+        if accelerator.is_main_process:
+            print(report)
+        if trainer.guard is not None and not aligned:
+            raise SystemExit(5)  # the exit code of stepguard check
+        if config.trainer.enable_resume:
+            trainer.load(config.trainer.resume_milestone)
+        began = time.perf_counter()
+        trainer.train(bar=accelerator.is_main_process)
+        seconds = time.perf_counter() - began
+        if accelerator.is_main_process:
+            print(f"{trainer.step} steps in {seconds:.0f} s, NMSE of sampled maps {trainer.nmse():.4f}")
+    finally:
+        trainer.close()
     accelerator.end_training()
+    return trainer
 
 
 if __name__ == "__main__":

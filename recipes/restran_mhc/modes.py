@@ -61,8 +61,7 @@ def _resumed(config: Config, mode: Mode, times: float) -> Outcome:
         trainer = _first_half(config, files)
         trainer.resume(Path(folder) / "verify_last.pth", config.LEARNING_RATE * times)
         _train(trainer, trainer.total_steps)
-        if trainer.guard is not None:
-            trainer.guard.close()
+        trainer.close()
     seen = Watchman()
     for loss, norm in zip(trainer.history.losses, trainer.history.norms, strict=True):
         seen.step(loss, norm)

@@ -53,15 +53,22 @@ def build() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = settings(arguments)
     torch.set_num_threads(1)
+    start(settings(arguments))
+
+
+def start(config: Config) -> Trainer:
+    """The whole run."""
     trainer = Trainer(config, files=Files(Path(config.OUTPUT_DIR), config.EXPERIMENT))
-    if config.RESUME:
-        rate = config.LEARNING_RATE if config.RESUME_LR == "config" else None
-        print(trainer.resume(Path(config.RESUME), rate))
-    history = trainer.train()
-    last = history.epochs[-1]
+    try:
+        if config.RESUME:
+            rate = config.LEARNING_RATE if config.RESUME_LR == "config" else None
+            print(trainer.resume(Path(config.RESUME), rate))
+        last = trainer.train().epochs[-1]
+    finally:
+        trainer.close()
     print(f"{trainer.step} steps, loss {last['train_loss']:.3f}, plate accuracy {last['val_acc']:.3f}")
+    return trainer
 
 
 if __name__ == "__main__":

@@ -64,5 +64,5 @@ def precision_report(trainer: Any) -> tuple[str, bool]:
         *(f"   {why}" for why in found.alignment_why),
     ]
     for outcome in failed:
-        lines += [f"   {outcome.id}: {'; '.join(outcome.evidence)}", f"   {outcome.fix} See `stepguard explain SG801`."]
+        lines += [f"   {outcome.id}: {'; '.join(outcome.evidence)}", f"   {outcome.fix}"]
     return "\n".join(lines), aligned

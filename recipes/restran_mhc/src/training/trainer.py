@@ -101,9 +101,13 @@ class Trainer:
             tqdm.write(f"stopped by Ctrl+C; {self.save('last')}")
             raise
         finally:
-            if self.guard is not None:
-                self.guard.close()
+            self.close()
         return self.history
+
+    def close(self) -> None:
+        """Undo the guard's hooks; a second time does nothing."""
+        if self.guard is not None:
+            self.guard.close()
 
     def check_parameters(self, epoch: int) -> list[str]:
         """Parameters, buffers and optimizer state before an epoch; the names of those that are not finite."""
