@@ -35,13 +35,14 @@ TRANSFORMERS.need(transformers.trainer, "rotate_checkpoints")
 
 from stepguard.integrations._holding import hold_schedule  # noqa: E402
 from stepguard.integrations._monitoring import GradientMonitoringCallback, safe_compute_loss  # noqa: E402
+from stepguard.integrations._precision import half_precision  # noqa: E402
 from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.integrations._trainer_log import INCIDENTS, TrueLoss, correct  # noqa: E402
 from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
 from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402
 from stepguard.integrations._wrapping import wrap  # noqa: E402
 
-__all__ = ["GradientMonitoringCallback", "SaveRefused", "TrainerGuard", "guard", "safe_compute_loss"]
+__all__ = ["GradientMonitoringCallback", "SaveRefused", "TrainerGuard", "guard", "half_precision", "safe_compute_loss"]
 
 WRAPPED = ("train", "training_step", "log", "save_model", "_save_checkpoint")
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
