@@ -14,6 +14,7 @@ from stepguard.preflight.items import ITEMS, disk_space, memory_estimate
 from stepguard.preflight.items.checklist_lr import LARGE
 from stepguard.records.preflight import Preflight
 from stepguard.state.importing import import_function, importable
+from stepguard.state.store import Health, Store
 
 HEALTHY = "tinychat.training:build"
 FAULTS = [
@@ -48,6 +49,7 @@ FAULTS = [
     ("poisoned_statistics", "model.stored_finite", "fail", "buffer:batch_norm.running_var", "1 of 8 values"),
     ("loss_of_zero_over_zero", "model.fresh_forward", "fail", "loss nan", ""),
     ("loss_of_zero_over_zero", "checklist.divisions", "fail", "smallest divisor 0 (float32, faults.py:", ""),
+    ("eps_without_effect", "checklist.divisions", "pass", "the eps 1e-08 in float32 has no effect at faults.py:", ""),
     ("infinite_slope", "model.fresh_forward", "fail", "bad gradients: alpha", "loss"),
     ("runaway_scalar", "scalars.limit", "fail", "alpha reaches 88.7", "allowed is 10"),
     ("policy_without_rewind", "checklist.recovery", "warn", "skip, stop", "without rewind"),
@@ -82,7 +84,7 @@ def test_planted_fault_is_found_with_its_numbers(build: str, item: str, status: 
     said = "; ".join(outcome.evidence)
     assert outcome.status == status, said
     assert first in said and second in said
-    assert outcome.fix
+    assert outcome.fix or status == "pass"
 
 
 def test_nothing_is_reported_on_the_healthy_project(healthy: Preflight) -> None:
@@ -131,7 +133,7 @@ def test_one_cycle_checkpoint_that_brings_its_peak_back_is_found(tmp_path: Path)
     outcome = ask_one(HEALTHY, "lr.checkpoint", checkpoint=path)
     assert outcome.status == "fail"
     (said,) = outcome.evidence
-    assert said == "old.pt: its optimizer state brings max_lr=0.0005 back, configured is optimizer.lr=5e-05"
+    assert said == "old.pt: optimizer/param_groups/0/max_lr=0.0005 comes back, configured is optimizer.lr=5e-05"
 
 
 def test_lambda_checkpoint_that_brings_its_base_back_is_found(tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_lambda_checkpoint_that_brings_its_base_back_is_found(tmp_path: Path) ->
     path = saved(tmp_path / "old.pt", model, None, scheduler)
     outcome = ask_one(HEALTHY, "lr.checkpoint", checkpoint=path)
     assert outcome.status == "fail"
-    assert "base_lrs=0.0005" in outcome.evidence[0]
+    assert "scheduler/base_lrs/0=0.0005 comes back" in outcome.evidence[0]
 
 
 def test_change_since_the_checkpoint_is_listed(tmp_path: Path) -> None:
@@ -150,6 +152,43 @@ def test_change_since_the_checkpoint_is_listed(tmp_path: Path) -> None:
     outcome = ask_one(HEALTHY, "config.changed", checkpoint=path)
     assert outcome.status == "warn"
     assert outcome.evidence == ("changed: seed: 7 -> 0", "only in the checkpoint: old_key")
+
+
+def test_poisoned_checkpoint_is_found(tmp_path: Path) -> None:
+    parts = built("training:build")
+    with torch.no_grad():
+        parts["model"].batch_norm.running_var[1] = torch.nan
+    path = saved(tmp_path / "bad.pt", parts["model"])
+    outcome = ask_one(HEALTHY, "checkpoint.sound", checkpoint=path)
+    assert outcome.status == "fail"
+    assert "model/batch_norm.running_var" in outcome.evidence[0] and "stepguard verify" in outcome.fix
+
+
+def test_checkpoint_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (marker,))
+
+    torch.save({"model": {"weight": torch.ones(2)}, "config": Evil()}, tmp_path / "evil.pt")
+    result = ask(HEALTHY, "checkpoint", "config.changed", "lr.checkpoint", checkpoint=tmp_path / "evil.pt")
+    assert result.outcome("checkpoint.sound").status == "fail"
+    assert result.outcome("config.changed").status == "not_applicable"
+    assert not marker.exists()
+
+
+def test_sealed_checkpoint_fits_the_model_it_was_made_of(tmp_path: Path) -> None:
+    model = built("training:build")["model"]
+    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()} | {"rng/0/cpu": torch.zeros(4)}
+    path = Store(tmp_path).save(
+        3, tensors, {"step": 3}, Health(loss=1.0, level=1.0, steps_watched=3, incidents=0, good=True)
+    )
+    result = ask(HEALTHY, "checkpoint", checkpoint=path)
+    assert {outcome.id: outcome.status for outcome in result.outcomes} == {
+        "checkpoint.sound": "pass",
+        "checkpoint.fits": "pass",
+    }
 
 
 def test_checkpoint_of_another_model_is_found(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from house.fresh import FRAMEWORKS, HEAVY, run_code
 from stepguard import ConfigError
 from stepguard.preflight.settings.files import read_settings
 from stepguard.preflight.settings.keys import find, number
@@ -109,3 +110,10 @@ def test_environment_of_the_launcher_wins_and_the_conflict_is_told() -> None:
     assert found.conflicts == (
         "launch.yaml says mixed_precision=bf16, the environment ACCELERATE_MIXED_PRECISION=fp16",
     )
+
+
+def test_reading_a_configuration_imports_no_torch(tmp_path: Path) -> None:
+    seen = run_code(
+        tmp_path, "from stepguard.preflight.settings.files import read_settings; import stepguard.preflight"
+    )
+    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,19 @@ from torch import nn
 
 from stepguard import ConfigError
 from stepguard.preflight import Subject, check
+from stepguard.preflight.items.precision_effective import emulated
+from stepguard.preflight.probe import Probe
 from stepguard.preflight.subject import subject_of
 from stepguard.preflight.surroundings import surroundings
+
+
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """The library, with the state it keeps in the process as fresh as at the start."""
+    library = pytest.importorskip("accelerate")
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield library
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def half() -> AbstractContextManager[Any]:
@@ -73,9 +86,55 @@ def test_returned_trainer_brings_model_data_and_settings() -> None:
     assert found.config is not None and found.config["learning_rate"] == 2e-4
 
 
+def test_optimizer_the_trainer_would_make_is_looked_at_and_taken_back() -> None:
+    given = trainer(bf16=True, max_steps=10)
+    given.model.half()
+
+    def create_optimizer() -> torch.optim.Optimizer:
+        given.optimizer = torch.optim.AdamW(given.model.parameters(), lr=2e-4)
+        return given.optimizer
+
+    given.create_optimizer = create_optimizer
+    given.create_scheduler = lambda num_training_steps, optimizer: torch.optim.lr_scheduler.LinearLR(optimizer)
+    found = subject_of(given, "build")
+    assert check(found, only=["optimizer.eps"]).outcome("optimizer.eps").status == "fail"
+    assert check(found, only=["lr.schedule"]).outcome("lr.schedule").evidence[0].endswith("10 steps tried")
+    assert given.optimizer is None and given.lr_scheduler is None
+
+
+@pytest.mark.usefixtures("accelerate")
+def test_real_trainer_is_read_without_being_changed(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    rows = [{"input_ids": [row, 2, 3, 4], "labels": [-100, 2, 3, 4] if row else [-100] * 4} for row in range(4)]
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", fp16=True)
+    given = transformers.Trainer(model=model, args=args, train_dataset=rows)
+    result = check(subject_of(given, "build"), skip=["checklist", "code", "config.unread"])
+    assert {outcome.id for outcome in result.of("fail")} == {"precision.effective", "labels.empty"}
+    assert result.outcome("lr.config").status == "pass"
+    assert given.optimizer is None and given.lr_scheduler is None
+
+
 def test_context_that_cannot_be_opened_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="autocast is a int; give a function"):
         surroundings(7)
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, False), (False, True)])
+def test_emulated_bfloat16_is_not_taken_for_support(
+    monkeypatch: pytest.MonkeyPatch, native: bool, expected: bool
+) -> None:
+    asked = {}
+
+    def supported(including_emulation: bool = True) -> bool:
+        asked["emulation"] = including_emulation
+        return native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert emulated(Probe("bfloat16", "", "cuda")) is expected
+    assert asked == {"emulation": False}
+    assert not emulated(Probe("bfloat16", "", "cpu"))
 
 
 def test_step_that_opens_its_own_context_needs_no_other() -> None:
@@ -92,16 +151,9 @@ def test_step_that_opens_its_own_context_needs_no_other() -> None:
 
 
 @pytest.mark.parametrize(("precision", "native", "dtype"), [("bf16", True, "bfloat16"), ("no", False, "float32")])
-def test_real_accelerator_is_understood(precision: str, native: bool, dtype: str) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-
-    try:
-        accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
-        around = surroundings(accelerator)
-        assert around.dtype == dtype
-        result = check(Subject(model=nn.Linear(2, 2), autocast=accelerator), only=["precision"])
-        assert result.alignment == "aligned"
-        assert bool(accelerator.native_amp) is native
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+def test_real_accelerator_is_understood(accelerate: Any, precision: str, native: bool, dtype: str) -> None:
+    accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
+    assert surroundings(accelerator).dtype == dtype
+    result = check(Subject(model=nn.Linear(2, 2), autocast=accelerator), only=["precision"])
+    assert result.alignment == "aligned"
+    assert bool(accelerator.native_amp) is native

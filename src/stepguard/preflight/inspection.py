@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stepguard._errors import ConfigError, StepguardError
 from stepguard.diagnose.dtypes import plain as plain_dtype
-from stepguard.preflight.answers import Missing
+from stepguard.preflight.answers import Missing, Pointless
 from stepguard.preflight.data.examples import first_batch, is_map, source_of, validation_of
 from stepguard.preflight.data.facts import DataFacts, Progress, gather
 from stepguard.preflight.data.labels import LabelFacts
@@ -29,8 +30,11 @@ from stepguard.preflight.stored import Stored, read_stored
 from stepguard.preflight.subject import Subject
 from stepguard.preflight.surroundings import Surroundings, surroundings
 from stepguard.preflight.tracking import Tracked, plain
+from stepguard.records.verification import Verification
+from stepguard.state.checking.check import check as verify
 from stepguard.state.rng import capture_rng, restore_rng
 
+ON_META = "the weights are on the meta device: there is nothing to run yet"
 BUILD = "give TARGET as module:function whose function returns"
 
 
@@ -87,6 +91,12 @@ class Inspection:
         return number(self.config, meaning)
 
     @cached_property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run, if anybody says."""
+        found = self.subject.steps if self.subject.steps is not None else self.number("steps")
+        return int(found) if found is not None and found > 0 else None
+
+    @cached_property
     def launcher(self) -> Launcher:
         return launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
 
@@ -140,22 +150,31 @@ class Inspection:
         """A forward and backward pass of the real step."""
         if self.subject.model is None:
             raise Missing(f"{BUILD} the model")
+        if self.device.type == "meta":
+            raise Pointless(ON_META)
         return run_live(self.subject, self.around, self.batch)
 
     @cached_property
     def probe(self) -> Probe:
         """The dtype arithmetic really has."""
         model = self.model
+        if self.device.type == "meta":
+            raise Pointless(ON_META)
         live = None
         with suppress(Missing):
             live = self.live
-        return probe_context(model, self.device, self.around, live)
+        try:
+            return probe_context(model, self.device, self.around, live)
+        except StepguardError:
+            raise
+        except Exception as fault:
+            said = f"{type(fault).__name__}: {' '.join(str(fault).split())[:100]}"
+            raise Missing(f"{self.around.name} cannot be opened here ({said}); give the one that works here") from fault
 
     @cached_property
     def course(self) -> Course:
         """The schedule, tried on a copy."""
-        steps = self.number("steps")
-        return dry_run(self.optimizer, self.scheduler, int(steps) if steps else None)
+        return dry_run(self.optimizer, self.scheduler, self.steps)
 
     @cached_property
     def data(self) -> DataFacts:
@@ -173,6 +192,16 @@ class Inspection:
             raise Missing("give --validation PATH, or return a `validation` dataset")
         with _kept_randomness():
             return gather(source, LabelFacts(), self._progress)
+
+    @cached_property
+    def verified(self) -> Verification:
+        """The checkpoint as `stepguard verify` sees it."""
+        if self.subject.checkpoint is None:
+            raise Missing("give --checkpoint PATH")
+        path = Path(self.subject.checkpoint)
+        if not path.exists():
+            raise ConfigError(f"checkpoint {path} does not exist.")
+        return verify(path)
 
     @cached_property
     def stored(self) -> Stored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from stepguard.diagnose.ops import words
+from stepguard.preflight.answers import Missing
 from stepguard.preflight.subject import Subject
 from stepguard.preflight.surroundings import Surroundings
 from stepguard.state.batch import named_tensors
@@ -35,6 +36,10 @@ MATMULS = words(
 DIVISIONS = frozenset({"div", "div_", "true_divide", "reciprocal"})
 CLASSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss_nd"})
 TELLING = frozenset({"exp", "log", "logsumexp", "_softmax", "_log_softmax", "sqrt", "rsqrt", "pow", "cdist_forward"})
+
+
+LARGEST_EPS = 1e-3
+"""A larger number that is added is no eps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class Live:
     ops: Counter[str] = field(default_factory=Counter)
     divisions: int = 0
     divisor: Divisor | None = None
+    lost: dict[str, str] = field(default_factory=dict)
+    """Small numbers that were added without any effect, by where: `loss.py:12` -> `1e-08 in float32`."""
     classes: int | None = None
     """Number of classes of the cross-entropy, if there is one."""
     latent: tuple[float, float] | None = None
@@ -83,12 +90,20 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._live.dtypes[str(first.dtype).removeprefix("torch.")] += 1
         elif name in DIVISIONS:
             self._divided(args, name)
+        elif name == "add" and len(args) > 1:
+            self._added(args[0], args[1], out)
         elif name in CLASSES and args[0].dim() > 0:
             self._live.classes = int(args[0].shape[1 if args[0].dim() > 1 else 0])
         elif name == "mse_loss" and args[1].numel() > 1:
             target = args[1].detach().float()
             self._live.latent = float(target.mean()), float(target.std())
         return out
+
+    def _added(self, value: Any, eps: Any, out: Any) -> None:
+        """An eps below the spacing of what it is added to changes nothing."""
+        small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
+        if small and isinstance(value, Tensor) and value.is_floating_point() and torch.equal(value, out):
+            self._live.lost[_user_line()] = f"{eps:g} in {str(value.dtype).removeprefix('torch.')}"
 
     def _divided(self, args: Any, name: str) -> None:
         below = args[0] if name == "reciprocal" else args[1]
@@ -124,7 +139,7 @@ def run_live(subject: Subject, around: Surroundings, batch: Any) -> Live:
     assert subject.model is not None
     live = Live()
     model, copied = subject.model, tree_map_only(Tensor, _copied, batch)
-    with left_alone(model, subject.optimizer):
+    with left_alone(model, subject.optimizer), _eagerly(model):
         try:
             with around.opened(), _Watching(live):
                 output = subject.loss_fn(copied) if subject.loss_fn is not None else called(model, copied)
@@ -132,7 +147,17 @@ def run_live(subject: Subject, around: Surroundings, batch: Any) -> Live:
             _backward(live, model, output, is_loss=subject.loss_fn is not None)
         except Exception as fault:
             live.fault = f"{type(fault).__name__}: {_short(fault)}"
+            if subject.loss_fn is None:  # how the model is called was our guess
+                raise Missing(
+                    f"return `loss_fn`; the model alone cannot be called with a batch ({live.fault})"
+                ) from fault
     return live
+
+
+def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
+    """Compiled code runs no dispatch mode, so a compiled model runs as it was written."""
+    compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def called(model: nn.Module, batch: Any) -> Any:
@@ -177,16 +202,20 @@ def _read_output(live: Live, output: Any, *, is_loss: bool) -> None:
 
 def _backward(live: Live, model: nn.Module, output: Any, *, is_loss: bool) -> None:
     loss = total_loss(output) if is_loss else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
+    if not isinstance(loss, Tensor):
+        return
+    if not loss.requires_grad:
+        live.grad_norm = 0.0
         return
     loss.backward()  # type: ignore[no-untyped-call]
     norm = 0.0
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        size = float(torch.linalg.vector_norm(parameter.grad.detach().double()))
-        norm += size**2
-        if not bool(torch.isfinite(parameter.grad).all()):
+        grad = parameter.grad.detach()
+        grad = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+        norm += float(grad.abs().double().square().sum())
+        if not bool(torch.isfinite(grad).all()):
             live.grads_bad.append(name)
     live.grad_norm = norm**0.5
 

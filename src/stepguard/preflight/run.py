@@ -35,10 +35,13 @@ def check(
     inspection = Inspection(subject, place, progress)
     chosen = selected(tuple(only), tuple(skip))
     by_id = {item.id: _looked(item, inspection) for item in sorted(chosen, key=lambda item: item.id in LAST)}
+    outcomes = tuple(by_id[item.id] for item in chosen)
+    if not any(item.id.startswith("precision.") for item in chosen):  # no probe that nobody asked for
+        return Preflight(target=target, outcomes=outcomes, alignment_why=("precision was not looked at",))
     aligned, why = alignment(inspection)
     return Preflight(
         target=target,
-        outcomes=tuple(by_id[item.id] for item in chosen),
+        outcomes=outcomes,
         facts=status_facts(inspection),
         alignment=aligned,
         alignment_why=why,

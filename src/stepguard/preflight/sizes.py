@@ -50,6 +50,8 @@ def checkpoint_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int
 
 def available_memory(device: torch.device) -> int | None:
     """Free bytes of an accelerator, or of the host for a CPU."""
+    if device.type == "meta":  # not placed yet: it will go where there is an accelerator
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type == "cpu":
         return _host_memory()
     module = torch.get_device_module(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stepguard.preflight.answers import Missing
+from stepguard.preflight.answers import Missing, Pointless
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.items.precision_configured import asked
 from stepguard.preflight.items.precision_effective import disagreeing
@@ -30,7 +30,11 @@ def _precision(seen: Inspection) -> Iterator[tuple[str, str]]:
         yield "asked for", f"{dtype or 'mixed precision without a dtype'} by {place}"
     if seen.subject.model is None:
         return
-    probe = seen.probe
+    try:
+        probe = seen.probe
+    except (Missing, Pointless) as why:
+        yield "mixed precision", f"not probed: {why}"
+        return
     yield "AMP enabled", f"yes, autocast to {probe.autocast}" if probe.autocast else _amp_off(seen)
     yield "FP16 enabled", "yes" if probe.dtype == "float16" else "no"
     yield "mixed precision", f"{probe.dtype} (probed: {probe.how})"
@@ -66,11 +70,11 @@ def alignment(seen: Inspection) -> tuple[Alignment, tuple[str, ...]]:
     if seen.subject.model is None:
         return "unproven", ("no model was given, so nothing was probed",)
     try:
-        wrong = disagreeing(seen)
-    except Missing as missing:
-        return "unproven", (str(missing),)
+        wrong, real = disagreeing(seen), seen.probe.dtype
+    except (Missing, Pointless) as why:
+        return "unproven", (str(why),)
     if wrong:
-        return "contradicted", tuple(f"{place}: {places[place]}, probed {seen.probe.dtype}" for place in wrong)
+        return "contradicted", tuple(f"{place}: {places[place]}, probed {real}" for place in wrong)
     if not named:
-        return "unproven", (f"nothing asks for a precision; the step runs in {seen.probe.dtype}",)
-    return "aligned", (f"{' and '.join(places)} ask for {seen.probe.dtype}, and the probe agrees",)
+        return "unproven", (f"nothing asks for a precision; the step runs in {real}",)
+    return "aligned", (f"{' and '.join(places)} ask for {real}, and the probe agrees",)

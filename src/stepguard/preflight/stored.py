@@ -1,4 +1,4 @@
-"""What a checkpoint on disk brings along besides weights: learning rates, schedule, configuration, versions.
+"""What a checkpoint on disk says about the run that wrote it: shapes, configuration, versions.
 
 Read with `weights_only`, which runs no code; a file that needs more is reported, not loaded.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from torch import Tensor
 from stepguard._errors import ConfigError
 from stepguard.preflight.settings.files import read_settings
 
-OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "opt")
-SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers", "lr_scheduler_state_dict")
 CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
 MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
 VERSIONS = ("versions", "version", "pytorch-lightning_version", "torch_version")
 TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin", ".tar")
+SEALED = "model/"
+"""How a checkpoint of stepguard names the model's tensors among all others."""
 LARGEST_JSON = 16 * 2**20
 
 
@@ -33,21 +33,12 @@ class Stored:
     """As far as the layout was understood."""
 
     path: Path
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    """The optimizer's param_groups without their parameters."""
-    schedule: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The model's tensors."""
     versions: dict[str, str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     """Files that could not be read, with the reason."""
-
-    @property
-    def rates(self) -> list[float]:
-        """What each group was meant to run with; see `schedule.peak_rates`."""
-        found = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in self.groups]
-        return [float(rate) for rate in found if rate is not None]
 
 
 def read_stored(path: Path) -> Stored:
@@ -89,11 +80,8 @@ def _refuse(stored: Stored, file: Path, fault: Exception) -> None:
 def _take(stored: Stored, content: Any, stem: str) -> None:
     if not isinstance(content, Mapping):
         return
-    if stem.startswith("optimizer"):
-        content = {"optimizer": content}
-    elif stem.startswith("scheduler"):
-        content = {"scheduler": content}
-    _take_states(stored, content)
+    if stem.startswith(("optimizer", "scheduler")):  # of a folder; their tensors are none of the model's
+        return
     for name in CONFIGS:
         values = vars(content[name]) if isinstance(content.get(name), argparse.Namespace) else content.get(name)
         if isinstance(values, Mapping) and not stored.config:
@@ -104,23 +92,6 @@ def _take(stored: Stored, content: Any, stem: str) -> None:
     for tensors in (*(content.get(name) for name in MODELS), content):
         if isinstance(tensors, Mapping) and not stored.shapes:
             stored.shapes = {str(k): tuple(v.shape) for k, v in tensors.items() if isinstance(v, Tensor)}
-
-
-def _take_states(stored: Stored, content: Mapping[str, Any]) -> None:
-    for name in OPTIMIZERS:
-        for state in _states(content.get(name)):
-            groups = state.get("param_groups", [])
-            stored.groups += [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    for name in SCHEDULERS:
-        for state in _states(content.get(name)):
-            stored.schedule = stored.schedule or dict(state)
-
-
-def _states(found: Any) -> Iterator[Mapping[str, Any]]:
-    """Lightning keeps a list of states."""
-    for state in found if isinstance(found, list | tuple) else [found]:
-        if isinstance(state, Mapping):
-            yield state
 
 
 def _shapes_of(stored: Stored, file: Path) -> None:
@@ -135,6 +106,8 @@ def _shapes_of(stored: Stored, file: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as fault:
         _refuse(stored, file, fault)
         return
+    if any(name.startswith(SEALED) for name in named):
+        named = {name.removeprefix(SEALED): shape for name, shape in named.items() if name.startswith(SEALED)}
     if not file.name.startswith("optimizer"):
         stored.shapes |= named
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -37,7 +38,8 @@ class Subject:
     """Allowed values by key, `{"image": (-1, 1)}`; without it only outliers are reported."""
     autocast: Any = None
     """A callable that opens the model's real context, or an Accelerator, Fabric or Trainer whose context is used."""
-    config: Mapping[str, Any] | None = None
+    config: Any = None
+    """A mapping, a dataclass or a namespace."""
     launcher: Mapping[str, Any] | None = None
     launcher_name: str = "launcher"
     checkpoint: str | Path | None = None
@@ -48,6 +50,8 @@ class Subject:
     """Pattern of parameter or buffer names -> largest magnitude allowed."""
     label_key: str | None = None
     ignore_index: int = -100
+    steps: int | None = None
+    """Optimizer steps of the whole run; None looks for it in the configuration."""
     examples: int | None = None
     """Scan at most so many examples; None is all of a dataset with a length, and 1024 of a stream."""
 
@@ -106,10 +110,13 @@ def _is_trainer(built: Any) -> bool:
 
 def _from_trainer(trainer: Any) -> Subject:
     settings = trainer.args.to_dict() if hasattr(trainer.args, "to_dict") else vars(trainer.args)
+    steps = _steps(trainer)
+    optimizer, scheduler = _optimizer(trainer, steps)
     return Subject(
         model=trainer.model,
-        optimizer=_inner(trainer.optimizer) if getattr(trainer, "optimizer", None) is not None else None,
-        scheduler=getattr(trainer, "lr_scheduler", None),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        steps=steps,
         dataset=getattr(trainer, "train_dataset", None),
         batch=_collated(trainer),
         validation=getattr(trainer, "eval_dataset", None),
@@ -117,6 +124,32 @@ def _from_trainer(trainer: Any) -> Subject:
         config=settings,
         run_dir=settings.get("output_dir"),
     )
+
+
+def _steps(trainer: Any) -> int | None:
+    """As the Trainer counts them: max_steps, or epochs of full accumulations on one process."""
+    args, dataset = trainer.args, getattr(trainer, "train_dataset", ())
+    if getattr(args, "max_steps", 0) > 0:
+        return int(args.max_steps)
+    if not hasattr(dataset, "__len__") or not hasattr(args, "train_batch_size"):
+        return None
+    batches = math.ceil(len(dataset) / (args.train_batch_size * max(1, getattr(args, "world_size", 1))))
+    updates: int = math.ceil(args.num_train_epochs * max(1, batches // args.gradient_accumulation_steps))
+    return updates
+
+
+def _optimizer(trainer: Any, steps: int | None) -> tuple[Any, Any]:
+    """What the Trainer will train with. It makes both when training starts, so they are made here and taken back."""
+    before = trainer.optimizer, getattr(trainer, "lr_scheduler", None)
+    optimizer, scheduler = before
+    try:
+        if optimizer is None and hasattr(trainer, "create_optimizer"):
+            optimizer = trainer.create_optimizer()
+        if scheduler is None and optimizer is not None and steps and hasattr(trainer, "create_scheduler"):
+            scheduler = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
+    finally:
+        trainer.optimizer, trainer.lr_scheduler = before
+    return (_inner(optimizer) if optimizer is not None else None), scheduler
 
 
 def _collated(trainer: Any) -> Any:

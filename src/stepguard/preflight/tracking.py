@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
+from stepguard._errors import ConfigError
 from stepguard.preflight.settings.keys import flat
 
 
@@ -83,9 +85,17 @@ def _wrap(value: Any, key: str, read: set[str]) -> Any:
     return value
 
 
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without counting a read."""
-    return settings._values if isinstance(settings, Tracked) else dict(settings)
+def plain(settings: Any) -> dict[str, Any]:
+    """The values of a mapping, a dataclass or a namespace, without counting a read."""
+    if isinstance(settings, Tracked):
+        return dict(settings._values)
+    if isinstance(settings, Mapping):
+        return dict(settings)
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        return dataclasses.asdict(settings)
+    if hasattr(settings, "__dict__") and not isinstance(settings, type):
+        return dict(vars(settings))
+    raise ConfigError(f"config is a {type(settings).__name__}; give a mapping, a dataclass or a namespace.")
 
 
 def unread(settings: Tracked) -> list[str]:

@@ -115,15 +115,21 @@ def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
     column.numbers += 1
     column.scalar &= tensor.numel() == 1
     column.whole &= not real or (tensor.numel() == 1 and float(tensor).is_integer())
-    if real and not bool(torch.isfinite(tensor).all()):
+    low, high = _bounds(tensor)
+    if not math.isfinite(low) or not math.isfinite(high):  # a NaN makes both bounds NaN
         facts.nonfinite.add(_bad_place(name, key, tensor))
         return
-    low, high = (float(bound) for bound in torch.aminmax(tensor.reshape(-1).double()))
     column.low, column.high = min(column.low, low), max(column.high, high)
     if real or _is_image(tensor):
         column.largest.append((max(abs(low), abs(high)), name))
         if low == high and tensor.numel() >= LEAST_ELEMENTS:
             facts.constant.add(f"{name}{_of(key)} = {low:g} in all {tensor.numel():,} places")
+
+
+def _bounds(tensor: Tensor) -> tuple[float, float]:
+    flat = tensor.reshape(-1)
+    low, high = torch.aminmax(flat.to(torch.uint8) if flat.dtype == torch.bool else flat)
+    return float(low), float(high)
 
 
 def _is_image(tensor: Tensor) -> bool:

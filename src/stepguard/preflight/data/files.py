@@ -151,9 +151,10 @@ READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
 def as_tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Everything numeric of an example, by key: tensors, arrays, numbers and lists of numbers."""
     if isinstance(values, Tensor):
-        yield prefix, values.detach()
+        yield prefix, _ordinary(values.detach())
     elif isinstance(values, bool | int | float):
-        yield prefix, torch.tensor(values, dtype=torch.float64 if isinstance(values, float) else None)
+        exact = isinstance(values, int) and abs(values) < 2**63
+        yield prefix, torch.tensor(values, dtype=None if exact else torch.float64)
     elif hasattr(values, "__array__") or hasattr(values, "__array_interface__"):
         yield from _array(values, prefix)
     elif isinstance(values, list | tuple) and not hasattr(values, "_fields"):
@@ -161,6 +162,23 @@ def as_tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     else:
         for key, value in _children(values):
             yield from as_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """Dense and of a dtype that every operation knows; float8 and large unsigned integers have few."""
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    name = str(tensor.dtype)
+    if "float8" in name or "float4" in name:
+        return tensor.float()
+    return tensor.to(torch.float64) if tensor.dtype in _WIDE_UNSIGNED else tensor
+
+
+_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _array(values: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -23,8 +23,8 @@ def _look(seen: Inspection) -> Seen:
         if seen.subject.config is None and seen.subject.guard is None:
             raise Missing("give --config FILE, or return `guard`")
         return warned("no interval between checkpoints is configured", fix=f"checkpoint_every={MOST} or less.")
-    steps = seen.number("steps")
-    run = f" of {int(steps):,}" if steps else ""
+    steps = seen.steps
+    run = f" of {steps:,}" if steps else ""
     if every <= MOST and not (steps and every > steps):
         return passed(f"{said}: a crash costs at most {int(every):,} steps{run}")
     return warned(f"{said}: a crash costs up to {int(every):,} steps{run}", fix=f"checkpoint_every={MOST} or less.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from stepguard.preflight.answers import Missing, Pointless, Seen, passed, warned
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
@@ -14,9 +16,11 @@ SHARE = 0.01
 def _look(seen: Inspection) -> Seen:
     if "adam" not in type(seen.optimizer).__name__.lower():
         raise Pointless(f"{type(seen.optimizer).__name__} has no second moment that has to settle")
-    total = seen.number("steps")
+    total = seen.steps
     wanted = min(STEPS, SHARE * total) if total else STEPS
     fix = f"Warm up over {wanted:.0f} steps or more: LinearLR before the schedule, or OneCycleLR(pct_start=...)."
+    if "metrics" in inspect.signature(getattr(seen.subject.scheduler, "step", len)).parameters:
+        raise Pointless(f"{type(seen.subject.scheduler).__name__} follows a metric and knows no warmup")
     try:
         course = seen.course
     except Missing:
@@ -26,7 +30,7 @@ def _look(seen: Inspection) -> Seen:
     warm = course.peak_step if course.first < 0.5 * course.peak else 0
     said = f"{warm:,} steps from {course.first:.3g} to {course.peak:.3g}"
     if total:
-        said += f", {100 * warm / total:.3g} % of {int(total):,}"
+        said += f", {100 * warm / total:.3g} % of {total:,}"
     return passed(said) if warm >= wanted else warned(said, fix=fix)
 
 

@@ -7,7 +7,8 @@ from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.settings.keys import flat, spells_number
 
-SWITCHES = ("true", "false", "yes", "no", "on", "off")
+SWITCHES = ("true", "false")
+"""Only these: a `no` in quotes is often the name of a strategy."""
 TEXTS = ("mixed_precision", "precision", "save_strategy", "eval_strategy", "version", "id", "name", "seed_name", "tag")
 """Last parts of keys that are texts by right: `mixed_precision: "no"`, `precision: "16"`."""
 

@@ -12,9 +12,11 @@ def _look(seen: Inspection) -> Seen:
     labels = labels_of(seen)
     if labels.total == labels.examples:
         raise Pointless("the targets are single classes, not sequences")
-    if not labels.masked or labels.shortest == labels.longest == 0:
+    if not labels.masked:
         raise Pointless("every token counts: packed text has no end that could be cut off")
     setting, eos = seen.number("max_length"), _eos(seen)
+    if setting is None and labels.shortest == labels.longest:
+        raise Pointless(f"all examples are {labels.longest} long, and no max_length is configured to compare with")
     limit = int(setting) if setting is not None else labels.longest
     cut = [end for end in labels.cuts if end.length >= limit and (eos is None or end.last_token != eos)]
     lengths = f"lengths {labels.shortest} to {labels.longest}, limit {limit}"

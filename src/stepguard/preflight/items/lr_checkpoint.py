@@ -7,6 +7,7 @@ from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.items.lr_config import configured_rate, same_rate
 from stepguard.preflight.schedule import peak_rates
+from stepguard.records.verification import Rate
 
 FIX = (
     "After load_state_dict set lr, initial_lr, max_lr and min_lr of every group and the scheduler's base_lrs to the "
@@ -15,22 +16,31 @@ FIX = (
 
 
 def _look(seen: Inspection) -> Seen:
-    stored = seen.stored
-    base = [float(rate) for rate in stored.schedule.get("base_lrs", []) if isinstance(rate, int | float)]
-    rates = stored.rates
-    if not rates and not base:
-        raise Pointless(f"{stored.path.name} holds neither optimizer nor scheduler state that can be read")
+    found = seen.verified
+    name = found.path.rpartition("/")[2]
+    if not found.rates:
+        raise Pointless(f"{name} holds neither optimizer nor scheduler state that can be read")
     wanted, said = _wanted(seen)
-    bad = []
-    if rates and not any(same_rate(rate, wanted) for rate in rates):
-        key = "max_lr" if "max_lr" in stored.groups[0] else "initial_lr" if "initial_lr" in stored.groups[0] else "lr"
-        bad.append(f"its optimizer state brings {key}={rates[0]:.3g} back, {said}")
-    one_cycle = bool(stored.groups) and "max_lr" in stored.groups[0]  # its base_lrs are the low start, never used
-    if base and not one_cycle and not any(same_rate(rate, wanted) for rate in base):
-        bad.append(f"its scheduler state brings base_lrs={base[0]:.3g} back, {said}")
+    meant = [rates for rates in (_of_the_optimizer(found.rates), _of_the_schedule(found.rates)) if rates]
+    bad = [rates[0] for rates in meant if not any(same_rate(rate.value, wanted) for rate in rates)]
     if bad:
-        return failed(*(f"{stored.path.name}: {sentence}" for sentence in bad), fix=FIX)
-    return passed(f"{stored.path.name} holds the rate {(rates or base)[0]:.3g}, as {said}")
+        return failed(*(f"{name}: {rate.name}={rate.value:.3g} comes back, {said}" for rate in bad), fix=FIX)
+    shown = meant[0][0] if meant else found.rates[0]
+    return passed(f"{name} holds {shown.name}={shown.value:.3g}, {said}")
+
+
+def _of_the_optimizer(rates: tuple[Rate, ...]) -> list[Rate]:
+    """OneCycleLR keeps its peak in the groups, other schedules their base; without a schedule it is the rate itself."""
+    for kind in ("max_lr", "initial_lr", "lr"):
+        chosen = [rate for rate in rates if rate.kind == kind]
+        if chosen:
+            return chosen
+    return []
+
+
+def _of_the_schedule(rates: tuple[Rate, ...]) -> list[Rate]:
+    """The base that a LambdaLR and its like multiply; OneCycleLR's is its low start and never used."""
+    return [rate for rate in rates if rate.kind == "base_lr" and not any(r.kind == "max_lr" for r in rates)]
 
 
 def _wanted(seen: Inspection) -> tuple[float, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
-from stepguard.preflight.answers import Missing, Seen, failed, passed, warned
+from stepguard.preflight.answers import Missing, Pointless, Seen, failed, passed, warned
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.items.lr_config import configured_rate, same_rate
@@ -14,12 +15,17 @@ FAR_BELOW = 0.1
 
 
 def _look(seen: Inspection) -> Seen:
+    if "metrics" in inspect.signature(seen.scheduler.step).parameters:
+        raise Pointless(f"{type(seen.scheduler).__name__} follows a metric, which is not known beforehand")
     course = seen.course
     tried = f"{course.steps:,} steps tried" + ("" if course.whole else " (the length of the run is not configured)")
     numbers = (
         f"{type(seen.scheduler).__name__}: starts at {course.first:.3g}, peaks at {course.peak:.3g} in step "
         f"{course.peak_step:,}, ends at {course.last:.3g}; {tried}"
     )
+    epochs = seen.number("epochs")
+    if course.fault and (seen.steps is None or course.fault_step - 1 == epochs):
+        return passed(numbers, f"it is {course.fault_step - 1:,} steps long, as long as the run if stepped that often")
     if course.fault:
         where = f"step {course.fault_step:,} of {course.steps:,}: {course.fault}"
         return failed(numbers, f"the schedule fails at {where}", fix="Make the schedule at least as long as the run.")

@@ -24,7 +24,7 @@ def _look(seen: Inspection) -> Seen:
             fix="Look for sqrt, norm, log or a division at 0: finite values with infinite slopes.",
         )
     if live.grad_norm == 0:
-        return warned(f"{loss}, all gradients are 0", fix="Check masks and labels of the batch: nothing is learned.")
+        return warned(f"{loss}, all gradients are 0", fix="Nothing is learned: check masks, labels and detach.")
     norm = "" if live.grad_norm is None else f"gradient norm {live.grad_norm:.4g}"
     return passed(f"one batch: {', '.join(part for part in (loss, norm) if part) or 'outputs finite'}")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from stepguard.preflight.answers import Seen, failed, passed
+import torch
+
+from stepguard.preflight.answers import Seen, failed, passed, warned
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.items.precision_configured import asked
+from stepguard.preflight.probe import Probe
 
 
 def disagreeing(seen: Inspection) -> list[str]:
@@ -13,9 +16,22 @@ def disagreeing(seen: Inspection) -> list[str]:
     return [place for place, dtype in asked(seen).items() if dtype is not None and dtype != seen.probe.dtype]
 
 
+def emulated(probe: Probe) -> bool:
+    """bfloat16 on a CUDA device that only pretends; torch's own question says yes to that by default."""
+    if probe.device != "cuda" or probe.dtype != "bfloat16":
+        return False
+    return not torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def _look(seen: Inspection) -> Seen:
     probe = seen.probe
     wrong = disagreeing(seen)
+    if not wrong and emulated(probe):
+        return warned(
+            probe.how,
+            f"this {probe.device} device has no bfloat16 arithmetic and emulates it",
+            fix="Use float16 with a GradScaler, or float32: torch.cuda.is_bf16_supported(including_emulation=False).",
+        )
     if not wrong:
         return passed(probe.how)
     places = asked(seen)

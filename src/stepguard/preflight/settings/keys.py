@@ -23,6 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "warmup": ("warmup_steps", "num_warmup_steps", "lr_warmup_steps", "warmup_iters", "warmup"),
     "steps": names("num_train_steps max_steps train_num_steps total_steps num_steps train_steps max_iters steps"),
+    "epochs": ("num_train_epochs", "max_epochs", "num_epochs", "epochs"),
     "accumulation": names(
         "gradient_accumulation_steps gradient_accumulate_every accumulate_grad_batches accumulation_steps "
         "grad_accum grad_accum_steps accum_steps"

@@ -266,6 +266,17 @@ def runaway_scalar(config: Any) -> dict[str, Any]:
 # checklist
 
 
+def eps_without_effect(config: Any) -> dict[str, Any]:
+    parts = build(config)
+    inner = parts["loss_fn"]
+
+    def loss(batch: Any) -> Tensor:
+        counted = batch["labels"].ne(-100).float().sum().clamp(min=1) + 1e-8
+        return inner(batch)["text"] / counted
+
+    return parts | {"loss_fn": loss}
+
+
 def policy_without_rewind(config: Any) -> dict[str, Any]:
     policy = stepguard.Policy(actions=("skip", "stop"))
     return _with(config, guard=stepguard.GuardConfig(clip_norm=0.5, checkpoint_every=100, policy=policy))

@@ -1,0 +1,141 @@
+"""What a guard costs inside a framework's own loop: steps of the guarded loop against those of the bare one.
+
+    python -m benchmarks.frameworks                  # a few minutes a loop
+    python -m benchmarks.frameworks --only trainer
+    python -m benchmarks.frameworks --quick          # tiny models, seconds: shows that it runs, says nothing about cost
+
+Guarded and bare runs of a few steps alternate on the same model, in an order drawn anew each time; the median steps of
+two neighbours give one ratio, and the median of these is reported. The control is bare on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.parts import machine
+from benchmarks.parts.framework_loops import FULL, LOOPS, QUICK, Loop, Spent
+from benchmarks.parts.timing import SEED, interval_of_median
+
+PROMISE = 1.01
+STEPS, PAIRS = 9, 24
+"""Steps of one run, of which the first is left out, and runs of each kind."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Guarded against bare (or, `control`, bare against bare) in one framework."""
+
+    loop: str
+    what: str
+    control: bool
+    pairs: int
+    ratio: float
+    interval: tuple[float, float]
+    cpu_ratio: float
+    cpu_interval: tuple[float, float]
+    milliseconds: float
+    """Median bare step, wall clock."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    console = Console()
+    if options.only is not None and options.only not in LOOPS:
+        console.print(f"--only {options.only}: not known; use one of {', '.join(LOOPS)}.", style="red")
+        return 2
+    torch.set_num_threads(1)
+    size = QUICK if options.quick else FULL
+    results = []
+    for name in LOOPS if options.only is None else [options.only]:
+        loop = LOOPS[name](size)
+        try:
+            results += [compare(name, loop, options.pairs, control=control) for control in (True, False)]
+        finally:
+            loop.close()
+    console.print(painted(size.what, results))
+    kept = _merge(options.output, results)
+    machine.keep(
+        {"schema": 1, "promise": PROMISE, "what": size.what, "machine": machine.facts(), "loops": kept}, options.output
+    )
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny models and few runs")
+    parser.add_argument("--only", metavar="NAME", help=f"one loop: {', '.join(LOOPS)}")
+    parser.add_argument("--pairs", type=int, help=f"runs of each kind ({PAIRS})")
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    options.pairs = options.pairs or (2 if options.quick else PAIRS)
+    name = "frameworks-quick.json" if options.quick else "frameworks.json"
+    options.output = options.output or machine.RESULTS / name
+    return options
+
+
+def compare(name: str, loop: Loop, pairs: int, *, control: bool) -> Result:
+    """Alternate the two kinds of run; every pair of neighbours gives one ratio."""
+    draw = random.Random(SEED)
+    ratios, cpu_ratios, bare_steps = [], [], []
+    loop.run(2, guarded=not control)  # imports and first allocations
+    for _ in range(pairs):
+        first = draw.random() < 0.5
+        one, other = [_typical(loop, guarded=guarded and not control) for guarded in (first, not first)]
+        guarded_step, bare_step = (one, other) if first else (other, one)
+        ratios.append(guarded_step[0] / bare_step[0])
+        cpu_ratios.append(guarded_step[1] / max(bare_step[1], 1e-9))
+        bare_steps.append(bare_step[0])
+    return Result(
+        loop=name,
+        what=loop.what,
+        control=control,
+        pairs=pairs,
+        ratio=statistics.median(ratios),
+        interval=interval_of_median(ratios),
+        cpu_ratio=statistics.median(cpu_ratios),
+        cpu_interval=interval_of_median(cpu_ratios),
+        milliseconds=1e3 * statistics.median(bare_steps),
+    )
+
+
+def _typical(loop: Loop, *, guarded: bool) -> Spent:
+    """The median step of one short run, its first left out."""
+    gc.collect()
+    steps = loop.run(STEPS + 1, guarded=guarded)[1:]
+    return statistics.median(wall for wall, _ in steps), statistics.median(cpu for _, cpu in steps)
+
+
+def _merge(path: Path, results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Loops that were not measured now keep what was measured before."""
+    before = json.loads(path.read_text(encoding="utf-8"))["loops"] if path.exists() else []
+    measured = {result.loop for result in results}
+    return [row for row in before if row["loop"] not in measured] + [asdict(result) for result in results]
+
+
+def painted(what: str, results: Sequence[Result]) -> Table:
+    table = Table(title=f"{what}, 1 thread: guarded steps against bare ones", title_justify="left", title_style="bold")
+    table.add_column("loop")
+    for column in ("ratio", "95 % of it", "CPU", "95 % of it", "bare ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in results:
+        spread, cpu = ("-".join(f"{end:.3f}" for end in ends) for ends in (result.interval, result.cpu_interval))
+        label = f"{result.what}{' (control: bare on both sides)' if result.control else ''}"
+        numbers = (f"{result.ratio:.3f}", spread, f"{result.cpu_ratio:.3f}", cpu, f"{result.milliseconds:.0f}")
+        table.add_row(label, *numbers, style="dim" if result.control else "bold")
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,193 @@
+"""The weaker forms for a Trainer: a callback, and a `compute_loss` that drops what cannot be learned from.
+
+A callback is never shown the batch or the loss function, so a bad step cannot be run again from batch to loss, and it
+cannot refuse `trainer.save_model()`. `stepguard.integrations.transformers.guard(trainer)` can do both.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from stepguard._errors import ConfigError
+from stepguard.engine.context import guarded
+from stepguard.guard import Guard, watch
+from stepguard.integrations._holding import hold_schedule
+from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
+from stepguard.records import GuardConfig, Incident
+
+UNSEEN = (
+    "GradientMonitoringCallback vetoes bad updates, but it sees neither the batch nor the loss function and cannot "
+    "refuse trainer.save_model(); stepguard.integrations.transformers.guard(trainer) can"
+)
+IGNORED = -100
+
+
+class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
+    """Vetoes updates with NaN or Inf before the optimizer, and reports what a log line hides.
+
+    Gradients are gone when `on_step_end` runs, so they are looked at inside `optimizer.step()`; `on_step_end` looks at
+    the parameters, which the update itself may have made non-finite. Where the Trainer has a guard already, the
+    callback only reports.
+    """
+
+    def __init__(self, config: GuardConfig | None = None) -> None:
+        self._config = config or GuardConfig()
+        self._guard: Guard | None = None
+        self._past: tuple[Incident, ...] = ()
+        self._undo = ExitStack()
+        self._known = 0
+        self.reported: Counter[str] = Counter()
+        """Log lines and steps by what was wrong with them: `grad_norm`, `loss`, `parameters`."""
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        return self._past + (self._guard.incidents if self._guard is not None else ())
+
+    def close(self) -> None:
+        """Undo every hook. Happens by itself at the end of training."""
+        inner, self._guard = self._guard, None
+        if inner is not None:
+            try:
+                inner.close()
+            finally:
+                self._past += inner.incidents
+        self._undo.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        optimizer = kwargs["optimizer"]
+        if getattr(optimizer, "optimizer", optimizer) in guarded:
+            return
+        self._guard = watch(kwargs["model"], optimizer, scheduler=kwargs["lr_scheduler"], config=self._config)
+        self._guard.start_at(state.global_step)
+        if hasattr(optimizer, "step_was_skipped"):
+            hold_schedule(optimizer, self._guard, self._undo)
+        self._guard.say("callback-only", UNSEEN)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Parameters that this update has made non-finite are not saved."""
+        if self._guard is not None and not self._guard.finite():
+            self.reported["parameters"] += 1
+            bad = ", ".join(self._guard.trouble()[:3])
+            self._guard.say("parameters", f"the update made parameters non-finite ({bad}); not saving this state")
+            control.should_save = False
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """What the line hides: a filtered NaN looks like a loss of 0."""
+        if not isinstance(logs, dict) or "loss" not in logs:
+            return
+        bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))
+        incidents = self.incidents
+        hidden = [
+            i for i in incidents[self._known :] if i.reading.loss is not None and i.reading.loss != i.reading.loss
+        ]
+        self._known = len(incidents)
+        self.reported["grad_norm"] += bad_norm
+        self.reported["loss"] += bool(hidden)
+        if hidden and self._guard is not None and math.isfinite(logs["loss"]):
+            real = f"the loss was {hidden[0].reading.loss} at step {hidden[0].step}"
+            self._guard.say("filtered", f"logged loss {logs['loss']:.4g} is filtered (logging_nan_inf_filter): {real}")
+        logs[INCIDENTS] = len(incidents)
+        if bad_norm or hidden:
+            logs[NONFINITE] = max(len(hidden), 1)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+
+class MicroBatchDropped(UserWarning):
+    """A micro-batch had no label, or a loss that is not finite, and was left out of its step."""
+
+
+_dropped: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def safe_compute_loss(
+    trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> Any:
+    """`compute_loss` that never hides a bad micro-batch and never trains on one.
+
+        trainer.compute_loss = functools.partial(safe_compute_loss, trainer)
+
+    | the micro-batch | what happens |
+    |---|---|
+    | no label counts (all -100) | dropped: a zero that every parameter is part of, so that DDP goes on; warned |
+    | the model gives no loss | ConfigError that names the keys of the batch |
+    | the loss is NaN or Inf | dropped likewise; a guarded Trainer gets the loss as it is, and its guard vetoes |
+    | the loss is exactly 0 | as it is: a true zero is no fault, and replacing it by 1e-6 would train nothing |
+
+    Where a whole step was dropped on all ranks its update does not happen, momentum and weight decay included.
+    """
+    try:
+        found = type(trainer).compute_loss(
+            trainer, model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+        )
+    except ValueError as error:
+        if "did not return a loss" not in str(error):
+            raise
+        raise _no_loss(inputs) from error
+    loss = found[0] if return_outputs else found
+    if loss is None:
+        raise _no_loss(inputs)
+    why = _why_drop(loss, inputs)
+    if why and torch.is_grad_enabled() and model.training and _inner(trainer) not in guarded:
+        loss = _drop(trainer, model, why)
+    return (loss, *found[1:]) if return_outputs else loss
+
+
+def _no_loss(inputs: Any) -> ConfigError:
+    missing = "" if "labels" in inputs else "no 'labels' in it"
+    return ConfigError(
+        f"the model gave no loss for a batch with {', '.join(map(repr, inputs))}{': ' + missing if missing else ''}; "
+        "add the targets as 'labels', or give the Trainer a compute_loss_func."
+    )
+
+
+def _why_drop(loss: Tensor, inputs: Any) -> str:
+    labels = inputs.get("labels") if hasattr(inputs, "get") else None
+    if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
+        return f"none of its {labels.numel()} labels counts (all are {IGNORED})"
+    value = float(loss.detach())
+    return "" if math.isfinite(value) else f"its loss is {value}"
+
+
+def _drop(trainer: Any, model: Any, why: str) -> Tensor:
+    """A zero that every parameter is part of; where a parameter is NaN it is NaN, which is as it should be."""
+    counted = _dropped.setdefault(trainer, Counter())
+    counted["dropped"] += 1
+    times = counted["dropped"]
+    if not times & (times - 1):
+        message = f"stepguard: micro-batch dropped at step {trainer.state.global_step} ({times} so far): {why}"
+        warnings.warn(message, MicroBatchDropped, stacklevel=3)
+    _skip_if_empty(_inner(trainer))
+    zeros = [(p * 0.0).sum() for p in model.parameters() if p.requires_grad]
+    total: Tensor = sum(zeros[1:], start=zeros[0])
+    return total.float()
+
+
+def _skip_if_empty(optimizer: Any) -> None:
+    """Once: an update whose gradients are all exactly 0, on every rank after the reduction, does not happen."""
+
+    def skip(*_: Any) -> None:
+        hook.remove()
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not any(bool(p.grad.count_nonzero()) for p in parameters):
+            for parameter in parameters:
+                parameter.grad = None
+
+    hook = optimizer.register_step_pre_hook(skip)
+
+
+def _inner(trainer: Any) -> Any:
+    """The torch optimizer inside accelerate's wrapper."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)

@@ -1,0 +1,227 @@
+"""An accelerate script under a guard: accumulation, schedule, saves, several optimizers, replay."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch import Tensor, nn
+
+from integrations.trainers import bad_tensors, facts, numbers, quiet, regression
+from stepguard import ConfigError, Guard, GuardConfig
+from stepguard.integrations.accelerate import SaveRefused, guard
+
+
+@dataclass
+class Script:
+    """What people write with accelerate."""
+
+    nan_at: int | None = None
+    accumulate: int = 1
+    fused: bool = False
+    exact: bool = False
+    """Computes its loss through `guard.loss`."""
+    precision: str = "no"
+    folder: Path | None = None
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        project = ProjectConfiguration(str(self.folder), automatic_checkpoint_naming=True, total_limit=2)
+        self.accelerator = Accelerator(
+            cpu=True,
+            mixed_precision=self.precision,
+            gradient_accumulation_steps=self.accumulate,
+            project_config=project if self.folder is not None else None,
+        )
+        model = regression()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=self.fused)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        loader = torch.utils.data.DataLoader(numbers(24, nan_at=self.nan_at), batch_size=4)
+        prepared = self.accelerator.prepare(model, optimizer, loader, schedule)
+        self.model, self.optimizer, self.loader, self.schedule = prepared
+
+    def loss_fn(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch)["loss"]
+        return loss
+
+    def train(self, config: GuardConfig | None, *, save: bool = False) -> Any:
+        torch.manual_seed(0)
+        with guard(self.accelerator, config) if config is not None else nullcontext() as watching:
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = watching.loss(self.loss_fn, batch) if self.exact else self.loss_fn(batch)
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                self.losses.append(float(loss.detach()))
+                if save:
+                    self.accelerator.save_state()
+        return watching
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("precision", "exact"), [("no", False), ("bf16", False), ("no", True)])
+def test_a_guarded_healthy_script_is_bit_identical(accumulate: int, precision: str, exact: bool) -> None:
+    bare = Script(accumulate=accumulate, precision=precision)
+    bare.train(None)
+    told = Script(accumulate=accumulate, precision=precision, exact=exact)
+    assert told.train(quiet()).incidents == ()
+    assert told.losses == bare.losses
+    assert all(torch.equal(a, b) for a, b in zip(bare.model.parameters(), told.model.parameters(), strict=True))
+    assert told.schedule.get_last_lr() == bare.schedule.get_last_lr()
+
+
+def test_a_nan_row_ruins_an_unguarded_script() -> None:
+    script = Script(nan_at=9)
+    script.train(None)
+    assert bad_tensors(script.model) == 4
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_nan_row_costs_a_guarded_script_one_step(fused: bool, exact: bool) -> None:
+    script = Script(nan_at=9, fused=fused, exact=exact)
+    watching = script.train(quiet())
+    (incident,) = watching.incidents
+    assert incident.step == 2
+    assert incident.findings[0].code == "SG101"
+    assert incident.origin.samples == (1,)
+    assert bad_tensors(script.model) == 0
+    assert script.schedule.scheduler.last_epoch == 5
+
+
+def test_of_an_accumulated_step_the_bad_micro_batch_is_named() -> None:
+    script = Script(nan_at=5, accumulate=3, exact=True)
+    (incident,) = script.train(quiet()).incidents
+    assert (incident.step, incident.origin.micro_batch, incident.origin.samples) == (0, 1, (1,))
+    assert script.schedule.scheduler.last_epoch == 1
+    assert bad_tensors(script.model) == 0
+
+
+def test_the_incident_is_that_of_the_plain_loop() -> None:
+    script = Script(nan_at=9, exact=True)
+    watching = script.train(quiet())
+    model = regression()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    torch.manual_seed(0)
+    with Guard(model, optimizer, scheduler=schedule, config=quiet(clip_norm=1.0)) as plain:
+        for batch in torch.utils.data.DataLoader(numbers(24, nan_at=9), batch_size=4):
+            plain.step(lambda given: model(**given)["loss"], batch)
+    assert len(plain.incidents) == 1
+    assert [facts(i) for i in watching.incidents] == [facts(i) for i in plain.incidents]
+
+
+def test_an_optimizer_made_nan_is_taken_back_and_named() -> None:
+    script = Script()
+    script.optimizer.optimizer.param_groups[0]["eps"] = 0.0
+    rows = numbers(24)
+    for row in rows:
+        row["x"][2] = 0.0  # the weights of this feature get a gradient of exactly 0
+    script.loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    with pytest.raises(__import__("stepguard").TrainingHalted) as halted:
+        script.train(quiet())
+    assert halted.value.incident.origin.phase == "optimizer"
+    assert bad_tensors(script.model) == 0
+
+
+# --- saves ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_state_is_not_saved_and_nothing_is_rotated_away_for_it(tmp_path: Path) -> None:
+    script = Script(folder=tmp_path)
+    with guard(script.accelerator, quiet()) as watching:
+        script.accelerator.save_state()
+        script.accelerator.project_configuration.iteration += 1
+        script.accelerator.save_state()
+        there = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+        script.model.outer.bias.data.fill_(math.nan)
+        with pytest.raises(SaveRefused, match=r"param:outer\.bias"):
+            script.accelerator.save_state()
+        with pytest.raises(SaveRefused, match=r"param:outer\.bias"):
+            script.accelerator.save_model(script.model, str(tmp_path / "model"))
+        assert watching.incidents == ()
+        script.model.outer.bias.data.fill_(0.0)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == there
+    assert not (tmp_path / "model").exists()
+
+
+# --- wraps and settings --------------------------------------------------------------------------------------------
+
+
+def test_close_gives_back_accelerator_and_optimizer_as_they_were() -> None:
+    script = Script()
+    accelerator, optimizer = dict(vars(script.accelerator)), dict(vars(script.optimizer))
+    guard(script.accelerator, quiet()).close()
+    assert vars(script.accelerator).keys() == accelerator.keys()
+    assert vars(script.optimizer).keys() == optimizer.keys()
+    assert not script.optimizer.optimizer._optimizer_step_pre_hooks
+
+
+def test_two_optimizers_get_a_guard_each(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    one, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    prepared = accelerator.prepare(
+        one, other, torch.optim.SGD(one.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
+    )
+    one, other, first, second = prepared
+    with guard(accelerator, quiet(run_dir=tmp_path)) as watching:
+        for x in (torch.ones(3, 2), torch.full((3, 2), math.nan)):
+            first.zero_grad(), second.zero_grad()
+            accelerator.backward(watching.loss(lambda given: one(given).sum(), torch.ones(3, 2), optimizer=first))
+            accelerator.backward(watching.loss(lambda given: other(given).sum(), x, optimizer=second))
+            first.step(), second.step()
+        assert [len(each.incidents) for each in watching.guards] == [0, 1]
+        assert watching.incidents[0].origin.tensor == "batch"
+    assert (tmp_path / "optimizer1" / "journal.jsonl").is_file()
+    assert bad_tensors(other) == 0
+
+
+def test_a_guard_before_prepare_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"after accelerator\.prepare"):
+        guard(Accelerator(cpu=True))
+
+
+def test_an_optimizer_whose_model_was_not_prepared_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1))
+    with pytest.raises(ConfigError, match="prepare the model as well"):
+        guard(accelerator)
+
+
+def test_settings_that_belong_to_the_loop_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"accelerator\.clip_grad_norm_"):
+        guard(Script().accelerator, GuardConfig(clip_norm=1.0))
+
+
+# --- what accelerate is told ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
+def test_a_vetoed_update_counts_as_skipped_for_accelerate_and_a_committed_one_does_not(scaled: bool) -> None:
+    """The private `_is_overflow` is what accelerate's schedulers and the Trainer ask; nobody else resets it."""
+    accelerator = Accelerator(cpu=True)
+    if scaled:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert (optimizer.scaler is not None) is scaled
+    said = []
+    with guard(accelerator, quiet()):
+        for x in (1.0, math.nan, 1.0):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.full((3, 2), x)).sum())
+            optimizer.step()
+            said.append(accelerator.optimizer_step_was_skipped)
+    assert said == [False, True, False]
+    assert accelerator.optimizer_step_was_skipped is False

@@ -1,0 +1,175 @@
+"""The weaker forms: a callback alone, and a `compute_loss` that drops what cannot be learned from."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from integrations.trainers import (
+    bad_in_checkpoints,
+    bad_tensors,
+    journal_lines,
+    llama,
+    logged,
+    numbers,
+    quiet,
+    regression,
+    texts,
+    trainer,
+)
+from stepguard import ConfigError
+from stepguard.integrations._monitoring import MicroBatchDropped
+from stepguard.integrations.transformers import GradientMonitoringCallback, guard, safe_compute_loss
+
+# --- the callback --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(tmp_path: Path, logging_steps: int) -> None:
+    monitor = GradientMonitoringCallback(quiet(run_dir=tmp_path / "run"))
+    made = trainer(
+        tmp_path,
+        regression(),
+        numbers(24, nan_at=9),
+        extra={"callbacks": [monitor]},
+        logging_steps=logging_steps,
+        optim="adamw_torch",
+    )
+    made.train()
+    (incident,) = monitor.incidents
+    assert incident.step == 2
+    assert bad_tensors(made.model) == 0
+    assert made.lr_scheduler.last_epoch == 5
+    assert monitor.reported["loss"] == 1
+    said = {line.get("kind"): line["summary"] for line in journal_lines(tmp_path / "run") if "summary" in line}
+    assert "cannot refuse trainer.save_model()" in said["callback-only"]
+    assert "is filtered" in said["filtered"] and "nan" in said["filtered"]
+
+
+def test_the_callback_tells_a_bad_norm_from_a_fine_one(tmp_path: Path) -> None:
+    monitor = GradientMonitoringCallback(quiet())
+    made = trainer(tmp_path, regression(), numbers(24, nan_at=9), extra={"callbacks": [monitor]}, optim="adamw_torch")
+    made.train()
+    assert [math.isfinite(norm) for norm in logged(made, "grad_norm")] == [True, True, False, True, True, True]
+    assert monitor.reported["grad_norm"] == 1
+
+
+def test_the_callback_does_not_let_made_up_parameters_be_saved(tmp_path: Path) -> None:
+    class Break(torch.optim.SGD):
+        """A fault inside the optimizer that no look at gradients can see."""
+
+        def step(self, closure: Any = None) -> Any:
+            out = super().step(closure)
+            if made.state.global_step == 2:
+                self.param_groups[0]["params"][0].data.fill_(math.nan)
+            return out
+
+    monitor = GradientMonitoringCallback(quiet())
+    model = regression()
+    optimizers = (Break(model.parameters(), lr=0.1), None)
+    extra = {"callbacks": [monitor], "optimizers": optimizers}
+    made = trainer(tmp_path, model, numbers(24), extra=extra, max_steps=3, save_strategy="steps", save_steps=1)
+    made.train()
+    assert monitor.reported["parameters"] == 1
+    assert bad_in_checkpoints(tmp_path) == {"checkpoint-1": 0, "checkpoint-2": 0}
+
+
+def test_beside_a_guard_the_callback_only_reports(tmp_path: Path) -> None:
+    monitor = GradientMonitoringCallback(quiet())
+    made = trainer(tmp_path, regression(), numbers(24, nan_at=9), extra={"callbacks": [monitor]})
+    with guard(made, quiet()) as watching:
+        made.train()
+    assert len(watching.incidents) == 1
+    assert monitor.incidents == ()
+    assert monitor.reported["grad_norm"] == 1
+
+
+def test_the_callback_leaves_nothing_behind(tmp_path: Path) -> None:
+    monitor = GradientMonitoringCallback(quiet())
+    made = trainer(tmp_path, regression(), numbers(8), extra={"callbacks": [monitor]}, max_steps=2)
+    made.train()
+    inner = made.optimizer.optimizer
+    assert not inner._optimizer_step_pre_hooks and not inner._optimizer_step_post_hooks
+
+
+# --- safe_compute_loss ---------------------------------------------------------------------------------------------
+
+
+def safe(made: Any) -> Any:
+    made.compute_loss = functools.partial(safe_compute_loss, made)
+    return made
+
+
+def test_a_healthy_run_is_the_same_with_a_safe_loss(tmp_path: Path) -> None:
+    runs = []
+    for wrapped in (False, True):
+        made = trainer(tmp_path, llama(), texts(24))
+        (safe(made) if wrapped else made).train()
+        runs.append((logged(made, "loss"), list(made.model.parameters())))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_step_without_labels_is_dropped_with_momentum_and_decay(tmp_path: Path, weight_decay: float) -> None:
+    """The weights are those of a run in which the batch never came."""
+    settings = {"weight_decay": weight_decay, "lr_scheduler_type": "constant"}
+    made = safe(trainer(tmp_path, llama(), texts(24, lambda row: 8 <= row < 12), **settings))
+    with pytest.warns(MicroBatchDropped, match="none of its 32 labels counts"):
+        made.train()
+    rows = [row for i, row in enumerate(texts(24)) if not 8 <= i < 12]
+    other = trainer(tmp_path, llama(), rows, max_steps=5, **settings)
+    other.train()
+    assert all(torch.equal(a, b) for a, b in zip(made.model.parameters(), other.model.parameters(), strict=True))
+
+
+def test_of_an_accumulated_step_only_the_bad_micro_batch_is_dropped(tmp_path: Path) -> None:
+    made = safe(trainer(tmp_path, regression(), numbers(24, nan_at=9), gradient_accumulation_steps=2, max_steps=3))
+    before = made.model.outer.bias.detach().clone()
+    with pytest.warns(MicroBatchDropped, match="its loss is nan"):
+        made.train()
+    assert bad_tensors(made.model) == 0
+    assert not torch.equal(before, made.model.outer.bias)
+
+
+def test_a_nan_weight_is_not_hidden_by_a_dropped_micro_batch(tmp_path: Path) -> None:
+    made = safe(trainer(tmp_path, regression(), numbers(24), max_steps=1))
+    made.create_optimizer()
+    made.model.outer.bias.data.fill_(math.nan)
+    batch = {"x": torch.zeros(2, 4), "labels": torch.zeros(2)}
+    with pytest.warns(MicroBatchDropped):
+        loss = made.compute_loss(made.model.train(), batch)
+    assert math.isnan(float(loss.detach()))
+
+
+def test_a_model_that_gives_no_loss_is_an_error_that_names_the_batch(tmp_path: Path) -> None:
+    made = safe(trainer(tmp_path, llama(), texts(8)))
+    with pytest.raises(ConfigError, match=r"no loss for a batch with 'input_ids': no 'labels' in it"):
+        made.compute_loss(made.model, {"input_ids": torch.ones(1, 4, dtype=torch.long)})
+
+
+def test_a_true_zero_stays_a_zero(tmp_path: Path) -> None:
+    class Zero(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            return {"loss": (self.weight * x).sum() * 0.0}
+
+    made = safe(trainer(tmp_path, Zero(), numbers(8), max_steps=2))
+    made.train()
+    assert logged(made, "loss") == [0.0, 0.0]
+
+
+def test_under_a_guard_the_loss_is_left_to_the_guard(tmp_path: Path) -> None:
+    made = safe(trainer(tmp_path, regression(), numbers(24, nan_at=9)))
+    with guard(made, quiet()) as watching:
+        made.train()
+    assert [incident.step for incident in watching.incidents] == [2]
