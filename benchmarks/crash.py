@@ -109,7 +109,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def painted_full(rows: dict[str, Any]) -> Table:
-    """What a disk with room for two and a half states looks like after it was full."""
+    """What a third save does with half a state of room left."""
     table = Table(title="a disk that is full", title_justify="left")
     for column in ("format", "saved", "a resume gets", "MB left behind", "a small state fits then"):
         table.add_column(column)

@@ -27,7 +27,7 @@ from stepguard.state.atomic import Disk, Operation
 
 Result = TypeVar("Result")
 KINDS = ("resume", "between", "mkdir", "create", "write", "sync", "sync_folder", "rename", "unlink", "rmdir", "save")
-SAVES = 4
+SAVES = 3
 """Saves of a writer that nobody kills; the instant of death is uniform over such a life."""
 
 
@@ -114,7 +114,8 @@ def _judge(make: Callable[[], Format], folder: Path, size: int, shared: Shared, 
         state = form.load(folder)
     except Exception as fault:
         tally.newest_unusable += 1
-        tally.first_failure = tally.first_failure or f"{type(fault).__name__}: {fault}"[:300]
+        words = f"{type(fault).__name__}: {fault}".replace(str(folder), folder.name)
+        tally.first_failure = tally.first_failure or words[:200]
         return _fall_back(make, folder, size, tally, saved)
     found = None if state is None else step_of(state)
     if state is None:
@@ -195,9 +196,9 @@ def _bytes(folder: Path) -> int:
 def _expected_bytes(form: Format, folder: Path) -> int:
     """What lies under the names a user knows."""
     names = ("checkpoint.pt", "model.pt", "optimizer.pt", "last-good")
-    known = [path for path in folder.glob("*") if path.name in names or re_named(path)]
+    known = [path for path in folder.glob("*") if path.name in names or _of_a_step(path)]
     return sum(_bytes(path) if path.is_dir() else path.stat().st_size for path in known)
 
 
-def re_named(path: Path) -> bool:
+def _of_a_step(path: Path) -> bool:
     return path.is_dir() and path.name.partition("-")[0] in ("step", "checkpoint")

@@ -212,7 +212,9 @@ class Trainer(Folders):
 def _trainer(folder: Path, size: int) -> Any:
     from transformers import Trainer as Theirs
     from transformers import TrainingArguments
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(size))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -14,7 +14,7 @@ from benchmarks.disk.states import state_at, step_of
 
 @dataclass(frozen=True, slots=True)
 class FullDisk:
-    """What a format did on a disk with room for two and a half of its states."""
+    """What a format did when half a state of room was left after its second save."""
 
     saved: int
     """The last step that was reported saved."""
@@ -29,18 +29,21 @@ class FullDisk:
 def fill_up(make: Callable[[], Format], folder: Path, size: int) -> FullDisk | None:
     """Save until the disk is full; None where no small disk can be mounted."""
     form = make()
-    with small_disk(folder, int(3 * 4 * size * 2.5)) as mounted:
+    state_bytes = 3 * 4 * size
+    with small_disk(folder, 4 * state_bytes) as mounted:
         if not mounted:
             return None
-        where, saved, before = folder / "run", 0, 0
-        for step in (1, 2, 3, 4):
-            before = _used(folder)
-            try:
-                form.save(where, step, state_at(step, size))
-            except Exception:
-                break
-            saved = step
-        partial = max(_used(folder) - before, 0)
+        where, saved = folder / "run", 2
+        for step in (1, 2):
+            form.save(where, step, state_at(step, size))
+        before = _used(where)
+        (folder / "somebody-else").write_bytes(bytes(4 * state_bytes - before - state_bytes // 2))
+        try:
+            form.save(where, 3, state_at(3, size))
+            saved = 3
+        except Exception:
+            pass
+        partial = max(_used(where) - before, 0)
         loads = _loaded(make, where)
         try:
             make().save(where, 9, state_at(9, size // 10))

@@ -87,7 +87,7 @@ class NewFile:
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self.path = path
-        self.size = 0
+        self.size = self.synced = 0
         self._disk = disk
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = disk.perform(Operation("create", path), lambda: os.open(path, flags, 0o666))
@@ -101,6 +101,7 @@ class NewFile:
     def sync(self) -> None:
         """Make the content durable."""
         self._disk.perform(Operation("sync", self.path), lambda: os.fsync(self._fd))
+        self.synced = self.size
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ from benchmarks.disk.campaign import campaign
 from benchmarks.disk.damage import DAMAGES
 from benchmarks.disk.formats import FORMATS, Safetensors, Sealed, TwoFiles
 
-from benchmarks import corruption, crash
+from benchmarks import corruption, crash, store
 
 
 def test_sixty_random_kills_lose_nothing(tmp_path: Path) -> None:
@@ -53,3 +53,12 @@ def test_corruption_campaign_prints_and_keeps_its_table(tmp_path: Path, capsys: 
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert list(rows) == list(corruption.FORMATS)
     assert "load without a word" in capsys.readouterr().out
+
+
+def test_stall_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "store.json"
+    assert store.main(["--quick", "--output", str(output)]) == 0
+    ways = json.loads(output.read_text(encoding="utf-8"))["rows"]["tiny"]["ways"]
+    assert list(ways) == ["all cores", "one core"]
+    assert all(way["save_s"] > 0 and way["step_ms"] > 0 for way in ways.values())
+    assert "what a save costs training" in capsys.readouterr().out

@@ -128,7 +128,7 @@ def test_seal_larger_than_any_is_not_read(checkpoint: Path, monkeypatch: pytest.
 
 
 def test_seal_of_many_tensors_is_written_and_read(tmp_path: Path) -> None:
-    tensors = {f"model/{i}": torch.tensor([float(i)]) for i in range(20_000)}
+    tensors = {f"model/{i}": torch.tensor([float(i)]) for i in range(4000)}
     store = Store(tmp_path)
     store.save(1, tensors, {}, GOOD)
-    assert store.open().tensors["model/19999"].item() == 19_999.0
+    assert store.open().tensors["model/3999"].item() == 3999.0

@@ -15,7 +15,7 @@ from benchmarks.disk.states import GOOD, facts_at, state_at
 from state.store.kit import SIZE, held, in_child, names, saved
 from stepguard._errors import StepguardError, StoreError
 from stepguard.state.atomic import Operation
-from stepguard.state.store import Store, read_seal
+from stepguard.state.store import Store, read_seal, writing
 
 DOUBTFUL = replace(GOOD, good=False)
 
@@ -81,6 +81,14 @@ def test_everything_is_on_disk_before_the_name_and_the_name_before_the_pointer(t
     ]
     assert order == sorted(order)
     assert done[-1] == ("sync_folder", tmp_path.name)
+
+
+def test_large_files_are_synced_as_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "PACE", 4000)
+    disk = Recorder()
+    Store(tmp_path, disk=disk).save(1, {f"t{i}": torch.ones(1000) for i in range(5)}, {}, GOOD)
+    kinds = [op.kind for op in disk.operations if op.path.suffix == ".safetensors"]
+    assert kinds == ["create", "write", *(["write", "sync"] * 5), "sync"]
 
 
 def _all_operations(folder: Path) -> list[Operation]:

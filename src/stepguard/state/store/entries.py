@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepguard._errors import StoreError
-from stepguard.state.store.seal import SEAL, Health, Seal, digest_of, parse_seal, read_small
+from stepguard.state.store.seal import SEAL, Health, digest_of, parse_seal, read_small
 
 LAST_GOOD = "last-good"
 _CHECKPOINT = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
@@ -24,9 +24,13 @@ class Entry:
     serial: int
     health: Health
     written: str
-    size: int
-    """Bytes of all its files."""
+    sizes: dict[str, int]
+    """Bytes of its files."""
     seal_digest: str
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes.values())
 
     @property
     def good(self) -> bool:
@@ -46,13 +50,17 @@ def checkpoint_name(step: int, turn: int = 1) -> str:
     return f"step-{step}" if turn == 1 else f"step-{step}-{turn}"
 
 
-def look(folder: Path) -> tuple[list[Entry], list[PassedOver]]:
+Known = dict[tuple[Path, int, int, int], Entry]
+"""Entries by path, inode, time and size of their seal: one that did not change is not parsed again."""
+
+
+def look(folder: Path, known: Known | None = None) -> tuple[list[Entry], list[PassedOver]]:
     """The sealed checkpoints, newest first, and the folders that have the name of one but no seal that holds."""
     entries: list[Entry] = []
     damaged: list[PassedOver] = []
     for path in _named(folder, _CHECKPOINT):
         try:
-            entries.append(entry_of(path))
+            entries.append(_known_entry(path, known))
         except StoreError as fault:
             damaged.append(PassedOver(path, str(fault)))
     return sorted(entries, key=lambda entry: (entry.serial, entry.step), reverse=True), damaged
@@ -67,27 +75,42 @@ def entry_of(path: Path) -> Entry:
     """A checkpoint by its seal, and by its files being there with the sealed sizes."""
     content = read_small(path / SEAL)
     seal = parse_seal(content, path)
-    for name, sealed in seal.files.items():
-        try:
-            size = (path / name).lstat().st_size
-        except OSError:
-            raise StoreError(f"{path} is not whole: {name} is missing.") from None
-        if size != sealed.size:
-            raise StoreError(f"{path} is not whole: {name} has {size} bytes, {sealed.size} were sealed.")
-    return _entry(path, seal, digest_of(content))
-
-
-def _entry(path: Path, seal: Seal, digest: str) -> Entry:
-    size = sum(sealed.size for sealed in seal.files.values())
-    return Entry(
+    entry = Entry(
         path=path,
         step=seal.step,
         serial=seal.serial,
         health=seal.health,
         written=seal.written,
-        size=size,
-        seal_digest=digest,
+        sizes={name: sealed.size for name, sealed in seal.files.items()},
+        seal_digest=digest_of(content),
     )
+    _sizes_hold(entry)
+    return entry
+
+
+def _known_entry(path: Path, known: Known | None) -> Entry:
+    if known is None:
+        return entry_of(path)
+    try:
+        found = (path / SEAL).lstat()
+    except OSError:
+        return entry_of(path)
+    key = path, found.st_ino, found.st_mtime_ns, found.st_size
+    if key in known:
+        _sizes_hold(known[key])
+    else:
+        known[key] = entry_of(path)
+    return known[key]
+
+
+def _sizes_hold(entry: Entry) -> None:
+    for name, sealed in entry.sizes.items():
+        try:
+            size = (entry.path / name).lstat().st_size
+        except OSError:
+            raise StoreError(f"{entry.path} is not whole: {name} is missing.") from None
+        if size != sealed:
+            raise StoreError(f"{entry.path} is not whole: {name} has {size} bytes, {sealed} were sealed.")
 
 
 def pointer_bytes(name: str, seal_digest: str) -> bytes:

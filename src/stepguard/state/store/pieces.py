@@ -15,8 +15,8 @@ from torch import Tensor
 
 from stepguard.state.store.layout import REAL_PART, Form
 
-PIECE = 1 << 20
-"""Bytes of a piece."""
+PIECE = 1 << 19
+"""Bytes of a piece: fits the second-level cache, and is long enough for what is done without the interpreter lock."""
 
 _INTEGERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _EXPONENTS: dict[torch.dtype, tuple[int, int]] = {
@@ -43,10 +43,10 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 def _flat_pieces(tensor: Tensor) -> Iterator[Tensor]:
     most = max(PIECE // tensor.element_size(), 1)
-    if tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1), most)
-    elif tensor.numel() <= most:
+    if tensor.numel() <= most:
         yield tensor.contiguous().view(-1)
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), most)
     elif (row := tensor[0].numel()) <= most:
         for rows in torch.split(tensor, most // row):
             yield from _flat_pieces(rows)

@@ -22,6 +22,7 @@ from stepguard.state.store.claim import Claim
 from stepguard.state.store.entries import (
     LAST_GOOD,
     Entry,
+    Known,
     checkpoint_name,
     litter,
     look,
@@ -32,6 +33,9 @@ from stepguard.state.store.opening import Opened, open_last_good, open_one
 from stepguard.state.store.retention import remove, superfluous, sweep
 from stepguard.state.store.seal import FACTS, SEAL, Health, Seal, digest_of, first_line, seal_bytes
 from stepguard.state.store.writing import read_back, write_json, write_tensors
+
+KNOWN = 1000
+"""Entries that are remembered, at most."""
 
 
 class Store:
@@ -59,6 +63,7 @@ class Store:
         self.say = say or _warn
         self._check, self._disk = check, disk
         self._claim: Claim | None = None
+        self._known: Known = {}
 
     def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health) -> Path:
         """Write, prove and seal one checkpoint, then move `last-good` if it is good, then let old ones go.
@@ -95,7 +100,9 @@ class Store:
 
     def list(self) -> list[Entry]:
         """The sealed checkpoints, newest first, by their seals alone."""
-        return look(self.folder)[0]
+        if len(self._known) > KNOWN:
+            self._known.clear()
+        return look(self.folder, self._known)[0]
 
     def close(self) -> None:
         """Let another process write here."""

@@ -16,6 +16,9 @@ from stepguard.state.store.layout import FilePlan, Form, form_of, planned
 from stepguard.state.store.pieces import PIECE, nonfinite, pieces
 from stepguard.state.store.seal import LARGEST, SealedFile, SealedTensor, digest_of, open_plain
 
+PACE = 1 << 26
+"""Bytes between syncs of a large file: the disk works along, and never has a gigabyte to swallow at the end."""
+
 
 @dataclass(slots=True)
 class Written:
@@ -61,13 +64,20 @@ def read_back(path: Path, expected: SealedFile) -> None:
     fd, size = open_plain(path)
     digest = xxhash.xxh3_128()
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        _forget_pages(fd)
         while piece := os.read(fd, PIECE):
             digest.update(piece)
+        _forget_pages(fd)
     finally:
         os.close(fd)
     if size != expected.size or digest.hexdigest() != expected.digest:
         raise StoreError(f"{path.name} reads back different from what was written; the disk cannot be trusted.")
+
+
+def _forget_pages(fd: int) -> None:
+    """Before reading back, so that the disk is asked; afterwards, so that the user's data stays in memory instead."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -105,6 +115,8 @@ def _write_file(
             digest.update(piece)
             whole.update(piece)
             file.write(piece)
+            if file.size - file.synced >= PACE:
+                file.sync()
         if bad:
             written.nonfinite.append(name)
         written.tensors[name] = SealedTensor(
