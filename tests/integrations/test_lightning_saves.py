@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from integrations.lightning_scenes import (
     Net,
     bad_tensors,
     batches,
+    everything,
     fit,
     last,
     learned,
@@ -125,4 +127,19 @@ def test_a_run_goes_on_from_a_checkpoint_with_its_step_numbers(tmp_path: Path) -
     with pytest.warns(UserWarning, match="dirpath has changed"):
         fit(made, Net(), with_nan(batches(4), at=1), ckpt_path=tmp_path / "saves" / "last.ckpt", weights_only=False)
     assert [incident.step for incident in callback.incidents] == [5]
+    callback.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_hurt_between_two_steps_are_rewound_and_saving_goes_on(fused: bool, tmp_path: Path) -> None:
+    callback, module = GuardCallback(replace(QUIET, snapshot_every=2, probation=3)), Net(fused=fused)
+    made = run(tmp_path, module, batches(16), callback, Poison(10))
+    (incident,) = callback.incidents
+    assert incident.decision is not None
+    assert (incident.step, incident.decision.action) == (10, "rewind")
+    assert not bad_tensors(everything(made, module))
+    state = last(tmp_path)
+    assert not bad_tensors(learned(state))
+    assert state["global_step"] == 16
+    assert made.lr_scheduler_configs[0].scheduler.last_epoch < 16 - 3
     callback.close()
