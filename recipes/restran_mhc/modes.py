@@ -1,15 +1,15 @@
-"""ResTran's natural failure in four modes: resumed at half of the run with a learning rate that is far too high.
+"""ResTran's natural failure in four modes: resumed at half of the run with 30 times the learning rate.
 
-The routing scores grow until exp in the original's Sinkhorn overflows at 88.7. With 30 times the rate the loss is
-ruined long before that, and the guard goes back before there is any NaN. With 150 times the rate the very next step
-overflows. Either way it goes back to a state that was good by its loss, not merely finite.
+The routing scores grow until exp in the original's Sinkhorn overflows at 88.7. In a run that has learned its task the
+loss is ruined before that, and the guard goes back before there is any NaN. In a run that has not, a high loss is
+nothing unusual, and the overflow comes first. Either way it goes back to a state that was good by its loss.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -34,27 +34,23 @@ ORIGINAL = Config(
     STEPS_PER_EPOCH=40,
     GUARD="original",
 )
-SHORT = ORIGINAL.with_(STEPS_PER_EPOCH=14, BATCH_SIZE=8, CHANNELS=(4, 8, 16), FRAMES=2, VALIDATION_PLATES=16)
+YOUNG = ORIGINAL.with_(STEPS_PER_EPOCH=14, BATCH_SIZE=8, CHANNELS=(4, 8, 16), FRAMES=2, VALIDATION_PLATES=64)
+TIMES = 30.0
+Measure = Callable[[Trainer], float]
 
 
-def run(times: float, mode: Mode, short: bool) -> Outcome:
-    """One mode on the toy plates; at half of the run it is resumed with `times` the learning rate."""
-    config = SHORT if short else ORIGINAL
+def run(config: Config, measure: Measure, mode: Mode, short: bool) -> Outcome:
+    """One mode on the toy plates; there is no shorter form of it."""
     if mode == "healthy":
-        return _healthy(config)
+        return _resumed(config, measure, mode, 1.0)
     if mode == "seedfix":
         config = config.with_(SINKHORN="clamp")
     if mode == "guarded":
         config = config.with_(GUARD="stable")
-    return _resumed(config, mode, times)
+    return _resumed(config, measure, mode, TIMES)
 
 
-@cache
-def _healthy(config: Config) -> Outcome:
-    return _resumed(config, "healthy", 1.0)
-
-
-def _resumed(config: Config, mode: Mode, times: float) -> Outcome:
+def _resumed(config: Config, measure: Measure, mode: Mode, times: float) -> Outcome:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder), "verify")
@@ -70,7 +66,7 @@ def _resumed(config: Config, mode: Mode, times: float) -> Outcome:
         mode=mode,
         losses=tuple(trainer.history.losses),
         first_bad=seen.first_bad,
-        metric=trainer.validate()[0],
+        metric=measure(trainer),
         bad_parameters=parameters,
         bad_buffers=buffers,
         tensors=tensors,
@@ -105,27 +101,30 @@ def _train(trainer: Trainer, until: int) -> None:
         trainer.one_step(trainer.plates.draw(trainer.config.BATCH_SIZE))
 
 
-EXPECTED = Expectation(
-    metric="plate accuracy",
-    ops=("aten.exp",),
-    causes=("SG504",),
-    absolute=0.03,
-    source="components.py",
-    higher_is_better=True,
-    early=True,
-)
+def accuracy(trainer: Trainer) -> float:
+    return trainer.validate()[0]
+
+
+def loss(trainer: Trainer) -> float:
+    return trainer.validate()[1]
+
+
 EXPERIMENTS = (
     Experiment(
         name="resumed",
         title="restran_mhc: resumed with 30 times the learning rate",
-        run=partial(run, 30.0),
-        expected=EXPECTED,
+        run=partial(run, ORIGINAL, accuracy),
+        expected=Expectation(
+            metric="plate accuracy", causes=("SG504",), absolute=0.03, higher_is_better=True, early=True
+        ),
+        in_short=False,
     ),
     Experiment(
         name="overflow",
-        title="restran_mhc: resumed with 150 times the learning rate, exp overflows in Sinkhorn at once",
-        run=partial(run, 150.0),
-        expected=replace(EXPECTED, early=False),
-        in_short=False,
+        title="restran_mhc: the same before much is learned, exp overflows in Sinkhorn",
+        run=partial(run, YOUNG, loss),
+        expected=Expectation(
+            metric="validation loss", ops=("aten.exp",), causes=("SG504",), relative=0.05, source="components.py"
+        ),
     ),
 )
