@@ -15,7 +15,7 @@ import gc
 import json
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.parts import machine
-from benchmarks.parts.framework_loops import FULL, LOOPS, QUICK, Loop, Spent
+from benchmarks.parts import framework_loops, machine
+from benchmarks.parts.framework_loops import FULL, QUICK, Loop, Size, Spent
+from benchmarks.parts.lightning_loop import LightningLoop
 from benchmarks.parts.timing import SEED, interval_of_median
 
+LOOPS: dict[str, Callable[[Size], Loop]] = {
+    **framework_loops.LOOPS,
+    "lightning": lambda size: LightningLoop(size, fused=True),
+    "lightning-foreach": lambda size: LightningLoop(size, fused=False),
+}
 PROMISE = 1.01
 STEPS, PAIRS = 9, 24
 """Steps of one run, of which the first is left out, and runs of each kind."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from functools import partial
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +21,14 @@ from stepguard.engine.closure import ClosureStepper, needs_closure
 from stepguard.engine.context import bare_step, build_context
 from stepguard.engine.examine import agreed_trouble
 from stepguard.engine.intercept import offer
+from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
+from stepguard.engine.saving import Saving
 from stepguard.engine.shield import Shield
+from stepguard.engine.signals import Signals
 from stepguard.engine.stepper import Stepper
 from stepguard.records import GuardConfig, Incident
+from stepguard.state.feed import Feed
 from stepguard.state.step import LossFn
 
 __all__ = ["Guard", "StepResult", "watch"]
@@ -38,15 +46,24 @@ class Guard:
         scaler: GradScaler | None = None,
         modules: dict[str, nn.Module] | None = None,
         loader: Any = None,
+        state: dict[str, Any] | None = None,
         config: GuardConfig | None = None,
     ) -> None:
-        self._context = build_context(model, optimizer, scheduler, scaler, modules, config or GuardConfig())
-        self._loader = loader
+        self._context = build_context(model, optimizer, scheduler, scaler, modules, state, config or GuardConfig())
         self._shield = Shield(self._fault)
         stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
-        self._stepper = stepper(self._context, self._shield)
+        self._recovery = Recovery(self._context)
+        self._stepper = stepper(self._context, self._shield, self._recovery)
+        self._saving = Saving(self._context, self._recovery)
+        if loader is not None:
+            self._context.feed = Feed(loader, self._between, partial(self._recovery.say, "loader"))
+        self._signals = Signals(self._leave, self.close, partial(self._recovery.say, "signal"))
+        self._recovery.duties += [self._saving, self._signals]
         self._watcher: Watcher | None = None
         self._closed = False
+        if self._saving.has_store and self._context.config.on_signal == "save":
+            self._signals.listen()
+            self._context.resources.callback(self._signals.stop_listening)
 
     def step(self, loss_fn: LossFn, *micro_batches: Any) -> StepResult:
         """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip, update.
@@ -64,6 +81,32 @@ class Guard:
             raise ConfigError("guard.step got no batch; call guard.step(loss_fn, batch), or several micro-batches.")
         offer(self._context, loss_fn)
         return self._stepper.run(loss_fn, micro_batches)
+
+    def save(self) -> Path | None:
+        """Seal the present state now. None: refused, because the state is not good; `last-good` stays as it is.
+
+        With several ranks all of them call it, and the first one writes.
+        """
+        self._settle()
+        if not self.armed:
+            self._recovery.say("checkpoint", "NOT saved: a disarmed guard cannot tell whether the state is good")
+            return None
+        return self._saving.save()
+
+    def restore(self, path: str | PathLike[str] = "last-good") -> int:
+        """Load a sealed checkpoint, RNG and loader position included; damaged ones are passed over, each named.
+
+        Returns the optimizer steps done. `last-good` is the newest good one; raises StoreError where none is usable.
+        """
+        self._settle()
+        return self._saving.restore(path if path == "last-good" else Path(path))
+
+    @property
+    def loader(self) -> Feed:
+        """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
+        if self._context.feed is None:
+            raise ConfigError("this guard was given no loader; give stepguard.Guard(..., loader=loader).")
+        return self._context.feed
 
     def micro(self, loss_fn: LossFn, batch: Any) -> None:
         """For integrations, just before a framework runs forward and backward of one micro-batch by itself.
@@ -159,6 +202,8 @@ class Guard:
         try:
             self._finish()
             self._shield.call(None, self._last_look)
+            if self._signals.due():
+                self._signals.do()  # no further step will come
             self._shield.last(self._end)
         finally:
             self._context.resources.close()
@@ -173,6 +218,17 @@ class Guard:
         else:
             self._stepper.settle()
 
+    def _between(self) -> None:
+        """The loop asks for its next batch."""
+        if not self._closed:
+            self._shield.call(None, self._inner.between)
+
+    def _leave(self, number: int) -> None:
+        """A signal is about to end the process."""
+        saved = self._shield.call(None, self._saving.leave)
+        where = f"saved {saved}" if saved is not None else "no new checkpoint; the last good one stays"
+        self._recovery.say("signal", f"ending after {signal.Signals(number).name}: {where}")
+
     def _settle(self) -> None:
         if self._watcher is not None:
             self._watcher.settle()
@@ -184,7 +240,9 @@ class Guard:
         if incidents and incidents[-1].stopped:
             return  # said already
         if self._context.step and not self.finite():
-            self._inner.pipeline.last_look(bare_step(self._context))
+            incident = self._inner.pipeline.last_look(bare_step(self._context))
+            if incident is not None and incident.decision is not None and incident.decision.action == "rewind":
+                self._recovery.rewind()  # what is left behind is at least good
 
     def _end(self) -> None:
         context = self._context
@@ -210,5 +268,5 @@ class Guard:
 def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`."""
     guard = Guard(model, optimizer, **settings)
-    guard._watcher = Watcher(guard._context, guard._shield)
+    guard._watcher = Watcher(guard._context, guard._shield, guard._recovery)
     return guard

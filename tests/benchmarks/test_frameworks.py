@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.parts.framework_loops import LOOPS, QUICK, Clock
+from benchmarks.parts.framework_loops import QUICK, Clock
 
 from benchmarks import frameworks
 
@@ -23,8 +23,9 @@ def test_quick_run_measures_a_loop_and_its_control(tmp_path: Path, capsys: pytes
     assert "control" in capsys.readouterr().out
 
 
-def test_the_guard_is_gone_when_a_guarded_run_is_over() -> None:
-    loop, backward = LOOPS["trainer"](QUICK), torch.Tensor.backward
+@pytest.mark.parametrize("name", ["trainer", "lightning"])
+def test_the_guard_is_gone_when_a_guarded_run_is_over(name: str) -> None:
+    loop, backward = frameworks.LOOPS[name](QUICK), torch.Tensor.backward
     steps = loop.run(3, guarded=True)
     loop.close()
     assert len(steps) == 2

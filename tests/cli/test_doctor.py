@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from cli.journals import run_stepguard
 from state.checking import saved
+from stepguard.cli.app import app
 from stepguard.cli.examination import examine
 from stepguard.records.examination import Examination
 
@@ -74,6 +75,10 @@ def _forget_the_project() -> Any:
     sys.modules.pop("doctored_project", None)
 
 
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *words])
+
+
 def statuses(found: Examination) -> dict[str, str]:
     return {section.title: section.status for section in found.sections}
 
@@ -109,8 +114,8 @@ def test_poisoned_run_says_what_to_resume_and_what_to_move(project: Path) -> Non
     advice = found.sections[5]
     assert advice.commands == ("stepguard quarantine run",)
     assert any("run/step_20.pt (step 20)" in line for line in advice.lines)
-    done = run_stepguard("doctor", "run")
-    assert done.returncode == 4 and "outer.bias" in done.stdout and "stepguard quarantine run" in done.stdout
+    done = invoke("run")
+    assert done.exit_code == 4 and "outer.bias" in done.stdout and "stepguard quarantine run" in done.stdout
 
 
 def test_nothing_left_means_a_fresh_start(project: Path) -> None:
@@ -122,8 +127,8 @@ def test_nothing_left_means_a_fresh_start(project: Path) -> None:
 def test_configuration_that_the_checkpoint_overrides_fails(project: Path) -> None:
     saved.save_zip(Path("run/a.pt"), saved.trained())
     Path("config.py").write_text("LEARNING_RATE = 1e-4\nBATCH_SIZE = 32\n")
-    done = run_stepguard("doctor", "run", "--config", "config.py")
-    assert done.returncode == 5 and "OneCycleLR" in done.stdout and "0.0005" in done.stdout
+    done = invoke("run", "--config", "config.py")
+    assert done.exit_code == 5 and "OneCycleLR" in done.stdout and "0.0005" in done.stdout
 
 
 def test_rate_that_yaml_takes_for_a_text_is_a_warning(project: Path) -> None:
@@ -155,11 +160,11 @@ def test_forward_pass_names_the_first_bad_module(project: Path) -> None:
 
 
 def test_code_outside_the_project_is_not_imported(project: Path) -> None:
-    done = run_stepguard("doctor", "run", "--build", "json:loads")
-    assert done.returncode == 2 and "outside" in done.stderr
+    done = invoke("run", "--build", "json:loads")
+    assert done.exit_code == 2 and "outside" in done.stderr
 
 
 def test_json_has_all_sections(project: Path) -> None:
-    done = run_stepguard("doctor", "run", "--json")
+    done = invoke("run", "--json")
     data = json.loads(done.stdout)
     assert [section["title"] for section in data["sections"]] == TITLES and data["status"] == "fine"

@@ -62,8 +62,8 @@ def test_json_is_one_strict_object(good: Path, bad: Path) -> None:
 
 
 def test_missing_path_is_exit_code_2(tmp_path: Path) -> None:
-    done = run_stepguard("verify", str(tmp_path / "nothing"))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
+    done = invoke(tmp_path / "nothing")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
 
 
 def test_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_python_configuration_is_read_and_never_run(tmp_path: Path) -> None:
 )
 def test_configuration_without_one_rate_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    done = run_stepguard("verify", str(tmp_path), "--config", str(tmp_path / "c.yaml"))
-    assert done.returncode == 2 and words in done.stderr
+    done = invoke(tmp_path, "--config", tmp_path / "c.yaml")
+    assert done.exit_code == 2 and words in done.stderr
 
 
 def test_output_in_a_pipe_is_plain_and_fits_a_narrow_window(bad: Path) -> None:
-    done = run_stepguard("verify", str(bad), COLUMNS="60")
+    done = CliRunner().invoke(app, ["verify", str(bad)], env={"COLUMNS": "60"})
     assert "\x1b" not in done.stdout
     assert all(len(line) <= 60 for line in done.stdout.splitlines() if str(bad) not in line)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import stepguard
+from distributed.launch import launch
 from guard.scenes import difference
 
 WORKER = Path(__file__).with_name("worker.py")
-PATHS = [str(Path(stepguard.__file__).parents[1]), str(WORKER.parents[1])]
 TROUBLES = ["input", "labels", "backward", "statistics"]
 LOOPS = ["step", "watch"]
 WRAPS = ["ddp", "manual"]
@@ -32,34 +27,12 @@ FAULTS = ["-".join(("fault", *parts)) for parts in product(LOOPS, WRAPS, ["healt
 BAD_STEP = 2
 
 
-def launch(out: Path, names: list[str], seconds: int) -> tuple[int | None, str]:
-    """Exit code and what was said; None when the ranks had to be killed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
-    log = out / "log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [*command, str(WORKER), str(out), *names],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = None
-    return code, log.read_text()
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every scenario, run by one pair of processes; what each rank ended with."""
     out = tmp_path_factory.mktemp("ranks")
     names = [*HEALTHY, *TROUBLED, *SUSPECT, *BAD_START, *HALTING, *LOCATED, *FAULTS, "probe"]
-    code, log = launch(out, names, 200)
+    code, log = launch(WORKER, out, names, 200)
     found = {name: [out / f"{name}.{rank}.pt" for rank in (0, 1)] for name in names}
     ended = {name: files for name, files in found.items() if all(file.exists() for file in files)}
     assert code == 0, f"ended {len(ended)} of {len(names)} scenarios, last {list(ended)[-1:]}\n{log[-3000:]}"
@@ -159,7 +132,7 @@ def test_gradient_taken_without_the_guard_after_a_bad_step_is_healthy(outcomes: 
 
 def test_rank_that_skips_alone_ruins_or_hangs_the_run(tmp_path: Path) -> None:
     """The counter-example: why the guard decides on all ranks."""
-    code, _ = launch(tmp_path, ["skipping_alone"], 40)
+    code, _ = launch(WORKER, tmp_path, ["skipping_alone"], 40)
     files = [tmp_path / f"skipping_alone.{rank}.pt" for rank in (0, 1)]
     if code == 0 and all(file.exists() for file in files):
         ranks = [torch.load(file, weights_only=False) for file in files]
@@ -169,6 +142,6 @@ def test_rank_that_skips_alone_ruins_or_hangs_the_run(tmp_path: Path) -> None:
 
 
 def test_uncaught_halt_gives_every_rank_exit_code_three(tmp_path: Path) -> None:
-    code, log = launch(tmp_path, ["uncaught"], 60)
+    code, log = launch(WORKER, tmp_path, ["uncaught"], 60)
     assert code == 1, log  # torchrun's own code for ranks that failed
     assert "exitcode  : 3" in log and "training halted at step 2" in log

@@ -282,7 +282,7 @@ def _down(guard: Guard, scene: Scene, count: int = 80) -> None:
 def test_spike_of_hurt_weights_is_an_incident_and_a_hard_batch_is_not(fused: bool, tmp_path: Path) -> None:
     scene = _valley()
     scene.optimizer = torch.optim.SGD(scene.model.parameters(), lr=0.1, fused=fused)
-    with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path)) as guard:
+    with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path, snapshot_every=8)) as guard:
         _down(guard, scene, 85)
         hard = guard.step(scene.loss_fn, torch.tensor(30.0))
         assert hard.incident is None and hard.committed
@@ -291,7 +291,8 @@ def test_spike_of_hurt_weights_is_an_incident_and_a_hard_batch_is_not(fused: boo
         hurt = guard.step(scene.loss_fn, torch.tensor(0.0))
         assert hurt.incident is not None and hurt.incident.verdict.kind == "spike"
         assert (hurt.incident.verdict.evidence or {})["repeat_loss"] == pytest.approx(30.0, abs=0.1)
-        assert hurt.committed  # training on from here often recovers by itself, so the policy warns
+        assert hurt.incident.decision is not None and hurt.incident.decision.action == "rewind"
+        assert not hurt.committed and float(scene.model.height.detach()) < 5.0
     assert _notes(tmp_path) == [(85, "spike")]
 
 

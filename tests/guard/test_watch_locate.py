@@ -249,7 +249,7 @@ def _arm_at_the_start() -> Callable[[int, nn.Module], None]:
         assert len(tracing) == (1 if step else 0)
         if step == 0:
             hook = next(iter(model._forward_pre_hooks.values()))
-            hook._hear.__self__._on_call.__self__._arm(0)  # type: ignore[attr-defined]
+            hook._hear.__self__._on_call.__self__.arming._arm(0)  # type: ignore[attr-defined]
 
     return during
 

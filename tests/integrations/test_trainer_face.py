@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
+import stepguard
 from integrations.trainers import bad_tensors, journal_lines, llama, logged, numbers, quiet, regression, texts, trainer
 from stepguard import ConfigError, GuardConfig
 from stepguard.engine.context import guarded
@@ -187,6 +189,33 @@ with guard(made, quiet(run_dir={own!r})) as watching:
     made.train()
 print("incidents", len(watching.incidents))
 """
+
+
+REPLAYED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from integrations.trainers import llama, quiet, texts, trainer
+from stepguard.integrations.transformers import guard
+
+made = trainer(Path("out"), llama(), texts(16, lambda row: 8 <= row < 12), max_steps=4)
+with guard(made, quiet(run_dir="run")) as watching:
+    made.train()
+"""
+
+
+def test_a_capsule_of_a_trainer_is_run_again_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(REPLAYED.format(tests=str(Path(__file__).parents[1])))
+    path = list(sys.path)
+    runpy.run_path(str(script), run_name="__main__")
+    (capsule,) = (tmp_path / "run" / "incidents").glob("*/capsule")
+    incident = stepguard.replay(str(capsule), script="train.py")
+    sys.path[:] = path
+    assert incident.origin is not None and incident.origin.reproduced
+    assert incident.step == 2
+    assert incident.findings[0].code == "SG102"
 
 
 def test_stepguard_run_does_not_guard_a_guarded_trainer_twice(tmp_path: Path) -> None:

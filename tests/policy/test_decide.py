@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from stepguard.policy import Budget, decide
 from stepguard.policy.decide import BEYOND_REPAIR, Situation
+from stepguard.policy.places import Place, Remedy
 from stepguard.records import Action, Decision, Policy
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
+BACK = Remedy(place=Place(step=0), data="skip")
 policies = st.builds(
     Policy,
     actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5).map(tuple),
@@ -29,7 +31,8 @@ situations = st.builds(
     hurt=st.booleans(),
     at_start=st.booleans(),
     lost_share=st.none() | st.floats(0, 100),
-    can_rewind=st.booleans(),
+    remedy=st.none() | st.just(BACK),
+    can_retry=st.booleans(),
     new_scale=st.none() | st.just(8.0),
 )
 
@@ -44,7 +47,7 @@ def _play(policy: Policy, count: int, **facts: object) -> list[Decision]:
 
 
 def test_default_policy_skips_three_times_then_rewinds_then_starts_over_and_stops() -> None:
-    actions = [decision.action for decision in _play(Policy(), 16, can_rewind=True)]
+    actions = [decision.action for decision in _play(Policy(), 16, remedy=BACK)]
     assert actions == [*(["skip"] * 3 + ["rewind"]) * 3, *["skip"] * 3, "stop"]
 
 
@@ -57,10 +60,27 @@ def test_default_policy_stops_when_there_is_nothing_to_go_back_to() -> None:
 
 
 def test_damaged_state_is_not_skipped_over() -> None:
-    assert _play(Policy(), 1, hurt=True, can_rewind=True)[0].action == "rewind"
+    assert _play(Policy(), 1, hurt=True, remedy=BACK)[0].action == "rewind"
     (decision,) = _play(Policy(), 1, hurt=True)
     assert decision.action == "stop"
     assert "no skip: the state itself is damaged" in decision.reason
+
+
+def test_rewind_says_where_it_goes_and_what_becomes_of_the_data() -> None:
+    back = Remedy(place=Place(step=640), data="reorder", lr_factor=0.25)
+    (decision,) = _play(Policy(), 1, hurt=True, remedy=back)
+    assert (decision.rewound_to, decision.data, decision.lr_factor) == (640, "reorder", 0.25)
+
+
+def test_step_that_failed_by_chance_is_run_again_first() -> None:
+    assert _play(Policy(), 1, can_retry=True)[0].action == "retry"
+    assert _play(Policy(actions=("skip", "stop")), 1, can_retry=True)[0].action == "skip"
+    assert _play(Policy(), 1, can_retry=True, hurt=True)[0].action == "stop"
+
+
+def test_reason_for_no_rewind_is_passed_on() -> None:
+    (decision,) = _play(Policy(), 1, hurt=True, no_rewind="every remedy has been tried at step 64")
+    assert decision.action == "stop" and "tried at step 64" in decision.reason
 
 
 def test_state_that_was_bad_before_the_first_step_stops_the_run_unless_told_otherwise() -> None:
@@ -84,7 +104,7 @@ def test_scale_that_is_known_to_work_is_passed_on() -> None:
 
 
 def test_rewind_forgives_the_row_but_keeps_the_total() -> None:
-    _, budget = decide(Situation(step=9, can_rewind=True), Policy(actions=("rewind",)), Budget(consecutive=3, total=5))
+    _, budget = decide(Situation(step=9, remedy=BACK), Policy(actions=("rewind",)), Budget(consecutive=3, total=5))
     assert (budget.consecutive, budget.total, budget.rewinds) == (0, 6, 1)
 
 
@@ -99,7 +119,7 @@ def test_hurt_weights_beyond_repair_stop_the_run() -> None:
 
 
 def test_hurt_weights_are_rewound_where_possible() -> None:
-    assert _play(Policy(), 1, lost_share=1.0, can_rewind=True)[0].action == "rewind"
+    assert _play(Policy(), 1, lost_share=1.0, remedy=BACK)[0].action == "rewind"
 
 
 def test_policy_that_only_stops_also_stops_on_hurt_weights() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from preflight.asking import PROJECT, ask, inside
+from preflight.asking import PROJECT, ask, inside, written
 from stepguard import ConfigError
-from stepguard.preflight.run import selected
+from stepguard.preflight.run import check, selected
 from stepguard.preflight.subject import Subject, subject_of
 from stepguard.preflight.target import Request, resolve
 
@@ -29,6 +29,23 @@ def test_configuration_alone_is_checked_as_far_as_it_goes() -> None:
     outcome = result.outcome("optimizer.eps")
     assert outcome.status == "not_checked"
     assert outcome.evidence == ("give TARGET as module:function whose function returns the optimizer",)
+
+
+def test_points_of_the_checklist_are_judged_by_a_configuration_alone(tmp_path: Path) -> None:
+    config = written(tmp_path, warmup_steps=2000, grad_clip=0.5)
+    result = ask(str(config), "checklist", config=None)
+    judged = {o.id.partition(".")[2]: o.status for o in result.outcomes if o.status != "not_checked"}
+    assert judged == dict.fromkeys(
+        ("lr", "clip", "loss_checked", "warmup", "accumulation", "norms", "checkpoints", "recovery"), "pass"
+    )
+
+
+def test_source_is_not_judged_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with inside(tmp_path):
+        subject, place = resolve(Request(target="config.json"))
+        result = check(subject, only=["checklist.norms"], place=place)
+    assert result.outcome("checklist.norms").status == "not_checked"
 
 
 def test_data_alone_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:

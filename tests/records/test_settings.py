@@ -16,8 +16,8 @@ from stepguard import ConfigError, GuardConfig, Policy
     [
         (
             Policy,
-            {"actions": ("retry",)},
-            "'retry' is not known; use one of 'skip', 'rewind', 'lower_lr', 'stop', 'warn'",
+            {"actions": ("repeat",)},
+            "'repeat' is not known; use one of 'retry', 'skip', 'rewind', 'lower_lr', 'stop', 'warn'",
         ),
         (Policy, {"actions": ()}, "Policy.actions is empty"),
         (Policy, {"max_consecutive": -1}, "max_consecutive=-1 must be a whole number of at least 0"),
@@ -57,8 +57,8 @@ def test_settings_are_frozen_and_keyword_only(cls: type) -> None:
         cls(None)
 
 
-def test_default_policy_skips_then_rewinds_then_stops() -> None:
-    assert Policy().actions == ("skip", "rewind", "stop")
+def test_default_policy_runs_again_then_skips_then_rewinds_then_stops() -> None:
+    assert Policy().actions == ("retry", "skip", "rewind", "stop")
     assert Policy().max_consecutive == 3
     assert Policy().bad_start == "stop"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.records.preflight import Outcome, Preflight
 from stepguard.report.preflight import SECTIONS, render_preflight
@@ -55,3 +57,12 @@ def test_every_item_has_a_section() -> None:
 
     parts = {part for names in SECTIONS.values() for part in names}
     assert {item.id.partition(".")[0] for item in ITEMS} <= parts
+
+
+def test_every_item_is_in_the_docs() -> None:
+    from stepguard.preflight.items import ITEMS
+
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
+    points = [item.id for item in ITEMS if item.id.startswith("checklist.")]
+    assert len(points) == 10
+    assert [item.id for item in ITEMS if item.id not in points and f"`{item.id}`" not in page] == []

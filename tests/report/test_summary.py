@@ -119,7 +119,9 @@ def test_incidents_of_one_kind_are_one_group() -> None:
 
 
 def test_settings_are_shown_only_where_they_are_not_the_default() -> None:
-    header = {"config": {"clip_norm": 1.0, "spike_window": 64, "policy": {"actions": ["skip", "rewind", "stop"]}}}
+    header = {
+        "config": {"clip_norm": 1.0, "spike_window": 64, "policy": {"actions": ["retry", "skip", "rewind", "stop"]}}
+    }
     assert summarize(Written(header=header)).changed_settings == {"clip_norm": 1.0}
     assert summarize(Written(header={"config": None})).changed_settings == {}
 

@@ -35,9 +35,7 @@ def examine(folder: Path, *, config: Path | None, build: str | None, watch: Sequ
         _forward(fresh),
         _watched(fresh, checkpoints, watch),
     )
-    return Examination(
-        path=str(folder), sections=(*sections, _recommendations(folder, checkpoints, sections, settings))
-    )
+    return Examination(path=str(folder), sections=(*sections, _recommendations(folder, checkpoints, sections)))
 
 
 def _verified(folder: Path, watch: Sequence[str]) -> Verification:
@@ -144,15 +142,10 @@ def _range(low: float, high: float) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
-def _recommendations(
-    folder: Path, found: Verification, sections: Sequence[Section], settings: dict[str, Any] | None
-) -> Section:
-    lines, commands = [], []
+def _recommendations(folder: Path, found: Verification, sections: Sequence[Section]) -> Section:
+    lines: list[str] = []
     bad = [leaf for leaf in found.leaves if leaf.corrupt]
     best = best_of(found)
-    if bad:
-        lines.append(f"move {count(len(bad), 'corrupt checkpoint')} out of the way, so that nothing resumes from it:")
-        commands.append(f"stepguard quarantine {shlex.quote(str(folder))}")
     if best is not None:
         at = "" if best.step is None else f" (step {best.step:,})"
         lines.append(f"resume from {best.path}{at}: the newest one that is whole and finite")
@@ -163,9 +156,11 @@ def _recommendations(
     missing = [section.title for section in sections if section.status == "not checked"]
     if missing:
         lines.append(f"not checked: {', '.join(missing)}")
-    if not lines:
-        lines.append("nothing to do")
-    return Section(title="recommendations", status="fine", lines=tuple(lines), commands=tuple(commands))
+    if not bad:
+        return Section(title="recommendations", status="fine", lines=tuple(lines) or ("nothing to do",))
+    lines.append(f"move {count(len(bad), 'corrupt checkpoint')} out of the way, so that nothing resumes from there:")
+    command = f"stepguard quarantine {shlex.quote(str(folder))}"
+    return Section(title="recommendations", status="warning", lines=tuple(lines), commands=(command,))
 
 
 def best_of(found: Verification) -> Verification | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
+from typing import Any
 
 from stepguard.records.reading import Reading
 
@@ -72,6 +73,13 @@ class History:
         return median(list(self.losses)[-9:])
 
     @property
+    def limit(self) -> float | None:
+        """The highest level that still counts as where the loss has been; None before the first loss."""
+        if not self.losses:
+            return None
+        return min(self.level, median(self.losses)) + USUAL * self.spread
+
+    @property
     def began_at(self) -> float:
         return max(self.first)
 
@@ -104,12 +112,29 @@ class History:
         return max(known, default=0.0)
 
 
+USUAL = 2.0
+"""Deviations above its usual level within which a loss says nothing against the weights."""
 LR_JUMP = 2.0
 """Times above every configured and seen learning rate."""
 LR_JUMP_MEMORY = 10
 """Steps for which a jump of the learning rate explains what follows."""
 MATURE = 16
 """Losses from which on the noise can be told from the trend."""
+
+
+def history_facts(history: History) -> dict[str, Any]:
+    """Everything it remembers, in plain containers of its own."""
+    found = {f.name: getattr(history, f.name) for f in fields(history)}
+    return {name: list(value) if isinstance(value, deque | list) else value for name, value in found.items()}
+
+
+def history_from(facts: dict[str, Any]) -> History:
+    """The inverse of `history_facts`; what another version wrote and this one does not know is left out."""
+    known = {f.name for f in fields(History)}
+    given: dict[str, Any] = {
+        name: list(value) if isinstance(value, list) else value for name, value in facts.items() if name in known
+    }
+    return History(**given)
 
 
 def _highest(before: tuple[float, ...], now: tuple[float, ...]) -> tuple[float, ...]:

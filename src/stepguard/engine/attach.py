@@ -19,15 +19,17 @@ from torch.optim import Optimizer
 from stepguard.engine import settle as close
 from stepguard.engine.arming import Arming
 from stepguard.engine.capture import Capture
-from stepguard.engine.closure import Repeated, needs_closure, silence, wrapped_once
+from stepguard.engine.closure import Repeated, needs_closure, wrapped_once
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
+from stepguard.engine.hidden import HiddenGradients
 from stepguard.engine.hold import Hold
-from stepguard.engine.late import LateUpdate, takes_found_inf
+from stepguard.engine.late import LateUpdate, found_inf, takes_found_inf
 from stepguard.engine.micro import MicroBatches
 from stepguard.engine.overhear import Overheard
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.reader import Pending, Reader, count_labels
+from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
@@ -40,20 +42,16 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import LossFn, Step
 
 
-def found_inf(optimizer: Optimizer) -> Tensor | None:
-    """What a scaler, or this guard, has told a fused optimizer."""
-    return getattr(optimizer, "found_inf", None)
-
-
 class Watcher:
     """Hooks of one guard on one optimizer, and its ear at the taps."""
 
-    def __init__(self, context: Context, shield: Shield) -> None:
-        self.context, self.shield = context, shield
+    def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
+        self.context, self.shield, self.recovery = context, shield, recovery
         self.arming = Arming(context)
-        self.reader, self.pipeline = Reader(context), Pipeline(context, self.arming.locate)
+        self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate, reruns=False)
+        recovery.after_rewind.append(self.reader.rewound)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
-        self.capture = Capture(context.model, shield, self.arming.model_called)
+        self.capture = Capture(context.model, shield, self._model_called)
         self.micro = MicroBatches(self._deaf)
         self._listening = True
         self.dropped = False
@@ -62,10 +60,14 @@ class Watcher:
         self._incident: Incident | None = None
         self.vetoing = False
         """This step has been found bad: its update must not happen."""
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._hidden = HiddenGradients(context)
         self._undo: UndoCopy | None = None
         self._late: LateUpdate | None = None
         self._own_flag = False
+        self._begun = False
+        """The update before this one has been closed."""
+        self._timeline = 0
+        """Rewinds before this step began: gradients from before a rewind belong to weights that are gone."""
         optimizer, resources = context.optimizer, context.resources
         resources.callback(self.capture.close)
         resources.callback(listen(self))
@@ -79,6 +81,8 @@ class Watcher:
     def begin_micro(self, loss_fn: LossFn, batch: Any) -> None:
         """A framework is about to run one micro-batch; the calls of the model need not be remembered then."""
         self.capture.off = True
+        if self.micro.first:
+            self.shield.call(None, self._step_begins)
         self.shield.call(None, self.micro.add, loss_fn, batch)
         self.heard.labels = self.shield.call(None, count_labels, batch, self.context)
 
@@ -116,14 +120,34 @@ class Watcher:
         elif self.heard.losses:
             self._scaler_skipped(update)
         else:
-            update(self._present_scale() if self.hold.scaler else None)
+            update(close.present_scale(self.context) if self.hold.scaler else None)
             self.hold.scaler = False
+
+    def _model_called(self, arguments: dict[str, Any]) -> None:
+        if not self.capture.calls:
+            self._step_begins()
+        self.arming.model_called(arguments)
+
+    def _step_begins(self) -> None:
+        """Before anything of the next step has run."""
+        self.between()
+        self._timeline = self.context.budget.rewinds
+
+    def between(self) -> None:
+        """The loop is between two steps; a snapshot needs the last one closed."""
+        if self.recovery.due():
+            self._begin()
+        self.recovery.between()
 
     # --- hooks -------------------------------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         self._begin()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None and self._rewound():
+            self._hidden.hide(needs_some=self._undo is not None)
+            self.vetoing = True
+            return None
         if closure is None:
             self.check()
             return None
@@ -135,7 +159,7 @@ class Watcher:
         return (args[0], checked, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        self._give_back()
+        self._hidden.give_back()
         theirs = found_inf(optimizer) if not self.shield.armed else None
         if theirs is not None and bool(theirs):
             return  # disarmed, and the scaler has told the kernel to do nothing
@@ -153,6 +177,9 @@ class Watcher:
 
     def _begin(self) -> None:
         """The loop has come to the next update: close the last one first."""
+        if self._begun:
+            return
+        self._begun = True
         moved = self.shield.call(None, self.hold.moved)
         with self.arming.paused():
             taken_back = self.settle()
@@ -199,13 +226,13 @@ class Watcher:
         if verdict.severity == "note":
             self.shield.call(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
-            self._hide()
+            self._hidden.hide(needs_some=self._undo is not None)
             if verdict.kind not in FINITE_KINDS:
                 self.shield.call(None, step.buffers.restore)  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self.vetoing = not let_through(verdict, self._incident)
             if not self.vetoing:
-                self._give_back()
+                self._hidden.give_back()
 
     def _flag(self, pending: Pending) -> None:
         """Fused: tell the kernel, read later. A scaler's own flag is kept and joined."""
@@ -267,12 +294,13 @@ class Watcher:
         self._book(self._step(self._reading), self._reading, went_through=False)
         self._end_step()
         self._apply(incident, hold=True)
+        self._timeline = self.context.budget.rewinds
 
     def _apply(self, incident: Incident | None, *, hold: bool) -> None:
         """What was decided may change the schedule, so it is held as it is afterwards."""
         try:
             if incident is not None:
-                close.apply(self.context, incident)
+                close.apply(self.context, self.recovery, incident)
         finally:
             if hold:
                 self.shield.call(None, self.hold.vetoed)
@@ -301,16 +329,24 @@ class Watcher:
             return
         if went_through:
             self.shield.call(None, close.committed, self.context, step, reading)
+            self.shield.call(None, self.recovery.committed, reading.step + 1)
         else:
             self.shield.call(None, close.recorded, self.context, reading, went_through=False)
 
     def _end_step(self) -> None:
         self._reading, self._undo = None, None
         self._incident, self.vetoing = None, False
+        self._begun = False
         self.forget()
-        self.context.step += 1
+        if not self._rewound():
+            self.context.step += 1
+        self._timeline = self.context.budget.rewinds
         self.shield.call(None, self.context.buffers.remember)
         self.shield.call(None, self.arming.begin)
+
+    def _rewound(self) -> bool:
+        """Has the state been put back since this step's forward pass?"""
+        return self._timeline != self.context.budget.rewinds
 
     def forget(self) -> None:
         """What was heard of a step that is over, or of an evaluation that is made again."""
@@ -341,19 +377,6 @@ class Watcher:
 
     # --- veto --------------------------------------------------------------------------------------------------
 
-    def _hide(self) -> None:
-        self._hidden = [(p, p.grad) for p in self.context.parameters]
-        if self._undo is not None:  # a closure optimizer needs gradients to end on
-            silence(self.context.optimizer)
-            return
-        for parameter, _ in self._hidden:
-            parameter.grad = None
-
-    def _give_back(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
-
     def _scaler_skipped(self, update: Update) -> None:
         """The scaler skipped by itself: the optimizer's hooks were never called."""
         self._begin()
@@ -362,7 +385,7 @@ class Watcher:
         reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if reading is not None:
             self._judge(self._step(reading), reading)
-        self._give_back()
+        self._hidden.give_back()
         if not self.vetoing:
             update(None)
             self._book(self._step(reading), reading, went_through=False)
@@ -371,9 +394,5 @@ class Watcher:
         try:
             self._vetoed()
         finally:
-            update(self._present_scale())
+            update(close.present_scale(self.context))
             self.hold.scaler = False
-
-    def _present_scale(self) -> Tensor | None:
-        scale = self.context.scaler._get_scale_async() if self.context.scaler is not None else None
-        return scale.clone() if scale is not None else None

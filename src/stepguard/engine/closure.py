@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from stepguard.engine import settle as close
+from stepguard.engine.again import run_again
 from stepguard.engine.pipeline import FINITE_KINDS, let_through
 from stepguard.engine.reader import MicroLoss
 from stepguard.engine.result import StepResult
@@ -18,6 +19,7 @@ from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
 from stepguard.sentinel.gradients import clip
 from stepguard.sentinel.undo import UndoCopy
+from stepguard.state.rng import capture_rng
 from stepguard.state.step import LossFn, Step
 
 
@@ -33,30 +35,31 @@ class ClosureStepper(Stepper):
         step = self.shield.call(None, self.begin, loss_fn, micro_batches)
         if step is None:
             return self._plain(loss_fn, micro_batches)
+        step.began = capture_rng()
         undo = UndoCopy(self.context.optimizer)
         evaluations = Evaluations(self, step)
         self.context.optimizer.step(evaluations.closure)
         reading = evaluations.first
         if evaluations.incident is not None and reading is not None:
-            return self._undone(undo, evaluations.incident, reading, evaluations.bad_gradients)
+            return self._undone(step, undo, evaluations, reading)
         self.shield.call(None, self.reader.after_update)
         self._advance()
         if reading is not None:
             self._after(step, reading, went_through=True)
         return StepResult().resolve(reading, committed=True)
 
-    def _undone(
-        self, undo: UndoCopy, incident: Incident, reading: Reading, gradients: list[tuple[Tensor, Tensor | None]]
-    ) -> StepResult:
-        context = self.context
+    def _undone(self, step: Step, undo: UndoCopy, evaluations: Evaluations, reading: Reading) -> StepResult:
+        context, incident = self.context, evaluations.incident
+        assert incident is not None
         undo.restore()
         context.buffers.restore()
-        for parameter, gradient in gradients:
+        for parameter, gradient in evaluations.bad_gradients:
             parameter.grad = gradient
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
-        close.apply(context, incident)
-        return StepResult().resolve(reading, committed=False, incident=incident)
+        close.apply(context, self.recovery, incident)
+        again = run_again(self, step, incident)
+        return again or StepResult().resolve(reading, committed=False, incident=incident)
 
     def _plain(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
         def closure() -> float:

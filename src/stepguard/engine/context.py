@@ -8,7 +8,8 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
 from stepguard.engine.intercept import borrowing
+from stepguard.engine.outlet import Outlet
 from stepguard.journal import Journal
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
@@ -30,6 +32,7 @@ from stepguard.report.terminal import Terminal
 from stepguard.sentinel.gradients import finite
 from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
+from stepguard.state.feed import Feed
 from stepguard.state.step import Step, unwrapped
 
 guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -47,6 +50,8 @@ class Context:
     scheduler: LRScheduler | None
     scaler: GradScaler | None
     modules: dict[str, nn.Module]
+    extra: dict[str, Any]
+    """Further objects with a state: an EMA, a curriculum."""
     config: GuardConfig
     agreement: Agreement
     history: History
@@ -57,6 +62,8 @@ class Context:
     terminal: Terminal
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    outlet: Outlet = field(default_factory=Outlet)
+    """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
     incidents: list[Incident] = field(default_factory=list)
     commit_hooks: list[Callable[[], None]] = field(default_factory=list)
@@ -70,6 +77,10 @@ class Context:
     """Ids of accepted tensors, so that the cheap look leaves them out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
     """Extremes of every buffer before the first step, on the device until something is wrong."""
+    feed: Feed | None = None
+    """The user's loader, where the guard was given it."""
+    resumed: bool = False
+    """A checkpoint was restored in this process."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     last_read: float = field(default_factory=time.perf_counter)
@@ -112,6 +123,7 @@ class Context:
         """A journal line that is neither a step nor an incident."""
         if self.journal is not None:
             self.journal.write(kind, fields)
+        self.outlet.note(kind, fields)
 
 
 def build_context(
@@ -120,20 +132,20 @@ def build_context(
     scheduler: LRScheduler | None,
     scaler: GradScaler | None,
     modules: dict[str, nn.Module] | None,
+    extra: dict[str, Any] | None,
     config: GuardConfig,
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
     optimizer = _real_optimizer(optimizer)
     _check(model, optimizer, modules)
+    _check_extra(extra)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
     context = Context(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        scaler=scaler,
+        *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
+        extra=dict(extra or {}),
         config=config,
         agreement=agreement,
         history=History(window=config.spike_window),
@@ -171,12 +183,22 @@ def _open_files(context: Context) -> None:
     if config.human_log is not None:
         context.human = HumanLog(Path(config.human_log), rank)
         context.resources.callback(context.human.close)
+    if config.sinks and rank == 0:
+        context.outlet = Outlet(config.sinks)
+        context.outlet.say = partial(_sink_lost, context)
+        context.resources.callback(context.outlet.close)
+
+
+def _sink_lost(context: Context, summary: str) -> None:
+    context.note("note", {"step": context.step, "kind": "sink", "summary": summary})
 
 
 def _header(context: Context) -> dict[str, Any]:
-    settings = {
-        k: v if isinstance(v, int | float | str | dict | None) else str(v) for k, v in asdict(context.config).items()
+    settings: dict[str, Any] = {
+        k: v if isinstance(v, int | float | str | dict | None) else str(v)
+        for k, v in asdict(replace(context.config, sinks=())).items()  # asdict copies, and a logger cannot be copied
     }
+    settings["sinks"] = [repr(sink) for sink in context.config.sinks]
     return {
         "time": time.time(),
         "stepguard": __version__,
@@ -207,3 +229,14 @@ def _check(model: object, optimizer: object, modules: object) -> None:
         isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
     ):
         raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
+
+
+def _check_extra(extra: object) -> None:
+    if extra is None:
+        return
+    for name, item in extra.items() if isinstance(extra, dict) else [("", extra)]:
+        if not name or not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"state[{name!r}] is a {type(item).__name__}; give a dict of objects with state_dict and "
+                "load_state_dict, for instance {'ema': ema}."
+            )

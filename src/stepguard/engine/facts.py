@@ -25,4 +25,5 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         scaling="dynamic" if context.scaling() else ("static" if context.loss_scale != 1.0 else "none"),
         world_size=context.agreement.size,
         committed=history.committed,
+        resumed=context.resumed,
     )

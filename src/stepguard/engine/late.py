@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stepguard.engine import settle as close
@@ -21,6 +22,11 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def found_inf(optimizer: Optimizer) -> Tensor | None:
+    """What a scaler, or this guard, has told a fused optimizer."""
+    return getattr(optimizer, "found_inf", None)
 
 
 class LateUpdate:

@@ -28,6 +28,11 @@ class MicroBatches:
         self._loss_fn = loss_fn
         self._kept.append((batch, capture_rng()))
 
+    @property
+    def first(self) -> bool:
+        """Has nothing of the step been told yet?"""
+        return not self._kept
+
     def clear(self) -> None:
         self._kept = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 from stepguard.detect import judge
@@ -14,6 +15,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.record import record
+from stepguard.engine.recovery import Recovery
 from stepguard.engine.runaway import blamed_on_update, ruined, stored_culprit, surfaces_only
 from stepguard.locate import locate
 from stepguard.policy import decide
@@ -31,8 +33,17 @@ ASK_FIRST, ASK_AGAIN = 4, 8
 class Pipeline:
     """What happens after a step has been read."""
 
-    def __init__(self, context: Context, find: Callable[[Step, Reading], Origin] | None = None) -> None:
-        self._context, self._find = context, find or locate
+    def __init__(
+        self,
+        context: Context,
+        recovery: Recovery,
+        find: Callable[[Step, Reading], Origin] | None = None,
+        *,
+        reruns: bool = True,
+    ) -> None:
+        """`reruns`: the guard runs the steps itself, so it can run them again for good."""
+        self._context, self._recovery, self._find = context, recovery, find or locate
+        self._reruns = reruns
         self._suspicious = (-1, 0)
         """The last suspicious step, and how many in a row there have been."""
 
@@ -64,7 +75,7 @@ class Pipeline:
         """Locate, diagnose, decide and record. The update has already been vetoed (or, `committed`, came too early)."""
         context = self._context
         incident = Incident(
-            id=f"{step.index:08d}-{verdict.kind}",
+            id=self._name(step, verdict),
             step=step.index,
             verdict=verdict,
             reading=reading,
@@ -78,13 +89,19 @@ class Pipeline:
             incident = record(context, incident, step)
         return incident
 
-    def last_look(self, step: Step) -> None:
+    def _name(self, step: Step, verdict: Verdict) -> str:
+        """After a rewind a step number comes again."""
+        name, known = f"{step.index:08d}-{verdict.kind}", {incident.id for incident in self._context.incidents}
+        return next(n for n in chain([name], (f"{name}-{i}" for i in count(2))) if n not in known)
+
+    def last_look(self, step: Step) -> Incident | None:
         """At the end of a run: were the parameters still finite after the last update?"""
         reading = Reading(step=step.index, lr=self._context.lr, bad_state=tuple(stored_trouble(self._context)))
         said = self._context.incidents[-1].reading.bad_state if self._context.incidents else ()
         verdict = judge(reading, self._context.history, self._context.config)
         if verdict.bad and not set(reading.bad_state) <= set(said):
-            self.respond(step, reading, verdict, committed=True)
+            return self.respond(step, reading, verdict, committed=True)
+        return None
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
         """Worth a line, not an action."""
@@ -128,14 +145,22 @@ class Pipeline:
         context = self._context
         reading = incident.reading
         hurt = committed or (bool(reading.bad_state) and not reading.state_born) or stored_culprit(incident.origin)
+        lost = lost_share(incident.verdict)
+        by_chance = incident.origin is not None and incident.origin.reproduced is False and lost is None
+        again = self._reruns and step.whole
+        remedy, why_not = self._recovery.plan(transient=again and (by_chance or (hurt and lost is None)))
         situation = Situation(
             step=incident.step,
             hurt=hurt,
-            lost_share=lost_share(incident.verdict),
+            lost_share=lost,
+            remedy=remedy,
+            no_rewind=why_not,
+            can_retry=by_chance and again and not hurt and self._recovery.retried != step.index,
             at_start=hurt and context.history.committed == 0 and not committed,
             new_scale=self._new_scale(step) if reading.overflow and context.config.loss_scale else None,
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
+        self._recovery.incident(incident.step, hurt=hurt or lost is not None)
         if situation.at_start and decision.action == "warn":
             accept(context, reading.bad_state)
         return decision

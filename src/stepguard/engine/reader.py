@@ -104,6 +104,11 @@ class Reader:
         """A cheap look at the new parameters, of a large model some in turn; read with the next step's packet."""
         self._state = self._largest(self._turn.share(self._context.parameters))
 
+    def rewound(self) -> None:
+        """The parameters are others now: all of them are looked at with the next packet."""
+        context = self._context
+        self._state = self._largest([*context.parameters, *state_tensors(context.optimizer)])
+
     def announce(self, loss: Tensor) -> None:
         """Before backward: what only this rank can see travels to the others with the gradients."""
         agreement = self._context.agreement

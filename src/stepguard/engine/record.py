@@ -25,6 +25,7 @@ def record(context: Context, incident: Incident, step: Step) -> Incident:
         write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
     if context.human is not None:
         context.human.incident(incident)
+    context.outlet.incident(incident)
     context.terminal.incident(incident)
     return incident
 

@@ -23,6 +23,19 @@ class StepResult:
         self._reading, self._committed, self._incident, self._settle = reading, committed, incident, None
         return self
 
+    def answering(self, incident: Incident) -> StepResult:
+        """The step was run again because of this incident; one of the second run is the newer news."""
+        self._incident = self.incident or incident
+        return self
+
+    def take_over(self, other: StepResult) -> None:
+        """Become the result of the second run."""
+        self.resolve(other._reading, committed=other._committed, incident=other._incident)
+
+    def read(self) -> None:
+        """Wait for the numbers, if they are still on the device."""
+        self._read()
+
     @property
     def loss(self) -> float | None:
         """Sum of the micro-batch losses, exact and unscaled; None where the guard is disarmed."""

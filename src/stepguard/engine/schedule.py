@@ -26,12 +26,12 @@ class ScheduleCopy:
         self._scheduler.load_state_dict(copy.deepcopy(self._state))
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             for key, value in saved.items():
-                _put(group, key, value)
+                put_setting(group, key, value)
 
 
 def position(scheduler: LRScheduler) -> tuple[int, ...]:
     """How far a scheduler, and those it is made of, have come."""
-    return tuple(getattr(s, "last_epoch", 0) for s in _members(scheduler))
+    return tuple(getattr(s, "last_epoch", 0) for s in members(scheduler))
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -39,25 +39,14 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
 
 
-def _members(scheduler: Any) -> list[Any]:
+def members(scheduler: Any) -> list[Any]:
     """SequentialLR and ChainedScheduler hold further ones."""
-    return [scheduler, *(m for inner in getattr(scheduler, "_schedulers", ()) for m in _members(inner))]
+    return [scheduler, *(m for inner in getattr(scheduler, "_schedulers", ()) for m in members(inner))]
 
 
-def _put(group: dict[str, Any], key: str, value: Any) -> None:
+def put_setting(group: dict[str, Any], key: str, value: Any) -> None:
     """A learning rate that is a tensor keeps its identity: compiled optimizers hold on to it."""
     if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
         group[key].copy_(value)
     else:
         group[key] = value
-
-
-def lower_lr(optimizer: Optimizer, scheduler: LRScheduler | None, factor: float) -> None:
-    """Multiply every learning rate, and what schedulers derive theirs from, by `factor`."""
-    for group in optimizer.param_groups:
-        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
-            if key in group:
-                _put(group, key, group[key] * factor)
-    for member in _members(scheduler):
-        if hasattr(member, "base_lrs"):
-            member.base_lrs = [lr * factor for lr in member.base_lrs]

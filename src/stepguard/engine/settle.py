@@ -9,7 +9,8 @@ import torch
 
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
-from stepguard.engine.schedule import lower_lr
+from stepguard.engine.rates import scale_rates
+from stepguard.engine.recovery import Recovery
 from stepguard.records import Incident, Reading
 from stepguard.state.step import Step
 
@@ -39,21 +40,24 @@ def recorded(context: Context, reading: Reading, *, went_through: bool) -> None:
         context.journal.write_step(reading, committed=went_through)
     if context.human is not None:
         context.human.step(reading, committed=went_through)
+    context.outlet.step(reading, committed=went_through)
 
 
 def _young(context: Context) -> bool:
     return context.history.committed < ANCHOR_EVERY
 
 
-def apply(context: Context, incident: Incident) -> None:
+def apply(context: Context, recovery: Recovery, incident: Incident) -> None:
     """Do what was decided. Skipping needs nothing more: the update never happened."""
     decision = incident.decision
     if decision is None:
         return
+    if decision.action == "rewind":
+        recovery.rewind()
     if decision.new_scale is not None:
         context.loss_scale = decision.new_scale
     if decision.lr_factor is not None:
-        lower_lr(context.optimizer, context.scheduler, decision.lr_factor)
+        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.lr))
     if decision.action == "stop":
         context.terminal.halted(incident)
         exit_with_code_three()
@@ -62,11 +66,15 @@ def apply(context: Context, incident: Incident) -> None:
 
 def hold_scaler(context: Context) -> None:
     """End the scaler's step without moving scale or growth: this batch never came."""
-    scaler = context.scaler
-    if scaler is not None and context.scaling():
-        scale = scaler._get_scale_async()
-        if scale is not None:
-            scaler.update(new_scale=scale.detach().clone())
+    scale = present_scale(context)
+    if context.scaler is not None and context.scaling() and scale is not None:
+        context.scaler.update(new_scale=scale)
+
+
+def present_scale(context: Context) -> torch.Tensor | None:
+    """A copy of the scaler's scale, on the device; None before its first use."""
+    scale = context.scaler._get_scale_async() if context.scaler is not None else None
+    return scale.detach().clone() if scale is not None else None
 
 
 def exit_with_code_three() -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from stepguard.engine import settle as close
+from stepguard.engine.again import run_again
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
+from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
@@ -30,9 +32,10 @@ from stepguard.state.step import LossFn, Step
 class Stepper:
     """One optimizer step from zero_grad to scheduler.step, with the guard's parts in between."""
 
-    def __init__(self, context: Context, shield: Shield) -> None:
-        self.context, self.shield = context, shield
-        self.pipeline, self.reader = Pipeline(context), Reader(context)
+    def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
+        self.context, self.shield, self.recovery = context, shield, recovery
+        self.pipeline, self.reader = Pipeline(context, recovery), Reader(context)
+        recovery.after_rewind.append(self.reader.rewound)
         self._late: LateUpdate | None = None
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
@@ -48,9 +51,16 @@ class Stepper:
             return self._update_late(step, pending)
         return self._update_now(step, pending)
 
+    def between(self) -> None:
+        """The loop is between two steps; what is to be done there needs the last one read."""
+        if self.recovery.due():
+            self.settle()
+        self.recovery.between()
+
     def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step:
         """Remember what the step starts from."""
         context = self.context
+        self.recovery.between()
         context.buffers.remember()
         self.reader.start()
         return Step(
@@ -111,12 +121,15 @@ class Stepper:
             self._after(late.step, reading, went_through=not vetoed)
             return
         incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
-        late.result.resolve(reading, committed=not vetoed, incident=incident)
+        late.result.resolve(reading, committed=not (vetoed or rewinds(incident)), incident=incident)
         if vetoed and self._went_on_without(late, reading, incident):
             return
-        self._after(late.step, reading, went_through=not vetoed)
+        self._after(late.step, reading, went_through=not vetoed, incident=incident)
         if incident is not None:
-            close.apply(context, incident)
+            close.apply(context, self.recovery, incident)
+            again = run_again(self, late.step, incident, late=True)
+            if again is not None:
+                late.result.take_over(again)
 
     def _went_on_without(self, late: LateUpdate, reading: Reading, incident: Incident | None) -> bool:
         """The good micro-batches of a step that the device refused, one step late."""
@@ -166,7 +179,7 @@ class Stepper:
                 return self._vetoed(step, reading, verdict)
         self.shield.call(None, self.reader.after_update)
         self._advance()
-        self._after(step, reading, went_through=True)
+        self._after(step, reading, went_through=True, incident=incident)
         return result.resolve(reading, committed=True, incident=incident)
 
     def _refused(self, step: Step, pending: Pending, reading: Reading, verdict: Verdict) -> StepResult:
@@ -176,7 +189,7 @@ class Stepper:
         incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
         if let_through(verdict, incident):
             return self._commit(step, pending, reading, incident)
-        return self._drop(reading, incident)
+        return self._drop(step, reading, incident)
 
     def _vetoed(self, step: Step, reading: Reading, verdict: Verdict) -> StepResult:
         """The update does not happen. Buffers are put back before anything else."""
@@ -188,9 +201,9 @@ class Stepper:
             restore_rng(end)
             if partial is not None:
                 return partial
-        return self._drop(reading, incident)
+        return self._drop(step, reading, incident)
 
-    def _drop(self, reading: Reading, incident: Incident | None) -> StepResult:
+    def _drop(self, step: Step, reading: Reading, incident: Incident | None) -> StepResult:
         """Buffers, scaler and schedule are as if this batch had never come."""
         context = self.context
         context.buffers.restore()
@@ -198,8 +211,9 @@ class Stepper:
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
         if incident is not None:
-            close.apply(context, incident)
-        return StepResult().resolve(reading, committed=False, incident=incident)
+            close.apply(context, self.recovery, incident)
+        again = run_again(self, step, incident)
+        return again or StepResult().resolve(reading, committed=False, incident=incident)
 
     def _without_bad_micro_batches(
         self, step: Step, reading: Reading, incident: Incident, result: StepResult | None = None
@@ -245,15 +259,24 @@ class Stepper:
         if self.context.scheduler is not None:
             self.context.scheduler.step()
 
-    def _after(self, step: Step, reading: Reading, *, went_through: bool) -> None:
+    def _after(self, step: Step, reading: Reading, *, went_through: bool, incident: Incident | None = None) -> None:
         context = self.context
         if went_through:
             self._run_commit_hooks()
             self.shield.call(None, close.committed, context, step, reading)
+            self.shield.call(None, self.recovery.committed, reading.step + 1)
         else:
             self.shield.call(None, close.recorded, context, reading, went_through=False)
+        self.shield.call(None, self._keep, step, reading, went_through, incident)
         if step.index == context.step:
             context.step += 1
+
+    def _keep(self, step: Step, reading: Reading, went_through: bool, incident: Incident | None) -> None:
+        """What went as it should can be run again; what a bad step left behind cannot."""
+        if incident is None:
+            self.recovery.window.keep(step, reading.loss)
+        elif went_through:
+            self.recovery.window.broken(step.index)
 
     def _run_commit_hooks(self) -> None:
         for hook in self.context.commit_hooks:
@@ -304,6 +327,10 @@ class Stepper:
         if went_through:
             self._run_commit_hooks()
         return StepResult().resolve(None, committed=went_through)
+
+
+def rewinds(incident: Incident | None) -> bool:
+    return incident is not None and incident.decision is not None and incident.decision.action == "rewind"
 
 
 def _skipped(incident: Incident) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from stepguard._errors import StepguardError
 from stepguard.integrations._wrapping import swapped
 
+ITEMS = "num_items_in_batch"
 DATA = ("train_dataset", "eval_dataset")
 LARGE = 10_000
 """Containers with more elements hold data, not metrics."""
@@ -28,7 +29,14 @@ class TrainingStep:
     def __init__(self, trainer: Any, training_step: Callable[..., Any]) -> None:
         self._trainer, self._training_step = trainer, training_step
 
-    def loss(self, step: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Tensor:
+    def batch(self, inputs: Any, items: Any) -> Any:
+        """What `loss` takes: the inputs, and the number of items beside them, which is as much a part of the step."""
+        batch = copy.copy(inputs)
+        if items is not None and isinstance(batch, MutableMapping):
+            batch[ITEMS] = items
+        return batch
+
+    def loss(self, step: int, model: Any, batch: Any) -> Tensor:
         """Everything as at global step `step`, except that backward only notes what it was called on."""
         accelerator, state = self._trainer.accelerator, self._trainer.state
         roots: list[Tensor] = []
@@ -45,7 +53,9 @@ class TrainingStep:
             swapped(accelerator, "backward", note),
             swapped(torch.autograd, "backward", note_direct),  # a training_step that calls loss.backward() itself
         ):
-            self._training_step(model, copy.copy(batch), *args, **kwargs)
+            inputs = copy.copy(batch)
+            items = inputs.pop(ITEMS, None) if isinstance(inputs, MutableMapping) else None
+            self._training_step(model, inputs, items)
         if not roots:
             raise NoBackwardError(f"{type(self._trainer).__name__}.training_step called no backward.")
         return sum(roots[1:], start=roots[0])

@@ -8,7 +8,6 @@ Instances are wrapped, no class is changed or subclassed. The weaker callback-on
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import weakref
@@ -36,16 +35,17 @@ TRANSFORMERS.need(transformers.trainer, "rotate_checkpoints")
 
 from stepguard.integrations._holding import hold_schedule  # noqa: E402
 from stepguard.integrations._monitoring import GradientMonitoringCallback, safe_compute_loss  # noqa: E402
+from stepguard.integrations._precision import half_precision  # noqa: E402
 from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.integrations._trainer_log import INCIDENTS, TrueLoss, correct  # noqa: E402
 from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
 from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402
 from stepguard.integrations._wrapping import wrap  # noqa: E402
 
-__all__ = ["GradientMonitoringCallback", "SaveRefused", "TrainerGuard", "guard", "safe_compute_loss"]
+__all__ = ["GradientMonitoringCallback", "SaveRefused", "TrainerGuard", "guard", "half_precision", "safe_compute_loss"]
 
 WRAPPED = ("train", "training_step", "log", "save_model", "_save_checkpoint")
-_guarded: weakref.WeakKeyDictionary[Any, TrainerGuard] = weakref.WeakKeyDictionary()
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
@@ -88,8 +88,8 @@ class TrainerGuard:
         # after DefaultFlowCallback, which decides the flow, and before the loggers
         trainer.callback_handler.callbacks.insert(1, follow)
         self._undo.callback(_remove, trainer.callback_handler.callbacks, follow)
-        _guarded[trainer] = self
-        self._undo.callback(_guarded.pop, trainer, None)
+        _guarded.add(trainer)
+        self._undo.callback(_guarded.discard, trainer)
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -174,11 +174,11 @@ class TrainerGuard:
 
     def _training_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             if self._guard is not None:
-                now = self._trainer.state.global_step
-                self._guard.micro(functools.partial(self._step.loss, now, model, args, kwargs), copy.copy(inputs))
-            loss = original(model, inputs, *args, **kwargs)
+                loss_fn = functools.partial(self._step.loss, self._trainer.state.global_step, model)
+                self._guard.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
+            loss = original(model, inputs, num_items_in_batch)
             self._losses.add(loss)
             return loss
 

@@ -6,6 +6,7 @@ from stepguard.records.incident import Incident
 from stepguard.records.origin import Operand, Origin, Phase
 from stepguard.records.reading import Reading
 from stepguard.records.settings import GuardConfig, Policy
+from stepguard.records.sink import Sink
 from stepguard.records.verdict import Severity, Verdict, VerdictKind
 from stepguard.records.verification import Problem, Rate, Role, Verification
 
@@ -25,6 +26,7 @@ __all__ = [
     "Remedy",
     "Role",
     "Severity",
+    "Sink",
     "Verdict",
     "VerdictKind",
     "Verification",

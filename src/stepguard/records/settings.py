@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from stepguard._errors import ConfigError
 from stepguard.records.decision import Action
+from stepguard.records.sink import Sink
 
 ACTIONS: tuple[str, ...] = get_args(Action)
 
@@ -17,7 +18,7 @@ ACTIONS: tuple[str, ...] = get_args(Action)
 class Policy:
     """What to do about an incident: the actions are tried in order, each until its budget is used up."""
 
-    actions: tuple[Action, ...] = ("skip", "rewind", "stop")
+    actions: tuple[Action, ...] = ("retry", "skip", "rewind", "stop")
     """In order of preference. `stop` is implied at the end: a run never goes on without a decision."""
     max_consecutive: int = 3
     """Incidents in a row that `skip`, `lower_lr` or `warn` may answer; a committed step resets the count."""
@@ -27,8 +28,15 @@ class Policy:
     """Incidents in the whole run."""
     max_rewinds: int = 3
     """Rewinds in the whole run."""
+    rewind_data: Literal["skip", "reorder"] = "skip"
+    """What a rewind does with the steps since the snapshot: `skip` leaves them behind and the loop goes on with what
+    comes next; `reorder` runs them again in another order, without the bad one (`guard.step` only).
+
+    After a fault that is not the data's, they are first run again exactly as they were."""
+    rewind_lr: Literal["restore", "lower"] = "restore"
+    """The learning rate after a rewind: that of the snapshot, or that times `lr_factor`, once more for each rewind."""
     lr_factor: float = 0.5
-    """With `lower_lr`: what every learning rate is multiplied by."""
+    """What every learning rate is multiplied by with `lower_lr`, or by a rewind that lowers it."""
     bad_start: Literal["stop", "warn"] = "stop"
     """When parameters, buffers or optimizer state are non-finite before the first step."""
 
@@ -41,6 +49,8 @@ class Policy:
             _count(f"Policy.{name}", getattr(self, name))
         if not 0.0 < self.lr_factor < 1.0:
             raise ConfigError(f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5.")
+        _one_of("Policy.rewind_data", self.rewind_data, ("skip", "reorder"))
+        _one_of("Policy.rewind_lr", self.rewind_lr, ("restore", "lower"))
         _one_of("Policy.bad_start", self.bad_start, ("stop", "warn"))
 
 
@@ -56,9 +66,27 @@ class GuardConfig:
     """Folder for a readable log: `latest.log` (a link to the newest) and `training_log.jsonl`."""
     policy: Policy = field(default_factory=Policy)
     snapshot_every: int | Literal["auto"] = "auto"
-    """Steps between in-memory snapshots."""
+    """Steps between in-memory snapshots; `auto` keeps copying under 0.5 % of the time of training."""
+    snapshots: int = 3
+    """Snapshots kept in memory at a time; 0 takes none."""
+    snapshot_memory: int | None = None
+    """Bytes of host memory that snapshots may take; None is half of what is free when the first one is taken."""
+    probation: int = 20
+    """Steps without an incident, and with the loss where it was, after which a snapshot counts as good."""
+    replay_memory: int = 2**28
+    """Bytes of batches kept so that steps since a snapshot can be run again exactly; 0 keeps none."""
     checkpoint_every: int | None = None
-    """Steps between sealed checkpoints; None saves only when asked."""
+    """Steps between sealed checkpoints; None saves only when asked. Each is written in the background, once its
+    probation is over."""
+    keep: int = 3
+    """Newest good checkpoints that stay on disk."""
+    keep_every: int | None = None
+    """Checkpoints of every so many steps stay for good; None lets all but the newest go."""
+    resume_lr: Literal["checkpoint", "config"] = "checkpoint"
+    """Where `guard.restore` finds another learning rate than the optimizer was built with: which of the two counts."""
+    on_signal: Literal["save", "off"] = "save"
+    """SIGTERM and Ctrl+C: `save` ends the step and saves a good state before they have their effect (where there is a
+    `run_dir`); `off` leaves them alone."""
     loss_scale: float | None = None
     """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of the gradients.
 
@@ -83,6 +111,8 @@ class GuardConfig:
     """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run again elsewhere."""
     terminal: Literal["auto", "quiet"] = "auto"
     """`quiet` prints nothing; incidents are still recorded."""
+    sinks: tuple[Sink, ...] = ()
+    """Loggers that get every step and incident, on rank 0: see stepguard.integrations.sinks."""
 
     def __post_init__(self) -> None:
         _positive("GuardConfig.clip_norm", self.clip_norm)
@@ -92,8 +122,19 @@ class GuardConfig:
         _count("GuardConfig.spike_window", self.spike_window, least=8)
         if self.snapshot_every != "auto":
             _count("GuardConfig.snapshot_every", self.snapshot_every, least=1)
+        if self.snapshots:
+            _count("GuardConfig.snapshots", self.snapshots, least=2)
+        if self.snapshot_memory is not None:
+            _count("GuardConfig.snapshot_memory", self.snapshot_memory)
+        _count("GuardConfig.probation", self.probation, least=1)
+        _count("GuardConfig.replay_memory", self.replay_memory)
         if self.checkpoint_every is not None:
             _count("GuardConfig.checkpoint_every", self.checkpoint_every, least=1)
+        _count("GuardConfig.keep", self.keep, least=1)
+        if self.keep_every is not None:
+            _count("GuardConfig.keep_every", self.keep_every, least=1)
+        _one_of("GuardConfig.resume_lr", self.resume_lr, ("checkpoint", "config"))
+        _one_of("GuardConfig.on_signal", self.on_signal, ("save", "off"))
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy.")
         _count("GuardConfig.capsule_limit", self.capsule_limit)
@@ -101,6 +142,15 @@ class GuardConfig:
             raise ConfigError(f"GuardConfig.build={self.build!r} must look like 'package.module:function'.")
         _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))
         _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet"))
+        _sinks(self.sinks)
+
+
+def _sinks(sinks: object) -> None:
+    if not isinstance(sinks, tuple) or not all(isinstance(sink, Sink) for sink in sinks):
+        raise ConfigError(
+            f"GuardConfig.sinks={sinks!r} must be a tuple of stepguard.integrations.sinks.Sink, "
+            "for instance (TensorBoardSink('logs'),)."
+        )
 
 
 def _quoted(allowed: tuple[str, ...]) -> str:

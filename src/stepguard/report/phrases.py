@@ -26,6 +26,7 @@ VERDICT_TITLES: dict[str, str] = {
 }
 
 ACTION_DONE: dict[str, str] = {
+    "retry": "run again",
     "skip": "skipped",
     "rewind": "rewound",
     "lower_lr": "skipped, learning rate lowered",
@@ -34,11 +35,18 @@ ACTION_DONE: dict[str, str] = {
 }
 
 ACTION_EFFECT: dict[str, str] = {
+    "retry": "the replay is clean, so the same step is run once more with the same random numbers",
     "skip": "weights, optimizer state and buffers are as before the step",
-    "rewind": "model, optimizer and random state are back at the last good snapshot",
+    "rewind": "model, optimizer, schedule and buffers are back at a state that was good",
     "lower_lr": "weights are as before the step",
     "stop": "weights are those from before the bad step",
     "warn": "the policy says to go on",
+}
+
+REWIND_DATA: dict[str, str] = {
+    "repeat": "; the steps since run again as they were",
+    "skip": "; training goes on with the next batch",
+    "reorder": "; the steps since run again in another order, without the bad one",
 }
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -162,7 +170,15 @@ def effect(incident: Incident) -> str:
     action = incident.decision.action if incident.decision else ""
     if incident.reading.bad_state and action in ("stop", "warn"):
         return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
+    if incident.decision is not None and incident.decision.rewound_to is not None:
+        return rewound(incident.decision)
     return ACTION_EFFECT.get(action, "")
+
+
+def rewound(decision: Decision) -> str:
+    """Where a rewind went, and what became of the steps since."""
+    since = REWIND_DATA.get(decision.data or "", "")
+    return f"everything is as it was after {count(decision.rewound_to or 0, 'step')}{since}"
 
 
 def kind_of(incident: Incident) -> tuple[str, ...]:

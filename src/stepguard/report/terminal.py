@@ -54,6 +54,10 @@ class Terminal:
         counted = f" ({phrases.ordinal(times)} of this kind, next shown is the {phrases.ordinal(2 * times)})"
         self._line(f"step {step}: {verdict_summary}" + (counted if times > 1 else ""), "yellow")
 
+    def line(self, text: str) -> None:
+        """Something that is said every time: what became of a checkpoint, a signal, the loader."""
+        self._line(text, "yellow")
+
     def fault(self, message: str) -> None:
         """The guard itself failed: training goes on without it."""
         self._line(f"ERROR: the guard failed and is disarmed; training goes on unguarded: {message}", "bold red")

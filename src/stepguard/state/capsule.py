@@ -26,7 +26,7 @@ from stepguard.records.codec import dumps, from_jsonable, to_plain
 from stepguard.state.atomic import new_folder
 from stepguard.state.filling import fill_modules, fill_optimizer, optimizer_facts, resting_modules, state_tensors
 from stepguard.state.plain import NotPlainError, put_together, take_apart
-from stepguard.state.rng import RngState
+from stepguard.state.rng import RngState, rng_apart, rng_together
 from stepguard.state.step import Step
 
 SCHEMA = 1
@@ -69,7 +69,7 @@ class Capsule:
             raise CapsuleError(f"{self.folder} holds no batch ({why}); it can be read but not run again.")
         try:
             reading = from_jsonable(Reading, self.facts["reading"])
-            rng = [_rng_from(facts, self.tensors) for facts in self.facts["rng"]]
+            rng = [rng_together(facts, self.tensors) for facts in self.facts["rng"]]
             return reading, tuple(put_together(batch, self.tensors) for batch in batches), rng
         except RecursionError:
             raise CapsuleError(f"{self.folder} is damaged: its batch is nested without end.") from None
@@ -132,7 +132,7 @@ def write_capsule(
         "verdict": verdict.kind,
         "summary": verdict.summary,
         "environment": environment(),
-        "rng": [_rng_apart(state, tensors, f"rng/{i}") for i, state in enumerate(step.rng)],
+        "rng": [rng_apart(state, tensors, f"rng/{i}") for i, state in enumerate(step.rng)],
         "optimizer": optimizer_facts(step.optimizer),
         "resting": resting_modules(step),
     }
@@ -214,30 +214,3 @@ def running_script() -> dict[str, Any]:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     module = {"module": spec.name} if spec is not None and spec.origin == str(main) else {}
     return {"script": str(main.relative_to(Path.cwd())), "arguments": sys.argv[1:], **module}
-
-
-def _rng_apart(state: RngState, tensors: dict[str, Tensor], name: str) -> dict[str, Any]:
-    version, numbers, gauss = state.python
-    tensors[f"{name}/cpu"] = state.cpu
-    tensors[f"{name}/python"] = torch.tensor(numbers, dtype=torch.int64)
-    facts: dict[str, Any] = {"name": name, "python_version": version, "python_gauss": gauss}
-    if state.numpy is not None:
-        kind, keys, position, has_gauss, cached = state.numpy
-        tensors[f"{name}/numpy"] = torch.tensor(keys.astype("int64"))
-        facts["numpy"] = [kind, int(position), int(has_gauss), float(cached)]
-    for i, device in enumerate(state.devices):
-        tensors[f"{name}/device{i}"] = device.cpu()
-    return facts
-
-
-def _rng_from(facts: dict[str, Any], tensors: dict[str, Tensor]) -> RngState:
-    name = facts["name"]
-    python = (facts["python_version"], tuple(tensors[f"{name}/python"].tolist()), facts.get("python_gauss"))
-    numpy = None
-    if "numpy" in facts:
-        kind, position, has_gauss, cached = facts["numpy"]
-        numpy = (kind, tensors[f"{name}/numpy"].numpy().astype("uint32"), position, has_gauss, cached)
-    devices: list[Tensor] = []
-    while torch.accelerator.is_available() and f"{name}/device{len(devices)}" in tensors:
-        devices.append(tensors[f"{name}/device{len(devices)}"])
-    return RngState(cpu=tensors[f"{name}/cpu"], devices=tuple(devices), python=python, numpy=numpy)

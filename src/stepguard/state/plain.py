@@ -34,11 +34,11 @@ class Attributed(dict[str, Any]):
 
 
 def take_apart(value: Any, tensors: dict[str, Tensor], name: str, depth: int = 0) -> Any:
-    """The structure as JSON; each tensor goes into `tensors` under a name the structure refers to."""
+    """The structure as JSON; each tensor goes into `tensors`, not copied, under a name the structure refers to."""
     if depth > DEEPEST:
         raise NotPlainError(f"{name} is nested deeper than {DEEPEST} levels.")
     if isinstance(value, Tensor):
-        tensors[name] = value.detach().clone()
+        tensors[name] = value.detach()
         return {"tensor": name, "requires_grad": value.requires_grad, "device": value.device.type}
     if type(value) in SCALARS:
         return {"value": _spelled(value), "kind": type(value).__name__}

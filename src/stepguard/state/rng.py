@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,3 +54,32 @@ def _accelerator_states() -> tuple[torch.Tensor, ...]:
     if module is None or not hasattr(module, "get_rng_state_all") or not getattr(module, "is_initialized", bool)():
         return ()
     return tuple(module.get_rng_state_all())
+
+
+def rng_apart(state: RngState, tensors: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
+    """The state as named tensors and plain facts."""
+    version, numbers, gauss = state.python
+    tensors[f"{name}/cpu"] = state.cpu
+    tensors[f"{name}/python"] = torch.tensor(numbers, dtype=torch.int64)
+    facts: dict[str, Any] = {"name": name, "python_version": version, "python_gauss": gauss}
+    if state.numpy is not None:
+        kind, keys, position, has_gauss, cached = state.numpy
+        tensors[f"{name}/numpy"] = torch.tensor(keys.astype("int64"))
+        facts["numpy"] = [kind, int(position), int(has_gauss), float(cached)]
+    for i, device in enumerate(state.devices):
+        tensors[f"{name}/device{i}"] = device.cpu()
+    return facts
+
+
+def rng_together(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> RngState:
+    """The inverse of `rng_apart`."""
+    name = facts["name"]
+    python = (facts["python_version"], tuple(tensors[f"{name}/python"].tolist()), facts.get("python_gauss"))
+    numpy = None
+    if "numpy" in facts:
+        kind, position, has_gauss, cached = facts["numpy"]
+        numpy = (kind, tensors[f"{name}/numpy"].numpy().astype("uint32"), position, has_gauss, cached)
+    devices: list[torch.Tensor] = []
+    while torch.accelerator.is_available() and f"{name}/device{len(devices)}" in tensors:
+        devices.append(tensors[f"{name}/device{len(devices)}"])
+    return RngState(cpu=tensors[f"{name}/cpu"], devices=tuple(devices), python=python, numpy=numpy)

@@ -38,6 +38,8 @@ class Step:
     micro_batches: tuple[Any, ...] = ()
     rng: list[RngState] = field(default_factory=list)
     """State before each micro-batch."""
+    began: RngState | None = None
+    """State before the whole step, where that is not the first of `rng`."""
     scale: float = 1.0
     """What the loss was multiplied by before backward."""
     clip_norm: float | None = None
@@ -57,6 +59,11 @@ class Step:
     def model_only(self) -> bool:
         """Can only the model's part be run again?"""
         return self.loss_fn is None and self.model_fn is not None and bool(self.micro_batches)
+
+    @property
+    def start(self) -> RngState | None:
+        """Random numbers before the step; None where it was not the guard that ran it."""
+        return self.began or (self.rng[0] if self.rng else None)
 
     def named_roots(self) -> dict[str, nn.Module]:
         """Root modules by the prefix their names get; the model's own is ""."""

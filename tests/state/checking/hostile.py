@@ -177,12 +177,17 @@ def bomb(size: int = 64 << 20) -> bytes:
 
 
 def overlapping() -> bytes:
-    """Two names for the same bytes, as bombs of overlapping entries have."""
+    """The first entry claims the bytes of the second as well, as bombs of overlapping entries do."""
     data = bytearray(zip_with({"archive/data.pkl": b"N." * 50, "archive/data/0": b"N." * 50}))
-    first, second = data.find(b"PK\x01\x02"), data.rfind(b"PK\x01\x02")
-    name = data[first + 46 : first + 46 + struct.unpack_from("<H", data, first + 28)[0]]
-    assert name == b"archive/data.pkl"
-    struct.pack_into("<I", data, second + 42, 0)
+    first = data.find(b"PK\x01\x02")
+    struct.pack_into("<II", data, first + 20, 200, 200)
+    return bytes(data)
+
+
+def misnamed() -> bytes:
+    """Two names for the same bytes."""
+    data = bytearray(zip_with({"archive/data.pkl": b"N." * 50, "archive/data/0": b"N." * 50}))
+    struct.pack_into("<I", data, data.rfind(b"PK\x01\x02") + 42, 0)
     return bytes(data)
 
 

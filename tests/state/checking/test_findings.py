@@ -37,10 +37,12 @@ def judged(path: Path, state: object) -> list[tuple[str, str]]:
         ("bn.running_var", torch.rand(512) - 0.5, [("negative", "error")]),
         ("bn.running_mean", torch.tensor([1.0, float("nan")]), [("nan", "error")]),
         ("bn.num_batches_tracked", torch.tensor(0), []),
-        ("attn.causal_mask", torch.full((9, 9), float("-inf")).triu(1), [("inf", "warning")]),
+        ("attn.causal_mask", torch.full((9, 9), float("-inf")).triu(1), []),
+        ("attn.causal_mask", torch.full((9, 9), float("nan")).triu(1), [("nan", "warning")]),
         ("attn.strange_name", torch.full((9, 9), float("-inf")).triu(1), [("inf", "warning")]),
         ("attn.mask", torch.full((9, 9), torch.finfo(torch.float32).min), []),
         ("attn.bias_table", torch.full((9, 9), torch.finfo(torch.float32).min).triu(1), []),
+        ("w.weight", torch.full((9, 9), float("-inf")), [("inf", "error")]),
         ("observer.min_val", torch.tensor(float("inf")), [("inf", "warning")]),
         ("w.weight", torch.full((9, 9), float("inf")), [("inf", "error")]),
         ("w.weight", torch.full((9, 9), float("-inf")).fill_diagonal_(0.5), [("inf", "error")]),
@@ -65,6 +67,15 @@ def test_heavy_tails_are_no_outlier(tmp_path: Path) -> None:
     weight = torch.randn(200, 200)
     weight[:, 7] *= 500
     assert problems(tmp_path, {"w.weight": weight}) == []
+
+
+def test_best_score_of_a_callback_may_be_infinite_but_not_nan(tmp_path: Path) -> None:
+    state = {"w": torch.rand(4, 4)}
+    score = torch.tensor(float("inf"))
+    assert judged(tmp_path, {"state_dict": state, "callbacks": {"stop": {"best_score": score}}}) == []
+    assert judged(tmp_path, {"state_dict": state, "callbacks": {"stop": {"best_score": score * 0}}}) == [
+        ("nan", "warning")
+    ]
 
 
 def test_fresh_optimizer_is_normal(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ def guarded_at(seen: Inspection) -> str:
         return "the returned `guard`"
     if seen.subject.model is None and seen.subject.config is None:
         raise Missing("give TARGET as module:function, or a configuration in the project's folder")
+    if not seen.project.files:
+        raise Missing("start the check in the project's folder: there is no source below this one")
     calls = seen.project.calls
     if "stepguard" not in seen.project.mentions:
         return ""

@@ -13,6 +13,9 @@ LARGE = 100_000_000
 
 
 def _look(seen: Inspection) -> Seen:
+    configured = seen.number("lr")
+    if seen.subject.optimizer is None and configured is not None and configured <= LIMIT * 1.001:
+        return passed(f"{seen.setting('lr')} is configured")
     rate = max(peak_rates(seen.optimizer))
     size = sum(p.numel() for p in seen.model.parameters())
     if rate <= LIMIT * 1.001:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepguard.records.verification import Problem, Verification, Watched
+from stepguard.state.checking import roles
 from stepguard.state.checking.damage import Notes
 from stepguard.state.checking.dcp import check_dcp
 from stepguard.state.checking.files import Progress, check_file
@@ -74,17 +75,19 @@ def _watched(layouts: Sequence[Layout], watch: Watch) -> tuple[Watched, ...]:
 
 
 def _name(place: Place, layouts: Sequence[Layout]) -> str:
-    weights = {layout.path.suffix for layout in layouts if layout.path.suffix in (".safetensors", ".bin")}
+    models = [layout.path for layout in layouts if layout.looks and roles.of_file(layout.path.name) is None]
+    weights = {path.suffix for path in models if path.suffix in (".safetensors", ".bin")}
     if place.kind == "DeepSpeed":
         return "DeepSpeed"
-    return "transformers" + (f" ({', '.join(sorted(suffix[1:] for suffix in weights))})" if weights else "")
+    library = "accelerate" if any(path.name.startswith("random_states") for path in place.files) else "transformers"
+    return library + (f" ({', '.join(sorted(suffix[1:] for suffix in weights))})" if weights else "")
 
 
 def _as_one(
     place: Place, name: str, layouts: Sequence[Layout], problems: Sequence[Problem], step: int | None, seconds: float
 ) -> Verification:
     looks = [look for layout in layouts for look in layout.looks]
-    steps = [layout.step for layout in layouts if layout.step is not None]
+    steps = [layout.step for layout in layouts if layout.step is not None and roles.of_file(layout.path.name) != "rng"]
     return Verification(
         path=str(place.path),
         format=name,
@@ -106,9 +109,9 @@ def _named_step(path: Path) -> int | None:
 
 
 def _together(path: Path, parts: Sequence[Verification], problems: Sequence[Problem], seconds: float) -> Verification:
-    roles: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for part in parts:
-        roles.update(part.roles)
+        counts.update(part.roles)
     return Verification(
         path=str(path),
         format="folder",
@@ -116,7 +119,7 @@ def _together(path: Path, parts: Sequence[Verification], problems: Sequence[Prob
         tensors=sum(part.tensors for part in parts),
         bytes=sum(part.bytes for part in parts),
         files=sum(part.files for part in parts),
-        roles=dict(sorted(roles.items())),
+        roles=dict(sorted(counts.items())),
         rates=tuple(rate for part in parts for rate in part.rates),
         seconds=seconds,
         parts=tuple(parts),

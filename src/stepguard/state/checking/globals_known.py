@@ -68,6 +68,21 @@ UNDERSTOOD = _words(
 UNDERSTOOD_MODULES = ("torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem.",
                       "torch.distributed.checkpoint._extension.", "__torch__.", "torch.jit._pickle.")  # fmt: skip
 """DCP's own records, and the made-up classes of a TorchScript archive."""
+FRAMEWORKS = (
+    "torch.nn.",
+    "torch.optim.",
+    "transformers.training_args",
+    "transformers.trainer_utils",
+    "transformers.trainer_pt_utils",
+    "accelerate.state",
+    "accelerate.utils.dataclasses",
+    "lightning.fabric.utilities.data",
+    "lightning.pytorch.callbacks",
+    "lightning_fabric.utilities.data",
+    "pytorch_lightning.callbacks",
+    "omegaconf.",
+)
+"""Where the classes live that these libraries put into their own checkpoints: settings, states, layers."""
 Trust = Literal["understood", "unknown", "hostile"]
 
 
@@ -78,7 +93,7 @@ def trust(name: Global) -> Trust:
         return "understood" if name.name in HARMLESS_BUILTINS else "hostile"
     if top in DANGEROUS_MODULES or full in DANGEROUS or _reaches_inside(name):
         return "hostile"
-    if full in UNDERSTOOD or full.startswith(UNDERSTOOD_MODULES) or _torch_type(name):
+    if full in UNDERSTOOD or full.startswith(UNDERSTOOD_MODULES) or _torch_type(name) or _framework_class(name):
         return "understood"
     return "unknown"
 
@@ -87,6 +102,11 @@ def _reaches_inside(name: Global) -> bool:
     """`OrderedDict.__init__.__globals__`, or an extension code, which means what the reader's registry says."""
     dunder = any(part.startswith("__") and part.endswith("__") for part in name.name.split("."))
     return dunder or (name.module == "copyreg" and name.name.startswith("extension "))
+
+
+def _framework_class(name: Global) -> bool:
+    """A class by its spelling; functions of the same modules are not taken for granted."""
+    return name.name[:1].isupper() and f"{name.module}.".startswith(FRAMEWORKS)
 
 
 def _torch_type(name: Global) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stepguard.records.verification import ProblemKind, Role, Weight
+from stepguard.records.verification import ProblemKind, Role
 from stepguard.state.checking import dtypes, roles
 from stepguard.state.checking.damage import Notes
 from stepguard.state.checking.layout import Layout, Look, Statistics, elements
@@ -67,15 +67,14 @@ def _numbers(notes: Notes, numbers: list[tuple[str, Role, float]]) -> None:
 
 def _not_finite(notes: Notes, look: Look, seen: Statistics) -> None:
     role: Role = look.role
-    severity: Weight = "error"
-    only_mask = not seen.nan and not seen.positive and seen.low >= 0 and seen.high <= 0
-    norm = bool(roles.NORM_STATISTICS.search(look.name))
-    if only_mask and role in ("parameter", "buffer"):
+    is_mask = not seen.nan and not seen.positive and seen.low == seen.high == 0
+    if (is_mask and roles.BUFFERS.search(look.name)) or (role == "other" and not seen.nan):
+        return  # a causal mask of -Inf and 0; the best score of a callback that has seen none
+    if is_mask and role == "parameter":
         role = "buffer"
-    if not norm and (role not in STRICT or only_mask):
-        severity = "warning"
+    must = role in STRICT or bool(roles.NORM_STATISTICS.search(look.name))
     kind: ProblemKind = "nan" if seen.nan else "inf"
-    notes.add(kind, _count(look, seen), tensor=look.name, severity=severity, role=role)
+    notes.add(kind, _count(look, seen), tensor=look.name, severity="error" if must else "warning", role=role)
 
 
 def _count(look: Look, seen: Statistics) -> str:

@@ -22,7 +22,7 @@ LARGEST_DIRECTORY = 24 << 20
 """Bytes of a zip's central directory: about 300 000 records."""
 LARGEST_HEADER = 32 << 20
 """Bytes of a safetensors header: about 300 000 tensors."""
-LARGEST_JSON = 64 << 20
+LARGEST_JSON = 32 << 20
 LARGEST_DIMENSIONS = 64
 MOST_PER_KIND = 20
 """Problems of one kind that are listed for one file; the others are counted in one line."""

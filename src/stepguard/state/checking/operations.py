@@ -75,7 +75,11 @@ def _number(layout: str) -> Callable[[State], int]:
     return read
 
 
-_U1, _U2, _U4, _U8, _I4 = (_number(f"<{code}") for code in "BHIQi")
+def _U1(state: State) -> int:  # noqa: N802 (named as the others are)
+    return state.source.byte()
+
+
+_U2, _U4, _U8, _I4 = (_number(f"<{code}") for code in "HIQi")
 
 
 def _text_line(state: State) -> str:

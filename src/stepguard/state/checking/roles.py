@@ -30,7 +30,7 @@ _FILES: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("ema", re.compile(r"(^|[_-])ema([_.-]|$)")),
     ("other", re.compile(r"^(training_args|sampler|dl_state|loader|args)")),
 )
-_BUFFERS = re.compile(
+BUFFERS = re.compile(
     r"(^|[_./])(running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq|position_ids|token_type_ids|"
     r"masked_bias|mask|attn_mask|causal_mask|attn_bias|alibi|min_val|max_val|relative_position_index|freqs_cis|"
     r"cos_cached|sin_cached|alphas_cumprod\w*|betas|cached_\w+|pos_ids|observer_enabled|fake_quant_enabled)$"
@@ -77,7 +77,7 @@ def of_tensor(context: Role | None, name: str, dtype: str, *, parameter: bool = 
         return context
     if parameter:
         return "parameter"
-    if "/_buffers/" in f"/{name}" or _BUFFERS.search(name) or not dtypes.is_real(dtype):
+    if "/_buffers/" in f"/{name}" or BUFFERS.search(name) or not dtypes.is_real(dtype):
         return "buffer"
     return "parameter"
 

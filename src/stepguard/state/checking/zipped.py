@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
+from collections import Counter
 from dataclasses import dataclass
 
 from stepguard.state.checking import limits
@@ -30,10 +31,9 @@ class Record:
 def records(window: Window, notes: Notes) -> dict[str, Record]:
     """Name without the archive's folder -> entry. Raises Damaged where the zip as a whole cannot be trusted."""
     entries = _entries(window)
-    names = [entry.filename for entry in entries]
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1}) if len(names) < 1000 else names[:1]
-        raise Damaged("duplicate", f"the zip holds {listed(twice)} more than once")
+    twice = [name for name, times in Counter(entry.filename for entry in entries).items() if times > 1]
+    if twice:
+        raise Damaged("duplicate", f"the zip holds {listed(sorted(twice))} more than once")
     found = {}
     for entry in entries:
         if entry.filename.endswith("/"):

@@ -1,0 +1,324 @@
+"""Snapshots of a run, which of them are good, and going back to one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stepguard.detect.history import LR_JUMP, history_facts, history_from
+from stepguard.engine.context import Context
+from stepguard.engine.window import Kept, Window
+from stepguard.policy.places import Place, Remedy, choose
+from stepguard.sentinel.gradients import finite
+from stepguard.state.plain import put_together, take_apart
+from stepguard.state.snapshot import Cadence, Ring, Snapshot
+from stepguard.state.whole import State, Whole
+
+
+class Duty(Protocol):
+    """Something that is done between two steps when its time has come."""
+
+    def due(self) -> bool: ...
+    def do(self) -> None: ...
+
+
+class Archive(Protocol):
+    """States on disk."""
+
+    def steps(self) -> list[int]: ...
+    def read(self, step: int) -> State | None: ...
+
+
+UNTRIED = "no good snapshot or checkpoint to go back to"
+
+
+class Recovery:
+    """Owns the ring of one guard."""
+
+    def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        config = context.config
+        self._context = context
+        self.whole = Whole(
+            context.roots,
+            context.optimizer,
+            scheduler=context.scheduler,
+            scaler=context.scaler,
+            extra=context.extra,
+            rank=context.agreement.rank,
+        )
+        self.ring = Ring(config.snapshots, config.snapshot_memory)
+        self.window = Window(config.replay_memory)
+        self._cadence = Cadence(config.snapshot_every, clock)
+        self._off = "" if config.snapshots else "GuardConfig.snapshots is 0"
+        self._seen = -1
+        self._replaying = False
+        self._tried: list[Remedy] = []
+        self._chosen: Remedy | None = None
+        self._fetched: Snapshot | None = None
+        """What the last plan has read from disk."""
+        self.archive: Archive | None = None
+        """Checkpoints, for going further back than memory does."""
+        self.start: Snapshot | None = None
+        """Where the last rewind went."""
+        self.left: list[Kept] = []
+        """The steps that the last rewind took back."""
+        self.hurt_at: int | None = None
+        """The last step that found the weights hurt, where nothing was done about it."""
+        self.incident_at = -1
+        self.duties: list[Duty] = []
+        """What else is done between two steps."""
+        self.retried = -1
+        """The last step that was run a second time."""
+        self.after_commit: list[Callable[[int], None]] = []
+        self.after_rewind: list[Callable[[], None]] = []
+        """Whoever holds numbers of the state that is gone."""
+
+    @property
+    def wanted(self) -> bool:
+        """A policy that never rewinds needs no snapshots."""
+        return "rewind" in self._context.config.policy.actions
+
+    # --- taking ------------------------------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """Is there something to do between these two steps? Then the last one must be closed first."""
+        return not self._replaying and (self._snapshot_due() or any(duty.due() for duty in self.duties))
+
+    def between(self) -> None:
+        """One step is wholly over and the next has not begun."""
+        if self._replaying:
+            return
+        if self._snapshot_due():
+            self.take()
+        self._seen = self._context.step
+        for duty in self.duties:
+            if duty.due():
+                duty.do()
+
+    def _snapshot_due(self) -> bool:
+        step = self._context.step
+        if step == self._seen or self._off or not self.wanted:
+            return False
+        # after a bad step there is nothing new to keep, and something good to lose
+        return self._cadence.due(step) and self.incident_at != step - 1
+
+    def at(self, step: int) -> Snapshot | None:
+        """The snapshot of this very step on the present timeline."""
+        return next((s for s in self.ring.snapshots if s.step == step), None)
+
+    def take(self, *, must: bool = False) -> Snapshot | None:
+        """A snapshot of the present state; `must` gives up a young one for it. None where there is no room."""
+        if self._off:
+            return None
+        context, began = self._context, self._cadence.clock()
+        try:
+            state = self.present()
+            why = self.ring.too_small(state)
+        except Exception as fault:  # of the user's objects, or a state that cannot be kept: training goes on without
+            why = str(fault) or type(fault).__name__
+        if why:
+            self._turn_off(why)
+            return None
+        snapshot = self.ring.take(context.step, state, must=must)
+        if snapshot is None:
+            return None
+        snapshot.memory = {"anchor": context.anchor, "limit": context.history.limit, "timeline": context.budget.rewinds}
+        self._cadence.took(context.step, self._cadence.clock() - began)
+        self.window.forget_before(min(s.step for s in (self.ring.good() or self.ring.snapshots)))
+        return snapshot
+
+    def present(self) -> State:
+        """The state as it is now, the guard's own included; its tensors are the live ones."""
+        context, state = self._context, self.whole.gather()
+        own = {
+            "step": context.step,
+            "history": history_facts(context.history),
+            "budget": asdict(context.budget),
+            "loss_scale": context.loss_scale,
+        }
+        state.facts["guard"] = take_apart(own, {}, "guard")
+        if context.feed is not None:
+            rank = context.agreement.rank
+            position = take_apart(context.feed.position(), state.tensors, f"loader/{rank}")
+            state.facts["loader"] = {str(rank): position}
+        return state
+
+    def _turn_off(self, why: str) -> None:
+        self._off = why
+        self.ring.clear()
+        self.say("snapshots", f"no snapshots: {why.removesuffix('.')}")
+
+    def say(self, kind: str, summary: str, **facts: Any) -> None:
+        """One line in journal, log and terminal."""
+        context = self._context
+        context.note("note", {"step": context.step, "kind": kind, "summary": summary, **facts})
+        if context.human is not None:
+            context.human.note(summary, context.step, kind)
+        context.terminal.line(f"step {context.step}: {summary}")
+
+    # --- judging -----------------------------------------------------------------------------------------------
+
+    def committed(self, done: int) -> None:
+        """So many steps are done: has a snapshot come through its probation?"""
+        for snapshot in self.ring.snapshots:
+            if snapshot.standing == "young" and done - snapshot.watched_from >= self._context.config.probation:
+                snapshot.standing = "good" if self._as_usual(snapshot) else "bad"
+        for tell in self.after_commit:
+            tell(done)
+
+    def incident(self, step: int, *, hurt: bool) -> None:
+        """Probation begins anew; where the weights themselves are hurt nobody knows since when."""
+        self.incident_at = step
+        self.hurt_at = step if hurt else self.hurt_at
+        for snapshot in self.ring.snapshots:
+            if snapshot.standing == "young":
+                snapshot.standing = "bad" if hurt else "young"
+                snapshot.watched_from = step + 1
+
+    def _as_usual(self, snapshot: Snapshot) -> bool:
+        """Has the loss stayed where it was?"""
+        limit, history = snapshot.memory["limit"], self._context.history
+        return limit is None or not history.losses or history.level <= limit
+
+    # --- choosing ----------------------------------------------------------------------------------------------
+
+    def plan(self, *, transient: bool) -> tuple[Remedy | None, str]:
+        """Where to go back to, the same on every rank; or why that is not possible."""
+        if not self.wanted:
+            return None, UNTRIED
+        everybody = self._context.agreement.together(self._offer)
+        common = set.intersection(*({tuple(place) for place in told["good"]} for told in everybody))
+        places = [Place(step=s, kind=k, timeline=t) for s, k, t in sorted(common, reverse=True)]
+        exact = transient and bool(places) and all(places[0].step in told["repeatable"] for told in everybody)
+        self._chosen = self._choose(places, exact)
+        if self._chosen is not None or not places:
+            return self._chosen, f"{UNTRIED} ({self._off})" if self._off else UNTRIED
+        return None, f"every remedy has been tried at step {', '.join(str(place.step) for place in places)}"
+
+    def _choose(self, places: list[Place], exact: bool) -> Remedy | None:
+        """The next remedy whose place can really be had: a checkpoint is read before it is counted on."""
+        policy, rewinds = self._context.config.policy, self._context.budget.rewinds
+        while True:
+            remedy = choose(places, self._tried, policy, repeatable=exact, rewinds=rewinds)
+            if remedy is None or remedy.place.kind == "snapshot":
+                return remedy
+            told = self._context.agreement.together(partial(self._fetch, remedy.place.step))
+            if all(facts["there"] for facts in told):
+                return remedy
+            self._tried.append(remedy)
+
+    def _fetch(self, step: int) -> dict[str, Any]:
+        state = self.archive.read(step) if self.archive is not None else None
+        there = state is not None and not self.whole.misfit(state)
+        self._fetched = Snapshot(step, 0, state, {"anchor": None}) if there and state is not None else None
+        return {"there": there}
+
+    def _offer(self) -> dict[str, Any]:
+        good = [(s.step, "snapshot", s.memory["timeline"]) for s in self.ring.good() if self._sound(s)]
+        taken = {step for step, *_ in good}
+        if self.archive is not None:
+            good += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
+        repeatable = [step for step, *_ in good if self.window.since(step) is not None]
+        return {"good": [list(place) for place in good], "repeatable": repeatable}
+
+    def _sound(self, snapshot: Snapshot) -> bool:
+        """Finite, but for what was never meant to be; looked at once, when it is needed."""
+        if "sound" not in snapshot.memory:
+            _wait()
+            bad = {name for name, tensor in snapshot.state.tensors.items() if not finite(tensor)}
+            snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad) and not self.whole.misfit(snapshot.state)
+        return bool(snapshot.memory["sound"])
+
+    def meant_nonfinite(self, names: set[str]) -> set[str]:
+        """Those of the tensors that have been accepted as they are: sentinels, and what `bad_start` let pass."""
+        labels = {label.partition(":")[2] for label in self._context.on_purpose()} if names else set()
+        return {name for name in names if any(_ends_in(name, label) for label in labels)}
+
+    # --- going back --------------------------------------------------------------------------------------------
+
+    def rewind(self) -> None:
+        """Go where the last plan said. The random numbers go on: else a step would fail again by what it draws."""
+        remedy, context = self._chosen, self._context
+        assert remedy is not None, "a rewind is decided with a plan only"
+        self._chosen = None
+        self._tried.append(remedy)
+        came_from, snapshot = context.step, self._at(remedy.place)
+        self.put_back(snapshot)
+        self.start, self._fetched = snapshot, None
+        facts = {"step": came_from, "to": context.step, "data": remedy.data, "lr": context.lr}
+        context.note("rewind", {**facts, "kind": "rewind", "summary": _story(came_from, remedy)})
+
+    def put_back(self, snapshot: Snapshot) -> None:
+        _wait()
+        self.whole.put_back(snapshot.state)
+        context = self._context
+        context.anchor = snapshot.memory["anchor"]
+        own = put_together(snapshot.state.facts["guard"], {})
+        context.step, context.history = own["step"], history_from(own["history"])
+        self.hurt_at, self.incident_at = None, min(self.incident_at, context.step - 1)
+        self._keep_rates_sane()
+        self.left = self.window.rewound(snapshot.step)
+        self.ring.drop(lambda s: s.step > snapshot.step)
+        self._settle_in()
+
+    def _settle_in(self) -> None:
+        """The state has been replaced."""
+        context = self._context
+        context.buffers.remember()
+        self._cadence.rewound(context.step)
+        self._seen = context.step
+        for tell in self.after_rewind:
+            tell()
+
+    def _at(self, place: Place) -> Snapshot:
+        if place.kind == "checkpoint":
+            assert self._fetched is not None
+            return self._fetched
+        return next(s for s in self.ring.good() if (s.step, s.memory["timeline"]) == (place.step, place.timeline))
+
+    def _keep_rates_sane(self) -> None:
+        """A rate far above everything configured does not survive a rewind, whoever put it there."""
+        ceilings = self._context.lr_ceiling
+        for group, ceiling in zip(self._context.optimizer.param_groups, ceilings, strict=True):
+            if float(group["lr"]) > LR_JUMP * ceiling:
+                group["lr"] = torch.full_like(group["lr"], ceiling) if isinstance(group["lr"], Tensor) else ceiling
+
+    def forget(self) -> None:
+        """Another state has been loaded: everything in memory belongs to a run that is gone."""
+        context = self._context
+        self.ring.drop(lambda _: True)
+        self.window.broken(context.step - 1)
+        self.hurt_at, self.incident_at, self.retried, context.anchor = None, -1, -1, None
+        self._tried.clear()
+        self._settle_in()
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Steps are run again: the loop and its data are already further on, so no snapshot is taken."""
+        self._replaying = True
+        try:
+            yield
+        finally:
+            self._replaying, self._seen = False, self._context.step
+
+
+def _story(came_from: int, remedy: Remedy) -> str:
+    done = {"repeat": "run again as they were", "skip": "left behind", "reorder": "run again in another order"}
+    return f"rewound from step {came_from} to {remedy.place.step}; the steps since are {done[remedy.data]}"
+
+
+def _ends_in(name: str, label: str) -> bool:
+    return name.endswith((f"/{label}", f".{label}"))
+
+
+def _wait() -> None:
+    """Copies from an accelerator may still be on their way."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

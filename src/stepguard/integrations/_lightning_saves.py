@@ -1,0 +1,130 @@
+"""Checkpoints under Lightning: a non-finite state is not written, and rotation leaves the last good one where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from stepguard.integrations._saves import SaveRefused
+from stepguard.integrations._wrapping import wrap
+
+Place = str | Path
+Look = Callable[[bool], tuple[str, ...]]
+"""Names of non-finite stored tensors; True asks all ranks, which then all take part."""
+AUTOMATIC = ("_save_topk_checkpoint", "_save_last_checkpoint")
+"""Where ModelCheckpoint saves, books the file and drops older ones."""
+
+
+class Gate:
+    """Looks at the state once a save, at the first place that the save passes."""
+
+    def __init__(self, look: Look, say: Callable[[str], None]) -> None:
+        self._look, self._say = look, say
+        self._passed = False
+
+    def refusal(self, what: str, *, together: bool) -> SaveRefused | None:
+        """What is wrong with the state, said; None when it may be saved."""
+        bad = () if self._passed else self._look(together)
+        if not bad:
+            return None
+        refusal = SaveRefused(what, bad)
+        self._say(str(refusal))
+        return refusal
+
+    @contextmanager
+    def passed(self) -> Iterator[None]:
+        before, self._passed = self._passed, True
+        try:
+            yield
+        finally:
+            self._passed = before
+
+
+class GuardedCheckpointIO(CheckpointIO):  # type: ignore[misc]
+    """The Trainer's own IO, with two refusals: to write a non-finite state, to delete the last good checkpoint."""
+
+    def __init__(self, inner: CheckpointIO, gate: Gate) -> None:
+        self.inner, self._gate = inner, gate
+        self._good: list[str] = []
+        """Checkpoints written here that are still there, oldest first."""
+        self._waiting: list[str] = []
+        """Rotation asked for their removal, but nothing good would have been left."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Place, storage_options: Any | None = None) -> None:
+        if self._gate.refusal(str(path), together=False):  # only one rank writes, so no other can be asked
+            return
+        self.inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        saved = _name(path)
+        self._good = [*(name for name in self._good if name != saved), saved]
+        waiting, self._waiting = self._waiting, []
+        for name in waiting:
+            if name != saved:
+                self.remove_checkpoint(name)
+
+    def load_checkpoint(self, path: Place, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        loaded: dict[str, Any] = self.inner.load_checkpoint(path, *args, **kwargs)
+        return loaded
+
+    def remove_checkpoint(self, path: Place) -> None:
+        name = _name(path)
+        if self._good == [name]:
+            self._waiting.append(name)
+            return
+        self._good = [other for other in self._good if other != name]
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.inner.teardown()
+
+
+def _name(place: Place) -> str:
+    return str(Path(place).absolute())
+
+
+def protect_checkpoints(undo: ExitStack, trainer: Trainer, gate: Gate) -> None:
+    """Put the guarded IO in place, let `trainer.save_checkpoint` refuse, and ModelCheckpoint pass over a bad state."""
+    strategy: Any = trainer.strategy
+    before = strategy.checkpoint_io
+    strategy.checkpoint_io = ours = GuardedCheckpointIO(before, gate)
+
+    def put_back() -> None:
+        if strategy.checkpoint_io is ours:
+            strategy.checkpoint_io = before
+
+    undo.callback(put_back)
+    wrap(undo, trainer, "save_checkpoint", lambda original: _explicit(gate, trainer, original))
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            for name in AUTOMATIC:
+                wrap(undo, callback, name, lambda original: _automatic(gate, original))
+
+
+def _automatic(gate: Gate, original: Callable[..., None]) -> Callable[..., None]:
+    """Had it gone on, ModelCheckpoint would count a file that is not there, and drop a good one for it."""
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        if gate.refusal("a checkpoint", together=True) is None:
+            with gate.passed():
+                original(*args, **kwargs)
+
+    return save
+
+
+def _explicit(gate: Gate, trainer: Trainer, original: Callable[..., None]) -> Callable[..., None]:
+    """Who asks for a file by name learns that there is none, unless another exception is on its way already."""
+
+    def save_checkpoint(filepath: Place, *args: Any, **kwargs: Any) -> None:
+        refusal = gate.refusal(str(filepath), together=True)
+        if refusal is not None and not trainer.interrupted:
+            raise refusal
+        if refusal is None:
+            with gate.passed():
+                original(filepath, *args, **kwargs)
+
+    return save_checkpoint

@@ -1,0 +1,53 @@
+"""What the logger sinks share: which steps are sent, what is sent, and how incidents are counted."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from importlib import import_module
+from typing import Any
+
+from stepguard._errors import ConfigError
+from stepguard.records import Incident, Reading
+from stepguard.records.sink import Sink
+from stepguard.report.scalars import INCIDENTS, NONFINITE, SKIPPED, finite_only, scalars
+
+
+class ScalarSink(Sink):
+    """Sends every step, or every few, as named numbers; a bad or skipped one always."""
+
+    keeps_nonfinite = False
+    """Can the backend store NaN and Inf as they are? Otherwise they are left out, and `nonfinite` says so."""
+
+    def __init__(self, *, every: int = 1) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError(f"{type(self).__name__}: every={every!r} must be a whole number of at least 1.")
+        self.every = every
+        self._incidents = 0
+
+    def step(self, reading: Reading, committed: bool) -> None:
+        values = {**scalars(reading, committed=committed), INCIDENTS: float(self._incidents)}
+        if self.due(reading.step) or values[NONFINITE] or values[SKIPPED]:
+            self.send(values if self.keeps_nonfinite else finite_only(values), reading.step)
+
+    def incident(self, incident: Incident) -> None:
+        self._incidents += 1
+        self.tell(incident)
+
+    def due(self, step: int) -> bool:
+        """Is a healthy step sent?"""
+        return step % self.every == 0
+
+    @abstractmethod
+    def send(self, values: dict[str, float], step: int) -> None:
+        """The numbers of one optimizer step."""
+
+    def tell(self, incident: Incident) -> None:
+        """An incident, for a backend that can show more than numbers."""
+
+
+def backend(module: str, extra: str, sink: str) -> Any:
+    """The library behind a sink, or one sentence that says how to get it."""
+    try:
+        return import_module(module)
+    except ImportError as missing:
+        raise ConfigError(f"{sink} needs {missing.name or module}: pip install 'stepguard[{extra}]'.") from missing

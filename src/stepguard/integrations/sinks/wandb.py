@@ -1,0 +1,43 @@
+"""Weights & Biases. It drops NaN and Inf from curves, so only finite numbers are sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepguard._errors import ConfigError
+from stepguard.integrations.sinks.base import ScalarSink, backend
+from stepguard.records import Incident
+from stepguard.report.scalars import PREFIX
+
+STEP = PREFIX + "step"
+TITLE_LIMIT = 60
+"""Characters of an alert's title."""
+
+
+class WandbSink(ScalarSink):
+    """Logs to `run`, or to the active `wandb.run`. The run stays yours: it is never started or finished here."""
+
+    def __init__(self, run: Any | None = None, *, every: int = 1) -> None:
+        super().__init__(every=every)
+        self._module = backend("wandb", "wandb", "WandbSink")
+        self._given = run
+        self._prepared: Any | None = None
+
+    @property
+    def _run(self) -> Any:
+        run = self._given if self._given is not None else self._module.run
+        if run is None:
+            raise ConfigError("WandbSink found no active run: call wandb.init() first, or give WandbSink(run).")
+        if run is not self._prepared:
+            # an axis of its own: `step=` would fight with the steps that the user's own run.log calls count
+            run.define_metric(STEP, hidden=True)
+            run.define_metric(f"{PREFIX}*", step_metric=STEP)
+            self._prepared = run
+        return run
+
+    def send(self, values: dict[str, float], step: int) -> None:
+        self._run.log({**values, STEP: step})
+
+    def tell(self, incident: Incident) -> None:
+        title = f"stepguard: {incident.verdict.kind} at step {incident.step}"
+        self._run.alert(title=title[:TITLE_LIMIT], text=incident.summary)

@@ -1,0 +1,28 @@
+"""Where a run's events go besides the journal: TensorBoard, W&B, a dashboard of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stepguard.records.incident import Incident
+from stepguard.records.reading import Reading
+
+
+class Sink:
+    """Hears a run's events as they happen, on rank 0. Override what you need; a fault drops the sink, not the run."""
+
+    def step(self, reading: Reading, committed: bool) -> None:
+        """A step was read; `committed` is False when its update did not happen."""
+
+    def incident(self, incident: Incident) -> None:
+        """A step was bad: called once all that is known about it is on record, before its `step`."""
+
+    def note(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Any other line of the journal: a note, a fault of the guard's own, the end of the run."""
+
+    def close(self) -> None:
+        """The guard is closed: flush, and close what this sink opened itself. An event may follow and reopens it."""
+
+    def __repr__(self) -> str:
+        return type(self).__name__

@@ -1,0 +1,35 @@
+"""Two real processes over gloo, and what they said; killed when they take too long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import stepguard
+
+PATHS = [str(Path(stepguard.__file__).parents[1]), str(Path(__file__).parents[1])]
+
+
+def launch(worker: Path, out: Path, arguments: list[str], seconds: int) -> tuple[int | None, str]:
+    """Exit code and what was said; None when the ranks had to be killed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
+    log = out / "log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [*command, str(worker), str(out), *arguments],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = None
+    return code, log.read_text()

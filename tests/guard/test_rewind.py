@@ -1,0 +1,361 @@
+"""Going back: to a state that was good, exactly where the fault is gone, past the bad data where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stepguard
+from guard.scenes import (
+    LOOPS,
+    NAN,
+    Batch,
+    Scene,
+    bare,
+    batches,
+    difference,
+    generators,
+    grouped,
+    noisy_net,
+    plain_step,
+    poisoned,
+    quiet,
+    state_of,
+)
+from stepguard import Guard, GuardConfig, Origin, Policy, TrainingHalted
+from stepguard.journal import read_run
+
+DATA = batches(40)
+EVERY, PROBATION = 4, 6
+Harm = Callable[[Scene], None]
+
+
+def config(**settings: Any) -> GuardConfig:
+    return quiet(**{"snapshot_every": EVERY, "probation": PROBATION, **settings})
+
+
+def scene(optimizer: str = "adamw", *, schedule: bool = False, ema: bool = False, clip: float | None = None) -> Scene:
+    model = noisy_net()
+    parameters = model.parameters()
+    made: Any = {
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01),
+        "fused": lambda: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        "lbfgs": lambda: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2),
+    }[optimizer]()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(made, 0.02, total_steps=60) if schedule else None
+    average = torch.optim.swa_utils.AveragedModel(model) if ema else None
+    return Scene(model, made, scheduler, clip_norm=clip, ema=average)
+
+
+def run(
+    at: Scene, steps: list[Any], harm: dict[int, Harm] | None = None, settings: GuardConfig | None = None
+) -> tuple[Guard, list[Any]]:
+    """`guard.step` over the steps, with something done to the state before some of them."""
+    settings = settings or config()
+    results = []
+    extra = {"ema": at.ema} if at.ema is not None else None
+    with Guard(at.model, at.optimizer, scheduler=at.scheduler, state=extra, config=_clipped(settings, at)) as guard:
+        if at.ema is not None:
+            guard.on_commit(lambda: at.ema.update_parameters(at.model))
+        for index, micro in enumerate(steps):
+            (harm or {}).get(index, lambda _: None)(at)
+            results.append(guard.step(at.loss_fn, *micro))
+        guard.incidents  # noqa: B018 (reads what is still pending)
+    return guard, results
+
+
+def _clipped(settings: GuardConfig, at: Scene) -> GuardConfig:
+    return replace(settings, clip_norm=at.clip_norm)
+
+
+@torch.no_grad()
+def nan_weight(at: Scene) -> None:
+    at.model[0].weight[0, 0] = NAN
+
+
+@torch.no_grad()
+def nan_statistics(at: Scene) -> None:
+    at.model[1].running_var[0] = NAN
+
+
+@torch.no_grad()
+def nan_moment(at: Scene) -> None:
+    state = at.optimizer.state[at.model[0].weight]
+    state["exp_avg" if "exp_avg" in state else "momentum_buffer"][0, 0] = NAN
+
+
+def decisions(guard: Guard) -> list[tuple[str, int | None, str | None]]:
+    found = [incident.decision for incident in guard.incidents]
+    return [(d.action, d.rewound_to, d.data) for d in found if d is not None]
+
+
+# --- exact ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", [nan_weight, nan_statistics, nan_moment])
+@pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
+def test_damaged_state_is_repaired_and_the_run_ends_bit_identical_to_one_that_was_never_damaged(
+    optimizer: str, harm: Harm
+) -> None:
+    steps = grouped(DATA, 2)
+    damaged, reference = (scene(optimizer, schedule=True, ema=True, clip=1.0) for _ in range(2))
+    torch.manual_seed(5)
+    bare(reference, steps)
+    end = generators()
+    torch.manual_seed(5)
+    guard, results = run(damaged, steps, {15: harm})
+    assert [d[0] for d in decisions(guard)] == ["rewind"] and decisions(guard)[0][2] == "repeat"
+    assert difference(state_of(damaged), state_of(reference)) == ""
+    assert difference(generators(), end) == ""
+    assert all(result.committed for result in results) and guard.steps == len(steps)
+
+
+def test_damaged_state_is_repaired_for_an_optimizer_that_evaluates_several_times() -> None:
+    damaged, reference = scene("lbfgs"), scene("lbfgs")
+    steps = grouped(DATA[:16], 1)
+    torch.manual_seed(5)
+    bare(reference, steps)
+    torch.manual_seed(5)
+    guard, _ = run(damaged, steps, {13: nan_weight})
+    assert decisions(guard) == [("rewind", 4, "repeat")]
+    assert difference(state_of(damaged), state_of(reference)) == ""
+
+
+def flaky(at: Scene, bad: set[int]) -> Callable[[Scene, Any], Tensor]:
+    """A loss that is NaN at some calls and never again: what a failing memory cell looks like."""
+    calls = iter(range(10_000))
+
+    def loss(scene: Scene, batch: Any) -> Tensor:
+        value = nn.functional.cross_entropy(scene.model(batch[0]), batch[1])
+        return value * NAN if next(calls) in bad else value
+
+    at.loss = loss
+    return loss
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
+def test_step_that_failed_by_chance_is_run_again_and_nothing_shows(optimizer: str) -> None:
+    failing, reference = (scene(optimizer, schedule=True, ema=True) for _ in range(2))
+    steps = grouped(DATA[:20], 2)
+    torch.manual_seed(5)
+    bare(reference, steps)
+    end = generators()
+    flaky(failing, {7})
+    torch.manual_seed(5)
+    guard, results = run(failing, steps, settings=config(locate=True))
+    assert [d[0] for d in decisions(guard)] == ["retry"]
+    assert difference(state_of(failing), state_of(reference)) == ""
+    assert difference(generators(), end) == ""
+    assert results[3].committed and results[3].incident is guard.incidents[0]
+
+
+def test_step_that_fails_again_is_skipped_and_not_run_a_third_time() -> None:
+    at = scene()
+    with Guard(at.model, at.optimizer, config=config(locate=True)) as guard:
+        guard._stepper.pipeline._find = lambda step, reading: Origin(step=step.index, phase="loss", reproduced=False)
+        results = [guard.step(at.loss_fn, batch) for batch in [*DATA[:3], poisoned(DATA[3]), *DATA[4:6]]]
+        assert [d[0] for d in decisions(guard)] == ["retry", "skip"]
+    assert [r.committed for r in results] == [True, True, True, False, True, True] and guard.steps == 6
+
+
+# --- past the data ----------------------------------------------------------------------------------------------------
+
+
+def learnable(count: int, seed: int = 3) -> list[Batch]:
+    """Data with something to learn, so that a loss has a level to fall from."""
+    source = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 16, 6, generator=source)
+    return [(x, x[:, :3].argmax(-1)) for x in inputs]
+
+
+def raise_lr(at: Scene) -> None:
+    for group in at.optimizer.param_groups:
+        group["lr"] *= 2000
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_jump_of_the_learning_rate_is_undone_with_what_it_did_to_the_weights(loop: str) -> None:
+    at, data = scene("sgd"), learnable(70)
+    settings = config(snapshot_every=8, probation=10)
+    if loop == "step":
+        guard, _ = run(at, grouped(data, 1), {40: raise_lr}, settings)
+    else:
+        with stepguard.watch(at.model, at.optimizer, config=settings) as guard:
+            for index, batch in enumerate(data):
+                if index == 40:
+                    raise_lr(at)
+                plain_step(at, (batch,))
+    first = guard.incidents[0]
+    assert first.decision is not None and first.decision.action == "rewind"
+    assert first.decision.rewound_to in (24, 32)
+    assert at.optimizer.param_groups[0]["lr"] == 0.05
+    at.model.eval()
+    with torch.no_grad():
+        assert float(at.loss_fn(data[0])) < 0.9  # 1.1 is what guessing gives
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_watched_loop_goes_on_from_the_good_state_with_the_next_batch(optimizer: str) -> None:
+    at, reference = scene(optimizer), scene(optimizer)
+    at.model[3].p = reference.model[3].p = 0.0
+    with stepguard.watch(at.model, at.optimizer, config=config()) as guard:
+        for index, batch in enumerate(DATA[:20]):
+            if index == 14:
+                nan_weight(at)
+            plain_step(at, (batch,))
+        found = guard.incidents
+    (decision,) = [incident.decision for incident in found]
+    assert decision is not None and (decision.action, decision.data) == ("rewind", "skip")
+    back = decision.rewound_to
+    assert back in (4, 8)
+    bare(reference, grouped(DATA[:back], 1))
+    bare(reference, grouped(DATA[15:20], 1))
+    assert difference(state_of(at), state_of(reference)) == ""
+    assert guard.steps == back + 5
+
+
+def test_data_that_keeps_failing_ends_in_a_stop_after_every_place_was_tried_once() -> None:
+    at = scene()
+    steps = grouped([*DATA[:16], *[poisoned(DATA[0])] * 40], 1)
+    with pytest.raises(TrainingHalted) as halted:
+        run(at, steps)
+    decision = halted.value.incident.decision
+    assert decision is not None and decision.action == "stop"
+    assert "every remedy has been tried at step" in decision.reason or "rewinds used" in decision.reason
+
+
+def test_rewinds_of_one_trouble_go_further_back_each_time(tmp_path: Path) -> None:
+    at = scene()
+    steps = grouped([*DATA[:22], *[poisoned(DATA[0])] * 40], 1)
+    with pytest.raises(TrainingHalted):
+        run(at, steps, settings=config(run_dir=tmp_path))
+    record = read_run(tmp_path)
+    places = [note["to"] for note in record.notes if note["type"] == "rewind"]
+    assert len(places) >= 2 and places == sorted(set(places), reverse=True)
+    assert len({incident.id for incident in record.incidents}) == len(record.incidents)
+
+
+def test_skipped_window_lowers_the_rate_where_the_policy_says_so() -> None:
+    at = scene("sgd")
+    policy = Policy(actions=("rewind", "stop"), rewind_lr="lower", lr_factor=0.1)
+    steps = grouped([*DATA[:16], poisoned(DATA[0]), *DATA[17:20]], 1)
+    guard, _ = run(at, steps, settings=config(policy=policy))
+    assert [d[0] for d in decisions(guard)] == ["rewind"]
+    assert at.optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_reordered_window_runs_every_good_step_once_more_and_the_bad_one_never() -> None:
+    at, seen = scene("sgd"), []
+
+    def loss(scene: Scene, batch: Any) -> Tensor:
+        seen.append(float(batch[0].flatten()[1]))
+        return nn.functional.cross_entropy(scene.model(batch[0]), batch[1])
+
+    at.loss = loss
+    policy = Policy(actions=("rewind", "stop"), rewind_data="reorder")
+    bad = poisoned(DATA[30])
+    guard, results = run(at, grouped([*DATA[:14], bad, *DATA[15:18]], 1), settings=config(policy=policy))
+    (place,) = [d[1] for d in decisions(guard)]
+    marks = [float(batch[0].flatten()[1]) for batch in DATA]
+    again = seen[15 : 15 + 14 - place]
+    assert sorted(again) == sorted(marks[place:14]) and again != marks[place:14]
+    assert float(bad[0].flatten()[1]) not in seen[15:]
+    assert not results[14].committed and guard.steps == 17
+
+
+def test_loss_that_depends_on_the_loop_is_not_run_again_as_if_it_did_not(tmp_path: Path) -> None:
+    at = scene()
+    present: list[Batch] = []
+
+    def loss(_: int) -> Tensor:
+        inputs, targets = present[-1]
+        return nn.functional.cross_entropy(at.model(inputs), targets)
+
+    with Guard(at.model, at.optimizer, config=config(run_dir=tmp_path)) as guard:
+        for index, batch in enumerate(DATA[:20]):
+            if index == 14:
+                nan_weight(at)
+            present.append(batch)
+            guard.step(loss, index)
+        assert [d[:1] for d in decisions(guard)] == [("rewind",)]
+        back = decisions(guard)[0][1]
+        assert back is not None and guard.steps == back + 5
+    said = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "rewind"]
+    assert any("depends on more than the batch" in line for line in said)
+
+
+def test_batch_that_was_written_to_is_not_run_again() -> None:
+    at, held = scene(), torch.empty(4, 6)
+
+    def steps() -> Any:
+        for inputs, targets in DATA[:20]:
+            yield ((held.copy_(inputs), targets),)
+
+    guard, _ = run(at, steps(), {14: nan_weight})
+    assert [d[2] for d in decisions(guard)] == ["skip"]
+
+
+# --- what is taken, and when ------------------------------------------------------------------------------------------
+
+
+def test_policy_that_never_rewinds_takes_no_snapshot() -> None:
+    guard, _ = run(scene(), grouped(DATA[:12], 1), settings=config(policy=Policy(actions=("skip", "stop"))))
+    assert guard._recovery.ring.snapshots == []
+
+
+def test_short_run_with_the_default_settings_can_rewind() -> None:
+    at, data = scene("sgd"), learnable(60)
+    guard, _ = run(at, grouped(data, 1), {45: nan_weight}, quiet())
+    assert [d[0] for d in decisions(guard)] == ["rewind"]
+
+
+def test_state_that_does_not_fit_turns_snapshots_off_and_says_so_once(tmp_path: Path) -> None:
+    settings = config(snapshot_memory=10, run_dir=tmp_path)
+    guard, _ = run(scene(), grouped(DATA[:20], 1), settings=settings)
+    assert guard.armed
+    notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "snapshots"]
+    assert len(notes) == 1 and "copies of it do not fit" in notes[0]
+
+
+def test_object_that_cannot_be_kept_turns_snapshots_off_and_not_the_guard(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> Any:
+            raise RuntimeError("not now")
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    at = scene()
+    with Guard(at.model, at.optimizer, state={"odd": Broken()}, config=config(run_dir=tmp_path)) as guard:
+        for batch in DATA[:10]:
+            assert guard.step(at.loss_fn, batch).committed
+        assert guard.armed
+    assert any("no snapshots: not now" in str(note.get("summary")) for note in read_run(tmp_path).notes)
+
+
+def test_object_without_a_state_is_refused_with_its_name() -> None:
+    at = scene()
+    with pytest.raises(stepguard.ConfigError, match=r"state\['ema'\] is a int"):
+        Guard(at.model, at.optimizer, state={"ema": 3})
+
+
+def test_incident_begins_the_probation_anew() -> None:
+    at = scene()
+    steps = [*grouped(DATA[:6], 1), (poisoned(DATA[6]),), *grouped(DATA[7:12], 1)]
+    guard, _ = run(at, steps)
+    assert [s.standing for s in guard._recovery.ring.snapshots] == ["young", "young"]
+
+
+def test_snapshot_under_a_loss_that_rises_is_not_good() -> None:
+    at = scene("sgd")
+    at.loss = lambda s, b: nn.functional.cross_entropy(s.model(b[0]), b[1]) + b[2]
+    data = [(*batch, torch.tensor(0.0 if i < 33 else 0.8)) for i, batch in enumerate(learnable(44))]
+    guard, _ = run(at, grouped(data, 1), settings=config(snapshot_every=32, probation=10))
+    assert not guard.incidents
+    assert [(s.step, s.standing) for s in guard._recovery.ring.snapshots] == [(32, "bad")]

@@ -1,0 +1,165 @@
+"""The ring of snapshots and its cadence: what is kept, what it may take, what it may cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepguard.state.memory import free_memory
+from stepguard.state.snapshot import Cadence, Ring, Snapshot
+from stepguard.state.whole import State
+
+LIVE = torch.zeros(4)
+SIZE = LIVE.numel() * LIVE.element_size()
+
+
+def _state(value: float = 0.0) -> State:
+    LIVE.fill_(value)
+    return State({"model/weight": LIVE}, {})
+
+
+def _ring(size: int = 3, limit: int | None = None, free: int | None = 2**30) -> Ring:
+    ring = Ring(size, limit, free=lambda: free)
+    ring.too_small(_state())
+    return ring
+
+
+def _take(ring: Ring, step: int, *, must: bool = False) -> Snapshot | None:
+    return ring.take(step, _state(step), must=must)
+
+
+def _steps(ring: Ring) -> list[int]:
+    return [s.step for s in ring.snapshots]
+
+
+def test_snapshot_keeps_its_values_when_the_live_ones_move() -> None:
+    first, second = _take(ring := _ring(), 1), _take(ring, 2)
+    assert first is not None and second is not None
+    assert [float(s.state.tensors["model/weight"][0]) for s in (first, second)] == [1.0, 2.0]
+
+
+def test_dropped_snapshot_leaves_its_memory_to_the_next() -> None:
+    first = _take(ring := _ring(), 1)
+    assert first is not None
+    ring.drop(lambda s: s is first)
+    second = _take(ring, 2)
+    assert second is not None
+    assert second.state.tensors["model/weight"] is first.state.tensors["model/weight"]
+
+
+def test_memory_that_is_being_written_to_disk_is_not_reused() -> None:
+    first = _take(ring := _ring(), 1)
+    assert first is not None
+    first.lent = True
+    ring.drop(lambda s: s is first)
+    second = _take(ring, 2)
+    assert second is not None
+    assert second.state.tensors["model/weight"] is not first.state.tensors["model/weight"]
+
+
+def test_full_ring_of_young_snapshots_waits() -> None:
+    ring = _ring()
+    assert [_take(ring, step) is not None for step in (1, 2, 3, 4)] == [True, True, True, False]
+    assert _steps(ring) == [1, 2, 3]
+
+
+def test_only_good_snapshot_is_never_given_up() -> None:
+    ring = _ring()
+    for step in (1, 2, 3):
+        _take(ring, step)
+    ring.snapshots[0].standing = "good"
+    assert _take(ring, 4) is None
+    assert _take(ring, 4, must=True) is not None
+    assert _steps(ring) == [1, 3, 4]
+
+
+def test_oldest_good_snapshot_makes_room_once_a_newer_one_is_good() -> None:
+    ring = _ring()
+    for step in (1, 2, 3):
+        _take(ring, step)
+    ring.snapshots[0].standing = ring.snapshots[1].standing = "good"
+    assert _take(ring, 4) is not None
+    assert _steps(ring) == [2, 3, 4] and [s.step for s in ring.good()] == [2]
+
+
+def test_bad_snapshot_goes_first() -> None:
+    ring = _ring()
+    for step in (1, 2, 3):
+        _take(ring, step)
+    ring.snapshots[0].standing, ring.snapshots[1].standing = "good", "bad"
+    assert _take(ring, 4) is not None
+    assert _steps(ring) == [1, 3, 4]
+
+
+def test_memory_limit_makes_the_ring_smaller() -> None:
+    ring = _ring(size=5, limit=2 * SIZE + 1)
+    assert [_take(ring, step) is not None for step in (1, 2, 3)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("limit", "free", "whose"), [(SIZE, None, "snapshot_memory"), (None, 3 * SIZE, "half of")])
+def test_state_that_does_not_fit_twice_is_refused_with_the_sizes_and_the_way_out(
+    limit: int | None, free: int | None, whose: str
+) -> None:
+    why = Ring(3, limit, free=lambda: free).too_small(_state())
+    assert whose in why and "checkpoints still are" in why and "snapshot_memory=BYTES" in why
+
+
+def test_free_memory_is_known_and_within_the_containers_limit(tmp_path: Path) -> None:
+    folder, meminfo = tmp_path, tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:    1000 kB\n")
+    assert free_memory(folder, meminfo) == 1_024_000
+    for name, text in (("memory.max", "5000"), ("memory.current", "4500"), ("memory.stat", "inactive_file 100")):
+        (folder / name).write_text(text)
+    assert free_memory(folder, meminfo) == 600
+    (folder / "memory.max").write_text("max")
+    assert free_memory(folder, meminfo) == 1_024_000
+
+
+# --- cadence ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _run(steps: int, *, step_time: float, copy_time: float, every: int | str = "auto") -> list[int]:
+    clock, taken = Clock(), []
+    cadence = Cadence(every, clock)
+    for step in range(steps):
+        if cadence.due(step):
+            clock.now += copy_time
+            cadence.took(step, copy_time)
+            taken.append(step)
+        clock.now += step_time
+    return taken
+
+
+def test_first_snapshots_come_early_whatever_they_cost() -> None:
+    assert _run(60, step_time=0.001, copy_time=0.1)[:3] == [8, 16, 24]
+
+
+@pytest.mark.parametrize("copy_time", [1e-5, 1e-3, 0.02, 0.3])
+def test_amortised_stall_stays_below_half_a_percent(copy_time: float) -> None:
+    taken = _run(50_000, step_time=0.01, copy_time=copy_time)
+    later = taken[3:]
+    assert later and all(step % 8 == 0 for step in taken)
+    assert copy_time * len(later) <= 0.005 * 0.01 * (later[-1] - taken[2])
+
+
+def test_cheap_snapshots_stay_on_the_finest_grid() -> None:
+    assert _run(64, step_time=1.0, copy_time=0.001) == list(range(8, 64, 8))
+
+
+def test_grids_of_two_speeds_share_their_steps() -> None:
+    slow, fast = (set(_run(5000, step_time=t, copy_time=0.004)) for t in (0.01, 0.03))
+    assert slow - {8, 16, 24} <= fast and len(slow) > 3
+
+
+def test_fixed_cadence_is_kept() -> None:
+    assert _run(50, step_time=0.001, copy_time=9.0, every=10) == [10, 20, 30, 40]
