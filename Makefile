@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-BENCHES := overhead $(filter-out overhead _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
+BENCHES := overhead $(filter-out overhead crash table _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))) table
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -115,6 +115,7 @@ def _row(name: str, size: int, turns: list[dict[str, float]], reading: list[floa
         "what": CONTENDERS[name].what,
         "seconds": seconds,
         "gigabytes_a_second": size / seconds / 1e9,
+        "cpu_seconds": median(turn["cpu"] for turn in turns),
         "of_reading": median(ratios),
         "of_reading_range": [min(ratios), max(ratios)],
         "peak_megabytes": max(turn["peak"] for turn in turns) / 1e6,
@@ -147,13 +148,14 @@ def painted(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """One line a contender."""
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("")
-    for column in ("s", "GB/s", "of reading", "range", "peak MB"):
+    for column in ("s", "GB/s", "of reading", "range", "CPU s", "peak MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         low, high = row["of_reading_range"]
         numbers = (f"{row['seconds']:.2f}", f"{row['gigabytes_a_second']:.2f}", f"{row['of_reading']:.2f}")
         style = "bold" if row["name"] == "stepguard" else ""
-        table.add_row(row["what"], *numbers, f"{low:.2f}-{high:.2f}", f"{row['peak_megabytes']:.0f}", style=style)
+        rest = (f"{low:.2f}-{high:.2f}", f"{row['cpu_seconds']:.2f}", f"{row['peak_megabytes']:.0f}")
+        table.add_row(row["what"], *numbers, *rest, style=style)
     return table
 
 

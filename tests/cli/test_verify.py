@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cli.journals import run_stepguard
 from state.checking import saved
+from stepguard.cli import checking
 from stepguard.cli.app import app
 from stepguard.cli.settings_file import configured_rate, read_settings
 
@@ -116,3 +117,24 @@ def test_output_in_a_pipe_is_plain_and_fits_a_narrow_window(bad: Path) -> None:
     done = CliRunner().invoke(app, ["verify", str(bad)], env={"COLUMNS": "60"})
     assert "\x1b" not in done.stdout
     assert all(len(line) <= 60 for line in done.stdout.splitlines() if str(bad) not in line)
+
+
+def test_bar_appears_on_a_terminal_after_a_while_and_leaves_no_trace(
+    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checking, "PATIENCE", -1.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    (found,) = checking.verified([good])
+    shown = capsys.readouterr()
+    assert found.ok and "verifying" in shown.err and shown.out == ""
+    monkeypatch.setattr(checking, "PATIENCE", 1e9)
+    checking.verified([good])
+    assert capsys.readouterr().err == ""
+
+
+def test_bar_is_not_drawn_into_a_pipe(
+    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checking, "PATIENCE", -1.0)
+    checking.verified([good])
+    assert capsys.readouterr().err == ""

@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grad
 
 import stepguard
 from guard.scenes import (
-    CLASSES,
     FEATURES,
     LOOPS,
     NAN,
@@ -371,32 +370,3 @@ def test_guard_left_by_an_exception_is_closed() -> None:
         plain_step(scene, (DATA[0],))
         raise KeyError("the user's own")
     assert not scene.optimizer._optimizer_step_pre_hooks
-
-
-class Counting(nn.Module):
-    """A buffer that is no norm statistic and still changes in every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.out = nn.Linear(FEATURES, CLASSES)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.seen += 1
-        return self.out(inputs)
-
-
-@pytest.mark.parametrize("make", [_sgd, _fused])
-def test_counter_in_a_buffer_loses_the_bad_step_and_no_other(make: Callable[[nn.Module], Scene]) -> None:
-    scene = make(Counting())
-    watched(scene, grouped([DATA[0], DATA[1], poisoned(DATA[2]), DATA[3], DATA[4]], 1))
-    assert scene.model.seen == 4
-
-
-def test_buffer_that_first_changes_after_a_late_veto_keeps_its_change() -> None:
-    scene = _fused(Counting())
-    model = scene.model
-    scene.loss = lambda s, b: nn.functional.cross_entropy((s.model if b is DATA[3] else s.model.out)(b[0]), b[1])
-    watched(scene, grouped([DATA[0], poisoned(DATA[2]), DATA[3], DATA[4]], 1))
-    assert model.seen == 1
