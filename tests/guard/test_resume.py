@@ -258,7 +258,16 @@ def test_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
         assert guard.restore() == 4
     said = notes(tmp_path, "checkpoint")
     assert any(newer.name in line and "passed over" in line for line in said)
-    assert any(f"restored {older}" in line for line in said)
+    assert any(f"restored {older}" in line for line in notes(tmp_path, "restored"))
+
+
+def test_start_from_the_same_checkpoint_again_and_again_is_said(tmp_path: Path) -> None:
+    _two_checkpoints(tmp_path)
+    for _ in range(3):
+        with guard_of(scene(), config(tmp_path)) as guard:
+            guard.restore()
+    again = [line for line in notes(tmp_path, "checkpoint") if "this is start" in line]
+    assert ["start 2 from step-8" in again[0], "start 3 from step-8" in again[1], len(again)] == [True, True, 2]
 
 
 def test_nothing_usable_is_one_error(tmp_path: Path) -> None:

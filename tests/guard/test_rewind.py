@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import stepguard
 from guard.scenes import (
@@ -29,6 +30,7 @@ from guard.scenes import (
     state_of,
 )
 from stepguard import Guard, GuardConfig, Origin, Policy, TrainingHalted
+from stepguard.cli.app import app
 from stepguard.journal import read_run
 
 DATA = batches(40)
@@ -61,7 +63,7 @@ def run(
     settings = settings or config()
     results = []
     extra = {"ema": at.ema} if at.ema is not None else None
-    with Guard(at.model, at.optimizer, scheduler=at.scheduler, state=extra, config=_clipped(settings, at)) as guard:
+    with Guard(at.model, at.optimizer, state=extra, config=_clipped(settings, at), **at.close_over()) as guard:
         if at.ema is not None:
             guard.on_commit(lambda: at.ema.update_parameters(at.model))
         for index, micro in enumerate(steps):
@@ -115,6 +117,23 @@ def test_damaged_state_is_repaired_and_the_run_ends_bit_identical_to_one_that_wa
     assert difference(state_of(damaged), state_of(reference)) == ""
     assert difference(generators(), end) == ""
     assert all(result.committed for result in results) and guard.steps == len(steps)
+
+
+@pytest.mark.parametrize("growth", [3, 1000])
+def test_scale_of_the_loss_comes_back_with_the_state(growth: int) -> None:
+    def scaled() -> Scene:
+        at = scene("sgd", clip=1.0)
+        at.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=growth)
+        return at
+
+    damaged, reference = scaled(), scaled()
+    steps = grouped(DATA[:20], 1)
+    torch.manual_seed(5)
+    bare(reference, steps)
+    torch.manual_seed(5)
+    guard, _ = run(damaged, steps, {15: nan_weight})
+    assert [d[2] for d in decisions(guard)] == ["repeat"]
+    assert difference(state_of(damaged), state_of(reference)) == ""
 
 
 def test_damaged_state_is_repaired_for_an_optimizer_that_evaluates_several_times() -> None:
@@ -240,6 +259,8 @@ def test_rewinds_of_one_trouble_go_further_back_each_time(tmp_path: Path) -> Non
     places = [note["to"] for note in record.notes if note["type"] == "rewind"]
     assert len(places) >= 2 and places == sorted(set(places), reverse=True)
     assert len({incident.id for incident in record.incidents}) == len(record.incidents)
+    shown = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert shown.exit_code == 0 and "rewound from step" in shown.output
 
 
 def test_skipped_window_lowers_the_rate_where_the_policy_says_so() -> None:

@@ -1,6 +1,6 @@
 """Run by `torchrun`: an accelerate script and a Trainer on two ranks, one of which gets a NaN row.
 
-Each rank prints one JSON line for each of the two.
+Each rank writes one JSON file for each of the two: what ranks print at once may end up in one line.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def train(folder: str) -> None:
 
 def say(part: str, rank: int, model: torch.nn.Module, watching: Any, **more: Any) -> None:
     common = {"part": part, "rank": rank, "bad": bad_tensors(model), "weights": weights(model)}
-    print(json.dumps({**common, "incidents": places(watching.incidents), **more}), flush=True)
+    told = json.dumps({**common, "incidents": places(watching.incidents), **more})
+    Path(sys.argv[3], f"{part}-{rank}.json").write_text(told)
 
 
 script(sys.argv[1])

@@ -26,7 +26,14 @@ QUIET = GuardConfig(terminal="quiet")
 Batch = dict[str, Tensor]
 OWN_WARNINGS = [
     pytest.mark.filterwarnings(f"ignore:.*{said}")
-    for said in ("LeafSpec", "does not have many workers", "is not empty", "is not resumable", "no-op metric")
+    for said in (
+        "LeafSpec",
+        "does not have many workers",
+        "is not empty",
+        "is not resumable",
+        "no-op metric",
+        "dataloader_iter",
+    )
 ]
 """What Lightning itself warns of here, whether guarded or not."""
 
@@ -136,6 +143,13 @@ def trainer(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
 
 def fit(trainer: Trainer, module: LightningModule, data: Iterable[Batch], **settings: Any) -> None:
     trainer.fit(module, DataLoader(Batches(list(data)), batch_size=None), **settings)
+
+
+def run(folder: Path, module: LightningModule, data: list[Batch], *callbacks: Callback, **settings: Any) -> Trainer:
+    torch.manual_seed(1)
+    made = trainer(folder, *callbacks, **settings)
+    fit(made, module, data)
+    return made
 
 
 def last(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.amp import GradScaler
@@ -29,21 +29,20 @@ from integrations.lightning_scenes import (
     bad_tensors,
     batches,
     everything,
-    fit,
     last,
     learned,
     logged,
     plain_loop,
-    trainer,
+    run,
     waking,
     with_nan,
 )
 from stepguard import ConfigError, Incident, Policy, TrainingHalted
 from stepguard.integrations import lightning as integration
-from stepguard.integrations._lightning_saves import AUTOMATIC, Gate, GuardedCheckpointIO
+from stepguard.integrations._lightning_saves import AUTOMATIC
 from stepguard.integrations._lightning_step import TrainingStep
 from stepguard.integrations._versions import Framework
-from stepguard.integrations.lightning import GuardCallback, SaveRefused
+from stepguard.integrations.lightning import GuardCallback
 
 pytestmark = OWN_WARNINGS
 Fault = Callable[[list[Batch]], list[Batch]]
@@ -59,13 +58,6 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any], dict[str, Any], str]] = {
 def scaled() -> MixedPrecision:
     """fp16 with a loss scale on a CPU, where Trainer(precision="16-mixed") would fall back to bf16."""
     return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
-
-
-def run(folder: Path, module: LightningModule, data: list[Batch], *callbacks: Callback, **settings: Any) -> Trainer:
-    torch.manual_seed(1)
-    made = trainer(folder, *callbacks, **settings)
-    fit(made, module, data)
-    return made
 
 
 def place(incident: Incident) -> tuple[Any, ...]:
@@ -179,106 +171,6 @@ def test_everything_is_undone_by_close(tmp_path: Path) -> None:
     assert not made.optimizers[0]._optimizer_step_pre_hooks
 
 
-# --- saving ------------------------------------------------------------------------------------------------------
-
-
-class Poison(Callback):
-    """Makes the weights NaN behind the guard's back, as an unseen fault would, and tries to save that."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.global_step != self._at:
-            return
-        with torch.no_grad():
-            pl_module.net[0].weight[0, 0] = torch.nan
-        for weights_only in (False, True):
-            with pytest.raises(SaveRefused, match=r"manual.ckpt.*param:net.0.weight"):
-                trainer.save_checkpoint(Path(trainer.default_root_dir, "manual.ckpt"), weights_only)
-
-
-SAVERS: dict[str, dict[str, Any]] = {
-    "top 1, last": {"save_top_k": 1, "save_last": True},
-    "top 1, link": {"save_top_k": 1, "save_last": "link"},
-    "top 2 by a metric, last": {"save_top_k": 2, "save_last": True, "monitor": "step", "mode": "max"},
-    "all, weights only": {"save_top_k": -1, "save_last": True, "save_weights_only": True},
-    "on exception": {"save_top_k": 1, "save_last": True, "save_on_exception": True},
-}
-
-
-@pytest.mark.parametrize("name", SAVERS)
-def test_a_bad_state_is_saved_nowhere_and_rotation_keeps_the_last_good_one(name: str, tmp_path: Path) -> None:
-    saves = ModelCheckpoint(tmp_path / "saves", every_n_train_steps=1, **SAVERS[name])
-    callback = GuardCallback(QUIET)
-    with pytest.raises(TrainingHalted):
-        run(tmp_path, Net(), batches(), callbacks=[callback, Poison(5), saves])
-    files = [path for path in (tmp_path / "saves").iterdir() if not path.is_symlink()]
-    assert len(files) >= 1
-    assert not (tmp_path / "manual.ckpt").exists()
-    for path in [*files, tmp_path / "saves" / "last.ckpt"]:
-        assert not bad_tensors(learned(torch.load(path, weights_only=False)))
-    assert last(tmp_path)["global_step"] == 4
-    callback.close()
-
-
-def test_checkpoints_stay_protected_after_the_fit_until_close(tmp_path: Path) -> None:
-    callback, module = GuardCallback(QUIET), Net()
-    made = run(tmp_path, module, batches(), callback)
-    with torch.no_grad():
-        module.extra.weight.fill_(torch.inf)
-    with pytest.raises(SaveRefused, match=r"param:extra.weight"):
-        made.save_checkpoint(tmp_path / "after.ckpt")
-    assert not (tmp_path / "after.ckpt").exists()
-    callback.close()
-    made.save_checkpoint(tmp_path / "after.ckpt")
-    assert (tmp_path / "after.ckpt").exists()
-
-
-def test_rotation_goes_on_once_a_good_save_follows_a_refused_one() -> None:
-    class Folder:
-        def __init__(self) -> None:
-            self.files: set[str] = set()
-
-        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-            self.files.add(str(path))
-
-        def remove_checkpoint(self, path: Any) -> None:
-            self.files.remove(str(path))
-
-    folder = Folder()
-    state: list[str] = []
-    io = GuardedCheckpointIO(folder, Gate(lambda together: tuple(state), lambda summary: None))
-    io.save_checkpoint({}, "/a")
-    state.append("param:weight")
-    io.save_checkpoint({}, "/b")
-    io.remove_checkpoint("/a")
-    assert folder.files == {"/a"}
-    state.clear()
-    io.save_checkpoint({}, "/c")
-    assert folder.files == {"/c"}
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_checkpoint_of_a_skipped_step_holds_the_schedule_from_before_it(fused: bool, tmp_path: Path) -> None:
-    saves = ModelCheckpoint(tmp_path / "saves", filename="{step}", save_top_k=-1, every_n_train_steps=1)
-    callback = GuardCallback(QUIET)
-    run(tmp_path, Net(fused=fused, noisy=False), with_nan(batches()), callbacks=[callback, saves])
-    callback.close()
-    found = {n: torch.load(tmp_path / "saves" / f"step={n}.ckpt", weights_only=False) for n in (BAD, BAD + 1, BAD + 2)}
-    assert [state["lr_schedulers"][0]["last_epoch"] for state in found.values()] == [BAD, BAD, BAD + 1]
-
-
-def test_a_run_goes_on_from_a_checkpoint_with_its_step_numbers(tmp_path: Path) -> None:
-    run(tmp_path, Net(), batches(4))
-    callback = GuardCallback(QUIET)
-    made = trainer(tmp_path / "again", callback, max_epochs=2)
-    with pytest.warns(UserWarning, match="dirpath has changed"):
-        fit(made, Net(), with_nan(batches(4), at=1), ckpt_path=tmp_path / "saves" / "last.ckpt", weights_only=False)
-    assert [incident.step for incident in callback.incidents] == [5]
-    callback.close()
-
-
 # --- company -----------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +227,49 @@ def test_a_replay_is_neither_logged_nor_measured(tmp_path: Path) -> None:
     everybody = torch.cat([batch["y"].float() for batch in batches()])
     (shown,) = [float(row["mean"]) for row in logged(tmp_path) if row["mean"]]
     assert shown == pytest.approx(float(everybody.mean()), abs=1e-5)
+    callback.close()
+
+
+class LineSearch(Net):
+    """An optimizer that evaluates the training step several times a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=4)
+
+
+class FromIterator(Net):
+    """Takes its batches by itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+@pytest.mark.parametrize("kind", [LineSearch, FromIterator])
+def test_odd_training_steps_are_guarded_too(kind: type[Net], tmp_path: Path) -> None:
+    callback, module = GuardCallback(QUIET), kind(noisy=False)
+    made = run(tmp_path, module, with_nan(batches()), callbacks=[callback])
+    (incident,) = callback.incidents
+    assert incident.origin is not None
+    assert (incident.step, incident.origin.tensor, incident.origin.samples) == (BAD, "batch:x", (2,))
+    assert not bad_tensors(everything(made, module))
+    callback.close()
+
+
+class Scheduled(Net):
+    """Three schedules for one optimizer, one of which counts epochs."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        made = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99) for _ in range(3)]
+        intervals = ("epoch", "step", "step")
+        pairs = zip(made, intervals, strict=True)
+        return [optimizer], [{"scheduler": one, "interval": interval} for one, interval in pairs]
+
+
+def test_every_schedule_that_counts_steps_is_held_and_no_other(tmp_path: Path) -> None:
+    callback = GuardCallback(QUIET)
+    made = run(tmp_path, Scheduled(), with_nan(batches()), callback)
+    assert [config.scheduler.last_epoch for config in made.lr_scheduler_configs] == [1, STEPS - 1, STEPS - 1]
     callback.close()
 
 

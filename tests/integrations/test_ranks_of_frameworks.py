@@ -19,20 +19,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What both ranks print, by part, in the order of ranks."""
+    """What both ranks say, by part, in the order of ranks."""
     script = Path(__file__).with_name("framework_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ran = subprocess.run(
-        [*command, str(folder / "state"), str(folder / "out")],
+        [*command, str(folder / "state"), str(folder / "out"), str(folder)],
         capture_output=True,
         text=True,
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    by_rank = sorted(lines, key=lambda line: line["rank"])
-    return {part: [line for line in by_rank if line["part"] == part] for part in ("accelerate", "trainer")}
+    parts = ("accelerate", "trainer")
+    return {part: [json.loads((folder / f"{part}-{rank}.json").read_text()) for rank in (0, 1)] for part in parts}
 
 
 def test_ranks_of_an_accelerate_script_skip_and_name_together(said: dict[str, list[dict[str, Any]]]) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +13,13 @@ from torch import Tensor
 
 from stepguard.detect.history import LR_JUMP, history_facts, history_from
 from stepguard.engine.context import Context
+from stepguard.engine.planning import NOTHING_GOOD, Planning
 from stepguard.engine.window import Kept, Window
-from stepguard.policy.places import Place, Remedy, choose
+from stepguard.policy.places import Remedy
 from stepguard.sentinel.gradients import finite
 from stepguard.state.plain import put_together, take_apart
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
+from stepguard.state.step import Step
 from stepguard.state.whole import State, Whole
 
 
@@ -27,16 +28,6 @@ class Duty(Protocol):
 
     def due(self) -> bool: ...
     def do(self) -> None: ...
-
-
-class Archive(Protocol):
-    """States on disk."""
-
-    def steps(self) -> list[int]: ...
-    def read(self, step: int) -> State | None: ...
-
-
-UNTRIED = "no good snapshot or checkpoint to go back to"
 
 
 class Recovery:
@@ -59,12 +50,7 @@ class Recovery:
         self._off = "" if config.snapshots else "GuardConfig.snapshots is 0"
         self._seen = -1
         self._replaying = False
-        self._tried: list[Remedy] = []
-        self._chosen: Remedy | None = None
-        self._fetched: Snapshot | None = None
-        """What the last plan has read from disk."""
-        self.archive: Archive | None = None
-        """Checkpoints, for going further back than memory does."""
+        self.planning = Planning(context, self.whole, self.ring, self.window, self._sound)
         self.start: Snapshot | None = None
         """Where the last rewind went."""
         self.left: list[Kept] = []
@@ -163,6 +149,11 @@ class Recovery:
             context.human.note(summary, context.step, kind)
         context.terminal.line(f"step {context.step}: {summary}")
 
+    def keep(self, step: Step, loss: float | None) -> None:
+        """Hold on to a step that went as it should, where it may have to be run again."""
+        if self.wanted:
+            self.window.keep(step, loss)
+
     # --- judging -----------------------------------------------------------------------------------------------
 
     def committed(self, done: int) -> None:
@@ -187,47 +178,6 @@ class Recovery:
         limit, history = snapshot.memory["limit"], self._context.history
         return limit is None or not history.losses or history.level <= limit
 
-    # --- choosing ----------------------------------------------------------------------------------------------
-
-    def plan(self, *, transient: bool) -> tuple[Remedy | None, str]:
-        """Where to go back to, the same on every rank; or why that is not possible."""
-        if not self.wanted:
-            return None, UNTRIED
-        everybody = self._context.agreement.together(self._offer)
-        common = set.intersection(*({tuple(place) for place in told["good"]} for told in everybody))
-        places = [Place(step=s, kind=k, timeline=t) for s, k, t in sorted(common, reverse=True)]
-        exact = transient and bool(places) and all(places[0].step in told["repeatable"] for told in everybody)
-        self._chosen = self._choose(places, exact)
-        if self._chosen is not None or not places:
-            return self._chosen, f"{UNTRIED} ({self._off})" if self._off else UNTRIED
-        return None, f"every remedy has been tried at step {', '.join(str(place.step) for place in places)}"
-
-    def _choose(self, places: list[Place], exact: bool) -> Remedy | None:
-        """The next remedy whose place can really be had: a checkpoint is read before it is counted on."""
-        policy, rewinds = self._context.config.policy, self._context.budget.rewinds
-        while True:
-            remedy = choose(places, self._tried, policy, repeatable=exact, rewinds=rewinds)
-            if remedy is None or remedy.place.kind == "snapshot":
-                return remedy
-            told = self._context.agreement.together(partial(self._fetch, remedy.place.step))
-            if all(facts["there"] for facts in told):
-                return remedy
-            self._tried.append(remedy)
-
-    def _fetch(self, step: int) -> dict[str, Any]:
-        state = self.archive.read(step) if self.archive is not None else None
-        there = state is not None and not self.whole.misfit(state)
-        self._fetched = Snapshot(step, 0, state, {"anchor": None}) if there and state is not None else None
-        return {"there": there}
-
-    def _offer(self) -> dict[str, Any]:
-        good = [(s.step, "snapshot", s.memory["timeline"]) for s in self.ring.good() if self._sound(s)]
-        taken = {step for step, *_ in good}
-        if self.archive is not None:
-            good += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
-        repeatable = [step for step, *_ in good if self.window.since(step) is not None]
-        return {"good": [list(place) for place in good], "repeatable": repeatable}
-
     def _sound(self, snapshot: Snapshot) -> bool:
         """Finite, but for what was never meant to be; looked at once, when it is needed."""
         if "sound" not in snapshot.memory:
@@ -243,15 +193,19 @@ class Recovery:
 
     # --- going back --------------------------------------------------------------------------------------------
 
+    def plan(self, *, transient: bool) -> tuple[Remedy | None, str]:
+        """Where to go back to, the same on every rank; or why that is not possible."""
+        if not self.wanted:
+            return None, NOTHING_GOOD
+        remedy, why_not = self.planning.plan(transient=transient)
+        return remedy, f"{why_not} ({self._off})" if self._off else why_not
+
     def rewind(self) -> None:
         """Go where the last plan said. The random numbers go on: else a step would fail again by what it draws."""
-        remedy, context = self._chosen, self._context
-        assert remedy is not None, "a rewind is decided with a plan only"
-        self._chosen = None
-        self._tried.append(remedy)
-        came_from, snapshot = context.step, self._at(remedy.place)
-        self.put_back(snapshot)
-        self.start, self._fetched = snapshot, None
+        context = self._context
+        came_from = context.step
+        remedy, self.start = self.planning.take()
+        self.put_back(self.start)
         facts = {"step": came_from, "to": context.step, "data": remedy.data, "lr": context.lr}
         context.note("rewind", {**facts, "kind": "rewind", "summary": _story(came_from, remedy)})
 
@@ -277,12 +231,6 @@ class Recovery:
         for tell in self.after_rewind:
             tell()
 
-    def _at(self, place: Place) -> Snapshot:
-        if place.kind == "checkpoint":
-            assert self._fetched is not None
-            return self._fetched
-        return next(s for s in self.ring.good() if (s.step, s.memory["timeline"]) == (place.step, place.timeline))
-
     def _keep_rates_sane(self) -> None:
         """A rate far above everything configured does not survive a rewind, whoever put it there."""
         ceilings = self._context.lr_ceiling
@@ -296,7 +244,7 @@ class Recovery:
         self.ring.drop(lambda _: True)
         self.window.broken(context.step - 1)
         self.hurt_at, self.incident_at, self.retried, context.anchor = None, -1, -1, None
-        self._tried.clear()
+        self.planning.forget()
         self._settle_in()
 
     @contextmanager

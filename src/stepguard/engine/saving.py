@@ -22,6 +22,11 @@ from stepguard.state.whole import State, StateError
 RANKED = ("rng", "loader")
 """Facts that every rank has its own of."""
 
+AGAIN = (
+    "no later one has proved good since, and the same start tends to end in the same place; "
+    "see `stepguard report` for what went wrong, or restore an older one by its path"
+)
+
 
 class Saving:
     """Owns the store of one guard. One of the duties between two steps."""
@@ -42,7 +47,7 @@ class Saving:
             self._background = Background(self._store, self._say)
             context.resources.callback(self._store.close)
             context.resources.callback(self._background.close)
-            recovery.archive = self
+            recovery.planning.archive = self
 
     @property
     def has_store(self) -> bool:
@@ -110,13 +115,24 @@ class Saving:
         context = self._context
         difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
         self._put_in(State(opened.tensors, opened.facts))
-        self._say(f"restored {opened.path}: {opened.step} optimizer steps are done")
+        before = self._starts_from(opened.path.name)
+        self._say(f"restored {opened.path}: {opened.step} optimizer steps are done", kind="restored")
+        if before:
+            self._say(f"this is start {before + 1} from {opened.path.name}: {AGAIN}")
         if difference is not None:
             applied = context.config.resume_lr == "config"
             if applied:
                 scale_rates(context.optimizer, context.scheduler, difference.factors)
             self._say(difference.story(applied=applied), kind="lr_mismatch")
         return context.step
+
+    def _starts_from(self, name: str) -> int:
+        """How often this run has been started from that checkpoint already."""
+        journal = self._context.journal
+        if journal is None:
+            return 0
+        with journal.path.open("rb") as lines:
+            return sum(b'"kind":"restored"' in line and f"/{name}:".encode() in line for line in lines)
 
     def _opened(self, store: Store, which: str | Path) -> Opened:
         """The same checkpoint on every rank: the first one chooses."""

@@ -274,7 +274,7 @@ class Stepper:
     def _keep(self, step: Step, reading: Reading, went_through: bool, incident: Incident | None) -> None:
         """What went as it should can be run again; what a bad step left behind cannot."""
         if incident is None:
-            self.recovery.window.keep(step, reading.loss)
+            self.recovery.keep(step, reading.loss)
         elif went_through:
             self.recovery.window.broken(step.index)
 

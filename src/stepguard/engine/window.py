@@ -6,6 +6,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import Step
 
@@ -23,11 +25,12 @@ class Kept:
     step: Step
     loss: float | None
     size: int
-    marks: tuple[int, ...]
+    tensors: list[Tensor]
+    marks: list[int]
 
     @property
     def intact(self) -> bool:
-        return self.marks == _marks(self.step)
+        return self.marks == [t._version for t in self.tensors]
 
     def same(self, loss: float | None) -> bool:
         """Is this the loss it had the first time?"""
@@ -51,7 +54,7 @@ class Window:
             return
         tensors = [t for batch in step.micro_batches for _, t in named_tensors(batch)]
         size = sum(t.numel() * t.element_size() for t in tensors) + RANDOM_NUMBERS * len(step.micro_batches)
-        self._kept.append(Kept(step, loss, size, _marks(step)))
+        self._kept.append(Kept(step, loss, size, tensors, [t._version for t in tensors]))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):
             self._whole_from = self._drop_oldest() + 1
@@ -86,7 +89,3 @@ class Window:
         oldest = self._kept.popleft()
         self._size -= oldest.size
         return oldest.step.index
-
-
-def _marks(step: Step) -> tuple[int, ...]:
-    return tuple(t._version for batch in step.micro_batches for _, t in named_tensors(batch))

@@ -1,0 +1,90 @@
+"""Where a rewind would go: the places that every rank can go back to, and the next remedy that has not been tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from stepguard.engine.context import Context
+from stepguard.engine.window import Window
+from stepguard.policy.places import Place, Remedy, choose
+from stepguard.state.snapshot import Ring, Snapshot
+from stepguard.state.whole import State, Whole
+
+NOTHING_GOOD = "no good snapshot or checkpoint to go back to"
+
+
+class Archive(Protocol):
+    """States on disk."""
+
+    def steps(self) -> list[int]: ...
+    def read(self, step: int) -> State | None: ...
+
+
+class Planning:
+    """Chooses with the other ranks, and remembers what has been tried."""
+
+    def __init__(
+        self, context: Context, whole: Whole, ring: Ring, window: Window, sound: Callable[[Snapshot], bool]
+    ) -> None:
+        self._context, self._whole, self._ring, self._window = context, whole, ring, window
+        self._sound = sound
+        self.archive: Archive | None = None
+        """Checkpoints, for going further back than memory does."""
+        self._tried: list[Remedy] = []
+        self._chosen: Remedy | None = None
+        self._fetched: Snapshot | None = None
+        """What the last plan has read from disk."""
+
+    def plan(self, *, transient: bool) -> tuple[Remedy | None, str]:
+        """The next remedy, the same on every rank; or why there is none."""
+        everybody = self._context.agreement.together(self._offer)
+        common = set.intersection(*({tuple(place) for place in told["good"]} for told in everybody))
+        places = [Place(step=s, kind=k, timeline=t) for s, k, t in sorted(common, reverse=True)]
+        exact = transient and bool(places) and all(places[0].step in told["repeatable"] for told in everybody)
+        self._chosen = self._choose(places, exact)
+        if self._chosen is not None or not places:
+            return self._chosen, NOTHING_GOOD
+        return None, f"every remedy has been tried at step {', '.join(str(place.step) for place in places)}"
+
+    def take(self) -> tuple[Remedy, Snapshot]:
+        """The remedy of the last plan, which counts as tried from now on, and the state it goes back to."""
+        remedy, self._chosen = self._chosen, None
+        assert remedy is not None, "a rewind is decided with a plan only"
+        self._tried.append(remedy)
+        place, fetched, self._fetched = remedy.place, self._fetched, None
+        if place.kind == "checkpoint" and fetched is not None:
+            return remedy, fetched
+        here = (place.step, place.timeline)
+        return remedy, next(s for s in self._ring.good() if (s.step, s.memory["timeline"]) == here)
+
+    def forget(self) -> None:
+        """Another run begins."""
+        self._tried.clear()
+
+    def _choose(self, places: list[Place], exact: bool) -> Remedy | None:
+        """The next remedy whose place can really be had: a checkpoint is read before it is counted on."""
+        policy, rewinds = self._context.config.policy, self._context.budget.rewinds
+        while True:
+            remedy = choose(places, self._tried, policy, repeatable=exact, rewinds=rewinds)
+            if remedy is None or remedy.place.kind == "snapshot":
+                return remedy
+            told = self._context.agreement.together(partial(self._fetch, remedy.place.step))
+            if all(facts["there"] for facts in told):
+                return remedy
+            self._tried.append(remedy)
+
+    def _fetch(self, step: int) -> dict[str, Any]:
+        state = self.archive.read(step) if self.archive is not None else None
+        there = state is not None and not self._whole.misfit(state)
+        self._fetched = Snapshot(step, 0, state, {"anchor": None}) if there and state is not None else None
+        return {"there": there}
+
+    def _offer(self) -> dict[str, Any]:
+        good = [(s.step, "snapshot", s.memory["timeline"]) for s in self._ring.good() if self._sound(s)]
+        taken = {step for step, *_ in good}
+        if self.archive is not None:
+            good += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
+        repeatable = [step for step, *_ in good if self._window.since(step) is not None]
+        return {"good": [list(place) for place in good], "repeatable": repeatable}
