@@ -24,8 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv ## a run that hits NaN, is diagnosed and goes on
 	$(RUN) -m examples.demo
 
+# two workers: most tests wait for processes they start, and each has its own seed and folder
 test: venv ## every test
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 check: venv ## lint, format, types, import direction
 	$(RUN) -m ruff check

@@ -95,8 +95,10 @@ def campaign(
         shared.write(1, saved)
         shared.write(2, 0)
         child = _start(make, folder, size, shared, rounds=10**9)
-        time.sleep(rng.uniform(0, life))
-        os.kill(child, signal.SIGKILL)
+        try:
+            time.sleep(rng.uniform(0, life))
+        finally:
+            os.kill(child, signal.SIGKILL)
         tally.killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         doing = KINDS[shared.read(2)]
         tally.killed_during[doing] = tally.killed_during.get(doing, 0) + 1
@@ -152,23 +154,26 @@ def _reset(make: Callable[[], Format], folder: Path, size: int) -> int:
 
 
 def _start(make: Callable[[], Format], folder: Path, size: int, shared: Shared, rounds: int) -> int:
-    """Fork a writer."""
+    """Fork a writer; it ends when its parent does."""
+    parent = os.getpid()
     child = os.fork()
     if child:
         return child
     try:
         torch.set_num_threads(1)
-        _write(make(), folder, size, shared, rounds)
+        _write(make(), folder, size, shared, rounds, parent)
     finally:
         os._exit(0)
 
 
-def _write(form: Format, folder: Path, size: int, shared: Shared, rounds: int) -> None:
+def _write(form: Format, folder: Path, size: int, shared: Shared, rounds: int, parent: int) -> None:
     if isinstance(form, Sealed):
         form.disk = Told(shared)
     state = form.load(folder)
     step = (step_of(state) or 0) if state is not None else 0
     for _ in range(rounds):
+        if os.getppid() != parent:
+            return
         step += 1
         state = state_at(step, size)
         shared.write(0, step)

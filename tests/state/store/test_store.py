@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import os
+import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +32,30 @@ def test_checkpoint_has_seal_facts_and_tensors(tmp_path: Path) -> None:
     assert (seal.step, seal.health, seal.config, seal.serial) == (7, GOOD, {"lr": 0.1}, 1)
     assert seal.versions["torch"] == torch.__version__
     assert json.loads((path / "seal.json").read_text())["seal"]["tensors"]["model/weight"]["dtype"] == "float32"
+
+
+def test_health_that_is_not_a_number_is_sealed_as_it_is(tmp_path: Path) -> None:
+    health = replace(DOUBTFUL, loss=math.inf, level=None)
+    assert read_seal(Store(tmp_path).save(1, {}, {}, health)).health == health
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "expanded", "transposed"])
+def test_neither_saving_nor_opening_needs_a_second_copy(kind: str, tmp_path: Path) -> None:
+    tensor = torch.ones(4096, 4096) if kind != "expanded" else torch.ones(1).expand(4096, 4096)
+    tensor = tensor.t() if kind == "transposed" else tensor
+
+    def in_little_memory(work: Callable[[], object], spare: int) -> int:
+        def limited() -> None:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (used + spare, used + spare))
+            work()
+
+        return in_child(limited)
+
+    size = 4 * tensor.numel()
+    assert in_little_memory(lambda: Store(tmp_path).save(1, {"t": tensor}, {}, GOOD), size // 2) == 0
+    assert in_little_memory(Store(tmp_path).open, size + size // 2) == 0
+    assert in_little_memory(Store(tmp_path).open, size // 2) == 1
 
 
 def test_last_good_is_what_was_saved_last(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from stepguard.state.store.seal import Health
 from stepguard.state.store.store import Store
 
-NICENESS = 10
-"""The writer yields to training where both want one core."""
+NICENESS = 5
+"""The writer yields to training where both want one core: a quarter of it. Less, and it starves on a busy machine."""
 
 
 class Background:

@@ -156,7 +156,7 @@ class Store:
             tensors=written.tensors,
             serial=serial,
             nonfinite=tuple(written.nonfinite),
-            config=dict(facts.get("config") or {}),
+            config=dict(config) if isinstance(config := facts.get("config"), Mapping) else {},
             versions={"stepguard": __version__, "torch": torch.__version__, "python": platform.python_version()},
             written=datetime.now(UTC).isoformat(timespec="seconds"),
         )
