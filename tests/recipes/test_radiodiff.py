@@ -149,9 +149,10 @@ def test_the_floor_of_the_schedule_is_absolute_and_its_end_is_no_complex_number(
     assert rates[10:] == pytest.approx([1e-6] * 3)
 
 
-def test_the_command_of_the_report_refuses_its_own_precision_settings() -> None:
+def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: Path) -> None:
     command = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", "--mixed_precision", "bf16"]
-    ended = run("radiodiff", *command, "train_cond_ldm.py", "--cfg", "configs/radio_report.yaml", *TINY)
+    script = ("train_cond_ldm.py", "--cfg", "configs/radio_report.yaml")
+    ended = run("radiodiff", *command, *script, *TINY, f"trainer.results_folder={tmp_path}")
 
     assert ended.returncode != 0
     assert "Configuration is NOT aligned" in ended.stdout

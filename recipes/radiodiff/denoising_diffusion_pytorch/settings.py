@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
 from omegaconf import OmegaConf
 
 from stepguard.preflight import Subject, Tracked, check
@@ -29,7 +30,11 @@ def accelerator_for(config: Settings) -> Accelerator:
     """`fp16` and `bf16` name a dtype. `amp` alone does what the original did: it opens autocast without one."""
     trainer = config.trainer
     named = "fp16" if trainer.fp16 else "bf16" if trainer.bf16 else "no"
-    accelerator = Accelerator(mixed_precision=named)
+    accelerator = Accelerator(
+        mixed_precision=named,
+        cpu=not torch.accelerator.is_available(),  # else several processes without a GPU do not find each other
+        dataloader_config=DataLoaderConfiguration(split_batches=True),  # else the schedule runs once for every process
+    )
     if trainer.amp and named == "no":
         accelerator.native_amp = True
     return accelerator
