@@ -185,6 +185,7 @@ class Trainer:
         """Normalised error of sampled maps of places never trained on, by the averaged weights."""
         averaged = int(self.ema.n_averaged) > 0
         model = self.ema.module if averaged else self._bare()
+        assert isinstance(model, LatentDiffusion)
         return self.stages.nmse(model, self.config.model.sampling_timesteps)
 
 

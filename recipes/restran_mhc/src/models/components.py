@@ -143,4 +143,5 @@ class FrameFusion(nn.Module):
 
     def forward(self, x: Tensor, frames: int) -> Tensor:
         weights = self.score(x).view(-1, frames, 1, 1, x.shape[-1]).softmax(dim=1)
-        return (x.view(-1, frames, *x.shape[1:]) * weights).sum(1)
+        fused: Tensor = (x.view(-1, frames, *x.shape[1:]) * weights).sum(1)
+        return fused

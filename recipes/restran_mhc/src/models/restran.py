@@ -41,8 +41,15 @@ class ResTran(nn.Module):
     def _connections(self, config: Config, width: int, name: str) -> nn.Module:
         if config.MODEL_TYPE == "restran":
             return nn.Identity()
-        settings = {"kind": config.SINKHORN, "mix": config.MIX, "eps": config.RMS_EPS}
-        return HyperConnection(width, config.MHC_N, name=name, probes=self.probes, **settings)
+        return HyperConnection(
+            width,
+            config.MHC_N,
+            name=name,
+            kind=config.SINKHORN,
+            mix=config.MIX,
+            eps=config.RMS_EPS,
+            probes=self.probes,
+        )
 
     def forward(self, frames: Tensor) -> Tensor:
         self.probes.begin()

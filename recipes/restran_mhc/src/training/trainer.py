@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,7 +158,7 @@ class Trainer:
             for line in self.model.probes.story():
                 tqdm.write(line)
         self._told = result.incident is not None  # a repeated incident is one line of the guard's
-        return float(result.loss), float(result.grad_norm)
+        return float(result.loss), math.nan if result.grad_norm is None else float(result.grad_norm)
 
     def _original_step(self, batch: Batch) -> tuple[float, float]:
         self.optimizer.zero_grad()
