@@ -8,7 +8,7 @@ BENCHES := overhead $(filter-out overhead crash table _%,$(patsubst benchmarks/%
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format bench crash-campaign fuzz clean
+.PHONY: help venv demo test check format bench verify-recipes recipes-real crash-campaign fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -24,8 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv ## a run that hits NaN, is diagnosed and goes on
 	$(RUN) -m examples.demo
 
+# two workers: most tests wait for processes they start, and each has its own seed and folder
 test: venv ## every test
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 check: venv ## lint, format, types, import direction
 	$(RUN) -m ruff check
@@ -39,6 +40,12 @@ format: venv ## let ruff fix and format what it can
 
 bench: venv ## print the promised numbers beside the peers
 	@set -e; for bench in $(BENCHES); do $(RUN) -m benchmarks.$$bench; done
+
+verify-recipes: venv ## the training systems: healthy, unguarded, the report's fix, guarded
+	OMP_NUM_THREADS=1 $(RUN) -m recipes.verify
+
+recipes-real: venv ## what the recipes' real data needs
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes,recipes-real]'
 
 fuzz: venv ## ten minutes of damaged checkpoints against the readers
 	$(RUN) -m benchmarks.parts.fuzz --minutes 10

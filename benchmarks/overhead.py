@@ -23,12 +23,11 @@ from rich.table import Table
 
 from benchmarks.parts import machine
 from benchmarks.parts.timing import Row, compare
-from benchmarks.parts.variants import VARIANTS
+from benchmarks.parts.variants import VARIANTS, Variant
 from benchmarks.parts.workloads import FULL, QUICK, Workload
 
 PROMISE = 1.01
 WARMUP = 3
-PAIRED = [v for v in VARIANTS if v.missing is None and v.name != v.reference]
 OWN_ROUNDS = 40
 """Rounds without forward and backward: they are short, and the difference to be seen is small."""
 
@@ -40,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workloads = QUICK if options.quick else FULL
     if options.only is not None and options.only not in workloads:
         console.print(f"--only {options.only}: not known; use one of {', '.join(workloads)}.", style="red")
+        return 2
+    unknown = sorted(set(options.variants or ()) - {v.name for v in VARIANTS})
+    if unknown:
+        console.print(f"--variants {unknown[0]}: not known; use {', '.join(v.name for v in VARIANTS)}.", style="red")
         return 2
     chosen = [make() for name, make in workloads.items() if options.only in (None, name)]
     results = _measure(chosen, options, console)
@@ -53,6 +56,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny models and few rounds")
     parser.add_argument("--only", metavar="NAME", help=f"one workload: {', '.join(FULL)}")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these; the others keep their last result")
     parser.add_argument("--rounds", type=int, help="timed rounds a workload, instead of its own number")
     parser.add_argument(
         "--threads", type=int, default=1, help="torch threads (1: with more, a busy machine drowns one per cent)"
@@ -66,12 +70,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _measure(workloads: Sequence[Workload], options: argparse.Namespace, console: Console) -> dict[str, Any]:
     results = {}
+    variants = _chosen(options.variants)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     for workload in workloads:
         rounds = options.rounds or workload.rounds, workload.rounds if options.quick else OWN_ROUNDS
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(workload.what, total=_pairs(rounds))
-            rows = compare(workload, VARIANTS, rounds, WARMUP, lambda p=progress, t=task: p.advance(t))
+            task = progress.add_task(workload.what, total=_pairs(rounds, variants))
+            rows = compare(workload, variants, rounds, WARMUP, lambda p=progress, t=task: p.advance(t))
         console.print(painted(workload, rows))
         results[workload.name] = {
             "what": workload.what,
@@ -83,15 +88,27 @@ def _measure(workloads: Sequence[Workload], options: argparse.Namespace, console
     return results
 
 
-def _pairs(rounds: tuple[int, int]) -> int:
-    outside = sum(not v.inside for v in PAIRED)
-    return (rounds[0] + WARMUP) * len(PAIRED) + (rounds[1] + WARMUP) * outside
+def _chosen(names: Sequence[str] | None) -> list[Variant]:
+    """These variants and what they are compared with."""
+    if names is None:
+        return list(VARIANTS)
+    needed = set(names) | {v.reference for v in VARIANTS if v.name in names}
+    return [v for v in VARIANTS if v.name in needed]
+
+
+def _pairs(rounds: tuple[int, int], variants: Sequence[Variant]) -> int:
+    paired = [v for v in variants if v.missing is None and v.name != v.reference]
+    outside = sum(not v.inside for v in paired)
+    return (rounds[0] + WARMUP) * len(paired) + (rounds[1] + WARMUP) * outside
 
 
 def _merge(path: Path, results: dict[str, Any], *, quick: bool) -> dict[str, Any]:
     """Workloads that were not measured now keep what was measured before."""
     before = json.loads(path.read_text(encoding="utf-8"))["workloads"] if path.exists() else {}
     order = QUICK if quick else FULL
+    for name, result in results.items():
+        rows = {row["variant"]: row for row in [*before.get(name, {}).get("rows", []), *result["rows"]]}
+        result["rows"] = [rows[v.name] for v in VARIANTS if v.name in rows]
     workloads = {name: (before | results)[name] for name in order if name in before or name in results}
     return {"schema": 1, "promise": PROMISE, "warmup": WARMUP, "workloads": workloads}
 

@@ -75,7 +75,7 @@ def cell(row: dict[str, Any]) -> str:
 
 def _footnote(workloads: list[dict[str, Any]]) -> str:
     facts = workloads[0]["machine"]
-    rounds = ", ".join(str(w["rounds"]) for w in workloads)
+    rounds = ", ".join(map(str, _rounds(workloads)))
     threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
     return (
         "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update), with the "
@@ -84,6 +84,12 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
         f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, "
         f"load {_loads(workloads)} on {facts['cpus']} CPUs."
     )
+
+
+def _rounds(workloads: list[dict[str, Any]]) -> list[int]:
+    """Variants may have been measured at different times, over different numbers of rounds."""
+    rows = [row for w in workloads for row in w["rows"] if not row["variant"].startswith("bare")]
+    return sorted({row["rounds"] for row in rows if row["rounds"]})
 
 
 def _loads(workloads: list[dict[str, Any]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,22 @@ def test_unknown_fields_of_a_later_minor_version_are_ignored(tmp_path: Path) -> 
     path = _write_run(tmp_path)
     path.write_text(path.read_text().replace('"id":"i1"', '"id":"i1","mood":"grim"'))
     assert _counts(path) == (True, 2, 1, 1)
+
+
+def test_lines_of_two_threads_stay_whole(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    text = "x" * 5000
+
+    def write() -> None:
+        for number in range(200):
+            journal.write("note", {"step": number, "summary": text})
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journal.close()
+    found = read_run(tmp_path)
+    assert found.torn == 0
+    assert len(found.notes) == 600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class Journal:
         self.path = journal_path(run_dir, rank)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._torn = _ends_torn(self._fd)
+        self._turn = threading.Lock()  # a checkpoint that is written in the background reports from its own thread
 
     def write(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
         """Append one record; `durable` waits until it is on disk."""
@@ -49,11 +51,12 @@ class Journal:
 
     def _append(self, line: bytes) -> None:
         """The whole line, after ending one that a crash or a full disk has torn."""
-        left = b"\n" + line if self._torn else line
-        self._torn = True
-        while left:
-            left = left[os.write(self._fd, left) :]
-        self._torn = False
+        with self._turn:
+            left = b"\n" + line if self._torn else line
+            self._torn = True
+            while left:
+                left = left[os.write(self._fd, left) :]
+            self._torn = False
 
     def close(self) -> None:
         if self._fd >= 0:

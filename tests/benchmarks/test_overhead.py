@@ -60,6 +60,23 @@ def test_one_model_measured_again_keeps_the_others(measured: Path, tmp_path: Pat
     assert all(after[name] == before[name] for name in others)
 
 
+def test_one_variant_measured_again_keeps_the_others(measured: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "overhead.json"
+    copy.write_text(measured.read_text(encoding="utf-8"), encoding="utf-8")
+    first = next(iter(QUICK))
+    words = ["--quick", "--only", first, "--variants", "watch", "--rounds", "3", "--output", str(copy)]
+    assert overhead.main(words) == 0
+    before, after = ({r["variant"]: r for r in _strict(p)["workloads"][first]["rows"]} for p in (measured, copy))
+    assert after["watch"]["rounds"] == 3
+    assert after["step"] == before["step"]
+    assert list(after) == list(before)
+
+
+def test_unknown_variant_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert overhead.main(["--variants", "wach", "--output", str(tmp_path / "x.json")]) == 2
+    assert "watch" in capsys.readouterr().out
+
+
 def test_unknown_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert overhead.main(["--only", "gpt-9t", "--output", str(tmp_path / "x.json")]) == 2
     assert "gpt-7m" in capsys.readouterr().out

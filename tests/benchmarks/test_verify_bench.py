@@ -48,4 +48,4 @@ def test_every_contender_finds_a_nan(tmp_path: Path, name: str, capsys: pytest.C
         from safetensors.torch import save_file
 
         save_file(bad, path)
-    assert reading.main(name, str(path)) == (0 if name == "read" else 1)
+    assert reading.main(name, str(path)) == (0 if name.startswith("read") else 1)

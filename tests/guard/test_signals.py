@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ from stepguard.journal import read_run
 
 DATA = batches(12)
 SOURCE = Path(stepguard.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _usual_effect_of_ctrl_c() -> Iterator[None]:
+    """A test run in the background of a shell inherits an ignored SIGINT, which a guard leaves ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def scene() -> Scene:
@@ -172,3 +181,16 @@ def test_process_ends_with_143_and_can_be_resumed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, check=False, timeout=100)
     assert ended.returncode == 143 and saved(tmp_path) == ["step-5"]
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    at = scene()
+    try:
+        with Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard:
+            for batch in DATA[:3]:
+                send(signal.SIGINT)
+                guard.step(at.loss_fn, batch)
+        assert saved(tmp_path) == []
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -8,7 +8,10 @@ from stepguard.preflight.item import Item
 from stepguard.preflight.settings.precision import wanted
 from stepguard.preflight.surroundings import default_dtypes
 
-FIX = "Name the dtype: mixed_precision='bf16' in the Accelerator, or dtype= where autocast is opened."
+FIX = (
+    "Name the dtype: mixed_precision='bf16' in the Accelerator, or dtype= where autocast is opened; "
+    "see `stepguard explain SG801`."
+)
 
 
 def _look(seen: Inspection) -> Seen:

@@ -1,0 +1,1 @@
+"""RadioDiff, small: conditional latent diffusion of radio maps."""

@@ -1,0 +1,1 @@
+"""Autoencoder, conditional UNet, decoupled diffusion and city maps."""

@@ -1,0 +1,1 @@
+"""The plate reader: models, data, training."""

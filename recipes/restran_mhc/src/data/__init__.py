@@ -1,0 +1,1 @@
+"""Plates, generated or rendered in real fonts."""

@@ -1,0 +1,159 @@
+"""RadioDiff: every setting has an effect, runs resume exactly, and nothing is made to look finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_process import run
+from stepguard import verify
+from stepguard.preflight.tracking import unread
+
+TINY = (
+    "model.image_size=16",
+    "model.first_stage.steps=2",
+    "model.unet.dim=8",
+    "data.batch_size=4",
+    "trainer.train_num_steps=6",
+    "trainer.ema_update_after_step=1",
+    "trainer.save_and_sample_every=3",
+    "trainer.log_freq=3",
+)
+
+
+def settings(folder: Path, *overrides: str, file: str = "radio_train_m.yaml") -> Any:
+    from denoising_diffusion_pytorch.settings import load_config
+
+    return load_config(folder / "configs" / file, (*TINY, *overrides))
+
+
+def started(folder: Path, *overrides: str) -> Any:
+    from train_cond_ldm import start
+
+    return start(settings(folder, *overrides))
+
+
+def test_every_key_is_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = started(folder, f"trainer.results_folder={tmp_path}")
+
+    # taken only where another key asks for it, as the comment beside it says
+    assert set(unread(trainer.config)) <= {"data.folder", "trainer.resume_milestone"}
+    said = capsys.readouterr().out
+    assert "Configuration is properly aligned" in said
+    assert "[Train Step] 3/6: loss_simple: " in said
+
+
+def test_an_unknown_key_is_refused(folder: Path) -> None:
+    with pytest.raises(Exception, match=r"trainer\.learning_rate"):
+        settings(folder, "trainer.learning_rate=1")
+
+
+def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    whole = started(folder, f"trainer.results_folder={tmp_path}")
+    resumed = started(
+        folder, f"trainer.results_folder={tmp_path}", "trainer.enable_resume=True", "trainer.resume_milestone=1"
+    )
+
+    assert len(resumed.history.losses) == 3
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    for name, tensor in whole.ema.state_dict().items():
+        assert torch.equal(tensor, resumed.ema.state_dict()[name]), name
+
+
+def test_a_milestone_that_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"model-7\.pt does not exist"):
+        started(
+            folder, f"trainer.results_folder={tmp_path}", "trainer.enable_resume=True", "trainer.resume_milestone=7"
+        )
+
+
+def test_the_reports_fix_shows_a_finite_loss_over_gradients_that_are_not(folder: Path) -> None:
+    from accelerate import Accelerator
+
+    from train_cond_ldm import Trainer
+
+    trainer = Trainer(
+        settings(folder, "model.eps=0", "trainer.treatment=seedfix", "trainer.results_folder=null"), Accelerator()
+    )
+    batch = trainer.next_batch()
+    batch["t"][1] = 0.0
+    trainer.next_batch = lambda: batch
+    loss = trainer.one_step()
+    (incident,) = trainer.guard.incidents
+    trainer.guard.close()
+
+    assert torch.isfinite(torch.tensor(loss))
+    assert incident.verdict.kind == "nonfinite_gradient"
+    assert all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+
+
+def test_a_poisoned_state_is_not_saved(folder: Path, tmp_path: Path) -> None:
+    trainer = started(folder, f"trainer.results_folder={tmp_path}")
+    assert verify(tmp_path / "model-2.pt").ok
+    with torch.no_grad():
+        trainer.model.unet.enter.bias[0] = float("nan")
+
+    assert "NOT saved: param:unet.enter.bias is not finite" in trainer.save("3")
+    assert not (tmp_path / "model-3.pt").exists()
+
+
+def test_ctrl_c_saves_what_there_is(folder: Path, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from train_cond_ldm import Trainer
+
+    trainer = Trainer(settings(folder, f"trainer.results_folder={tmp_path}"), Accelerator())
+    batch = trainer.next_batch()
+
+    def interrupted() -> Any:
+        if trainer.step == 2:
+            raise KeyboardInterrupt
+        return batch
+
+    trainer.next_batch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(bar=False)
+
+    assert torch.load(tmp_path / "model-interrupted.pt", weights_only=True)["step"] == 2
+
+
+def test_probes_name_key_count_and_samples(folder: Path) -> None:
+    from denoising_diffusion_pytorch.cond_unet import CondUNet
+    from denoising_diffusion_pytorch.ddm_const_sde import LatentDiffusion
+
+    said: list[str] = []
+    model = LatentDiffusion(CondUNet(3, 8), eps=1e-4, treatment="probe", say=said.append)
+    batch = {
+        "x_start": torch.zeros(3, 3, 4, 4),
+        "noise": torch.zeros(3, 3, 4, 4),
+        "condition": torch.zeros(3, 3, 16, 16),
+    }
+    batch["x_start"][1, 0, 0, 0] = float("nan")
+    loss = model({**batch, "t": torch.full((3,), 0.5)})["loss_simple"]
+
+    assert said[0] == "Warning: x_start contains NaN values: 1 of 144, samples [1]"
+    assert said[-1] == "Warning: loss_simple contains NaN values: 1 of 3, samples [1]"
+    assert bool(torch.isnan(loss))  # a probe only looks
+
+
+def test_the_floor_of_the_schedule_is_absolute_and_its_end_is_no_complex_number(folder: Path) -> None:
+    from train_cond_ldm import _decay
+
+    rates = [1e-3 * _decay(10, 1e-6 / 1e-3)(step) for step in range(13)]
+
+    assert rates[0] == 1e-3
+    assert rates[10:] == pytest.approx([1e-6] * 3)
+
+
+def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: Path) -> None:
+    command = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", "--mixed_precision", "bf16"]
+    script = ("train_cond_ldm.py", "--cfg", "configs/radio_report.yaml")
+    ended = run("radiodiff", *command, *script, *TINY, f"trainer.results_folder={tmp_path}")
+
+    assert ended.returncode != 0
+    assert "Configuration is NOT aligned" in ended.stdout
+    assert "stepguard explain SG801" in ended.stdout
