@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from stepguard.state.store.layout import FilePlan, Form, form_of, planned
 from stepguard.state.store.pieces import PIECE, nonfinite, pieces
 from stepguard.state.store.seal import LARGEST, SealedFile, SealedTensor, digest_of, open_plain
 
+_DIRECT = getattr(os, "O_DIRECT", 0)
 PACE = 1 << 26
 """Bytes between syncs of a large file: the disk works along, and never has a gigabyte to swallow at the end."""
 
@@ -62,16 +64,32 @@ def write_json(path: Path, content: bytes, disk: Disk) -> SealedFile:
 def read_back(path: Path, expected: SealedFile) -> None:
     """Ask the disk, not the memory of the system, for what was written. A disk that keeps wrong bytes is found here."""
     fd, size = open_plain(path)
-    digest = xxhash.xxh3_128()
     try:
         _forget_pages(fd)
-        while piece := os.read(fd, PIECE):
-            digest.update(piece)
+        try:
+            digest = _digest(path, size, _DIRECT)
+        except OSError:
+            digest = _digest(path, size, 0)
         _forget_pages(fd)
     finally:
         os.close(fd)
-    if size != expected.size or digest.hexdigest() != expected.digest:
+    if size != expected.size or digest != expected.digest:
         raise StoreError(f"{path.name} reads back different from what was written; the disk cannot be trusted.")
+
+
+def _digest(path: Path, size: int, flags: int) -> str:
+    """Of a file that is read past the system's memory, where the filesystem can do that: half the processor time."""
+    digest = xxhash.xxh3_128()
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+    try:
+        with mmap.mmap(-1, PIECE) as aligned, memoryview(aligned) as view:
+            while size > 0 and (count := os.readv(fd, [view])) > 0:
+                size -= count
+                with view[:count] as piece:
+                    digest.update(piece)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
 
 
 def _forget_pages(fd: int) -> None:
