@@ -1,9 +1,9 @@
 """Timing variants against each other on a machine that does other things as well.
 
 Every variant has its own model with the same weights and sees the same batches. In each round it is run right beside a
-bare step on that same model, in an order drawn anew, and only the ratio of such neighbours counts: what slows the
-machine down for seconds slows down both. The control is bare on both sides: how far it lies from 1 is what the method
-cannot tell apart. Intervals are over rounds only.
+bare step on that same model, each of the two first in half of the rounds, and only the ratio of such neighbours counts:
+what slows the machine down for seconds slows down both. The control is bare on both sides: how far it lies from 1 is
+what the method cannot tell apart. Intervals are over rounds only.
 """
 
 from __future__ import annotations
@@ -85,13 +85,14 @@ def measure(
     pairs = {v.name: v.pair(workload) for v in present if v.name != v.reference}
     times = {v.name: Times() for v in present}
     draw, data = random.Random(SEED), torch.Generator().manual_seed(SEED)
+    orders = {name: _orders(warmup + rounds, draw) for name in pairs}
     try:
         for turn in range(warmup + rounds):
             batch = workload.batch(data)
             gc.collect()
             for variant in draw.sample(present, len(present)):
                 if variant.name != variant.reference:
-                    spent = _both(pairs[variant.name], batch, draw)
+                    spent = _both(pairs[variant.name], batch, own_first=orders[variant.name][turn])
                     if turn >= warmup:
                         _note(times[variant.name], *spent)
                     tick()
@@ -105,9 +106,17 @@ def measure(
 Spent = tuple[float, float]
 
 
-def _both(pair: Pair, batch: Batch, draw: random.Random) -> tuple[Spent, Spent]:
-    """The variant and its bare neighbour, whichever comes first."""
-    if draw.random() < 0.5:
+def _orders(turns: int, draw: random.Random) -> list[bool]:
+    """Who comes first in each round: each as often as the other, for the second finds its weights in the cache."""
+    orders = []
+    while len(orders) < turns:
+        orders += draw.sample([True, False], 2)
+    return orders[:turns]
+
+
+def _both(pair: Pair, batch: Batch, *, own_first: bool) -> tuple[Spent, Spent]:
+    """The variant and its bare neighbour."""
+    if own_first:
         own = _spent(pair.own, batch)
         return own, _spent(pair.bare, batch)
     reference = _spent(pair.bare, batch)
