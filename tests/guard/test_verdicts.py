@@ -309,3 +309,18 @@ def test_nan_never_enters_the_history(tmp_path: Path) -> None:
             scene.model.height.fill_(60.0)
         assert guard.step(scene.loss_fn, torch.tensor(0.0)).incident is not None  # a blinded detector would pass it
         assert all(map(math.isfinite, guard._context.history.losses))
+
+
+@pytest.mark.parametrize("times", [1e4, 1e6])
+def test_learning_rate_jump_is_the_cause_however_far_the_exponential_overflows(times: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    draw = torch.Generator().manual_seed(0)
+    with Guard(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        for step in range(44):
+            optimizer.param_groups[0]["lr"] = 0.01 * (times if step >= 40 else 1.0)
+            guard.step(lambda x: (torch.exp(model(x)) - 2.0).pow(2).mean(), torch.rand(16, 4, generator=draw))
+    first = guard.incidents[0]
+    assert first.origin is not None and first.origin.op == "aten.exp"
+    assert first.findings[0].code == "SG504"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import overflow
 from stepguard.diagnose.case import Case
+from stepguard.diagnose.ops import EXPONENTIALS
 from stepguard.diagnose.rule import CERTAIN, LIKELY, PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.trends import lr_jump, lr_not_a_number
 from stepguard.records import Remedy
@@ -28,7 +29,7 @@ def _confidence(case: Case) -> float:
         return 0.96
     if case.verdict.kind == "lr_mismatch":
         return LIKELY if case.facts.resumed else 0.95
-    if overflow(case) and not case.short:
+    if (overflow(case) or case.op in EXPONENTIALS) and not case.short:  # past exp(709) float64 overflows as well
         return 0.92
     if case.phase in ("", "optimizer") and not (case.origin and case.origin.op):
         return 0.9
