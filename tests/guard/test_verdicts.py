@@ -28,7 +28,7 @@ from guard.scenes import (
     quiet,
     state_of,
 )
-from stepguard import Guard, TrainingHalted
+from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.journal import read_run
 
 DATA = batches(12)
