@@ -311,7 +311,7 @@ def test_nan_never_enters_the_history(tmp_path: Path) -> None:
         assert all(map(math.isfinite, guard._context.history.losses))
 
 
-@pytest.mark.parametrize("times", [1e4, 1e6])
+@pytest.mark.parametrize("times", [1e5, 1e7])
 def test_learning_rate_jump_is_the_cause_however_far_the_exponential_overflows(times: float) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
