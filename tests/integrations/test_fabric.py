@@ -28,6 +28,7 @@ from integrations.lightning_scenes import (
     bad_tensors,
     batches,
     logged,
+    waking,
     with_nan,
 )
 from stepguard import ConfigError, Guard
@@ -119,6 +120,46 @@ def test_a_bad_step_leaves_all_as_if_its_batches_had_never_come(kind: str) -> No
     assert not difference(guarded.state(), reference.state())
     assert incident.origin is not None
     assert incident.findings[0].code == "SG101"
+
+
+class Waking(nn.Module):
+    """A part of it takes no part until a batch brings its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.late = nn.Linear(6, 3), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: Tensor, extra: Tensor | None) -> Tensor:
+        return self.body(x) if extra is None else self.body(x) + self.late(extra)
+
+
+def _wake(precision: Any, eps: float, *, guarded: bool) -> tuple[list[str], tuple[Any, ...]]:
+    """Bad parameters at the end, and the incidents."""
+    torch.manual_seed(0)
+    fabric, net = Fabric(accelerator="cpu", devices=1, precision=precision), Waking()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=eps, foreach=True))
+    guard = integration.guard(fabric, model, optimizer, config=QUIET) if guarded else None
+
+    def loss(batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"], batch.get("extra")), batch["y"])
+
+    for batch in waking(batches()):
+        fabric.backward(loss(batch) if guard is None else guard.loss(loss, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = guard.incidents if guard is not None else ()
+    if guard is not None:
+        guard.close()
+    return [name for name, p in net.named_parameters() if not bool(torch.isfinite(p).all())], found
+
+
+@pytest.mark.parametrize(("precision", "eps"), [("32-true", 0.0), ("16-true", 1e-8)], ids=["eps 0", "fp16 underflow"])
+def test_nan_that_the_optimizer_makes_is_undone_and_explained(precision: str, eps: float) -> None:
+    assert _wake(precision, eps, guarded=False)[0] == ["late.weight"]
+    bad, incidents = _wake(precision, eps, guarded=True)
+    assert bad == []
+    assert incidents[0].step == BAD
+    assert incidents[0].findings[0].code == "SG502"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,8 @@ DIVIDES = words("addcdiv div reciprocal rsqrt _fused_adam _fused_adamw _fused_ad
 
 def _evidence(case: Case) -> Proof | None:
     dtype = case.dtype or next((name for name in case.facts.param_dtypes if name in NARROW), "")
-    underflows = case.facts.eps is not None and rounds_to_zero(case.facts.eps, dtype)
+    eps = case.facts.eps
+    underflows = eps is not None and (eps == 0.0 or rounds_to_zero(eps, dtype))
     if case.phase == "optimizer" and case.op:
         return _located(case, dtype, underflows)
     born = case.reading.state_born and case.verdict.kind in ("nonfinite_parameter", "nonfinite_optimizer_state")
