@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,11 +140,11 @@ class Folders(Here):
         found = [(int(m.group(1)), p) for p in folder.glob("*") if (m := pattern.fullmatch(p.name)) and p.is_dir()]
         return [path for _, path in sorted(found, reverse=True)]
 
-    def write(self, path: Path, state: State) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, path: Path, state: State) -> None: ...
 
-    def read(self, path: Path) -> State:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, path: Path) -> State: ...
 
 
 class Distributed(Folders):
