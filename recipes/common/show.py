@@ -62,6 +62,7 @@ def _origin(outcome: Outcome) -> str:
         return f"{incident.verdict.kind}, nothing non-finite yet"
     operand = origin.inputs[0] if origin.inputs else None
     given = f", {operand.dtype} {operand.min:.4g} to {operand.max:.4g}" if operand and operand.min is not None else ""
+    given += ", divided by 0" if "denominator=zero" in origin.notes else ""
     place = PurePath(origin.source or "-").name
     samples = f", sample {', '.join(map(str, origin.samples))}" if origin.samples else ""
     return f"{origin.op or origin.tensor} in {origin.module or '-'}, {place}{given}{samples}"

@@ -1,7 +1,7 @@
 """The model that is fine-tuned: a small Llama that is pre-trained here (`toy`), or SmolLM2-135M-Instruct (`smollm2`).
 
-The toy reads characters. It is pre-trained on statements such as `7 km = 7000 m` and kept in `model.cache`, so that
-fine-tuning has something to bring out: the tags and the questions are new to it, the conversions are not.
+The toy reads characters. It is pre-trained on statements such as `7 km = 7000 m` and on tagged answers about lengths,
+and kept in `model.cache`, so that fine-tuning has something to bring out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from homework.conversions import statement
-from homework.rows import IGNORED, Row, collate
+from homework.conversions import base_text
+from homework.rows import Row, collate
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -98,7 +98,7 @@ def _pretrain(model: LlamaForCausalLM, steps: int, rate: float, seed: int, *, ba
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=max(steps, 1))
     model.train()
     for _ in tqdm(range(steps), desc="pre-training the toy base", disable=not bar):
-        rows = [_statement_row(tokenizer, statement(source)) for _ in range(BASE_BATCH)]
+        rows = [_text_row(tokenizer, base_text(source)) for _ in range(BASE_BATCH)]
         optimizer.zero_grad()
         model(**collate(rows)).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -106,7 +106,7 @@ def _pretrain(model: LlamaForCausalLM, steps: int, rate: float, seed: int, *, ba
         schedule.step()
 
 
-def _statement_row(tokenizer: Any, text: str) -> Row:
+def _text_row(tokenizer: Any, text: str) -> Row:
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": list(ids)}
 
@@ -146,6 +146,3 @@ def answers(model: Any, tokenizer: Any, questions: Sequence[str], *, most: int =
         said += tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
     model.train(was_training)
     return said
-
-
-__all__ = ["IGNORED", "answers", "base_model", "characters"]

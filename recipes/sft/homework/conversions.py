@@ -1,7 +1,7 @@
 """Questions about units and their answers: generated from exact factors (`toy`), or by pint in many units (`real`).
 
-Both are lists of [question, number], as `train.json` and `valid.json` of the original have them; `real` writes these two
-files into `data.folder`, or reads them where they are there already.
+Both are lists of [question, number], as `train.json` and `valid.json` of the original have them; `real` writes these
+two files into `data.folder`, or reads them where they are there already.
 """
 
 from __future__ import annotations
@@ -69,10 +69,13 @@ def scores(answers: Sequence[float], pairs: Sequence[Pair]) -> tuple[float, floa
     return right / len(pairs), sum(not math.isnan(given) for given in answers) / len(pairs)
 
 
-def statement(source: random.Random) -> str:
-    """`7 km = 7000 m`: what the toy base model is pre-trained on."""
-    value, a, b, result = _drawn(source, TOY)
-    return f"{value} {a} = {spelled(result)} {b}"
+def base_text(source: random.Random) -> str:
+    """What the toy base model is pre-trained on: `7 km = 7000 m` for all units, tagged answers for lengths only."""
+    if source.random() < 0.5:
+        value, a, b, result = _drawn(source, TOY)
+        return f"{value} {a} = {spelled(result)} {b}"
+    value, a, b, result = _drawn(source, {"length": TOY["length"]})
+    return f"{source.choice(TEMPLATES).format(v=value, a=a, b=b)} {answer_of(result)}"
 
 
 def toy_pairs(number: int, seed: int) -> list[Pair]:
@@ -99,7 +102,9 @@ def real_pairs(folder: Path, part: str, number: int, seed: int) -> list[Pair]:
         path.write_text(json.dumps(_by_pint(number, seed), indent=0) + "\n", encoding="utf-8")
     found: list[list[Any]] = json.loads(path.read_text(encoding="utf-8"))
     if len(found) < number:
-        raise SystemExit(f"{path} holds {len(found)} questions, data.{part} asks for {number}; remove it or ask for fewer.")
+        raise SystemExit(
+            f"{path} holds {len(found)} questions, data.{part} asks for {number}; remove it or ask for fewer."
+        )
     return [(str(question), float(value)) for question, value in found[:number]]
 
 

@@ -54,7 +54,7 @@ def safe_compute_loss(
     except (ValueError, RuntimeError):
         return _constant(return_outputs, None)
     loss, outputs = found
-    if loss is None or math.isnan(float(loss)) or float(loss) == 0.0:
+    if loss is None or math.isnan(float(loss.detach())) or float(loss.detach()) == 0.0:
         return _constant(return_outputs, outputs)
     return (loss, outputs) if return_outputs else loss
 

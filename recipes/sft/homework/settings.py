@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from transformers import TrainingArguments
 
@@ -47,7 +48,9 @@ def arguments(config: Settings, *, bar: bool) -> TrainingArguments:
     if given["bf16"] == "auto":
         del given["bf16"]
         given.update(half_precision())
-    return TrainingArguments(**given, disable_tqdm=not bar)
+    given["save_strategy"] = given["save_strategy"] or "no"  # YAML reads no as False
+    pinned = torch.accelerator.is_available()
+    return TrainingArguments(**given, disable_tqdm=not bar, dataloader_pin_memory=pinned)
 
 
 def record(config: Settings, folder: Path) -> Path:

@@ -91,22 +91,25 @@ class Run:
                 self.trainer = self.new_trainer()
                 self._guarded(again or None)
             return
-        if mode == "seedfix":
-            callback: Any = report_fix.apply(self.trainer)
-        elif mode == "callback":
-            callback = self._called_back()
+        if mode == "callback":
+            self._called_back(resume)
+            return
+        fix = report_fix.apply(self.trainer) if mode == "seedfix" else None
         self.history.attach(self.trainer)
         self._fit(resume)
-        if mode != "original":
-            self.warnings = callback.warnings if mode == "seedfix" else sum(callback.reported.values())
-            self.incidents = () if mode == "seedfix" else callback.incidents
+        self.warnings = fix.warnings if fix is not None else 0
 
-    def _called_back(self) -> GradientMonitoringCallback:
+    def _called_back(self, resume: str | None) -> None:
         """The two components under the report's names, doing what can work."""
         callback = GradientMonitoringCallback(self._settings())
         self.trainer.add_callback(callback)
         self.trainer.compute_loss = partial(safe_compute_loss, self.trainer)
-        return callback
+        self.history.attach(self.trainer)
+        try:
+            self._fit(resume)
+        finally:
+            callback.close()
+            self.warnings, self.incidents = sum(callback.reported.values()), callback.incidents
 
     def _guarded(self, resume: str | None) -> str | None:
         """One `train()` under a guard. Gives where to begin again in float32: a checkpoint, or '' for these weights."""
@@ -134,7 +137,7 @@ class Run:
         return found
 
     def _settings(self) -> GuardConfig:
-        kept = self.folder / "run" if self.config.args.save_strategy != "no" else None
+        kept = self.folder / "run" if self.trainer.args.save_strategy != "no" else None
         return GuardConfig(run_dir=kept, on_signal="off", terminal="auto" if self.bar else "quiet")
 
     def _fit(self, resume: str | None) -> None:
@@ -158,6 +161,7 @@ class Run:
 
     def scores(self, *, ask: bool = True) -> Scores:
         """Loss on questions never trained on, and what is right of the answers to them."""
+        vars(self.trainer).pop("compute_loss", None)  # the true loss, whatever was put in its place
         loss = float(self.trainer.evaluate()["eval_loss"])
         if not ask:
             return Scores(loss=loss, accuracy=0.0, answer_rate=0.0)
@@ -224,7 +228,7 @@ def train_model(config: Settings) -> Run:
     record(config, run.folder)
     report, fine = run.look()
     print(report)
-    if not fine and config.guard.preflight == "stop" and config.guard.mode in ("stable", "callback"):
+    if config.guard.preflight == "stop" and config.guard.mode in ("stable", "callback") and not fine:
         raise SystemExit(5)  # the exit code of stepguard check
     run.train()
     if run.stop.asked:
