@@ -22,7 +22,7 @@ SETTINGS: dict[Mode, tuple[str, ...]] = {
     "healthy": (*HALF[:2], "guard.mode=original"),
     "unguarded": (*HALF, "guard.mode=original"),
     "seedfix": (*HALF, "guard.mode=seedfix"),
-    "guarded": (*HALF, "guard.mode=stable"),
+    "guarded": (*HALF, "guard.mode=stable", "guard.preflight=warn"),
 }
 FULL = (
     "model.cache=null",
