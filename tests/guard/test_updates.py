@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from guard.scenes import batches, plain_net, quiet
-from stepguard import Guard, Policy
+from stepguard import Guard, Policy, TrainingHalted
 from stepguard.engine.updates import update_ratio
 
 DATA = batches(8)
@@ -64,14 +64,12 @@ def test_ratio_over_poisoned_moments_is_not_claimed() -> None:
 def test_a_jump_of_the_rate_is_explained_with_the_size_of_the_update() -> None:
     model = nn.Linear(6, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = quiet(locate=True, policy=Policy(actions=("warn", "stop")))
-    with Guard(model, optimizer, config=config) as guard:
+    config = quiet(locate=True, policy=Policy(actions=("stop",)))
+    with Guard(model, optimizer, config=config) as guard, pytest.raises(TrainingHalted) as halted:
         for index in range(60):
             if index == 40:
                 optimizer.param_groups[0]["lr"] = 30.0
             guard.step(lambda batch: (model(batch[0]) - 1.0).square().mean(), DATA[index % 8])
-            if guard.incidents:
-                break
-        (incident,) = guard.incidents
-    assert incident.findings[0].code == "SG504"
-    assert any("the last update changed the weights by" in said for said in incident.findings[0].evidence)
+    finding = halted.value.incident.findings[0]
+    assert finding.code == "SG504"
+    assert any("the last update changed the weights by 1.01 of" in said for said in finding.evidence), finding.evidence

@@ -1,4 +1,4 @@
-"""The reports' command lines, typed as they stand there, in a fresh copy of the recipe's folder; `more` makes them short."""
+"""The reports' command lines as they are typed, in a fresh copy of the recipe's folder; `more` makes them short."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_lower_learning_rate_does_not_move_a_failure_of_the_data(rate: float) 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert first == 41
+    assert first == 50
 
 
 def run(peak: float) -> tuple[torch.optim.Optimizer, OneCycleLR]:

@@ -52,7 +52,7 @@ def test_nan_to_num_shows_a_plausible_loss_of_a_model_that_is_all_nan() -> None:
         for _ in range(5)
     ]
 
-    assert [0.5 < float(loss) < 2.0 for loss in seen] == [True] * 5
+    assert [0.5 < loss.item() < 2.0 for loss in seen] == [True] * 5
 
 
 def test_the_same_step_under_a_guard_leaves_the_weights_alone() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,12 +36,13 @@ def _direction(group: dict[str, Any], state: dict[str, Any]) -> Tensor | None:
     if _plain(mean) and _plain(square) and mean.shape == square.shape and len(betas) == 2:
         steps = max(1.0, float(state.get("step", 1.0)))
         first, second = (1.0 - float(beta) ** steps for beta in betas)
-        return mean.float() / first / ((square.float() / second).sqrt() + float(group.get("eps", 1e-8)))
+        made: Tensor = mean.float() / first / ((square.float() / second).sqrt() + float(group.get("eps", 1e-8)))
+        return made
     momentum = state.get("momentum_buffer")
     return momentum.float() if _plain(momentum) else None
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: Any) -> TypeGuard[Tensor]:
     """Not sharded (a norm would be a collective), not sparse, not complex."""
     return type(value) is Tensor and value.layout is torch.strided and value.is_floating_point()
 
