@@ -77,8 +77,8 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
     threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
     return (
         "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update) beside it, "
-        f"and 95 % of that median over {rounds} rounds; `own` is what the check adds by itself, measured with forward and "
-        "backward taken out. `bare again` is the bare step on both sides: what it shows is noise. "
+        f"and 95 % of that median over {rounds} rounds; `own` is what the check adds by itself, measured with forward "
+        "and backward taken out. `bare again` is the bare step on both sides: what it shows is noise. "
         f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, "
         f"load {_loads(workloads)} on {facts['cpus']} CPUs."
     )
