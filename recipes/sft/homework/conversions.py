@@ -69,9 +69,9 @@ def scores(answers: Sequence[float], pairs: Sequence[Pair]) -> tuple[float, floa
     return right / len(pairs), sum(not math.isnan(given) for given in answers) / len(pairs)
 
 
-def base_text(source: random.Random) -> str:
+def base_text(source: random.Random, *, tagged: bool) -> str:
     """What the toy base model is pre-trained on: `7 km = 7000 m` for all units, tagged answers for lengths only."""
-    if source.random() < 0.5:
+    if not tagged:
         value, a, b, result = _drawn(source, TOY)
         return f"{value} {a} = {spelled(result)} {b}"
     value, a, b, result = _drawn(source, {"length": TOY["length"]})
