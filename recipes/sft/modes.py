@@ -26,7 +26,6 @@ SETTINGS: dict[Mode, tuple[str, ...]] = {
 }
 FULL = (
     "model.cache=null",
-    "data.train=1200",
     "args.max_steps=100",
     "args.warmup_steps=20",
     "args.per_device_train_batch_size=8",

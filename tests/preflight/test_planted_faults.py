@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +155,22 @@ def test_change_since_the_checkpoint_is_listed(tmp_path: Path) -> None:
     outcome = ask_one(HEALTHY, "config.changed", checkpoint=path)
     assert outcome.status == "warn"
     assert outcome.evidence == ("changed: seed: 7 -> 0", "only in the checkpoint: old_key")
+
+
+def test_configuration_of_a_class_that_torch_would_not_load_is_read_without_importing_it(tmp_path: Path) -> None:
+    module = types.ModuleType("gone_tomorrow")
+    module.Settings = type("Settings", (), {"__module__": "gone_tomorrow"})  # type: ignore[attr-defined]
+    settings = module.Settings()
+    vars(settings).update(CONFIG | {"seed": 7, "folder": Path("somewhere")})
+    sys.modules["gone_tomorrow"] = module
+    try:
+        path = saved(tmp_path / "old.pt", built("training:build")["model"], config=settings)
+    finally:
+        del sys.modules["gone_tomorrow"]
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path, weights_only=True)
+    outcome = ask_one(HEALTHY, "config.changed", checkpoint=path)
+    assert "changed: seed: 7 -> 0" in outcome.evidence
 
 
 def test_poisoned_checkpoint_is_found(tmp_path: Path) -> None:

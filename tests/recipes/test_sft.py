@@ -269,3 +269,19 @@ def test_the_short_form_of_verify_survives_adams_eps_and_finds_the_cut_answers()
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "aten.addcdiv_" in ended.stdout
     assert "fail labels.empty" in ended.stdout
+
+
+def test_no_question_of_the_validation_is_trained_on_in_any_stage(folder: Path, tmp_path: Path) -> None:
+    import random
+
+    from homework.conversions import base_text
+
+    pairs = made(folder, tmp_path, "data.train=900", "data.valid=96").pairs
+    train, valid = ([question for question, _ in pairs[part]] for part in ("train", "valid"))
+    source = random.Random(0)
+    before = {base_text(source, tagged=True).partition(" <answer>")[0] for _ in range(2000)}
+
+    assert len(set(train)) == 900 and len(set(valid)) == 96
+    assert not set(valid) & (set(train) | before)
+    with pytest.raises(SystemExit, match="different questions"):
+        made(folder, tmp_path, "data.train=5000")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ TEMPLATES = (
     "Can you provide the conversion value from {a} to {b} for {v} units?",
 )
 LEAST, MOST = 1e-3, 1e5
+TRIES = 100
+"""Draws for every question that is wanted, before there are too few different ones."""
 CLOSE = 0.05
 """Share of the true value that an answer may be off by."""
 
@@ -70,18 +73,45 @@ def scores(answers: Sequence[float], pairs: Sequence[Pair]) -> tuple[float, floa
 
 
 def base_text(source: random.Random, *, tagged: bool) -> str:
-    """What the toy base model is pre-trained on: `7 km = 7000 m` for all units, tagged answers for lengths only."""
+    """What the toy base model is pre-trained on: `7 km = 7000 m` for all units, tagged answers for lengths only.
+
+    Questions that are held out for the validation are not among them.
+    """
     if not tagged:
         value, a, b, result = _drawn(source, TOY)
         return f"{value} {a} = {spelled(result)} {b}"
-    value, a, b, result = _drawn(source, {"length": TOY["length"]})
-    return f"{source.choice(TEMPLATES).format(v=value, a=a, b=b)} {answer_of(result)}"
+    while True:
+        value, a, b, result = _drawn(source, {"length": TOY["length"]})
+        question = source.choice(TEMPLATES).format(v=value, a=a, b=b)
+        if not held_out(question):
+            return f"{question} {answer_of(result)}"
 
 
-def toy_pairs(number: int, seed: int) -> list[Pair]:
+def toy_pairs(part: str, number: int, seed: int) -> list[Pair]:
     source = random.Random(seed)
-    drawn = [_drawn(source, TOY) for _ in range(number)]
-    return [(source.choice(TEMPLATES).format(v=v, a=a, b=b), x) for v, a, b, x in drawn]
+
+    def draw() -> Pair:
+        value, a, b, result = _drawn(source, TOY)
+        return source.choice(TEMPLATES).format(v=value, a=a, b=b), result
+
+    return distinct(draw, part, number)
+
+
+def held_out(question: str) -> bool:
+    """One question in eight is for the validation, by its text, so that no other part ever holds it."""
+    return zlib.crc32(question.encode()) % 8 == 0
+
+
+def distinct(draw: Callable[[], Pair], part: str, number: int) -> list[Pair]:
+    """So many different questions of one part."""
+    found: dict[str, float] = {}
+    for _ in range(TRIES * number):
+        if len(found) == number:
+            return list(found.items())
+        question, value = draw()
+        if held_out(question) == (part == "valid"):
+            found.setdefault(question, value)
+    raise SystemExit(f"data.{part}={number}: only {len(found)} different questions were found; ask for fewer.")
 
 
 def _drawn(source: random.Random, families: Families) -> tuple[int, str, str, float]:
@@ -99,7 +129,7 @@ def real_pairs(folder: Path, part: str, number: int, seed: int) -> list[Pair]:
     path = folder / f"{part}.json"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_by_pint(number, seed), indent=0) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(_by_pint(part, number, seed), indent=0) + "\n", encoding="utf-8")
     found: list[list[Any]] = json.loads(path.read_text(encoding="utf-8"))
     if len(found) < number:
         raise SystemExit(
@@ -108,22 +138,23 @@ def real_pairs(folder: Path, part: str, number: int, seed: int) -> list[Pair]:
     return [(str(question), float(value)) for question, value in found[:number]]
 
 
-def _by_pint(number: int, seed: int) -> list[list[Any]]:
+def _by_pint(part: str, number: int, seed: int) -> list[Pair]:
     try:
         from pint import UnitRegistry
     except ImportError:
         raise SystemExit("data.name=real needs pint: make recipes-real") from None
     registry, source = UnitRegistry(), random.Random(seed)
-    pairs: list[list[Any]] = []
-    while len(pairs) < number:
-        units = REAL[source.choice(list(REAL))].split()
-        a, b = source.sample(units, 2)
-        value = source.randint(1, 10)
-        result = float((value * registry(a)).to(registry(b)).magnitude)
-        if LEAST <= result <= MOST:
-            names = {"v": value, "a": _short(registry, a), "b": _short(registry, b)}
-            pairs.append([source.choice(TEMPLATES).format(**names), round(result, 6)])
-    return pairs
+
+    def draw() -> Pair:
+        while True:
+            a, b = source.sample(REAL[source.choice(list(REAL))].split(), 2)
+            value = source.randint(1, 10)
+            result = float((value * registry(a)).to(registry(b)).magnitude)
+            if LEAST <= result <= MOST:
+                names = {"v": value, "a": _short(registry, a), "b": _short(registry, b)}
+                return source.choice(TEMPLATES).format(**names), round(result, 6)
+
+    return distinct(draw, part, number)
 
 
 def _short(registry: Any, unit: str) -> str:
@@ -132,10 +163,10 @@ def _short(registry: Any, unit: str) -> str:
 
 
 def pairs_of(data: Any, part: str) -> list[Pair]:
-    """Questions of `train` or `valid`; the two parts are drawn from different seeds."""
+    """Questions of `train` or `valid`, none of them twice and none in both."""
     number, seed = data[part], data.seed + (1000 if part == "valid" else 0)
     sources: dict[str, Callable[[], list[Pair]]] = {
-        "toy": lambda: toy_pairs(number, seed),
+        "toy": lambda: toy_pairs(part, number, seed),
         "real": lambda: real_pairs(Path(data.folder), part, number, seed),
     }
     if data.name not in sources:

@@ -11,7 +11,7 @@ from stepguard.preflight import Subject, check
 from stepguard.preflight.subject import subject_of
 from stepguard.records.preflight import Preflight
 
-LOOKED_AT = ("labels", "data.finite", "data.unreadable", "data.missing", "precision", "scaler", "optimizer")
+LOOKED_AT = ("labels", "data", "precision", "scaler", "optimizer")
 
 
 def subject(trainer: Trainer, config: Any, eos: int) -> Subject:

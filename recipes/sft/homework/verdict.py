@@ -17,7 +17,7 @@ class Scores:
     answer_rate: float
 
 
-def verdict(lines: Sequence[dict[str, Any]], scores: Scores, warnings: int) -> tuple[list[str], bool]:
+def verdict(lines: Sequence[dict[str, Any]], scores: Scores, warnings: int, steps: int) -> tuple[list[str], bool]:
     """One sentence a test, and whether all of them are passed."""
     norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
     losses = [line["loss"] for line in lines]
@@ -32,5 +32,5 @@ def verdict(lines: Sequence[dict[str, Any]], scores: Scores, warnings: int) -> t
         (scores.answer_rate > 0.0, f"answer rate {scores.answer_rate:.3f}"),
     ]
     said = [f"{'ok  ' if passed else 'FAIL'} {sentence}" for passed, sentence in tests]
-    said.append(f"     {warnings} warnings and incidents, validation loss {scores.loss:.4f}")
+    said.append(f"     {warnings} warnings and incidents in {steps} steps, validation loss {scores.loss:.4f}")
     return said, all(passed for passed, _ in tests)

@@ -1,23 +1,21 @@
 """What a checkpoint on disk says about the run that wrote it: shapes, configuration, versions.
 
-Read with `weights_only`, which runs no code; a file that needs more is reported, not loaded.
+Read as `stepguard verify` reads: nothing in a file is run or imported, and what cannot be understood is reported.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from stepguard._errors import ConfigError
 from stepguard.preflight.settings.files import read_settings
+from stepguard.state.checking.damage import Damaged
+from stepguard.state.checking.inert import Made, TensorRecord
+from stepguard.state.checking.torchfile import read_inert
 
 CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
 MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
@@ -58,23 +56,16 @@ def read_stored(path: Path) -> Stored:
 
 
 def _load(stored: Stored, file: Path) -> Any:
-    with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-        warnings.simplefilter("ignore")
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:
-            pass  # not a zip file: the old format cannot be mapped
-        except Exception as fault:
-            return _refuse(stored, file, fault)
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as fault:
-            return _refuse(stored, file, fault)
+    try:
+        return read_inert(file)
+    except (Damaged, OSError) as fault:
+        return _refuse(stored, file, fault)
 
 
 def _refuse(stored: Stored, file: Path, fault: Exception) -> None:
     reason = " ".join(str(fault).split())
-    stored.unread.append(f"{file.name}: {type(fault).__name__}: {reason[:140]}")
+    kind = fault.kind if isinstance(fault, Damaged) else type(fault).__name__
+    stored.unread.append(f"{file.name}: {kind}: {reason[:140]}")
 
 
 def _take(stored: Stored, content: Any, stem: str) -> None:
@@ -83,15 +74,34 @@ def _take(stored: Stored, content: Any, stem: str) -> None:
     if stem.startswith(("optimizer", "scheduler")):  # of a folder; their tensors are none of the model's
         return
     for name in CONFIGS:
-        values = vars(content[name]) if isinstance(content.get(name), argparse.Namespace) else content.get(name)
-        if isinstance(values, Mapping) and not stored.config:
-            stored.config = dict(values)
+        values = _mapping(content.get(name))
+        if values and not stored.config:
+            stored.config = values
     for name in VERSIONS:
         found = content.get(name)
         stored.versions |= dict(found) if isinstance(found, Mapping) else {name: str(found)} if found else {}
     for tensors in (*(content.get(name) for name in MODELS), content):
         if isinstance(tensors, Mapping) and not stored.shapes:
-            stored.shapes = {str(k): tuple(v.shape) for k, v in tensors.items() if isinstance(v, Tensor)}
+            stored.shapes = {str(k): tuple(v.shape) for k, v in tensors.items() if isinstance(v, TensorRecord)}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """A dict, or what an object such as a Namespace would have as its attributes, as far as it is plain."""
+    if isinstance(value, Made):
+        value = value.entries or value.state
+    return {str(key): _plain(part) for key, part in value.items() if _known(part)} if isinstance(value, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict | Made):
+        return _mapping(value)
+    return [_plain(part) for part in value if _known(part)] if isinstance(value, list | tuple) else value
+
+
+def _known(value: Any) -> bool:
+    if isinstance(value, Made):
+        return isinstance(value.entries or value.state, dict)
+    return value is None or isinstance(value, str | int | float | list | tuple | dict)
 
 
 def _shapes_of(stored: Stored, file: Path) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stepguard.records.verification import Role
 from stepguard.state.checking import contents, dtypes, globals_known, limits, roles, zipped
 from stepguard.state.checking.contents import Contents, Leaf
-from stepguard.state.checking.damage import Damaged, listed
+from stepguard.state.checking.damage import Damaged, Notes, listed
 from stepguard.state.checking.inert import ArrayRecord, Global, Raw, Storage, TensorRecord
 from stepguard.state.checking.layout import Block, Layout, elements
 from stepguard.state.checking.machine import read_pickle
 from stepguard.state.checking.shapes import reference, storage_of
-from stepguard.state.checking.source import Window
+from stepguard.state.checking.source import Window, opened
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
@@ -152,6 +153,28 @@ def read_value(window: Window) -> tuple[Any, dict[Global, None]]:
         return storages.setdefault(storage.key, storage)
 
     return read_pickle(window, persistent, names, reference), names
+
+
+def read_inert(path: Path) -> Any:
+    """What a file of torch.save holds, as plain containers and records. Nothing of it is run or imported.
+
+    Raises Damaged for what cannot be read, and for a pickle that was made to run code.
+    """
+    with opened(path) as window:
+        if window.at(0, 2) == b"PK":
+            found = zipped.records(window, Notes(str(path)))
+            if "data.pkl" not in found:
+                raise Damaged("format", "the zip holds no data.pkl: it is not from torch.save")
+            pickle = zipped.stored(found["data.pkl"])
+            value, names = read_value(window.window(pickle.start, pickle.size))
+        elif window.at(0, len(LEGACY_START)) == LEGACY_START:
+            value, names, _ = _legacy_parts(window)
+        else:
+            value, names = read_value(window)
+    hostile = [str(name) for name in names if globals_known.trust(name) == "hostile"]
+    if hostile:
+        raise Damaged("hostile", f"loading it with pickle would import {listed(hostile)} and could run code")
+    return value
 
 
 def report_names(layout: Layout, names: dict[Global, None]) -> None:
