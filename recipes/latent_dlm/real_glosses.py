@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
     tokenizer.no_padding()
+    tokenizer.no_truncation()
     texts = list(glosses(options.wordnet))
     pieces = [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
     kept, known = chosen(texts, pieces, options)
@@ -114,7 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_pairs(Pairs(tokens, real, latents), options.folder / "tokens", options.folder / "latents")
     words = [tokenizer.id_to_token(piece) for piece in known]
     (options.folder / "vocabulary.json").write_text(json.dumps(words) + "\n", encoding="utf-8")
-    print(f"{len(texts):,} glosses read, {len(kept):,} kept; {options.features} features hold {share:.0%} of the variance")
+    print(
+        f"{len(texts):,} glosses read, {len(kept):,} kept; {options.features} features hold {share:.0%} of the variance"
+    )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ GRAD_ACCUM_STEPS=${GRAD_ACCUM_STEPS:-$ACCUM}
 DTYPE=${DTYPE:-bf16}
 DATA_SOURCE=${DATA_SOURCE:-toy}
 RUN_NAME=${RUN_NAME:-mmdit-qwen-32d-l2t-$TRAIN_VERSION}
+LOG_FOLDER=${LOG_FOLDER:-train_logs}
 
 # What can be seen before anything starts
 [ -f "configs/$L2T_CONFIG.yaml" ] || { echo "configs/$L2T_CONFIG.yaml does not exist; set L2T_CONFIG." >&2; exit 2; }
@@ -53,8 +54,8 @@ if [ "$NNODES" -eq 1 ]; then
 else
   MEET=(--node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT")
 fi
-mkdir -p train_logs
-LOG=train_logs/train_$(date +%Y%m%d-%H%M%S)_node$NODE_RANK.log
+mkdir -p "$LOG_FOLDER"
+LOG=$LOG_FOLDER/train_$(date +%Y%m%d-%H%M%S)_node$NODE_RANK.log
 "$PYTHON" -m torch.distributed.run --nnodes="$NNODES" --nproc_per_node="$NPROC_PER_NODE" "${MEET[@]}" "$SCRIPT" \
   --config-name "$L2T_CONFIG" \
   loss.loss_type=l2t \

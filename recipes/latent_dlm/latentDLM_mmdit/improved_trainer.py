@@ -20,6 +20,8 @@ class Terms:
     """What the losses are made of."""
 
     weighting: str = "mdlm"
+    reduction: str = "token"
+    """The text loss of a token, or of a sequence: the sum over its tokens."""
     text_weight: float = 1.0
     latent_weight: float = 1.0
     t_eps: float = 1e-4
@@ -93,8 +95,12 @@ class ImprovedTrainer(nn.Module):
         text_mask = noised.masked if batch["loss_type"] == "l2t" else noised.masked & batch["attention_mask"]
         if self.terms.weighting == "mdlm":
             weighted = noised.weight.float()[:, None] * each * text_mask
-            return weighted.sum() / batch["attention_mask"].sum().clamp(min=1)
-        return (each * text_mask).sum() / text_mask.sum().clamp(min=1)
+            return weighted.sum() / self.share(batch["attention_mask"])
+        return (each * text_mask).sum() / self.share(text_mask)
+
+    def share(self, mask: Tensor) -> Tensor:
+        """What a sum over the positions in `mask` is divided by."""
+        return mask.sum().clamp(min=1) if self.terms.reduction == "token" else torch.tensor(len(mask))
 
     def latent_loss(self, predicted: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(predicted.float(), target)
@@ -130,6 +136,7 @@ def terms_of(config: Any, dtype: torch.dtype) -> Terms:
     loss, model = config.loss, config.model
     return Terms(
         weighting=loss.weighting,
+        reduction=loss.reduction,
         text_weight=loss.text_loss_weight,
         latent_weight=loss.latent_loss_weight,
         t_eps=model.t_eps,

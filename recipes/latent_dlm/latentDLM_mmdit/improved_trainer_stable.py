@@ -1,7 +1,7 @@
 """The losses that stay finite where the data allows it, and never look finite where it does not.
 
-The report's own options are here too (`loss.eps`, `loss.normalize_latents`, `loss.limit: clamp`), off where they do harm:
-a normalised latent loses the scale that the diffusion needs, and a clamp ends the gradient exactly where the loss is bad.
+The report's own options are here too (`loss.eps`, `loss.normalize_latents`, `loss.limit: clamp`), off where they do
+harm: a normalised latent loses the scale that a diffusion needs, and a clamp ends the gradient where the loss is bad.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class StableTrainer(ImprovedTrainer):
         if self.terms.weighting == "mdlm":
             weighted = noised.weight.float()[:, None] * token_losses(logits, targets)
             chosen = torch.where(asked, weighted, torch.zeros_like(weighted))
-            loss = chosen.sum() / (real.sum().clamp(min=1) + self.terms.eps)
+            loss = chosen.sum() / (self.share(real) + self.terms.eps)
         else:
-            number = asked.sum().clamp(min=1) + self.terms.eps
+            number = self.share(asked) + self.terms.eps
             loss = masked_cross_entropy(logits, targets, mask=asked, denominator=number)
         return self._limited(loss, self.terms.text_max)
 

@@ -18,10 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from latentDLM_mmdit.pairs import Batch
+from latentDLM_mmdit.ranks import equal_weights
 from latentDLM_mmdit.session import Session
 from stepguard.preflight.tracking import plain, unread
 from stepguard.records.codec import dumps
 
+CONDITIONAL = ("training.mode_weights", "training.sequential_schedule", "data.initial_scan_limit")
+"""Settings that only another setting asks for."""
 VERSIONS = ("stepguard", "torch", "numpy", "hydra-core")
 
 
@@ -108,8 +111,15 @@ class Loop:
         self.history.norms.append(done.norm)
         self.history.refused += not done.committed
         line = {
-            **{"step": before, "epoch": self._epoch(), "loss": done.loss, **done.parts, "grad_norm": done.norm},
-            **{"clip_factor": done.clip_factor, "lr": rate, "committed": done.committed, **self.session.seen()},
+            "step": before,
+            "epoch": self._epoch(),
+            "loss": done.loss,
+            **done.parts,
+            "grad_norm": done.norm,
+            "clip_factor": done.clip_factor,
+            "lr": rate,
+            "committed": done.committed,
+            **self.session.seen(),
         }
         if weights is not None:
             line["update_ratio"] = self._moved(weights)
@@ -150,9 +160,13 @@ class Loop:
 
     def finish(self, seconds: float) -> dict[str, float]:
         """The last words of a run, and its evaluation."""
-        found = self.evaluate()
+        found, world = self.evaluate(), self.session.ranks.world
+        equal = world == 1 or equal_weights(self.session.trainer, self.session.ranks)
+        if world > 1 and self.session.ranks.first:
+            said = "are equal bit for bit" if equal else "DIFFER: this run is lost"
+            print(f"weights of {world} processes {said}", flush=True)
         if self.session.ranks.first:
-            left = unread(self.session.config)
+            left = [key for key in unread(self.session.config) if not key.startswith(CONDITIONAL)]
             told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
             refused = f"{self.history.refused} of {len(self.history.losses)} steps refused"
             print(f"{self.step} steps in {seconds:.0f} s, {refused}; {told}; see {self.folder}", flush=True)
@@ -180,7 +194,7 @@ def run(loop: Loop, *, bar: bool = True) -> Loop:
 
 
 def run_folder(config: Any, ranks: Any) -> Path | None:
-    """`<save_dir>/<run_name>`; a fresh run never goes into the folder of an earlier one, a resumed one goes on in it."""
+    """`<save_dir>/<run_name>`; a fresh run never shares the folder of an earlier one, a resumed one goes on in it."""
     logging = config.logging
     if logging.save_dir is None:
         return None
@@ -214,6 +228,15 @@ def _facts(session: Session) -> dict[str, Any]:
 
 
 def _words(line: dict[str, Any], total: int) -> str:
-    names = ("loss", "text_loss", "latent_loss", "grad_norm", "clip_factor", "update_ratio", "latent_norm", "predicted_norm")
+    names = (
+        "loss",
+        "text_loss",
+        "latent_loss",
+        "grad_norm",
+        "clip_factor",
+        "update_ratio",
+        "latent_norm",
+        "predicted_norm",
+    )
     told = " ".join(f"{name} {line[name]:.4g}" for name in names if line.get(name) is not None)
     return f"step {line['step'] + 1}/{total} {told} lr {line['lr']:.2e}"

@@ -131,7 +131,9 @@ class MMDiT(nn.Module):
         xs = [self._spread(text), self._spread(one)]
         for block in self.blocks:
             xs = block(xs, c)
-        text, one = (x if self.streams == 1 else x.sum(dim=1) for x in xs)
+        if self.streams > 1:  # autocast has mixed them in half precision
+            xs = [x.sum(dim=1).to(self.position.dtype) for x in xs]
+        text, one = xs
         return self.text_head(self.text_norm(text)), self.latent_head(self.latent_norm(one))[:, 0]
 
     def _spread(self, x: Tensor) -> Tensor:

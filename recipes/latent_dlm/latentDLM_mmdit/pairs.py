@@ -61,6 +61,7 @@ def write_pairs(pairs: Pairs, token_dir: Path, latent_dir: Path) -> None:
                 np.save(path, pairs.latents[i].numpy())
             else:
                 np.savez(path, input_ids=pairs.tokens[i].numpy(), attention_mask=pairs.real[i].numpy())
+        shutil.rmtree(folder, ignore_errors=True)
         part.replace(folder)
 
 
@@ -110,7 +111,9 @@ def open_pairs(config: Any, *, first: bool, wait: Callable[[], None]) -> tuple[P
         shape = (model.max_seq_len, model.latent_dim)
         everything = read_pairs(*places, shape=shape, limit=data.max_samples, on_unreadable=data.on_unreadable)
     if int(everything.tokens.max()) >= model.vocab_size:
-        raise SystemExit(f"a token is {int(everything.tokens.max())}, model.vocab_size={model.vocab_size} has none such.")
+        raise SystemExit(
+            f"a token is {int(everything.tokens.max())}, model.vocab_size={model.vocab_size} has none such."
+        )
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(1))
     held_out = max(1, int(len(everything) * data.val_ratio))
     return everything.pick(order[held_out:]), everything.pick(order[:held_out])
@@ -122,9 +125,7 @@ class Batches:
     So a position is all that a resumed run needs, and ranks never see the same samples.
     """
 
-    def __init__(
-        self, pairs: Pairs, size: int, *, seed: int, types: TypeOf, ranks: tuple[int, int] = (0, 1)
-    ) -> None:
+    def __init__(self, pairs: Pairs, size: int, *, seed: int, types: TypeOf, ranks: tuple[int, int] = (0, 1)) -> None:
         self.pairs, self.size, self.seed = pairs, size, seed
         self.rank, self.world = ranks
         self._type_of = types
@@ -178,7 +179,9 @@ def loss_types(config: Any) -> TypeOf:
     if kind == "random":
         weights = {str(name): float(weight) for name, weight in training.mode_weights.items()}
         names, chances = list(weights), torch.tensor(list(weights.values()))
-        return lambda position: names[int(torch.multinomial(chances, 1, generator=_seeded(seed, position // parts, 99)))]
+        return lambda position: names[
+            int(torch.multinomial(chances, 1, generator=_seeded(seed, position // parts, 99)))
+        ]
     return lambda position: kind
 
 

@@ -1,4 +1,4 @@
-"""A loop without a guard: it keeps the same records, so that two runs can be compared, and saves as the original does."""
+"""A loop without a guard. It keeps the same records, so that runs can be compared, and saves as the original does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from latentDLM_mmdit.loop import Done, Loop
 from latentDLM_mmdit.pairs import Batch
 from latentDLM_mmdit.session import Session
-from stepguard import GuardConfig, __version__
+from stepguard import __version__
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.records.codec import to_plain
 from stepguard.report.humanlog import HumanLog
 
 CHECKPOINT = Path("latest") / "checkpoint.pt"
@@ -77,7 +76,7 @@ class PlainLoop(Loop):
         if self._log is not None:
             self._log.step(reading, committed=done.committed)
         self._steps += 1
-        self.session.schedule.step()
+        self.session.set_rate(self._steps)
         if self.folder is not None and self._steps % self.session.config.logging.save_freq == 0:
             self.say(self.save())
         return done
@@ -141,9 +140,7 @@ def load_checkpoint(path: Path, session: Session) -> int:
     session.batches.position = int(state["state"]["position"])
     if len(state["random"]) > session.ranks.rank:
         torch.set_rng_state(state["random"][session.ranks.rank])
-    session.schedule.last_epoch = step
-    for group, rate in zip(session.optimizer.param_groups, session.schedule.base_lrs, strict=True):
-        group["initial_lr"], group["lr"] = rate, rate * session.rate_factor(step)
+    session.set_rate(step)
     return step
 
 
@@ -165,5 +162,5 @@ def _header(session: Session, clip_norm: float) -> dict[str, Any]:
         "optimizer": type(session.optimizer).__name__,
         "parameters": session.parameters,
         "lr": [session.rate],
-        "config": to_plain(GuardConfig(clip_norm=clip_norm)),
+        "config": {"clip_norm": clip_norm},
     }

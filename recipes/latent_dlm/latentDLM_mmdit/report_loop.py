@@ -21,8 +21,8 @@ class ReportLoop(PlainLoop):
     def __init__(self, session: Session, folder: Path | None) -> None:
         if session.ranks.world > 1:
             raise SystemExit(
-                f"training.loop=report leaves a batch out on one rank alone, and then {session.ranks.world} processes mix "
-                "gradients of different steps and wait for ever; use training.loop=stepguard."
+                f"training.loop=report leaves a batch out on one rank alone; {session.ranks.world} processes then mix "
+                "gradients of different steps and wait for ever. Use training.loop=stepguard."
             )
         super().__init__(session, folder)
 

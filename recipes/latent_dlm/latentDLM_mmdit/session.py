@@ -22,6 +22,9 @@ from latentDLM_mmdit.ranks import Ranks
 from latentDLM_mmdit.settings import DTYPES, Settings
 
 EVALUATION_SEED = 9
+NETWORKS = {"mmdit": MMDiT}
+NOISES = {("mdlm", "continuous"): LatentNoise}
+"""Text noise and latent noise, by name; the text's own is a function of the time alone."""
 
 
 class Session:
@@ -39,12 +42,12 @@ class Session:
         self.dtype, self.parts = DTYPES[training.dtype], int(training.gradient_accumulation_steps)
         self.mixed = training.precision == "mixed" and self.dtype != torch.float32
         torch.manual_seed(training.seed)
-        network: nn.Module = MMDiT(model).to(ranks.device)
+        network = NETWORKS[model.type](model).to(ranks.device)
         if training.precision == "pure":
             network = network.to(self.dtype)
         if training.compile_model:
             network.compile()
-        noise = LatentNoise(
+        noise = NOISES[model.diffusion_process, model.latent_diffusion_process](
             model.latent_timesteps,
             model.latent_beta_schedule,
             model.latent_beta_min,
@@ -69,7 +72,6 @@ class Session:
         self.warmup = min(int(training.warmup_steps), int(training.warmup_share * self.total_steps))
         self.optimizer = _optimizer(self.trainer, config.optimizer)
         self.schedule = LambdaLR(self.optimizer, self.rate_factor)
-        self._seen: dict[str, float] = {}
 
     @property
     def parameters(self) -> int:
@@ -92,6 +94,12 @@ class Session:
             return warm
         done = min(1.0, step / max(1, self.total_steps))
         return warm * (0.1 + 0.45 * (1.0 + math.cos(math.pi * done)))
+
+    def set_rate(self, step: int) -> None:
+        """By hand, as the original does at every step: whatever a checkpoint brought, the configuration counts."""
+        self.schedule.last_epoch = step
+        for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
+            group["initial_lr"], group["lr"] = rate, rate * self.rate_factor(step)
 
     def context(self) -> AbstractContextManager[Any]:
         """What the network really runs in."""
@@ -121,7 +129,9 @@ class Session:
         config, network = self.config, self.trainer.model
         trained = config.loss.loss_type
         kind = trained if trained in ("l2t", "t2l") else "unconditional"
-        measure = ImprovedTrainer(network, self.trainer.noise, replace(Terms(), t_eps=self.terms.t_eps), self.trainer.mask_id)
+        measure = ImprovedTrainer(
+            network, self.trainer.noise, replace(Terms(), t_eps=self.terms.t_eps), self.trainer.mask_id
+        )
         size = min(int(config.training.eval_batch_size), len(self.held_out))
         was_training = network.training
         network.eval()

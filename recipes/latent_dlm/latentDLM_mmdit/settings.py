@@ -33,6 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "training.resume_lr": ("config", "checkpoint"),
     "loss.loss_type": LOSS_TYPES,
     "loss.weighting": ("none", "mdlm"),
+    "loss.reduction": ("token", "sequence"),
     "loss.limit": ("none", "clamp", "soft"),
     "optimizer.name": ("adamw", "adam"),
 }

@@ -3,8 +3,8 @@
     torchrun --nnodes=1 --nproc_per_node=2 latentDLM_mmdit/train_mmdit.py --config-name mmdit
     python latentDLM_mmdit/train_mmdit.py training.num_train_steps=100 optimizer.lr=1e-3
 
-`training.loop=original` zeroes the gradients of a step whose norm is NaN and updates all the same; an infinite norm passes.
-`bare` looks at nothing. Kept as it is so that it can be compared with train_mmdit_stable.py.
+`training.loop=original` zeroes the gradients of a step whose norm is NaN and updates all the same; an infinite norm
+passes. `bare` looks at nothing. Kept as it is so that it can be compared with train_mmdit_stable.py.
 """
 
 from __future__ import annotations

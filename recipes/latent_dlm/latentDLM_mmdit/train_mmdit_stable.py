@@ -1,7 +1,8 @@
 """Train the joint text and latent diffusion under stepguard.
 
     torchrun --nnodes=1 --nproc_per_node=2 latentDLM_mmdit/train_mmdit_stable.py --config-name mmdit_stable \
-        logging.run_name=mmdit-qwen-32d-l2t-stable training.train_batch_size=4 optimizer.lr=5e-5 optimizer.grad_clip_norm=0.5
+        logging.run_name=mmdit-qwen-32d-l2t-stable training.train_batch_size=4 \
+        optimizer.lr=5e-5 optimizer.grad_clip_norm=0.5
     python latentDLM_mmdit/train_mmdit_stable.py training.num_train_steps=100 logging.log_freq=10
     python latentDLM_mmdit/train_mmdit_stable.py training.resume=last_good
 
