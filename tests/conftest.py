@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+from tqdm import tqdm
 
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
 
 torch.set_num_threads(1)
+tqdm.monitor_interval = 0  # torch.compile draws a bar, whose thread would outlive the first test that compiles
 hypothesis.settings.register_profile("house", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("house")
 

@@ -33,8 +33,8 @@ PATCHABLE: tuple[tuple[Any, str], ...] = (
     (threading, "excepthook"),
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-IGNORED_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_")
-"""Prefixes of what pytest and torch.compile set for themselves, once a process."""
+IGNORED_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_", "PYTORCH_NVML_BASED_CUDA_CHECK")
+"""Prefixes of what pytest, torch.compile and the import of Lightning set for themselves, once a process."""
 LASTING_HOOKS = {
     "init_process_group.<locals>._distributed_excepthook": "old_hook",
     "exit_with_code_three.<locals>.hook": "previous",

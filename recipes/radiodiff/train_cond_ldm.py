@@ -118,8 +118,10 @@ class Trainer:
                 f"[Train Step] {self.step}/{trainer.train_num_steps}: loss_simple: {loss:.5f}, loss_vlb: 0.00000, "
                 f"total_loss: {loss:.5f}, lr: {rate:.5f}"
             )
-        if self.step % trainer.save_and_sample_every == 0 and self.folder is not None:
-            tqdm.write(self.save(str(self.step // trainer.save_and_sample_every)))
+        milestone = self.step % trainer.save_and_sample_every == 0 and self.folder is not None
+        if milestone and self.accelerator.is_main_process:
+            saved = self.save(str(self.step // trainer.save_and_sample_every))
+            tqdm.write(f"{saved}; NMSE of sampled maps {self.nmse():.4f}")
 
     def next_batch(self) -> Batch:
         """Latents of the next maps, with their noise and times: everything random of a step is in its batch."""
@@ -130,7 +132,10 @@ class Trainer:
 
         def compute(given: Batch) -> dict[str, Tensor]:
             with self.accelerator.autocast():
-                return {name: value / parts for name, value in self.model(given).items()}
+                losses = {name: value / parts for name, value in self.model(given).items()}
+            if self.guard is not None:
+                self.guard.guards[0].follow("weight", self._bare().largest_weight)
+            return losses
 
         loss: Tensor = compute(batch)["loss_simple"] if self.guard is None else self.guard.loss(compute, batch)
         return loss

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -189,6 +189,18 @@ class Guard:
     def armed(self) -> bool:
         """False once a fault of the guard's own has disarmed it."""
         return self._shield.armed
+
+    def follow(self, name: str, value: Tensor | float) -> None:
+        """Record a value of this step beside its loss: a gate, a weight, the norm of a latent. Waits for nothing.
+
+        Call it in the loss function, or anywhere before the update. Of several elements the largest magnitude counts.
+        It goes into journal, log and incidents and is no incident itself, whatever it is: `stepguard live --stage` can
+        set a limit to it.
+        """
+        if not isinstance(value, Tensor | int | float):
+            raise ConfigError(f"follow({name!r}) got a {type(value).__name__}; give a tensor or a number.")
+        if self.armed and not self._closed:
+            self._context.follow(name, value)
 
     def on_commit(self, hook: Callable[[], None]) -> None:
         """Call `hook` after every update that really happened: the place for an EMA."""

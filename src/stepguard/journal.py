@@ -64,7 +64,7 @@ class Journal:
             self._fd = -1
 
 
-STEP_FIELDS = ("step", "loss", "components", "grad_norm", "clip_factor", "scale", "lr", "labels", "seconds")
+STEP_FIELDS = ("step", "loss", "components", "followed", "grad_norm", "clip_factor", "scale", "lr", "labels", "seconds")
 
 
 def to_fields(reading: Reading) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from integrations.trainers import (
     bad_in_checkpoints,
@@ -50,6 +51,25 @@ def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(tmp_path: Path
     said = {line.get("kind"): line["summary"] for line in journal_lines(tmp_path / "run") if "summary" in line}
     assert "cannot refuse trainer.save_model()" in said["callback-only"]
     assert "is filtered" in said["filtered"] and "nan" in said["filtered"]
+
+
+def test_gradients_are_gone_when_on_step_end_runs(tmp_path: Path) -> None:
+    """Why the callback does not repair them there, as the source report wanted."""
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        seen: ClassVar[list[tuple[str, int]]] = []
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.note("before", kwargs["model"])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.note("end", kwargs["model"])
+
+        def note(self, when: str, model: nn.Module) -> None:
+            self.seen.append((when, sum(p.grad is not None for p in model.parameters())))
+
+    trainer(tmp_path, regression(), numbers(8), extra={"callbacks": [Look()]}, max_steps=2).train()
+    assert Look.seen == [("before", 4), ("end", 0)] * 2
 
 
 def test_the_callback_tells_a_bad_norm_from_a_fine_one(tmp_path: Path) -> None:

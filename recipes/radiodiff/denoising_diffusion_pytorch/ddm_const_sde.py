@@ -42,6 +42,8 @@ class LatentDiffusion(nn.Module):
         self.eps, self.time_grid = eps, time_grid
         self.weighting_loss, self.use_l1, self.weight_limit = weighting_loss, use_l1, weight_limit
         self.treatment, self._say = treatment, say
+        self.largest_weight = torch.zeros(())
+        """Of the last forward pass."""
 
     def times(self, number: int, generator: torch.Generator) -> Tensor:
         """On a grid that contains 0 where `time_grid` is set; `eps` is the floor, and 0 leaves it out."""
@@ -61,6 +63,7 @@ class LatentDiffusion(nn.Module):
         self._probe("C_pred", data)
         self._probe("noise_pred", predicted)
         first, second = self._weights(t)
+        self.largest_weight = torch.maximum(first.max(), second.max()).detach()
         loss = first * self.get_loss(data, -x_start, mean=False) + second * self.get_loss(predicted, noise, mean=False)
         if self.treatment == "seedfix":
             loss = torch.nan_to_num(loss.clamp(max=1000.0), nan=0.0)

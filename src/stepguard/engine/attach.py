@@ -34,7 +34,6 @@ from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
-from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.taps import Update, listen
 from stepguard.sentinel.undo import UndoCopy
@@ -210,12 +209,7 @@ class Watcher:
 
     def _issue(self) -> Pending:
         self.reader.start()
-        norm = self.heard.norm()
-        scale = getattr(self.context.optimizer, "grad_scale", None)
-        if norm is None and scale is not None:  # a scaler leaves dividing to the fused kernel
-            scaled = gradient_norm([p.grad for p in self.context.parameters if p.grad is not None])
-            norm = GradientNorm(scaled.total / scale, scaled.clip) if scaled is not None else None
-        return self.reader.issue(self.heard.losses, norm)
+        return self.reader.issue(self.heard.losses, self.heard.norm())
 
     def _judge(self, step: Step, reading: Reading, *, again: bool = False) -> None:
         reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
@@ -273,7 +267,9 @@ class Watcher:
         if verdict.severity == "note":
             self.shield.call(None, self.pipeline.note, reading, verdict)
         vetoed = late.vetoed(reading)
-        if vetoed and verdict.bad:
+        if vetoed and not verdict.bad:
+            self.hold.scaler_skipped()
+        elif vetoed:
             late.take_back(self.context, calibrating=False, schedule=self.hold.every_step)
         self._finish_late(late, reading, verdict, vetoed=vetoed, inside=inside)
         return vetoed and verdict.bad
@@ -390,6 +386,7 @@ class Watcher:
             update(None)
             self._book(self._step(reading), reading, went_through=False)
             self._end_step()
+            self.hold.scaler_skipped()
             return
         try:
             self._vetoed()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from stepguard.engine.shelf import Shelf
 from stepguard.engine.shield import Shield
 from stepguard.locate.source import Line, user_line
 from stepguard.state.batch import OUTPUT_GRADIENT
@@ -77,6 +78,7 @@ class Capture:
         self.off = False
         """A framework tells the micro-batches, so the whole step can be run again and calls need not be remembered."""
         self.calls: list[ModelCall] = []
+        self._shelf = Shelf()
         self._undo = ExitStack()
         compiled: Any = getattr(model, "_compiled_call_impl", None)
         if compiled is not None:
@@ -90,6 +92,7 @@ class Capture:
 
     def close(self) -> None:
         self._undo.close()
+        self._shelf.clear()
 
     def _wrap_compiled(self, compiled: Callable[..., Any]) -> None:
         """After `model.compile()` hooks would be compiled too, and hear nothing. Copies never carry this attribute."""
@@ -144,10 +147,15 @@ class Capture:
     def _returned(self, output: Any) -> None:
         gradients = self.calls[-1].gradients
         for index, tensor in enumerate(differentiable(output)):
-            hook = partial(gradients.__setitem__, index)
+            hook = partial(self._received, gradients, index)
             hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
             with suppress(RuntimeError):
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _received(self, gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+        kept = self._shield.call(None, self._shelf.keep, gradient)
+        if kept is not None:
+            gradients[index] = kept
 
 
 def _being_transformed() -> bool:

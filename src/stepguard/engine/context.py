@@ -83,6 +83,8 @@ class Context:
     """A checkpoint was restored in this process."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
+    followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    """Values the user follows: name -> the step it was given in, and the value on its device."""
     last_read: float = field(default_factory=time.perf_counter)
     _given: list[Tensor] = field(default_factory=list)
     """The optimizer's parameters when `_ordered` was made."""
@@ -100,6 +102,13 @@ class Context:
             ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
             self._given, self._ordered = given, list((ordered | ours).values())
         return self._ordered
+
+    def follow(self, name: str, value: Tensor | float) -> None:
+        """Keep a value for the present step's packet; of several elements, the largest magnitude."""
+        given = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        if given.numel():
+            # a copy: the update must not change what was seen before it
+            self.followed[name] = (self.step, given.abs().amax() if given.numel() > 1 else given.reshape(()).clone())
 
     @property
     def lr(self) -> tuple[float, ...]:
@@ -208,10 +217,15 @@ def _header(context: Context) -> dict[str, Any]:
         "world": context.agreement.size,
         "agreement": context.agreement.mode,
         "optimizer": type(context.optimizer).__name__,
+        "schedule": _schedule(context.scheduler),
         "parameters": sum(p.numel() for p in context.parameters),
         "lr": context.lr,
         "config": settings,
     }
+
+
+def _schedule(scheduler: LRScheduler | None) -> str:
+    return "" if scheduler is None else f"{type(scheduler).__name__} at {getattr(scheduler, 'last_epoch', 0)}"
 
 
 def _real_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -17,6 +17,7 @@ class Hold:
         """False for a schedule that moves once an epoch: it does not count updates and is left alone."""
         self.scaler = False
         """The scaler's next update must leave it as it is."""
+        self._went_through = True
 
     def vetoed(self) -> None:
         """Inside optimizer.step(): what the loop does next counts as not done."""
@@ -27,6 +28,10 @@ class Hold:
             context.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.scaler = context.scaling()
 
+    def scaler_skipped(self) -> None:
+        """Careful loops leave their schedule where it is after that: nothing can be learned from it."""
+        self._went_through = False
+
     def moved(self) -> bool:
         """Has the loop moved the schedule since the last update?"""
         scheduler = self._context.scheduler
@@ -34,10 +39,10 @@ class Hold:
 
     def take_back(self, moved: bool | None = None) -> None:
         """What the loop did after a vetoed update; after a committed one, learn from whether it `moved`."""
-        if self._copy is None and moved is not None:
+        if self._copy is None and moved is not None and self._went_through:
             self.every_step = moved
         if self._copy is not None and self.every_step:
             self._copy.restore()
-        self._copy, self.scaler = None, False
+        self._copy, self.scaler, self._went_through = None, False, True
         if self._context.scheduler is not None:
             self._seen = position(self._context.scheduler)

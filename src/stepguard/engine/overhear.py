@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.reader import MicroLoss
-from stepguard.sentinel.gradients import HALVES, GradientNorm
+from stepguard.sentinel.gradients import HALVES, GradientNorm, gradient_norm
 
 Marks = list[tuple[int, int]]
 
@@ -68,12 +68,20 @@ class Overheard:
     def norm(self) -> GradientNorm | None:
         """The norm before clipping, unless the gradients were touched by anything but clipping since."""
         if self._norm is None:
-            return None
+            return self._scaled_norm()
         grown = [
             (now[0] == then[0]) and now[1] - then[1] <= 1
             for now, then in zip(self._gradient_marks(), self._at_norm, strict=False)
         ]
-        return GradientNorm(self._norm, self._norm) if all(grown) else None
+        return GradientNorm(self._norm, self._norm) if all(grown) else self._scaled_norm()
+
+    def _scaled_norm(self) -> GradientNorm | None:
+        """Where a scaler leaves dividing to the fused kernel, the gradients still carry its factor."""
+        scale = getattr(self._context.optimizer, "grad_scale", None)
+        if scale is None:
+            return None
+        scaled = gradient_norm([p.grad for p in self._context.parameters if p.grad is not None])
+        return GradientNorm(scaled.total / scale, scaled.clip) if scaled is not None else None
 
     def clear(self) -> None:
         """An update has used what was heard."""

@@ -42,10 +42,12 @@ class Pending:
     micro: int
     parts: tuple[str, ...]
     clip_norm: float | None
+    followed: tuple[str, ...] = ()
+    """Names of the last numbers of the packet: what the user follows, which makes no step bad."""
 
     def suspect(self) -> Tensor:
         """On the device: 1 when anything watched is non-finite on any rank, else 0."""
-        values = self.packet.values
+        values = self.packet.values[: self.packet.values.numel() - len(self.followed)]
         own = ~torch.isfinite(values).all()
         flags = values[self.micro + len(self.parts) + len(self.names) :]
         others = flags[flags.numel() // 2 :].gt(0).any()
@@ -147,8 +149,10 @@ class Reader:
         values += [value for value in named.values() if value is not None]
         if not values:
             values = [torch.zeros(())]
-        packet = Packet(values + self._reduced(losses, named))
-        return Pending(context.step, packet, names, norm, context.lr, len(losses), parts, context.config.clip_norm)
+        followed = {name: value for name, (step, value) in context.followed.items() if step == context.step}
+        packet = Packet(values + self._reduced(losses, named) + list(followed.values()))
+        clip, last = context.config.clip_norm, tuple(followed)
+        return Pending(context.step, packet, names, norm, context.lr, len(losses), parts, clip, last)
 
     def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor | None]) -> list[Tensor]:
         """What all ranks saw, where that takes a reduction: the same few numbers on each, whatever each one reads."""
@@ -169,7 +173,8 @@ class Reader:
         micro = tuple(numbers[: pending.micro])
         parts = dict(zip(pending.parts, numbers[pending.micro :], strict=False))
         rest = dict(zip(pending.names, numbers[pending.micro + len(parts) :], strict=False))
-        shared = numbers[pending.micro + len(parts) + len(rest) :]
+        end = len(numbers) - len(pending.followed)
+        shared = numbers[pending.micro + len(parts) + len(rest) : end]
         now = time.perf_counter()
         seconds, context.last_read = now - context.last_read, now
         norm = rest.get("norm")
@@ -178,6 +183,7 @@ class Reader:
             loss=sum(micro) if micro else None,
             micro_losses=micro,
             components=parts,
+            followed=dict(zip(pending.followed, numbers[end:], strict=True)),
             grad_norm=norm,
             grads_finite=norm is None or math.isfinite(norm) or (not grads_gone and self._exactly_finite()),
             clip_factor=_clip_factor(norm, pending.clip_norm),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stepguard._errors import ConfigError
+from stepguard.numerics.events import Events, events
 from stepguard.numerics.safe import safe_log
 
 
@@ -67,11 +68,13 @@ def min_snr_weight(alphas: Tensor, *, predicts: str = "noise", gamma: float = 5.
     raise ConfigError(f"min_snr_weight: predicts={predicts!r} is not known; use 'noise', 'data' or 'velocity'.")
 
 
-def ddm_weights(t: Tensor, *, kind: str = "exponential", limit: float = 100.0) -> tuple[Tensor, Tensor]:
+def ddm_weights(
+    t: Tensor, *, kind: str = "exponential", limit: float = 100.0, count: Events = events
+) -> tuple[Tensor, Tensor]:
     """The two weights of a decoupled diffusion loss (data term, noise term), at most `limit`, in float32.
 
     `exponential`: 2 exp(1 - t) and exp(sqrt t), which are bounded by themselves. `root`: (t + 1) / sqrt t and
-    sqrt(2 - t) / sqrt(1 - t), singular at 0 and 1: there the limit acts.
+    sqrt(2 - t) / sqrt(1 - t), singular at 0 and 1: there the limit acts, and is counted as `ddm_weights.limited`.
     """
     wide = t.double().clamp(0.0, 1.0)
     if kind == "exponential":
@@ -81,6 +84,7 @@ def ddm_weights(t: Tensor, *, kind: str = "exponential", limit: float = 100.0) -
         pair = (wide + 1.0) / wide.clamp(min=tiny).sqrt(), ((2.0 - wide) / (1.0 - wide).clamp(min=tiny)).sqrt()
     else:
         raise ConfigError(f"ddm_weights: kind={kind!r} is not known; use 'exponential' or 'root'.")
+    count.add("ddm_weights.limited", (pair[0] > limit) | (pair[1] > limit))
     return pair[0].clamp(max=limit).float(), pair[1].clamp(max=limit).float()
 
 

@@ -17,6 +17,8 @@ class Reading:
     """The loss of each micro-batch, in order."""
     components: dict[str, float] = field(default_factory=dict)
     """Named parts of the loss, added over the micro-batches."""
+    followed: dict[str, float] = field(default_factory=dict)
+    """What the user follows with `guard.follow`, by name."""
     grad_norm: float | None = None
     """2-norm of all gradients in fp32, after unscaling and before clipping."""
     grads_finite: bool = True

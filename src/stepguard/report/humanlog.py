@@ -64,6 +64,7 @@ class HumanLog:
             "step": reading.step,
             "loss": reading.loss,
             **({"components": reading.components} if reading.components else {}),
+            **({"followed": reading.followed} if reading.followed else {}),
             "grad_norm": reading.grad_norm,
             "lr": list(reading.lr),
             "seconds": reading.seconds,
@@ -112,6 +113,7 @@ def step_line(reading: Reading, *, committed: bool = True) -> str:
         words.append(f"grad_norm {reading.grad_norm:.2f}" if _two_digits(reading.grad_norm) else _short(reading))
     if reading.lr:
         words.append(f"lr {phrases.rates(reading.lr)}")
+    words += [f"{name} {phrases.number(value)}" for name, value in reading.followed.items()]
     if reading.seconds is not None:
         words.append(f"{reading.seconds:.2f}s")
     return " ".join(words) + ("" if committed else " (not committed)")

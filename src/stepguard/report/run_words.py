@@ -74,8 +74,8 @@ def _bad(summary: RunSummary) -> str:
 
 
 def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:
-    """Gradient norm and loss over the steps before the first incident."""
-    series = (("grad norm", summary.norms_before), ("loss", summary.losses_before))
+    """Gradient norm, loss and what was followed, over the steps before the first incident."""
+    series = (("grad norm", summary.norms_before), ("loss", summary.losses_before), *summary.followed_before.items())
     return [(name, _spark(values, plain)) for name, values in series if len(values) > 1]
 
 

@@ -18,6 +18,7 @@ def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
     seen = {
         "loss": reading.loss,
         **{f"loss/{name}": value for name, value in reading.components.items()},
+        **{f"followed/{name}": value for name, value in reading.followed.items()},
         "grad_norm": reading.grad_norm,
         **{"lr" if group == 0 else f"lr/{group}": rate for group, rate in enumerate(reading.lr)},
         "clip_factor": reading.clip_factor,
@@ -41,6 +42,7 @@ def _hurt(reading: Reading) -> bool:
         reading.loss,
         *reading.micro_losses,
         *reading.components.values(),
+        *reading.followed.values(),
         reading.grad_norm,
         *reading.lr,
         reading.scale,

@@ -129,7 +129,8 @@ def _level(numbers: Sequence[float]) -> float | None:
 def _numbers(lines: Sequence[StepLine], name: str) -> list[float]:
     found = []
     for line in lines:
-        value = line.get(name, (line.get("components") or {}).get(name))
+        parts = {**(line.get("followed") or {}), **(line.get("components") or {})}
+        value = line.get(name, parts.get(name))
         if isinstance(value, list | tuple) and value:
             value = max(value)
         if line.get("committed", True) and phrases.finite(value):

@@ -98,6 +98,8 @@ class RunSummary:
     norms_before: tuple[float, ...]
     """Gradient norms of the committed steps just before the first incident."""
     losses_before: tuple[float, ...]
+    followed_before: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What the user followed in the same steps, by name."""
     clip: ClipActivity | None
     timeline: tuple[Event, ...]
     torn: int
@@ -131,6 +133,7 @@ def summarize(record: Record) -> RunSummary:
         groups=group_incidents(record.incidents),
         norms_before=_column(before, "grad_norm") if bad else (),
         losses_before=_column(before, "loss") if bad else (),
+        followed_before=_followed(before) if bad else {},
         clip=_clip_activity(record.steps),
         timeline=timeline(record.header, record.steps, record.incidents, record.notes),
         torn=record.torn,
@@ -214,6 +217,12 @@ def _bad_steps(record: Record, calibrations: set[int]) -> list[int]:
 
 def _column(lines: Sequence[StepLine], name: str) -> tuple[float, ...]:
     return tuple(float(line[name]) for line in lines if isinstance(line.get(name), int | float))
+
+
+def _followed(lines: Sequence[StepLine]) -> dict[str, tuple[float, ...]]:
+    given = [line.get("followed") or {} for line in lines]
+    names = dict.fromkeys(name for values in given for name in values)
+    return {name: _column(given, name) for name in names}
 
 
 def _clip_activity(steps: Sequence[StepLine]) -> ClipActivity | None:

@@ -86,6 +86,10 @@ class Probes:
             largest = float(scores.detach().abs().max())
             self.ranges.setdefault(module, deque(maxlen=REMEMBERED)).append(largest)
 
+    def largest(self) -> float:
+        """The largest routing score of the newest forward pass; 0 where there are none."""
+        return max((seen[-1] for seen in self.ranges.values()), default=0.0)
+
     def story(self) -> Iterator[str]:
         """The sightings, origin first, then how the routing scores came there."""
         yield from map(str, self.sightings)

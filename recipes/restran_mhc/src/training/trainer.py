@@ -129,6 +129,8 @@ class Trainer:
                 shown.set_postfix(loss=f"{loss:.3f}", lr=f"{self.rate:.2e}")
         losses = self.history.losses[seen:]
         accuracy, value = self.validate()
+        if self.guard is not None:
+            self.guard.follow("val_acc", accuracy)  # stands beside the next step
         mean = sum(losses) / max(1, len(losses))
         facts = {"epoch": float(epoch), "train_loss": mean, "val_loss": value, "val_acc": accuracy, "lr": self.rate}
         self.history.epochs.append(facts)
@@ -150,7 +152,7 @@ class Trainer:
     def _guarded_step(self, batch: Batch) -> tuple[float, float]:
         assert self.guard is not None
         try:
-            result = self.guard.step(self.loss, batch)
+            result = self.guard.step(self._followed_loss, batch)
         except TrainingHalted as halted:
             story = "\n".join([*map(str, self.model.probes.sightings), "   Stopping training to prevent corruption..."])
             raise NonFiniteForward(f"{story}\n{NonFiniteForward.REASON}") from halted
@@ -170,6 +172,14 @@ class Trainer:
         if self._steps < self.total_steps:
             self.scheduler.step()
         return float(loss.detach()), float(norm)
+
+    def _followed_loss(self, batch: Batch) -> Tensor:
+        """The loss; the largest gate and routing score go into the journal beside it."""
+        assert self.guard is not None
+        loss = self.loss(batch)
+        self.guard.follow("alpha", self.model.largest_alpha())
+        self.guard.follow("routing", self.model.probes.largest())
+        return loss
 
     def loss(self, batch: Batch) -> Tensor:
         """CTC over the plates of a batch."""

@@ -1,0 +1,51 @@
+"""How large the last update was beside the weights it changed, from what the optimizer remembers of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def update_ratio(optimizer: Optimizer, rates: Sequence[float]) -> float | None:
+    """Norm of the last update, made with `rates`, over the norm of its weights.
+
+    None where the optimizer does not remember enough. Only asked once something is wrong: it reads every parameter.
+    """
+    pairs = list(_updates(optimizer, rates))
+    moved, weights = (_norm([pair[side] for pair in pairs]) for side in (0, 1))
+    ratio = moved / weights if weights else math.nan
+    return ratio if math.isfinite(ratio) else None
+
+
+def _updates(optimizer: Optimizer, rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        for parameter in group["params"]:
+            update = _direction(group, optimizer.state.get(parameter, {}))
+            if update is not None:
+                yield rate * update, parameter.detach()
+
+
+def _direction(group: dict[str, Any], state: dict[str, Any]) -> Tensor | None:
+    """Adam's step from its moments, SGD's from its momentum; for a rate of 1."""
+    mean, square, betas = state.get("exp_avg"), state.get("exp_avg_sq"), group.get("betas", ())
+    if _plain(mean) and _plain(square) and mean.shape == square.shape and len(betas) == 2:
+        steps = max(1.0, float(state.get("step", 1.0)))
+        first, second = (1.0 - float(beta) ** steps for beta in betas)
+        made: Tensor = mean.float() / first / ((square.float() / second).sqrt() + float(group.get("eps", 1e-8)))
+        return made
+    momentum = state.get("momentum_buffer")
+    return momentum.float() if _plain(momentum) else None
+
+
+def _plain(value: Any) -> TypeGuard[Tensor]:
+    """Not sharded (a norm would be a collective), not sparse, not complex."""
+    return type(value) is Tensor and value.layout is torch.strided and value.is_floating_point()
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(tensor.float())) ** 2 for tensor in tensors))

@@ -1,0 +1,75 @@
+"""The size of the last update beside the weights: as it really was, and silent where nobody can know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from guard.scenes import batches, plain_net, quiet
+from stepguard import Guard, Policy, TrainingHalted
+from stepguard.engine.updates import update_ratio
+
+DATA = batches(8)
+
+
+def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> float:
+    """The true ratio of the last of some steps."""
+    ratio = 0.0
+    for batch in DATA[:steps]:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        optimizer.step()
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        ratio = float((after - before).norm() / after.norm())
+    return ratio
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.0}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_ratio_is_that_of_the_update_that_was_made(kind: Any, settings: dict[str, Any], steps: int) -> None:
+    model = plain_net()
+    optimizer = kind(model.parameters(), lr=0.02, **settings)
+    true = stepped(optimizer, model, steps)
+    assert update_ratio(optimizer, [0.02]) == pytest.approx(true, rel=1e-3)
+
+
+def test_nothing_is_said_where_nothing_is_remembered() -> None:
+    model = plain_net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped(plain, model, 1)
+    assert update_ratio(plain, [0.1]) is None
+    fresh = torch.optim.AdamW(model.parameters())
+    assert update_ratio(fresh, [0.1]) is None
+
+
+def test_ratio_over_poisoned_moments_is_not_claimed() -> None:
+    model = plain_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(optimizer, model, 1)
+    next(iter(optimizer.state.values()))["exp_avg"].fill_(torch.nan)
+    assert update_ratio(optimizer, [1e-3]) is None
+
+
+def test_a_jump_of_the_rate_is_explained_with_the_size_of_the_update() -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = quiet(locate=True, policy=Policy(actions=("stop",)))
+    with Guard(model, optimizer, config=config) as guard, pytest.raises(TrainingHalted) as halted:
+        for index in range(60):
+            if index == 40:
+                optimizer.param_groups[0]["lr"] = 30.0
+            guard.step(lambda batch: (model(batch[0]) - 1.0).square().mean(), DATA[index % 8])
+    finding = halted.value.incident.findings[0]
+    assert finding.code == "SG504"
+    assert any("the last update changed the weights by 1.01 of" in said for said in finding.evidence), finding.evidence
