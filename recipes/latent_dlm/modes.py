@@ -99,7 +99,7 @@ EXPERIMENTS = (
     Experiment(
         name="schedule",
         title="latent_dlm: the masking schedule in bfloat16",
-        run=partial(run, SCHEDULE, (500, 40)),
+        run=partial(run, SCHEDULE, (300, 40)),
         expected=Expectation(
             metric="eval loss",
             ops=("aten.reciprocal", "aten.log1p"),

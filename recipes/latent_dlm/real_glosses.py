@@ -91,7 +91,7 @@ def main_axes(found: Tensor, features: int) -> tuple[Tensor, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--number", type=int, default=8000)
-    parser.add_argument("--vocabulary", type=int, default=1000)
+    parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--length", type=int, default=24)
     parser.add_argument("--features", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)

@@ -54,6 +54,7 @@ class Loop:
     def __init__(self, session: Session, folder: Path | None) -> None:
         self.session, self.folder, self.history = session, folder, History()
         self._metrics: TextIO | None = None
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         if folder is not None and session.ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "run.json").write_text(json.dumps(_facts(session), indent=1) + "\n", encoding="utf-8")
@@ -133,7 +134,10 @@ class Loop:
         """On the first rank; the others wait for it at their next reduction."""
         if not self.session.ranks.first:
             return {}
+        if self._evaluated[0] == self.step:
+            return self._evaluated[1]
         found = self.session.evaluate()
+        self._evaluated = (self.step, found)
         self._write({"step": self.step, **found})
         self.say(f"eval at step {self.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return found
