@@ -100,6 +100,7 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
         "bad_tensors": outcome.bad_parameters + outcome.bad_buffers,
         "tensors": outcome.tensors,
         "metric": outcome.metric if outcome.metric == outcome.metric else None,
+        **outcome.also,
         "seconds": round(outcome.seconds, 1),
     }
 

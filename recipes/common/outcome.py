@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +31,8 @@ class Outcome:
     tensors: int = 0
     incidents: tuple[Incident, ...] = ()
     seconds: float = 0.0
+    also: Mapping[str, float] = field(default_factory=dict)
+    """Other numbers for the table, by name."""
 
     @property
     def detected(self) -> int | None:

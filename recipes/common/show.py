@@ -17,7 +17,7 @@ COLOURS: dict[str, str] = {"healthy": "#2a9d5c", "unguarded": "#c0392b", "seedfi
 
 def table(name: str, expected: Expectation, outcomes: Mapping[Mode, Outcome]) -> Table:
     """One row a mode."""
-    healthy = outcomes["healthy"].metric
+    healthy, also = outcomes["healthy"].metric, tuple(outcomes["healthy"].also)
     drawn = Table(title=name, title_justify="left")
     for heading in (
         "mode",
@@ -29,6 +29,7 @@ def table(name: str, expected: Expectation, outcomes: Mapping[Mode, Outcome]) ->
         "bad tensors",
         expected.metric,
         "distance",
+        *also,
     ):
         drawn.add_column(heading, overflow="fold", no_wrap=heading != "origin")
     for mode, outcome in outcomes.items():
@@ -43,6 +44,7 @@ def table(name: str, expected: Expectation, outcomes: Mapping[Mode, Outcome]) ->
             Text(f"{bad} of {outcome.tensors}", style="bold red" if bad else "green"),
             f"{outcome.metric:.4g}",
             _distance(healthy, outcome.metric),
+            *(f"{outcome.also[name]:.3f}" for name in also),
         )
     return drawn
 
@@ -60,6 +62,7 @@ def _origin(outcome: Outcome) -> str:
         return f"{incident.verdict.kind}, nothing non-finite yet"
     operand = origin.inputs[0] if origin.inputs else None
     given = f", {operand.dtype} {operand.min:.4g} to {operand.max:.4g}" if operand and operand.min is not None else ""
+    given += ", divided by 0" if "denominator=zero" in origin.notes else ""
     place = PurePath(origin.source or "-").name
     samples = f", sample {', '.join(map(str, origin.samples))}" if origin.samples else ""
     return f"{origin.op or origin.tensor} in {origin.module or '-'}, {place}{given}{samples}"
