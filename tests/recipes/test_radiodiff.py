@@ -10,6 +10,7 @@ import torch
 
 from recipe_process import run
 from stepguard import verify
+from stepguard.journal import read_run
 from stepguard.preflight.tracking import unread
 
 TINY = (
@@ -89,6 +90,17 @@ def test_the_reports_fix_shows_a_finite_loss_over_gradients_that_are_not(folder:
     assert torch.isfinite(torch.tensor(loss))
     assert incident.verdict.kind == "nonfinite_gradient"
     assert all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+
+
+def test_the_largest_loss_weight_of_each_step_is_in_the_journal(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(folder, f"trainer.results_folder={tmp_path}")
+    weights = [line["followed"]["weight"] for line in read_run(tmp_path / "run").steps]
+
+    assert len(weights) == 6
+    assert all(2.0 <= weight <= 5.44 for weight in weights)
+    assert "saved model-2.pt; NMSE of sampled maps " in capsys.readouterr().out
 
 
 def test_a_poisoned_state_is_not_saved(folder: Path, tmp_path: Path) -> None:

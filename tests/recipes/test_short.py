@@ -5,6 +5,14 @@ from __future__ import annotations
 from recipe_process import run
 
 
+def rows_of(table: str) -> dict[str, dict[str, str]]:
+    """A table of `recipes.verify` by mode and heading."""
+    heading, *lines = (line for line in table.splitlines() if line[:1] in "┃│" and line)
+    names = [cell.strip() for cell in heading.strip("┃").split("┃")]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    return {row[0]: dict(zip(names, row, strict=True)) for row in rows if row[0]}
+
+
 def test_latent_dlm_survives_a_schedule_in_bfloat16_and_a_loss_scale_that_overflows() -> None:
     ended = run("latent_dlm", "latent_dlm", "--short", module="recipes.verify")
 
@@ -29,7 +37,13 @@ def test_restran_survives_a_resume_with_thirty_times_the_learning_rate() -> None
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "aten.exp in mhc." in ended.stdout
-    assert "rewind 1" in ended.stdout
+    quick, young = (rows_of(part) for part in ended.stdout.split("┏")[1:])
+    assert quick["guarded"]["done"] == "rewind 1"
+    assert young["guarded"]["done"] == "skip 3, rewind 1"
+    # what was learned before the jump is there again, and more; under the report's clamps it is not
+    assert float(quick["guarded"]["validation loss"]) < 1.1 * float(quick["healthy"]["validation loss"]) < 2.0
+    assert float(quick["seedfix"]["validation loss"]) > 3.0
+    assert quick["unguarded"]["distance"] == young["unguarded"]["distance"] == "lost"
     first, *_, last = (line for line in ended.stdout.splitlines() if "NaN/Inf" in line)
     assert "in mHC WRITE-IN + RESIDUAL" in first  # where the overflow comes out ...
     assert "in MODEL PREDICTIONS" in last  # ... and what it ends in
