@@ -316,12 +316,42 @@ def test_logs_of_both_versions_can_be_read_plotted_and_compared(folder: Path, tm
     assert all("loss" in line for line in lines)
     assert "ERROR: Invalid loss at step " in log
     assert "  text_loss: nan" in log
+    assert rows["losses read before backward"].first == "0"
     assert rows["bad steps committed"].first != "0"
     assert rows["bad steps committed"].second == "0"
     assert {"text_accuracy", "latent_norm", "predicted_norm", "weight_max", "t_max", "clip_factor"} <= set(steps[0])
     assert any("update_ratio" in line for line in steps)
     assert facts["seed"] == 4
     assert facts["versions"]["torch"] == torch.__version__
+
+
+def test_the_reports_own_commands_work_on_the_files_of_a_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from latentDLM_mmdit.train_mmdit_stable import start
+
+    bad = ("model.schedule_dtype=model", "training.train_batch_size=64", "training.seed=4")
+    loop = start(settings(*places(tmp_path), *bad, "training.gradient_accumulation_steps=1"))
+    ckpt = torch.load(loop.folder / "latest" / "checkpoint.pt")
+    monkeypatch.chdir(tmp_path / "logs")
+    losses = []
+    with open("training_log.jsonl") as f:  # noqa: PTH123 as the report has it
+        for line in f:
+            losses.append(json.loads(line)["loss"])
+    plt.plot(losses)
+    plt.yscale("log")
+    plt.savefig("loss_curve.png")
+    plt.close()
+
+    assert not any(torch.isnan(p).any() for p in ckpt["model"].values())
+    assert losses[5] is None
+    assert all(loss is not None for loss in losses[:5])
+    assert (tmp_path / "logs" / "loss_curve.png").stat().st_size > 0
 
 
 def test_ctrl_c_saves_a_good_state(folder: Path, tmp_path: Path) -> None:

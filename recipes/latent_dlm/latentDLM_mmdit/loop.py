@@ -25,6 +25,8 @@ from stepguard.records.codec import dumps
 
 CONDITIONAL = ("training.mode_weights", "training.sequential_schedule", "data.initial_scan_limit")
 """Settings that only another setting asks for."""
+ROUNDED_AWAY, TOO_LARGE = 1e-7, 1e-2
+"""Lengths of an update against the weights that deserve a line; 1e-4 to 1e-3 is usual."""
 VERSIONS = ("stepguard", "torch", "numpy", "hydra-core")
 
 
@@ -123,8 +125,12 @@ class Loop:
             **self.session.seen(),
         }
         if weights is not None:
-            line["update_ratio"] = self._moved(weights)
+            ratio = line["update_ratio"] = self._moved(weights)
             self.say(_words(line, self.session.total_steps))
+            if done.committed and not ROUNDED_AWAY < ratio < TOO_LARGE:
+                self.say(
+                    f"  an update of {ratio:.1e} of the weights is {'large' if ratio >= TOO_LARGE else 'rounded away'}"
+                )
         self._write(line)
         if (before + 1) % logging.eval_freq == 0:
             self.evaluate()
@@ -157,7 +163,7 @@ class Loop:
         return [p.detach().clone() for p in self.session.trainer.parameters()]
 
     def _moved(self, before: list[Tensor]) -> float:
-        """Length of the update over the length of the weights: near 1e-3 is usual, far above it is too much."""
+        """Length of the update over the length of the weights."""
         now = [p.detach().float() for p in self.session.trainer.parameters()]
         moved = torch.stack([(a - b.float()).norm() for a, b in zip(now, before, strict=True)]).norm()
         return float(moved / torch.stack([b.float().norm() for b in before]).norm())

@@ -155,6 +155,7 @@ def _everybody(tensor: Tensor, world: int) -> list[Tensor]:
 def _header(session: Session, clip_norm: float) -> dict[str, Any]:
     return {
         "time": time.time(),
+        "guarded": False,
         "stepguard": __version__,
         "torch": torch.__version__,
         "rank": 0,
