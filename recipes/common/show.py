@@ -109,9 +109,9 @@ def draw(path: Path, title: str, outcomes: Mapping[Mode, Outcome]) -> None:
 
 
 def smooth(losses: Sequence[float], wide: int) -> list[float]:
-    """Mean of the finite losses among the last `wide`; NaN where there is none, which draws nothing."""
+    """Mean of the finite losses among the last `wide`; NaN, which draws nothing, where the loss itself is lost."""
     found = []
-    for end in range(1, len(losses) + 1):
-        near = [loss for loss in losses[max(0, end - wide) : end] if math.isfinite(loss)]
-        found.append(sum(near) / len(near) if near else math.nan)
+    for step, loss in enumerate(losses):
+        near = [other for other in losses[max(0, step + 1 - wide) : step + 1] if math.isfinite(other)]
+        found.append(sum(near) / len(near) if math.isfinite(loss) else math.nan)
     return found
