@@ -17,7 +17,9 @@ case "$TRAIN_VERSION" in
 esac
 
 PYTHON=${PYTHON:-python}
-GPUS=$("$PYTHON" -c 'import torch; print(torch.accelerator.device_count())')
+FOUND=$("$PYTHON" -c 'import platform, stepguard, torch
+print(torch.accelerator.device_count(), "python", platform.python_version(), "torch", torch.__version__, "stepguard", stepguard.__version__)')
+GPUS=${FOUND%% *}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
@@ -46,7 +48,7 @@ fi
 if [ "$NNODES" -gt 1 ] && [ "$NODE_RANK" -gt 0 ] && ! timeout 30 bash -c "until (exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT) 2>/dev/null; do sleep 1; done"; then
   echo "nobody answers at $MASTER_ADDR:$MASTER_PORT; start node 0 first, or set MASTER_ADDR and MASTER_PORT." >&2; exit 2
 fi
-"$PYTHON" -c 'import platform, stepguard, torch; print("python", platform.python_version(), "torch", torch.__version__, "stepguard", stepguard.__version__)'
+echo "${FOUND#* }"
 echo "version $TRAIN_VERSION: $SCRIPT, $GPUS GPUs, $NNODES nodes with $NPROC_PER_NODE processes each"
 
 if [ "$NNODES" -eq 1 ]; then

@@ -169,3 +169,15 @@ def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: 
     assert ended.returncode != 0
     assert "Configuration is NOT aligned" in ended.stdout
     assert "stepguard explain SG801" in ended.stdout
+
+
+def test_two_processes_leave_out_the_same_steps_and_end_with_the_same_weights(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    worker = str(Path(__file__).with_name("radiodiff_ranks.py"))
+    often = ("model.eps=0", "model.timesteps=20", f"trainer.results_folder={tmp_path}")  # a time of 0 in 21 draws
+    ended = run("radiodiff", *torchrun, worker, str(tmp_path), *TINY, *often)
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first, second = ((tmp_path / f"rank{rank}").read_text() for rank in range(2))
+    assert first == second
+    assert int(first.split()[1]) > 0
