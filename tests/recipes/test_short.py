@@ -13,6 +13,16 @@ def rows_of(table: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(names, row, strict=True)) for row in rows if row[0]}
 
 
+def test_latent_dlm_survives_a_schedule_in_bfloat16_and_a_loss_scale_that_overflows() -> None:
+    ended = run("latent_dlm", "latent_dlm", "--short", module="recipes.verify")
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "aten.reciprocal in -, noise.py" in ended.stdout
+    assert "sample 12" in ended.stdout  # the one whose time is rounded to 1
+    assert "aten.mm in model.text_head, mmdit.py" in ended.stdout
+    assert "optimizer.eps: group 0: eps=1e-08 is 0 in float16" in ended.stdout
+
+
 def test_radiodiff_survives_the_logarithm_of_zero_and_refuses_the_reports_precision() -> None:
     ended = run("radiodiff", "radiodiff", "--short", module="recipes.verify")
 
