@@ -17,7 +17,7 @@ from latentDLM_mmdit.ranks import Ranks
 from latentDLM_mmdit.settings import load_config
 from recipes.common.expect import Expectation
 from recipes.common.experiment import Beforehand, Experiment
-from recipes.common.outcome import Mode, Outcome, Watchman, damage
+from recipes.common.outcome import Mode, Outcome, outcome_of
 
 COMMON = (
     "data.folder=null",
@@ -68,19 +68,13 @@ def run(modes: dict[Mode, tuple[str, ...]], steps: tuple[int, int], mode: Mode, 
     size = SHORT if short else ()
     loop = loop_of((*modes[mode], *size, f"training.num_train_steps={steps[short]}"))
     history = loop.train(bar=False)
-    seen = Watchman()
-    for loss, norm in zip(history.losses, history.norms, strict=True):
-        seen.step(loss, norm)
-    parameters, buffers, tensors = damage(loop.session.trainer)
     guard = getattr(loop, "guard", None)
-    return Outcome(
-        mode=mode,
-        losses=tuple(history.losses),
-        first_bad=seen.first_bad,
+    return outcome_of(
+        mode,
+        loop.session.trainer,
+        losses=history.losses,
+        norms=history.norms,
         metric=loop.session.evaluate()["eval_loss"],
-        bad_parameters=parameters,
-        bad_buffers=buffers,
-        tensors=tensors,
         incidents=guard.incidents if guard is not None else (),
         seconds=time.perf_counter() - began,
     )

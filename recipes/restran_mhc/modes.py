@@ -17,7 +17,7 @@ from typing import Any
 from configs.config import Config
 from recipes.common.expect import Expectation
 from recipes.common.experiment import Experiment
-from recipes.common.outcome import Mode, Outcome, Watchman, damage
+from recipes.common.outcome import Mode, Outcome, outcome_of
 from src.training.files import Files, states
 from src.training.trainer import History, Trainer
 
@@ -60,18 +60,12 @@ def _resumed(config: Config, measure: Measure, mode: Mode, times: float) -> Outc
         trainer.resume(Path(folder) / "verify_last.pth", config.LEARNING_RATE * times)
         _train(trainer, trainer.total_steps)
         trainer.close()
-    seen = Watchman()
-    for loss, norm in zip(trainer.history.losses, trainer.history.norms, strict=True):
-        seen.step(loss, norm)
-    parameters, buffers, tensors = damage(trainer.model)
-    return Outcome(
-        mode=mode,
-        losses=tuple(trainer.history.losses),
-        first_bad=seen.first_bad,
+    return outcome_of(
+        mode,
+        trainer.model,
+        losses=trainer.history.losses,
+        norms=trainer.history.norms,
         metric=measure(trainer),
-        bad_parameters=parameters,
-        bad_buffers=buffers,
-        tensors=tensors,
         incidents=trainer.guard.incidents if trainer.guard is not None else (),
         seconds=time.perf_counter() - began,
     )

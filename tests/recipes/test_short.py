@@ -30,6 +30,9 @@ def test_radiodiff_survives_the_logarithm_of_zero_and_refuses_the_reports_precis
     assert "aten.log in unet.embed, cond_unet.py" in ended.stdout
     assert "sample 2" in ended.stdout  # the one whose time is 0
     assert "Configuration is NOT aligned" in ended.stdout
+    rows = rows_of(ended.stdout.partition("┏")[2])
+    assert rows["seedfix"]["bad tensors"] == rows["unguarded"]["bad tensors"] == "60 of 61"  # the fix saves none
+    assert rows["guarded"]["bad tensors"] == "0 of 61"
 
 
 def test_restran_survives_a_resume_with_thirty_times_the_learning_rate() -> None:
