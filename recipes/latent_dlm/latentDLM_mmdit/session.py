@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from latentDLM_mmdit.improved_trainer import ImprovedTrainer, Terms
+from latentDLM_mmdit.improved_trainer_stable import StableTrainer
 from latentDLM_mmdit.mmdit import MMDiT
 from latentDLM_mmdit.noise import LatentNoise
 from latentDLM_mmdit.pairs import Batch, Batches, loss_types, open_pairs
@@ -129,7 +130,7 @@ class Session:
         config, network = self.config, self.trainer.model
         trained = config.loss.loss_type
         kind = trained if trained in ("l2t", "t2l") else "unconditional"
-        measure = ImprovedTrainer(
+        measure = StableTrainer(
             network, self.trainer.noise, replace(Terms(), t_eps=self.terms.t_eps), self.trainer.mask_id
         )
         size = min(int(config.training.eval_batch_size), len(self.held_out))
