@@ -138,7 +138,7 @@ class Session:
         network.eval()
         sums: dict[str, float] = {}
         for number in range(config.logging.num_eval_batches):
-            for asked in {kind, "l2t"}:
+            for asked in dict.fromkeys((kind, "l2t")):
                 batches = Batches(self.held_out, size, seed=EVALUATION_SEED, types=lambda _, asked=asked: asked)
                 with self.context():
                     losses = measure(self.on_device(batches.at(number)))
