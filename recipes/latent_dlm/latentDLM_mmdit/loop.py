@@ -59,7 +59,9 @@ class Loop:
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         if folder is not None and session.ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "run.json").write_text(json.dumps(_facts(session), indent=1) + "\n", encoding="utf-8")
+            started = len(list(folder.glob("run*.json")))  # a resumed run keeps the facts of its earlier starts
+            name = f"run-{started + 1}.json" if started else "run.json"
+            (folder / name).write_text(json.dumps(_facts(session), indent=1) + "\n", encoding="utf-8")
             self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     @property
