@@ -127,7 +127,7 @@ def dense(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def finite(tensors: Any) -> bool:
