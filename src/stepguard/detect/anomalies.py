@@ -28,8 +28,8 @@ ZERO_STEPS = 5
 
 def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     """A loss far above its usual level in one step."""
-    if reading.judged_loss is None or not history.losses:
-        return OK
+    if reading.judged_loss is None or not any(history.losses):
+        return OK  # losses that were all exactly 0 (a penalty that begins at 0) say nothing about what is much
     limit = sigmas if len(history.losses) >= MATURE else max(sigmas, YOUNG_SIGMAS)
     excess = (reading.judged_loss - history.level) / history.spread
     if not excess > limit:

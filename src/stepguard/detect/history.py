@@ -67,6 +67,12 @@ class History:
         level = self.level
         self.best = level if self.best is None else min(self.best, level)
 
+    def begin_anew(self) -> None:
+        """Another loss from now on: what was usual says nothing about it. Learning rates and norms stay known."""
+        self.losses.clear()
+        self.first.clear()
+        self.best = self.last_loss = None
+
     @property
     def level(self) -> float:
         """The usual loss now."""
