@@ -37,6 +37,8 @@ class History:
     """Finite gradient norms of recent committed steps, oldest first."""
     zero_losses: int = 0
     """Committed steps in a row whose loss and gradient were exactly 0."""
+    surrogate: bool = False
+    """The first loss was exactly 0 and its gradient was not: a policy's objective or a penalty, no measure of error."""
     committed: int = 0
     jumped_at: int | None = None
     """The last step whose learning rate was far above everything before."""
@@ -60,6 +62,8 @@ class History:
         loss = reading.judged_loss
         if loss is None or not math.isfinite(loss):
             return
+        if not self.first:
+            self.surrogate = loss == 0.0 and bool(reading.grad_norm)
         self.losses.append(loss)
         self.last_loss = loss
         if len(self.first) < FIRST_LOSSES:

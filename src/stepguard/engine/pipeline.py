@@ -77,7 +77,7 @@ class Pipeline:
         context.history.begin_anew()
         context.anchor = None
         first, (then, now) = verdict.summary.partition("; ")[0], pairs[0]
-        why = f"an earlier step, on the very weights it had, gives {now:.6g} instead of {then:.6g}: the loss itself changed"
+        why = f"an earlier step, on the weights it had, gives {now:.6g} instead of {then:.6g}: the loss itself changed"
         return replace(verdict, severity="note", summary=f"{first}; {why}")
 
     def _worth_asking(self, reading: Reading) -> bool:

@@ -39,9 +39,9 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
         return None
     if not any(g.dtype in HALVES for g in dense):
         if each and len({(g.device, g.dtype) for g in dense}) == 1:
-            norms = torch.stack(list(torch._foreach_norm(dense)))  # as get_total_norm does it, so the total is the same
-            total = torch.linalg.vector_norm(norms)
-            return GradientNorm(total, total, norms.min())
+            every = torch.stack(list(torch._foreach_norm(dense)))  # as get_total_norm does it, so the total is the same
+            total = torch.linalg.vector_norm(every)
+            return GradientNorm(total, total, every.min())
         total = get_total_norm(dense)
         return GradientNorm(total, total)
     device = dense[0].device
