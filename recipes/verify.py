@@ -56,7 +56,7 @@ def verify(name: str, options: argparse.Namespace, console: Console) -> list[str
     for experiment in experiments:
         if isinstance(experiment, Beforehand):
             wrong = _beforehand(experiment, console)
-        elif options.short and not experiment.in_short:
+        elif not (experiment.in_short if options.short else experiment.in_full):
             continue
         else:
             wrong = _modes(experiment, name, options, console)
@@ -100,6 +100,7 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
         "bad_tensors": outcome.bad_parameters + outcome.bad_buffers,
         "tensors": outcome.tensors,
         "metric": outcome.metric if outcome.metric == outcome.metric else None,
+        **outcome.also,
         "seconds": round(outcome.seconds, 1),
     }
 

@@ -28,6 +28,8 @@ class Expectation:
     higher_is_better: bool = False
     early: bool = False
     """The guard may see the ruin while everything is still finite: before the unguarded run's first bad step."""
+    positive: tuple[str, ...] = ()
+    """Of the numbers in `Outcome.also`, those that must be above 0 when guarded."""
 
 
 def problems(expected: Expectation, outcomes: Mapping[Mode, Outcome]) -> list[str]:
@@ -47,6 +49,7 @@ def problems(expected: Expectation, outcomes: Mapping[Mode, Outcome]) -> list[st
         found.append(f"cause {guarded.cause or None}, expected one of {', '.join(expected.causes)}")
     if not _near(expected, healthy.metric, guarded.metric):
         found.append(f"{expected.metric} is {guarded.metric:.4g} guarded and {healthy.metric:.4g} healthy")
+    found += [f"{n} is {guarded.also[n]:.4g} guarded" for n in expected.positive if guarded.also.get(n, 1.0) <= 0.0]
     return found
 
 

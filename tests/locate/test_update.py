@@ -36,6 +36,16 @@ def test_epsilon_that_is_zero_in_half_precision(optimizer: type[torch.optim.Opti
     assert origin.reproduced is True and origin.samples == ()
 
 
+def test_a_foreach_update_names_the_operands_of_the_tensor_that_went_bad() -> None:
+    origin = half_embedding(torch.optim.Adam, eps=1e-8, foreach=True).step(0, [BATCH])
+    assert origin is not None
+    assert (origin.op, origin.tensor) == ("aten._foreach_addcdiv_", "param:0.weight")
+    assert {"denominator=zero", "numerator=zero", "eps_vanished=1e-08", "half"} <= set(origin.notes)
+    assert [operand.name for operand in origin.inputs[:3]] == ["self", "tensor1", "tensor2"]
+    assert {operand.shape for operand in origin.inputs[:3]} == {(6, 4)}
+    assert origin.inputs[2].value == 0.0
+
+
 def test_update_replay_changes_neither_weights_nor_state() -> None:
     loop = half_embedding(torch.optim.Adam, eps=1e-8)
     weights = [p.detach().clone() for p in loop.model.parameters()]

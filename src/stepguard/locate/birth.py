@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,23 @@ class Invocation:
     numbers: list[tuple[str, float]]
     selects: bool = False
     """Chooses elements by a condition."""
+
+    def only(self, position: int) -> Invocation:
+        """What a foreach operation did at one position of its lists; operands go by their plain names."""
+        mark = f"[{position}]"
+        reads = [replace(r, name=r.name.removesuffix(mark)) for r in self.reads if _belongs(r.name, mark)]
+        numbers = [(name.removesuffix(mark), value) for name, value in self.numbers if _belongs(name, mark)]
+        args = tuple(_one(value, position) for value in self.args)
+        kwargs = {name: _one(value, position) for name, value in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs, reads=reads, numbers=numbers)
+
+
+def _belongs(name: str, mark: str) -> bool:
+    return name.endswith(mark) or "[" not in name
+
+
+def _one(value: Any, position: int) -> Any:
+    return [value[position]] if isinstance(value, list | tuple) and position < len(value) else value
 
 
 @dataclass(slots=True)

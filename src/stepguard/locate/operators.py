@@ -48,8 +48,13 @@ class Operator:
 
     @property
     def base(self) -> str:
-        """`div` for `aten.div_`, so that a fact is written once for both."""
-        return self.name.partition(".")[2].rstrip("_")
+        """`div` for `aten.div_` and `aten._foreach_div_`, so that a fact is written once for all."""
+        return self.name.partition(".")[2].removeprefix("_foreach_").rstrip("_")
+
+    @property
+    def many(self) -> bool:
+        """Does the same to every tensor of its lists, one by one?"""
+        return self.name.startswith("aten._foreach_")
 
     def entries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
         """Tensors and floats that go in, lists taken apart."""

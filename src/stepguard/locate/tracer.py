@@ -119,17 +119,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.flawed = tuple(read.maker for read in used if read.flaws)
         call.selects = made_by.selects
         call.blank = operator.name in BLANK
-        call.vanished = _vanished(made_by, result)
         written = [
             read.tensor if read.live is None else read.live
             for read in reads
             if read.name.partition("[")[0] in operator.writes
         ]
-        results = {id(t): t for t in [*written, *_tensors(result)]}.values()
+        results = list({id(t): t for t in [*written, *_tensors(result)]}.values())
         call.numeric = any(numeric(t) for t in results)
-        for tensor in results:
+        call.vanished = _vanished(made_by, results)
+        for position, tensor in enumerate(results):
             found = CLEAN if call.blank or not numeric(tensor) else flaws(tensor)
-            if found and not call.out:
+            if found and operator.many and not call.born:
+                self._judge(call, made_by.only(position), tensor, found)
+            elif found and not call.out:
                 self._judge(call, made_by, tensor, found)
             self._made(tensor, call, found)
 
@@ -167,8 +169,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = [read for read in made_by.reads if made_by.operator.reads(read.name)]
         exact = made_by.operator.pointwise and self._affordable(out, reads)
         why = explain(reads, [number for _, number in made_by.numbers], out, found, exact)
-        call.out, call.tame, call.born = found, why.tame, why.born
-        call.causes = tuple(read.maker for read in why.causes)
+        call.causes = (*call.causes, *(read.maker for read in why.causes))
+        call.out, call.tame, call.born = found, why.tame and not call.causes, why.born
         call.shape = tuple(out.shape)
         if call.stage == "backward" and (call.born or any(c.stage != "backward" for c in call.causes)):
             self._poisoned_nodes.add(call.sequence)
@@ -231,9 +233,9 @@ def _keep_overwritten(
     return tree_map(kept, args), tree_map(kept, kwargs)
 
 
-def _vanished(made_by: Invocation, result: Any) -> float | None:
-    """A constant that is 0 in the result's dtype, as 1e-8 is in float16."""
-    if not isinstance(result, Tensor) or result.dtype is not torch.float16:
+def _vanished(made_by: Invocation, results: list[Tensor]) -> float | None:
+    """A constant that is 0 in the results' dtype, as 1e-8 is in float16."""
+    if not results or results[0].dtype is not torch.float16:
         return None
     return next((number for _, number in made_by.numbers if 0 < abs(number) < LEAST_HALF), None)
 

@@ -32,7 +32,8 @@ def _look(seen: Inspection) -> Seen:
     return failed(
         *evidence,
         share,
-        fix="Leave these examples out before batching, or cut the prompt and keep the answer (truncation_side='left').",
+        fix="Leave these examples out before batching, or cut the prompt and keep the answer (truncation_side='left'); "
+        "see `stepguard explain SG102`.",
     )
 
 

@@ -26,7 +26,8 @@ def _look(seen: Inspection) -> Seen:
         return failed(
             *bad,
             "a weight whose gradient is 0 becomes NaN at the first update (0 / 0)",
-            fix="Keep the weights in float32 under autocast; or eps=1e-4; or fused=True, which computes in float32.",
+            fix="Keep the weights in float32 under autocast; or eps=1e-4; or fused=True, which computes in float32; "
+            "see `stepguard explain SG502`.",
         )
     return passed(f"eps of {checked} parameter group{'s' if checked > 1 else ''} is above 0 in its dtype")
 

@@ -1,0 +1,1 @@
+"""The homework: data, base model, training and what watches it."""
