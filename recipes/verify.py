@@ -56,7 +56,7 @@ def verify(name: str, options: argparse.Namespace, console: Console) -> list[str
     for experiment in experiments:
         if isinstance(experiment, Beforehand):
             wrong = _beforehand(experiment, console)
-        elif options.short and not experiment.in_short:
+        elif not (experiment.in_short if options.short else experiment.in_full):
             continue
         else:
             wrong = _modes(experiment, name, options, console)

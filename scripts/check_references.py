@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,12 @@ def rows(text: str) -> Iterator[Row]:
             yield Row(number, tuple(range(int(first), int(last or first) + 1)), state, where)
 
 
+_parsed = cache(ast.parse)  # many references lead into the same file
+
+
 def defined(source: str, dotted: str) -> bool:
     """Does a module define `name`, or `Class.name`? Imported names count."""
-    body: list[ast.stmt] = ast.parse(source).body
+    body = _parsed(source).body
     for part in dotted.split("."):
         found = next((node for node in _statements(body) if part in _names(node)), None)
         if found is None:
@@ -201,7 +204,7 @@ class References:
 
     def _inside(self, module: Path, rest: list[str]) -> bool:
         source = module.read_text(encoding="utf-8")
-        for node in _statements(ast.parse(source).body):
+        for node in _statements(_parsed(source).body):
             if isinstance(node, ast.ImportFrom) and node.module and rest[0] in _names(node):
                 return self._public([*node.module.split("."), *rest])
         return defined(source, ".".join(rest))

@@ -19,17 +19,20 @@ def run(recipe: str, *arguments: str, module: str | None = None) -> subprocess.C
 
 
 def typed(folder: Path, line: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """A command line as it stands in a report, with the programs beside this interpreter."""
-    return _ended([*shlex.split(line), *more], folder)
+    """A command line as it stands in a report, with the programs beside this interpreter.
+
+    torchrun's `--standalone` comes from the environment: two tests at a time must not meet at its usual port.
+    """
+    return _ended([*shlex.split(line), *more], folder, PET_STANDALONE="1")
 
 
-def _ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def _ended(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PATH": programs}
     return subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **paths, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env={**os.environ, **paths, **variables, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,
         timeout=280,

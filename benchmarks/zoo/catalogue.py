@@ -26,6 +26,13 @@ MORE = (
     "more_runaway",
     "more_controls",
     "more_healthy",
+    "more_algebra",
+    "more_geometry",
+    "more_groups",
+    "more_likelihoods",
+    "more_updates",
+    "more_nested",
+    "more_fine",
 )
 
 

@@ -103,7 +103,7 @@ class Observer(TorchDispatchMode):
             module, node = self._where()
             phase = self.phase
             if phase == "loss" and node is not None:
-                phase = "loss-grad"
+                phase = "backward"  # a gradient that the loss itself asks for
             elif phase == "loss" and module is not None and module.partition(".")[0] != "criterion":
                 phase = "forward"
             self.events.append(Event(self.step, self.micro, phase, module, op, node, nan_in, inf_in, nan_out, inf_out))
@@ -127,7 +127,7 @@ def dense(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def finite(tensors: Any) -> bool:

@@ -19,6 +19,7 @@ class Experiment:
     """Called with the mode, and whether the short form is wanted."""
     expected: Expectation
     in_short: bool = True
+    in_full: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

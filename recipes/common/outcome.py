@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,21 +53,35 @@ class Outcome:
         return ", ".join(f"{action} {number}" for action, number in counts.items())
 
 
-@dataclass(slots=True)
-class Watchman:
-    """Counts bad steps by the recipe's own eyes, so that the guard is not its own judge."""
+def first_bad(losses: Sequence[float], norms: Sequence[float]) -> int | None:
+    """The first bad step by the recipe's own eyes, so that the guard is not its own judge."""
+    finite = [math.isfinite(loss) and math.isfinite(norm) for loss, norm in zip(losses, norms, strict=True)]
+    return None if all(finite) else finite.index(False)
 
-    losses: list[float] = field(default_factory=list)
-    first_bad: int | None = None
 
-    def step(self, loss: float, norm: float = 0.0, parameters: Iterable[Tensor] = ()) -> bool:
-        """Record a step; True when it was bad."""
-        step = len(self.losses)
-        self.losses.append(loss)
-        bad = not (math.isfinite(loss) and math.isfinite(norm)) or bad_tensors(parameters) > 0
-        if bad and self.first_bad is None:
-            self.first_bad = step
-        return bad
+def outcome_of(
+    mode: Mode,
+    model: nn.Module,
+    *,
+    losses: Sequence[float],
+    norms: Sequence[float],
+    metric: float,
+    incidents: tuple[Incident, ...] = (),
+    seconds: float = 0.0,
+) -> Outcome:
+    """What a loop ended with that kept the loss and the gradient norm of every step."""
+    parameters, buffers, tensors = damage(model)
+    return Outcome(
+        mode=mode,
+        losses=tuple(losses),
+        first_bad=first_bad(losses, norms),
+        metric=metric,
+        bad_parameters=parameters,
+        bad_buffers=buffers,
+        tensors=tensors,
+        incidents=incidents,
+        seconds=seconds,
+    )
 
 
 def bad_tensors(tensors: Iterable[Tensor]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
 from rich.table import Table
@@ -83,15 +83,35 @@ def draw(path: Path, title: str, outcomes: Mapping[Mode, Outcome]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 4.2), dpi=120)
     highest = max((loss for o in outcomes.values() for loss in o.losses if math.isfinite(loss) and loss > 0), default=1)
-    for mode, outcome in outcomes.items():
+    for row, (mode, outcome) in enumerate(outcomes.items()):
         steps = range(len(outcome.losses))
-        finite = [loss if math.isfinite(loss) else math.nan for loss in outcome.losses]
-        axes.plot(steps, finite, color=COLOURS[mode], lw=1, label=mode)
+        under = mode == "healthy"  # wider, so that it shows where another lies on it
+        axes.plot(steps, smooth(outcome.losses, 1), color=COLOURS[mode], lw=0.7, alpha=0.25)
+        wide = max(1, len(outcome.losses) // 25)
+        axes.plot(
+            steps,
+            smooth(outcome.losses, wide),
+            color=COLOURS[mode],
+            lw=4 if under else 1.6,
+            label=mode,
+            alpha=0.6 if under else 1,
+        )
         lost = [step for step in steps if not math.isfinite(outcome.losses[step])]
-        axes.plot(lost, [highest * 1.15] * len(lost), "x", color=COLOURS[mode], ms=4)
+        axes.plot(lost, [highest * 1.08 ** (row + 1)] * len(lost), "x", color=COLOURS[mode], ms=4)
     axes.set(title=title, xlabel="steps run", ylabel="loss (log), x = not finite", yscale="log")
-    axes.legend(loc="best", frameon=False)
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which(lambda value, _: f"{value:g}")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=4, frameon=False)
     axes.grid(alpha=0.25)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def smooth(losses: Sequence[float], wide: int) -> list[float]:
+    """Mean of the finite losses among the last `wide`; NaN, which draws nothing, where the loss itself is lost."""
+    found = []
+    for step, loss in enumerate(losses):
+        near = [other for other in losses[max(0, step + 1 - wide) : step + 1] if math.isfinite(other)]
+        found.append(sum(near) / len(near) if math.isfinite(loss) else math.nan)
+    return found

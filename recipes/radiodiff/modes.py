@@ -12,7 +12,7 @@ from denoising_diffusion_pytorch.settings import accelerator_for, load_config, p
 from denoising_diffusion_pytorch.stages import Stages, build_stages
 from recipes.common.expect import Expectation
 from recipes.common.experiment import Beforehand, Experiment
-from recipes.common.outcome import Mode, Outcome, Watchman, damage
+from recipes.common.outcome import Mode, Outcome, outcome_of
 from train_cond_ldm import Trainer
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -48,18 +48,12 @@ def run(mode: Mode, short: bool) -> Outcome:
     config = load_config(CONFIGS / "radio_train_m.yaml", (*settings, *SETTINGS[mode]))
     trainer = Trainer(config, Accelerator(cpu=True), stages=stages)
     history = trainer.train(bar=False)
-    seen = Watchman()
-    for loss, norm in zip(history.losses, history.norms, strict=True):
-        seen.step(loss, norm)
-    parameters, buffers, tensors = damage(trainer.model)
-    return Outcome(
-        mode=mode,
-        losses=tuple(history.losses),
-        first_bad=seen.first_bad,
+    return outcome_of(
+        mode,
+        trainer.model,
+        losses=history.losses,
+        norms=history.norms,
         metric=trainer.nmse(),
-        bad_parameters=parameters,
-        bad_buffers=buffers,
-        tensors=tensors,
         incidents=trainer.guard.incidents if trainer.guard is not None else (),
         seconds=time.perf_counter() - began,
     )

@@ -196,3 +196,29 @@ def test_loss_that_stays_zero_is_noted_once() -> None:
 
 def test_zero_loss_with_a_gradient_is_fine() -> None:
     assert {verdict.kind for verdict in play([0.0] * 20)} == {"ok"}
+
+
+def test_losses_that_were_exactly_0_say_nothing_about_what_is_much() -> None:
+    assert play([0.0, 0.0, 0.003])[-1].kind == "ok"
+    assert play([0.0, 0.002, 0.003, 50.0])[-1].kind == "spike"
+
+
+def test_what_is_maximised_may_rise_and_must_not_fall() -> None:
+    history = History()
+    for step, loss in enumerate(SETTLED):
+        history.add(reading(step, loss, climbs=True))
+    assert judge(reading(100, 50.0, climbs=True), history, CONFIG).kind == "ok"
+    assert judge(reading(100, -50.0, climbs=True), history, CONFIG).kind == "spike"
+
+
+def test_another_loss_is_learned_anew() -> None:
+    history = played(SETTLED)
+    history.begin_anew()
+    assert play([50.0, 51.0, 49.0], history)[-1].kind == "ok"
+    assert history.best == 50.0
+
+
+def test_objective_that_begins_at_exactly_0_with_a_gradient_may_rise_slowly() -> None:
+    rising = [0.001 * i for i in range(120)]
+    assert {verdict.kind for verdict in play(rising)} == {"ok"}
+    assert "drift" in {verdict.kind for verdict in play([loss + 0.1 for loss in rising])}

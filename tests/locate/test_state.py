@@ -54,6 +54,33 @@ def test_mask_buffer_with_a_dead_row_blames_the_softmax() -> None:
     check(Case(Masked(), {"x": noise(4, 3)}, squares, phase="forward", module="", op="aten._softmax", samples=()))
 
 
+class Weighted(nn.Module):
+    """A table of log variances, -inf where the variance is 0, weighs the errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("table", torch.tensor([-math.inf, -1.0, 0.0]))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.linear(x).squeeze(-1).pow(2) * torch.exp(-self.table[t])
+
+
+def test_infinite_entry_of_a_table_that_multiplies_the_loss_is_the_origin() -> None:
+    batch = {"x": noise(4, 3), "t": torch.tensor([1, 2, 0, 2])}
+    place = {"phase": "state", "module": "", "op": "aten.index", "tensor": "buffer:table"}
+    check(Case(Weighted(), batch, lambda m, b: m(b["x"], b["t"]).mean(), **place, facts=("as_data",)))
+
+
+def test_nan_that_a_condition_chose_is_born_where_it_was_chosen() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.diag(torch.tensor([1.0, 1.0, -0.5])))
+    facts = ("chosen_by=aten._linalg_slogdet",)
+    place = {"phase": "loss", "module": None, "op": "aten.where"}
+    check(Case(model, {"x": noise(4, 3)}, lambda m, b: m(b["x"]).mean() - torch.logdet(m.weight), **place, facts=facts))
+
+
 def test_one_row_of_an_embedding() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1))
     with torch.no_grad():

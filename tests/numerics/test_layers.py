@@ -162,6 +162,14 @@ def test_decoupled_weights_are_finite_at_both_ends(kind: str) -> None:
         assert float(weight.max()) <= 50.0
 
 
+def test_a_limit_of_the_decoupled_weights_that_acts_is_counted() -> None:
+    counted = Events()
+    numerics.ddm_weights(torch.tensor([0.0, 0.5, 1.0]), kind="exponential", limit=100.0, count=counted)
+    assert counted.counts() == {}
+    numerics.ddm_weights(torch.tensor([0.0, 0.5, 1.0]), kind="root", limit=100.0, count=counted)
+    assert counted.counts() == {"ddm_weights.limited": 2}
+
+
 def test_time_features_of_zero_are_finite_where_a_plain_logarithm_is_not() -> None:
     t, frequencies = torch.tensor([0.0, 0.5]), torch.randn(4) * 16
     assert torch.isfinite(numerics.time_features(t, frequencies)).all()

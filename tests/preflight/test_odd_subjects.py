@@ -156,3 +156,18 @@ def test_an_item_that_stumbles_does_not_hide_the_others(tmp_path: Path) -> None:
     assert outcome.status == "warn"
     assert "this check itself failed: LookupError: odd model" in outcome.evidence[0]
     assert result.outcome("config.types").status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("autocast", "key", "status"), [(True, "dtype", "pass"), (False, "dtype", "fail"), (True, "model_dtype", "fail")]
+)
+def test_a_plain_dtype_is_met_by_autocast_over_float32_weights(
+    tmp_path: Path, autocast: bool, key: str, status: str
+) -> None:
+    def loss_fn(rows: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return LINEAR(rows).float().sum()
+
+    subject = Subject(model=LINEAR, loss_fn=loss_fn, batch=ROWS, config={"training": {key: "bf16"}})
+
+    assert look(tmp_path, subject, "precision.weights").outcome("precision.weights").status == status

@@ -17,7 +17,24 @@ SHORT_DIFFUSION = (
     "data.batch_size=4",
 )
 SHORT_READER = ("--epochs", "1", "--batch-size", "2")
+SHORT_TEXT = (
+    "training.num_train_steps=6",
+    "model.hidden_size=16",
+    "model.cond_dim=16",
+    "model.n_blocks=1",
+    "model.n_heads=2",
+    "data.max_samples=160",
+    "logging.num_eval_batches=1",
+)
 COMMANDS = [
+    (
+        "latent_dlm",
+        "torchrun --nnodes=1 --nproc_per_node=2 launch_stable_training.py --config-name mmdit_stable "
+        "training.num_train_steps=100 logging.log_freq=10",
+        SHORT_TEXT,
+        "weights of 2 processes are equal bit for bit",
+        "outputs/mmdit-stable/journal.rank1.jsonl",
+    ),
     (
         "radiodiff",
         "accelerate launch train_cond_ldm.py --cfg configs/radio_train_m.yaml",
@@ -42,7 +59,9 @@ def test_the_line_of_the_report_runs_as_typed(
     recipe: str, line: str, more: tuple[str, ...], said: str, made: str, tmp_path: Path
 ) -> None:
     copy = tmp_path / recipe
-    shutil.copytree(RECIPES / recipe, copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    shutil.copytree(
+        RECIPES / recipe, copy, ignore=shutil.ignore_patterns("results", "outputs", "train_logs", "__pycache__")
+    )
     ended = typed(copy, line, *more)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from recipes.common.expect import Expectation, problems
-from recipes.common.outcome import Mode, Outcome
+from recipes.common.outcome import Mode, Outcome, first_bad
 
 from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
 
@@ -71,3 +72,9 @@ def test_a_ruin_may_be_seen_before_anything_is_non_finite_but_not_after() -> Non
     assert problems(early, outcomes(guarded=replace(guarded, incidents=(incident(step=5),)))) == [
         "first bad step 3, detected at 5"
     ]
+
+
+def test_the_first_bad_step_is_the_first_loss_or_norm_that_is_not_finite() -> None:
+    assert first_bad([1.0, 1.0], [1.0, 1.0]) is None
+    assert first_bad([1.0, math.nan], [1.0, math.nan]) == 1
+    assert first_bad([1.0, 1.0, math.nan], [math.inf, 1.0, 1.0]) == 0

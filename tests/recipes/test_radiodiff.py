@@ -10,6 +10,7 @@ import torch
 
 from recipe_process import run
 from stepguard import verify
+from stepguard.journal import read_run
 from stepguard.preflight.tracking import unread
 
 TINY = (
@@ -91,6 +92,17 @@ def test_the_reports_fix_shows_a_finite_loss_over_gradients_that_are_not(folder:
     assert all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
 
 
+def test_the_largest_loss_weight_of_each_step_is_in_the_journal(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(folder, f"trainer.results_folder={tmp_path}")
+    weights = [line["followed"]["weight"] for line in read_run(tmp_path / "run").steps]
+
+    assert len(weights) == 6
+    assert all(2.0 <= weight <= 5.44 for weight in weights)
+    assert "saved model-2.pt; NMSE of sampled maps " in capsys.readouterr().out
+
+
 def test_a_poisoned_state_is_not_saved(folder: Path, tmp_path: Path) -> None:
     trainer = started(folder, f"trainer.results_folder={tmp_path}")
     assert verify(tmp_path / "model-2.pt").ok
@@ -157,3 +169,15 @@ def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: 
     assert ended.returncode != 0
     assert "Configuration is NOT aligned" in ended.stdout
     assert "stepguard explain SG801" in ended.stdout
+
+
+def test_two_processes_leave_out_the_same_steps_and_end_with_the_same_weights(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    worker = str(Path(__file__).with_name("radiodiff_ranks.py"))
+    often = ("model.eps=0", "model.timesteps=20", f"trainer.results_folder={tmp_path}")  # a time of 0 in 21 draws
+    ended = run("radiodiff", *torchrun, worker, str(tmp_path), *TINY, *often)
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first, second = ((tmp_path / f"rank{rank}").read_text() for rank in range(2))
+    assert first == second
+    assert int(first.split()[1]) > 0

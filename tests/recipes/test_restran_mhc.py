@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from stepguard.journal import read_run
+from stepguard.report.stages import judge_stages, parse_stage
+
 TINY = {
     "CHANNELS": (4, 8),
     "FRAMES": 2,
@@ -152,6 +155,15 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_says_whose_rate_counts(folder: Pa
     other = trainer_with(GUARD="original", LEARNING_RATE=5e-4)
     assert other.resume(tmp_path / "test_last.pth", 5e-4).endswith("; 0.0005 is used")
     assert other.optimizer.param_groups[0]["max_lr"] == pytest.approx(5e-4)
+
+
+def test_gates_scores_and_accuracy_can_be_asked_for_by_stages(folder: Path, tmp_path: Path) -> None:
+    trainer_with(tmp_path).train(bar=False)
+    record = read_run(tmp_path / "run")
+    stages = [parse_stage(text) for text in ("0-2: alpha<0.1, routing<88", "3-5: val_acc>=0", "0-5: alpha>1")]
+
+    assert [outcome.state for outcome in judge_stages(record, stages)] == ["passed", "passed", "passed", "failed"]
+    assert "val_acc" not in record.steps[0]["followed"]  # nothing was validated yet
 
 
 def test_ctrl_c_saves_a_good_state_and_refuses_a_bad_one(folder: Path, tmp_path: Path) -> None:

@@ -91,3 +91,11 @@ def test_json_is_strict() -> None:
 @pytest.mark.parametrize("empty", [_Run("empty"), _Run("header", header={"config": {}})])
 def test_a_run_without_steps_can_be_compared(empty: _Run) -> None:
     assert "0 of 0 committed" in render_terminal(compare(empty, STABLE))
+
+
+def test_an_unguarded_loop_that_keeps_its_own_record_has_read_no_loss_before_backward() -> None:
+    alone = _Run("a/journal.jsonl", header={"guarded": False}, steps=_steps(5, committed=True))
+    guarded = _Run("b/journal.jsonl", steps=_steps(5, committed=False))
+    (row,) = (row for row in compare(alone, guarded).rows if row.aspect == "losses read before backward")
+
+    assert (row.first, row.second) == ("0", "10")

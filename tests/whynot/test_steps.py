@@ -188,3 +188,16 @@ def test_a_scaler_over_nan_weights_halves_its_scale_to_nothing() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 0.0
+
+
+def test_a_static_scale_that_overflows_is_skipped_at_every_step() -> None:
+    """The guard lowers it: tests/guard/test_policy_flow.py."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).half()
+    skipped = 0
+    for batch in torch.randn(12, 4, 6):
+        model.zero_grad()
+        loss = model(batch.half()).float().square().sum() * 8
+        (loss * 65536.0).backward()
+        skipped += not bool(torch.isfinite(clip_grad_norm_(model.parameters(), 1.0)))
+    assert skipped == 12

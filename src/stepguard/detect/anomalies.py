@@ -28,9 +28,10 @@ ZERO_STEPS = 5
 
 def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     """A loss far above its usual level in one step."""
-    if reading.judged_loss is None or not history.losses:
-        return OK
-    limit = sigmas if len(history.losses) >= MATURE else max(sigmas, YOUNG_SIGMAS)
+    young = len(history.losses) < MATURE
+    if reading.judged_loss is None or not history.losses or (young and not any(history.losses)):
+        return OK  # a few losses that were all exactly 0 (a penalty that begins there) say nothing about what is much
+    limit = max(sigmas, YOUNG_SIGMAS) if young else sigmas
     excess = (reading.judged_loss - history.level) / history.spread
     if not excess > limit:
         return OK
@@ -42,8 +43,8 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
 def drift(reading: Reading, history: History) -> Verdict:
     """A slow steady rise, which rules on single steps never see."""
     values = [*history.losses, reading.judged_loss] if reading.judged_loss is not None else list(history.losses)
-    if len(values) < DRIFT_LEAST:
-        return OK
+    if len(values) < DRIFT_LEAST or history.surrogate:
+        return OK  # the divergence from a reference begins at 0 and can only rise
     rise, noise = trend(values)
     if not rise > DRIFT_SIGMAS * max(noise, 0.01 * abs(values[0])):
         return OK

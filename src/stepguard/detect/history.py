@@ -37,6 +37,8 @@ class History:
     """Finite gradient norms of recent committed steps, oldest first."""
     zero_losses: int = 0
     """Committed steps in a row whose loss and gradient were exactly 0."""
+    surrogate: bool = False
+    """The first loss was exactly 0 and its gradient was not: a policy's objective or a penalty, no measure of error."""
     committed: int = 0
     jumped_at: int | None = None
     """The last step whose learning rate was far above everything before."""
@@ -60,12 +62,20 @@ class History:
         loss = reading.judged_loss
         if loss is None or not math.isfinite(loss):
             return
+        if not self.first:
+            self.surrogate = loss == 0.0 and bool(reading.grad_norm)
         self.losses.append(loss)
         self.last_loss = loss
         if len(self.first) < FIRST_LOSSES:
             self.first.append(loss)
         level = self.level
         self.best = level if self.best is None else min(self.best, level)
+
+    def begin_anew(self) -> None:
+        """Another loss from now on: what was usual says nothing about it. Learning rates and norms stay known."""
+        self.losses.clear()
+        self.first.clear()
+        self.best = self.last_loss = None
 
     @property
     def level(self) -> float:

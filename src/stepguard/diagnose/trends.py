@@ -49,6 +49,8 @@ def _in_history(case: Case) -> Jump | None:
         rates = [row[group] for row in history]
         for i in range(1, len(rates)):
             top, before, now = max(rates[:i]), rates[i - 1], rates[i]
+            if top == 0:  # a group that stood still so far is measured by the others
+                top = before = max(rate for row in history[:i] for rate in row)
             if before <= 0 or not (now > ABOVE_ALL * top or now > IN_ONE_STEP * before):
                 continue
             jump = Jump(group, before, now, len(rates) - 1 - i)

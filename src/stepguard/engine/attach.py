@@ -204,7 +204,8 @@ class Watcher:
             return
         self._judge(self._step(reading), reading, again=again)
         if not self.vetoing and self._undo is None:
-            risky = self.shield.call(False, risky_update, self.context.optimizer, self.context.lr_ceiling)
+            known = (self.context.optimizer, self.context.lr_ceiling, reading.least_norm)
+            risky = self.shield.call(False, risky_update, *known)
             self._undo = self.shield.call(None, UndoCopy, self.context.optimizer) if risky else None
 
     def _issue(self) -> Pending:

@@ -115,6 +115,11 @@ class Context:
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
     @property
+    def climbs(self) -> bool:
+        """Every parameter group is to maximise what the loss function returns."""
+        return all(group.get("maximize", False) for group in self.optimizer.param_groups)
+
+    @property
     def lr_ceiling(self) -> tuple[float, ...]:
         return tuple(self.history.ceiling(i) or float("inf") for i in range(len(self.optimizer.param_groups)))
 

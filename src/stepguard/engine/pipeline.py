@@ -26,6 +26,8 @@ from stepguard.state.replay import gradients_came_back_finite, model_finite, ree
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
+EXPLAINS = 0.5
+"""Share of a rise that a changed loss function must make up, for the weights to be left alone."""
 ASK_FIRST, ASK_AGAIN = 4, 8
 """Suspicious steps in a row for which an earlier batch is evaluated again: the first few, then every eighth."""
 
@@ -62,7 +64,21 @@ class Pipeline:
         if again is None:
             return reading, replace(verdict, severity="note")
         reading = replace(reading, repeat_loss=again[0], repeat_before=again[1])
-        return reading, judge(reading, context.history, context.config)
+        verdict = judge(reading, context.history, context.config)
+        return reading, self._function_moved(reading, verdict) if verdict.bad else verdict
+
+    def _function_moved(self, reading: Reading, verdict: Verdict) -> Verdict:
+        """Not the weights but the loss function may have changed: then earlier weights fare as badly under it."""
+        context, recovery = self._context, self._recovery
+        told = context.agreement.together(lambda: {"then_and_now": recovery.on_its_own_weights()})
+        pairs = [tuple(facts["then_and_now"]) for facts in told if facts["then_and_now"] is not None]
+        if not any(explained(reading, then, now) for then, now in pairs):
+            return verdict
+        context.history.begin_anew()
+        context.anchor = None
+        first, (then, now) = verdict.summary.partition("; ")[0], pairs[0]
+        why = f"an earlier step, on the weights it had, gives {now:.6g} instead of {then:.6g}: the loss itself changed"
+        return replace(verdict, severity="note", summary=f"{first}; {why}")
 
     def _worth_asking(self, reading: Reading) -> bool:
         """After a shift of the data many steps in a row look suspicious: then only some of them are looked into."""
@@ -172,10 +188,10 @@ class Pipeline:
 
     def _repeat_loss(self) -> tuple[float, float] | None:
         """The loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
-        anchor = self._context.anchor
+        anchor, sign = self._context.anchor, -1.0 if self._context.climbs else 1.0
 
         def again() -> dict[str, Any]:
-            return {"again": (reevaluate(anchor[0]), anchor[1]) if anchor is not None else None}
+            return {"again": (sign * reevaluate(anchor[0]), anchor[1]) if anchor is not None else None}
 
         told = [facts["again"] for facts in self._context.agreement.together(again)]
         known = [pair for pair in told if pair is not None]
@@ -209,6 +225,14 @@ def own_trouble(step: Step, reading: Reading) -> int:
     if step.model_only:
         return 0 if gradients_came_back_finite(step) and model_finite(step) else 2
     return 1
+
+
+def explained(reading: Reading, then: float, now: float) -> bool:
+    """Does the change of the loss on unchanged weights make up half of the rise that was seen?"""
+    assert reading.repeat_loss is not None and reading.repeat_before is not None
+    sign = -1.0 if reading.climbs else 1.0
+    moved = sign * (now - then)
+    return math.isfinite(moved) and moved > 0 and moved >= EXPLAINS * (reading.repeat_loss - reading.repeat_before)
 
 
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:

@@ -16,6 +16,7 @@ from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, finite, gradient_norm
 from stepguard.sentinel.packet import Packet
+from stepguard.sentinel.risk import foreign
 from stepguard.sentinel.stored import InTurn, extremes, largest, named_buffers, norm_statistics, state_tensors
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import total_loss
@@ -135,11 +136,13 @@ class Reader:
             self._left_out = len(context.ignored)
             self.after_update()  # the last look still saw what has been accepted since
         if norm is None:
-            norm = gradient_norm([p.grad for p in context.parameters if p.grad is not None])
+            grads = [p.grad for p in context.parameters if p.grad is not None]
+            norm = gradient_norm(grads, each=foreign(context.optimizer))
         parts = tuple(dict.fromkeys(part for m in losses for part in m.parts))
         values = [m.total for m in losses] + [_added([m.parts[p] for m in losses if p in m.parts]) for p in parts]
         named = {
             "norm": norm.total if norm is not None else None,
+            "least": norm.least if norm is not None else None,
             "buffers": self._largest([*context.buffers.statistics(), *context.buffers.written()]),
             "state": self._state,
             "scale": _scale(context),
@@ -185,10 +188,12 @@ class Reader:
             components=parts,
             followed=dict(zip(pending.followed, numbers[end:], strict=True)),
             grad_norm=norm,
+            least_norm=rest.get("least"),
             grads_finite=norm is None or math.isfinite(norm) or (not grads_gone and self._exactly_finite()),
             clip_factor=_clip_factor(norm, pending.clip_norm),
             scale=rest.get("scale", context.loss_scale if context.config.loss_scale else None),
             lr=pending.lr,
+            climbs=context.climbs,
             labels=int(rest["labels"]) if "labels" in rest else None,
             seconds=seconds,
             shared_loss=shared[0] if shared and micro else None,

@@ -18,6 +18,7 @@ from stepguard.engine.window import Kept, Window
 from stepguard.policy.places import Remedy
 from stepguard.sentinel.gradients import finite
 from stepguard.state.plain import put_together, take_apart
+from stepguard.state.replay import reevaluate
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 from stepguard.state.step import Step
 from stepguard.state.whole import State, Whole
@@ -190,6 +191,20 @@ class Recovery:
         """Those of the tensors that have been accepted as they are: sentinels, and what `bad_start` let pass."""
         labels = {label.partition(":")[2] for label in self._context.on_purpose()} if names else set()
         return {name for name in names if any(_ends_in(name, label) for label in labels)}
+
+    def on_its_own_weights(self) -> tuple[float, float] | None:
+        """The loss of an earlier step when it ran and now, both on the weights it began with.
+
+        Only a loss function that depends on more than its batch gives two numbers. None where no snapshot knows.
+        """
+        anchor = self._context.anchor
+        latest = anchor[0].index if anchor is not None else -1
+        for snapshot in reversed(self.ring.snapshots):
+            kept = self.window.at(snapshot.step) if snapshot.step <= latest and self._sound(snapshot) else None
+            if kept is not None and kept.loss is not None:
+                with self.whole.lent(snapshot.state):
+                    return kept.loss, reevaluate(kept.step)
+        return None
 
     # --- going back --------------------------------------------------------------------------------------------
 

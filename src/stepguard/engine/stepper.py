@@ -167,7 +167,7 @@ class Stepper:
         context, result = self.context, result or StepResult()
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
-        risky = self.shield.call(False, risky_update, context.optimizer, context.lr_ceiling)
+        risky = self.shield.call(False, risky_update, context.optimizer, context.lr_ceiling, reading.least_norm)
         undo = self.shield.call(None, UndoCopy, context.optimizer) if risky else None
         context.optimizer.step()
         if undo is not None:

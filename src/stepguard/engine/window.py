@@ -71,6 +71,10 @@ class Window:
             self._drop_oldest()
         self._whole_from = max(self._whole_from, step)
 
+    def at(self, step: int) -> Kept | None:
+        """This very step, if its batch is still as it was."""
+        return next((k for k in self._kept if k.step.index == step and k.intact), None)
+
     def since(self, step: int) -> list[Kept] | None:
         """The steps from this one on; None where some of them are missing or were written to."""
         kept = [k for k in self._kept if k.step.index >= step]

@@ -192,12 +192,19 @@ def _lineage(birth: Birth, name: str, role: str) -> list[str]:
     read = birth.read(name)
     if read is None:
         return []
-    maker = real_maker(read.maker)
+    maker = _before_epsilon(real_maker(read.maker))
     notes = [fact(f"{role}_from", maker.op)] if maker.stage != "stored" else []
     roots = {root.op for root in _stored_roots(maker) if not root.op.startswith("constant")}
     if len(roots) == 1 and next(iter(roots)).startswith("batch:"):
         notes.append(fact(f"{role}_root", next(iter(roots))))
     return notes + _vanished(read.maker)
+
+
+def _before_epsilon(maker: Call) -> Call:
+    """Behind a constant that was added and kept nothing above 0; one that its dtype could not hold is told apart."""
+    while maker.op in ("aten.add", "aten.add_") and len(maker.parents) == 1 and maker.vanished is None:
+        maker = real_maker(maker.parents[0])
+    return maker
 
 
 def _stored_roots(call: Call) -> list[Call]:

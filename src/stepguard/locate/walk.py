@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from stepguard.locate.calls import COPIES, Call, ancestors
+from stepguard.locate.calls import COPIES, Call, ancestors, real_maker
 from stepguard.locate.facts import fact
 from stepguard.locate.tracer import MOST_SPOTS, Tracer
 
 SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "Index", "MaskedScatter")
+SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
+"""A mask is added to what was learned; an infinity that multiplies it is a weight."""
 MOST_UPSTREAM = 32
 
 
@@ -145,16 +147,19 @@ class Walk:
         return None if found is None else self._as_data(found) or self._finish(found, ["tame_inf"])
 
     def _as_data(self, birth: Call) -> Found | None:
-        """The batch tensor behind it, where its -inf came in as data and was not added to scores as a mask."""
+        """The batch tensor or table behind it, where its -inf came in as data and was not added to scores as a mask."""
         stack, seen = [c for c in birth.flawed if c.tame], set[int]()
         while stack:
             call = stack.pop()
-            if call.stage == "stored" and call.op.startswith("batch"):
-                return Found(call, birth, ["as_data"])
-            if id(call) not in seen and not self._learned(call):
+            if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
+                return Found(call, self._first_use(call) if call.op.startswith("buffer:") else birth, ["as_data"])
+            if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))
                 stack.extend(call.flawed)
         return None
+
+    def _first_use(self, stored: Call) -> Call | None:
+        return next((call for call in self._tracer.calls if stored in call.flawed and call.op not in COPIES), None)
 
     def _learned(self, call: Call) -> bool:
         """Was it computed from parameters?"""
@@ -168,11 +173,21 @@ class Walk:
     def _finish(self, birth: Call, notes: list[str]) -> Found:
         if birth.stage == "stored" or birth.blank:
             return Found(birth, self._consumer(birth), notes)
+        chooser = self._chosen_constant(birth)
+        if chooser is not None:
+            return Found(chooser, None, [*notes, *_condition_of(chooser)])
         if birth.out.inf and not birth.out.nan:
             turned = [c for c in self._chain.values() if c.out.nan and not any(p.out.nan for p in c.causes)]
             later = [c for c in turned if c is not birth]
             notes = [*notes, fact("then", min(later, key=lambda c: c.index).op)] if later else notes
         return Found(birth, None, notes)
+
+    def _chosen_constant(self, birth: Call) -> Call | None:
+        """The `where` that chose a NaN constant: an operation's own way to say that there is no result."""
+        if birth.parents or birth.stage != "forward" or not birth.out.nan:
+            return None
+        user = self._consumer(birth)
+        return user if user is not None and user.op == "aten.where" else None
 
     def _consumer(self, stored: Call) -> Call | None:
         """First operation on the way that used the stored tensor for more than a copy."""
@@ -188,6 +203,14 @@ class Walk:
 def first_reader(tracer: Tracer, stored: Call) -> Call | None:
     """First operation that read a stored tensor's bad value, whatever became of it."""
     return next((call for call in tracer.calls if stored in call.flawed), None)
+
+
+def _condition_of(call: Call) -> list[str]:
+    """Which operation the condition looked at, behind comparisons."""
+    asked = call.parents[0] if call.parents else None
+    while asked is not None and not asked.numeric and asked.parents:
+        asked = real_maker(asked.parents[0])
+    return [fact("chosen_by", asked.op)] if asked is not None and asked.stage != "stored" else []
 
 
 def _joins(call: Call) -> bool:

@@ -21,6 +21,8 @@ class Reading:
     """What the user follows with `guard.follow`, by name."""
     grad_norm: float | None = None
     """2-norm of all gradients in fp32, after unscaling and before clipping."""
+    least_norm: float | None = None
+    """Smallest norm of one parameter's gradient; read only under optimizers that are not torch's own."""
     grads_finite: bool = True
     """Exact: no gradient element is NaN or Inf."""
     clip_factor: float | None = None
@@ -29,6 +31,8 @@ class Reading:
     """GradScaler scale during the step."""
     lr: tuple[float, ...] = ()
     """Learning rate of each parameter group."""
+    climbs: bool = False
+    """The optimizer maximises: what is returned as the loss should rise."""
     labels: int | None = None
     """How many targets the step had, where the batch says so."""
     shared_loss: float | None = None
@@ -56,8 +60,9 @@ class Reading:
 
     @property
     def judged_loss(self) -> float | None:
-        """The loss every rank sees alike."""
-        return self.loss if self.shared_loss is None else self.shared_loss
+        """The loss every rank sees alike; turned over where it is to rise, so that lower is always better."""
+        loss = self.loss if self.shared_loss is None else self.shared_loss
+        return -loss if self.climbs and loss is not None else loss
 
     @property
     def bad_micro_batches(self) -> tuple[int, ...]:

@@ -52,6 +52,9 @@ class _Side:
 
     @property
     def checked(self) -> int:
+        """None in a record that an unguarded loop kept of itself (`guarded: false` in its first line)."""
+        if self.record.header.get("guarded") is False:
+            return 0
         return sum("loss" in line for line in self.record.steps)
 
     @property

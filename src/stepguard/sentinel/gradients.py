@@ -27,15 +27,21 @@ class GradientNorm:
     """fp32 (fp64 for fp64 gradients): what is read and judged."""
     clip: Tensor
     """What torch's own clipping would have used."""
+    least: Tensor | None = None
+    """The smallest norm of one parameter's gradient, where it was asked for."""
 
 
 @torch.no_grad()
-def gradient_norm(grads: Sequence[Tensor]) -> GradientNorm | None:
-    """Norm of all gradients; None when there are none."""
+def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNorm | None:
+    """Norm of all gradients; None when there are none. `each`: the smallest one of a parameter as well."""
     dense = [dense_values(g) for g in grads]
     if not dense:
         return None
     if not any(g.dtype in HALVES for g in dense):
+        if each and len({(g.device, g.dtype) for g in dense}) == 1:
+            every = torch.stack(list(torch._foreach_norm(dense)))  # as get_total_norm does it, so the total is the same
+            total = torch.linalg.vector_norm(every)
+            return GradientNorm(total, total, every.min())
         total = get_total_norm(dense)
         return GradientNorm(total, total)
     device = dense[0].device

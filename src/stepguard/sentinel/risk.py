@@ -1,7 +1,8 @@
 """When an optimizer could make a NaN out of finite gradients, the update is checked at once and can be undone.
 
 That costs a copy of parameters and optimizer state, so it is done only where the arithmetic says it can happen:
-fp16 parameters, an epsilon that is 0 in the parameter's dtype, or a learning rate far above everything configured.
+fp16 parameters, an epsilon that is 0 in the parameter's dtype, a learning rate far above everything configured, or a
+gradient that is exactly 0 under an optimizer that is not torch's own: people's own ones divide by its norm.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from torch.optim import Optimizer
 LR_JUMP = 2.0
 
 
-def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...]) -> bool:
+def foreign(optimizer: Optimizer) -> bool:
+    """Is its arithmetic not known from torch?"""
+    return not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm: float | None = None) -> bool:
     """Could this update turn finite gradients into non-finite weights?"""
+    if least_norm == 0.0 and foreign(optimizer):
+        return True
     for index, group in enumerate(optimizer.param_groups):
         ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
         if not float(group["lr"]) <= LR_JUMP * max(ceiling, 1e-30):

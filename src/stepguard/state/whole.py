@@ -6,7 +6,8 @@ Tensors are `model/NAME`, `module:ROOT/NAME`, `extra:OBJECT/NAME`, `optimizer/PA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +149,20 @@ class Whole:
             self._put_back_item(item, state.facts["extra"].get(name), state.tensors)
         # last: loading a schedule must not leave other hyperparameters than those of the moment
         self._put_back_groups(state)
+
+    @contextmanager
+    def lent(self, state: State) -> Iterator[None]:
+        """The parameters of that moment for a while; afterwards the live ones are back, untouched."""
+        named = [(p, state.tensors.get(prefix + name)) for prefix, name, p in self._parameters()]
+        kept = [(p, p.data) for p, value in named if value is not None]
+        try:
+            for parameter, value in named:
+                if value is not None:
+                    parameter.data = value.to(device=parameter.device, dtype=parameter.dtype)
+            yield
+        finally:
+            for parameter, live in kept:
+                parameter.data = live
 
     def random_numbers(self, state: State) -> RngState | None:
         """This rank's generators at that moment; None where the state has none for it."""

@@ -59,6 +59,10 @@ def _all_ignored(target: Operand, ignored: Operand | None) -> bool:
 
 
 def _nothing_reduced(case: Case) -> Proof | None:
+    lengths = case.argument("lengths", 1)
+    if case.op == "segment_reduce" and case.makes_nan and lengths is not None and lengths.zeros:
+        text = f"{lengths.zeros} of {elements(lengths)} segments have length 0: {case.place} took the mean of none"
+        return Proof(confidence=CERTAIN, evidence=(text,))
     empty = next((o for o in case.inputs if o.dtype and o.shape and elements(o) == 0), None)
     if case.op not in REDUCTIONS or not (empty is not None or case.has("reduced", "0")):
         return None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import counts_nothing, log_argument, negative_root, zero_divisor
 from stepguard.diagnose.case import Case, high, low, met
+from stepguard.diagnose.ops import words
 from stepguard.diagnose.rule import STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.rules.sg102 import NLL
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Remedy
 
+CURVES = words("cos sin tan exp exp2 expm1 sigmoid tanh erf erfc softmax _softmax softplus acos asin atan")
+"""What comes out of these is no target any more: its range is theirs, and they round."""
 BCE = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 
 
@@ -100,6 +103,8 @@ def _from_batch(case: Case) -> Proof | None:
     text = f"{case.place} got {spell(met(value)[0])}{at_index(value)}, which is computed from `{root}` alone"
     rounded = case.short and any(o.zeros for o in case.inputs)  # more likely 0 by rounding than in the data
     confidence = 0.94 if log_argument(case) is not None and not rounded else 0.8
+    if (case.note("argument_from") or "").removeprefix("aten.") in CURVES:
+        confidence = 0.7
     return Proof(confidence=confidence, evidence=(text, describe(value), case.confirmed_samples))
 
 

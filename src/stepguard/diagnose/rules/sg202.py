@@ -11,7 +11,8 @@ from stepguard.diagnose.rule import LIKELY, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Remedy
 
-LOG_NODES = words("Log Log1P Log2 Log10 Logit Xlogy")
+LOG_NODES = words("Log Log1P Log2 Log10 Logit")
+DETERMINANTS = words("_linalg_slogdet linalg_slogdet _linalg_det linalg_det")
 SATURATING = words("exp erf tanh sigmoid atan clamp clamp_max clamp_min reciprocal div softmax _softmax")
 
 
@@ -23,6 +24,8 @@ def _evidence(case: Case) -> Proof | None:
     found = log_argument(case)
     if case.op in ("_linalg_slogdet", "linalg_slogdet", "logdet") and case.makes_inf:
         return Proof(confidence=STRONG, evidence=(f"{case.place} took the logarithm of a determinant that is 0",))
+    if case.op == "where" and (case.note("chosen_by") or "").removeprefix("aten.") in DETERMINANTS:
+        return Proof(confidence=STRONG, evidence=(f"{case.place}: the determinant is negative and has no logarithm",))
     if found is None or not case.forward:
         return None
     operand, least, most = found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepguard.diagnose.arithmetic import singular_inputs
 from stepguard.diagnose.case import Case, high, low, reach
 from stepguard.diagnose.dtypes import exp_limit
-from stepguard.diagnose.ops import EXPONENTIALS
+from stepguard.diagnose.ops import EVEN, EXPONENTIALS
 from stepguard.diagnose.rule import LIKELY, PLAUSIBLE, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Operand, Remedy
@@ -24,11 +24,12 @@ def _evidence(case: Case) -> Proof | None:
 
 def _exponential(case: Case, exponent: Operand) -> Proof | None:
     limit = exp_limit(case.dtype) * (LOG2_E if "exp2" in case.op else 1.0)
-    largest = reach(exponent) if case.op in ("sinh", "cosh") else high(exponent)
+    largest = reach(exponent) if case.op in EVEN else high(exponent)
     if not largest > limit * 0.99:
         return None
     confidence = LIKELY if case.absorbed or case.narrow else STRONG
-    numbers = f"{case.place}: exp({spell(largest)}){at_index(exponent)} exceeds what {case.dtype} can hold"
+    grows = "which grows as " if case.op in EVEN else ""
+    numbers = f"{case.place}: {grows}exp({spell(largest)}){at_index(exponent)} exceeds what {case.dtype} can hold"
     bound = f"in {case.dtype} the exponent may be at most {limit:.2f}; {describe(exponent)}"
     return Proof(confidence=confidence, evidence=(numbers, bound, case.confirmed_samples))
 

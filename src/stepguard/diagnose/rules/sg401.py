@@ -26,6 +26,9 @@ SINGULAR = {
     "Cumprod": "cumprod divides by its input, which is 0",
     "Prod": "prod divides by its input, which is 0",
     "WeightNormInterface": "weight norm divides by the norm of a row, which is 0",
+    "Xlogy": "x log y at x = y = 0 is 0, but its slope in y is x / y = 0 / 0",
+    "SpecialXlog1Py": "x log(1 + y) at x = 0, y = -1 is 0, but its slope in y is 0 / 0",
+    "SpecialEntr": "-p log p at p = 0 is 0, but its slope is -log(p) - 1, which is infinite",
     "CosineSimilarity": "the cosine similarity of a zero vector has no slope",
 }
 SINGULAR |= dict.fromkeys(

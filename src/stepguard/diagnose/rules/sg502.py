@@ -10,6 +10,8 @@ from stepguard.diagnose.rule import Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe, spell
 from stepguard.records import Remedy
 
+NORMS = words("linalg_vector_norm norm _foreach_norm linalg_norm")
+"""What LARS, SAM and normalised descent divide by."""
 DIVIDES = words("addcdiv div reciprocal rsqrt _fused_adam _fused_adamw _fused_adagrad")
 
 
@@ -35,7 +37,14 @@ def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
     zero_over_zero = numerator is not None and met(numerator) == (0.0, 0.0)
     shown = f": {describe(divisor)}" if divisor is not None else ""
     form = "0 / 0 for every element without gradient" if zero_over_zero else "a moment divided by an exact 0"
-    first = f"{case.place} divided by sqrt(second moment) + eps, which is 0{shown}; {form}"
+    made_by = (case.note("denominator_from") or "").removeprefix("aten.")
+    normed = made_by in NORMS and case.facts.eps is None
+    what = (
+        "the norm of a gradient that is 0, with no epsilon beside it"
+        if normed
+        else "sqrt(second moment) + eps, which is 0"
+    )
+    first = f"{case.place} divided by {what}{shown}; {form}"
     return Proof(confidence=0.98 if noted or underflows else 0.9, evidence=(first, _epsilon(case, dtype)))
 
 

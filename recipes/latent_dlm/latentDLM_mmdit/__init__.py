@@ -1,0 +1,1 @@
+"""Model, losses and loops of the joint text and latent diffusion."""
