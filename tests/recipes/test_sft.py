@@ -284,4 +284,4 @@ def test_no_question_of_the_validation_is_trained_on_in_any_stage(folder: Path, 
     assert len(set(train)) == 900 and len(set(valid)) == 96
     assert not set(valid) & (set(train) | before)
     with pytest.raises(SystemExit, match="different questions"):
-        made(folder, tmp_path, "data.train=5000")
+        made(folder, tmp_path, "data.train=1200")
