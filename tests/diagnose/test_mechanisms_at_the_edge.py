@@ -54,6 +54,11 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
         ),
         {},
     ),
+    "digamma at its pole": (
+        "SG202",
+        origin("loss", "aten.digamma", at("self", 0.0, 0.0, 3.0, zeros=1), output=out(neginf=1)),
+        {},
+    ),
     "logdet of a mirror": (
         "SG202",
         origin("forward", "aten.where", output=out((), nan=1), notes=("chosen_by=aten._linalg_slogdet",)),

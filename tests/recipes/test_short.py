@@ -18,7 +18,7 @@ def test_latent_dlm_survives_a_schedule_in_bfloat16_and_a_loss_scale_that_overfl
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "aten.reciprocal in -, noise.py" in ended.stdout
-    assert "sample 12" in ended.stdout  # the one whose time is rounded to 1
+    assert "sample 1 " in ended.stdout  # the one whose time is rounded to 1
     assert "aten.mm in model.text_head, mmdit.py" in ended.stdout
     assert "optimizer.eps: group 0: eps=1e-08 is 0 in float16" in ended.stdout
 

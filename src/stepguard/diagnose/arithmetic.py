@@ -41,6 +41,9 @@ LOGS: dict[str, tuple[str, int, float, float]] = {
     "erfinv": ("self", 0, -1.0, 1.0),
     "lgamma": ("self", 0, 0.0, math.inf),
     "mvlgamma": ("self", 0, 0.0, math.inf),
+    "digamma": ("self", 0, 0.0, math.inf),
+    "special_digamma": ("self", 0, 0.0, math.inf),
+    "polygamma": ("self", 1, 0.0, math.inf),
 }
 """Operation -> argument, its position, and the open interval in which it is finite."""
 
