@@ -21,8 +21,9 @@ def _forget() -> None:
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the recipe that the test module is named after, first on the path."""
-    name = Path(request.path).stem.removeprefix("test_")
+    """The folder of the recipe that the test module's name begins with, first on the path."""
+    stem = Path(request.path).stem.removeprefix("test_")
+    name = next(place.parent.name for place in RECIPES.glob("*/modes.py") if stem.startswith(place.parent.name))
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(RECIPES / name))
     _forget()

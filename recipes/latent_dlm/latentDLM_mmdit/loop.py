@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -50,7 +51,7 @@ class History:
     refused: int = 0
 
 
-class Loop:
+class Loop(ABC):
     """One run. `folder` is where it writes; None writes nothing."""
 
     def __init__(self, session: Session, folder: Path | None) -> None:
@@ -65,22 +66,22 @@ class Loop:
             self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     @property
+    @abstractmethod
     def step(self) -> int:
         """Optimizer steps done, refused ones included."""
-        raise NotImplementedError
 
     def batches(self) -> Iterator[Batch]:
         return iter(self.session.batches)
 
-    def one_step(self, micro: list[Batch]) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def one_step(self, micro: list[Batch]) -> Done: ...
 
+    @abstractmethod
     def save(self) -> str:
         """Returns what to say."""
-        raise NotImplementedError
 
-    def resume(self, which: str) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def resume(self, which: str) -> str: ...
 
     def close(self) -> None:
         """A second time does nothing."""
