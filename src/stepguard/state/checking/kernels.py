@@ -43,6 +43,25 @@ def look(values: Tensor, dtype: str) -> Values:
     return _closely(values, count, values.numel() // count)
 
 
+class Extremes:
+    """Least and greatest values of many pieces of one type, fetched together at the end.
+
+    Each number that is fetched takes the interpreter's lock, for which the other threads wait.
+    """
+
+    def __init__(self, dtype: str, pieces: int) -> None:
+        self._widen = dtype in WIDENED
+        real = torch.float32 if self._widen else PARTS.get(dtype) or getattr(torch, dtype)
+        self._low, self._high = torch.empty(2, pieces, dtype=real)
+        self._places = list(zip(self._low.unbind(), self._high.unbind(), strict=True))
+
+    def add(self, number: int, values: Tensor) -> None:
+        torch.aminmax(values.to(torch.float32) if self._widen else values, out=self._places[number])
+
+    def bounds(self) -> list[tuple[float, float]]:
+        return list(zip(map(float, self._low.tolist()), map(float, self._high.tolist()), strict=True))
+
+
 def _closely(values: Tensor, count: int, parts: int) -> Values:
     bad = ~torch.isfinite(values)
     fine = values[~bad]

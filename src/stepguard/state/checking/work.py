@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from torch import Tensor
 from stepguard.state.checking import crc, kernels
 from stepguard.state.checking.chunks import Chunk, Part
 from stepguard.state.checking.damage import Damaged
+from stepguard.state.checking.dtypes import SIZES
 from stepguard.state.checking.kernels import Values
-from stepguard.state.checking.layout import Segment
+from stepguard.state.checking.layout import Block, Segment
 from stepguard.state.checking.source import Window
 
 PIECE = 1 << 19
@@ -37,29 +39,68 @@ def work(window: Window, chunks: Sequence[Chunk]) -> list[Done]:
 
 
 def _one(window: Window, chunk: Chunk, buffer: bytearray) -> Done:
+    return _long(window, chunk, buffer) if chunk.size > PIECE else _short(window, chunk, buffer)
+
+
+def _short(window: Window, chunk: Chunk, buffer: bytearray) -> Done:
+    """One piece, with parts anywhere in it."""
     done = Done(chunk)
-    sums = [0] * len(chunk.parts)
     view = memoryview(buffer)
-    same: dict[tuple[int, int, str], Tensor] = {}
-    for start, size in pieces(chunk):
-        fill(window, view[:size], chunk.start + start)
-        for number, part in enumerate(chunk.parts):
-            # a chunk of one piece has parts anywhere in it, a longer one only such that cover all of it
-            offset, length = (part.offset, part.size) if chunk.size <= PIECE else (0, size)
-            owner = part.owner
-            if isinstance(owner, Segment):
-                key = offset, length, owner.dtype
-                tensor = same.get(key)
-                if tensor is None:
-                    tensor = same[key] = kernels.view(buffer, offset, length, owner.dtype)
-                values = kernels.look(tensor, owner.dtype)
-                done.values.append((owner, chunk.start + start + offset - owner.start, values))
-            elif owner.algorithm == "crc32":
-                sums[number] = crc.crc32(view[offset : offset + length], sums[number])
-    for part, value in zip(chunk.parts, sums, strict=True):
-        if not isinstance(part.owner, Segment) and part.owner.algorithm == "crc32":
-            done.crcs.append((part, value))
+    fill(window, view[: chunk.size], chunk.start)
+    same: dict[tuple[int, int, str], Values] = {}
+    for part in chunk.parts:
+        owner = part.owner
+        if isinstance(owner, Segment):
+            key = part.offset, part.size, owner.dtype
+            if key not in same:
+                same[key] = kernels.look(kernels.view(buffer, *key), owner.dtype)
+            done.values.append((owner, chunk.start + part.offset - owner.start, same[key]))
+        elif owner.algorithm == "crc32":
+            done.crcs.append((part, crc.crc32(view[part.offset : part.offset + part.size])))
     return done
+
+
+def _long(window: Window, chunk: Chunk, buffer: bytearray) -> Done:
+    """Several pieces; every part covers all of the chunk."""
+    done, cuts, view = Done(chunk), list(pieces(chunk)), memoryview(buffer)
+    segments = [part.owner for part in chunk.parts if isinstance(part.owner, Segment)]
+    found = {owner.dtype: kernels.Extremes(owner.dtype, len(cuts)) for owner in segments}
+    summed = [part for part in chunk.parts if isinstance(part.owner, Block) and part.owner.algorithm == "crc32"]
+    seen: dict[int, dict[str, Tensor]] = {}
+    total = 0
+    for number, (start, size) in enumerate(cuts):
+        if size not in seen:  # all but the last are of one size
+            seen[size] = {dtype: kernels.view(buffer, 0, size, dtype) for dtype in found}
+        bytes_here = view[:size]
+        fill(window, bytes_here, chunk.start + start)
+        for dtype, values in seen[size].items():
+            found[dtype].add(number, values)
+        if summed:
+            total = crc.crc32(bytes_here, total)
+    done.crcs += [(part, total) for part in summed]
+    for dtype, extremes in found.items():
+        looked = _looked(window, chunk, extremes.bounds(), dtype, buffer)
+        owners = [owner for owner in segments if owner.dtype == dtype]
+        done.values += [(owner, chunk.start + at - owner.start, values) for owner in owners for at, values in looked]
+    return done
+
+
+def _looked(
+    window: Window, chunk: Chunk, bounds: Sequence[tuple[float, float]], dtype: str, buffer: bytearray
+) -> list[tuple[int, Values]]:
+    """What is finite as one; a piece with anything else is read again and looked at closely."""
+    looked: list[tuple[int, Values]] = []
+    finite, elements = [], 0
+    for (start, size), (low, high) in zip(pieces(chunk), bounds, strict=True):
+        if math.isfinite(low) and math.isfinite(high):
+            finite.append((low, high))
+            elements += size // SIZES[dtype]
+        else:
+            fill(window, memoryview(buffer)[:size], chunk.start + start)
+            looked.append((start, kernels.look(kernels.view(buffer, 0, size, dtype), dtype)))
+    if finite:
+        looked.append((0, Values(elements, min(low for low, _ in finite), max(high for _, high in finite))))
+    return looked
 
 
 def pieces(chunk: Chunk) -> Iterator[tuple[int, int]]:
