@@ -1,9 +1,8 @@
 """Memory for the output gradients of a watched model, used again step after step.
 
-Holding on to the gradient itself would be simpler, but keeps its memory from the rest of the backward. With 25 MB of
-logits that made the steps of a 50M model 3 % slower on a CPU, where the layers below then get fresh pages from the
-system; the copy costs a tenth of that. An accelerator's allocator does not go back to the system, so there the
-gradient is held.
+Holding on to the gradient itself would be simpler, but keeps its memory from the rest of the backward: on a CPU the
+layers below then take other pages than without a guard. A copy costs one pass over the gradient. An accelerator's
+allocator keeps its own memory, so there the gradient is held.
 """
 
 from __future__ import annotations
