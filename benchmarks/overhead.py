@@ -142,4 +142,5 @@ def cells(row: Row) -> list[str]:
 
 
 if __name__ == "__main__":
+    machine.keep_memory()
     raise SystemExit(main())

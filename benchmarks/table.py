@@ -16,6 +16,7 @@ from benchmarks.parts.machine import RESULTS
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
 README = Path(__file__).parents[1] / "README.md"
+KEPT = "The allocator keeps freed memory, as tcmalloc and jemalloc do: else page faults drown one per cent. "
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +80,7 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
         "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update) beside it, "
         f"and 95 % of that median over {rounds} rounds; `own` is what the check adds by itself, measured with forward "
         "and backward taken out. `bare again` is the bare step on both sides: what it shows is noise. "
+        f"{KEPT if facts.get('memory_kept') else ''}"
         f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, "
         f"load {_loads(workloads)} on {facts['cpus']} CPUs."
     )

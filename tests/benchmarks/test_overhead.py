@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +161,23 @@ def test_readme_without_markers_is_refused_and_left_alone(
 def test_table_without_results_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table.main(["--results", str(tmp_path / "none.json")]) == 2
     assert "benchmarks.overhead" in capsys.readouterr().err
+
+
+def test_kept_memory_is_not_taken_from_the_system_again() -> None:
+    """In a process of its own: the allocator stays as it was told."""
+    program = (
+        "import resource, torch\n"
+        "from benchmarks.parts import machine\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    for _ in range(20):\n"
+        "        torch.ones(2**24)\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "before = faults()\n"
+        "print(machine.keep_memory(), machine.facts()['memory_kept'], before, faults())\n"
+    )
+    run = [sys.executable, "-c", program]
+    said = subprocess.run(run, capture_output=True, text=True, check=True, cwd=overhead.machine.RESULTS.parents[1])
+    kept, told, before, after = said.stdout.split()
+    assert kept == told
+    assert kept == "False" or int(after) < int(before) / 2

@@ -17,13 +17,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, the package is not yet known
 
+from latentDLM_mmdit import entry
 from latentDLM_mmdit.improved_trainer import ImprovedTrainer, terms_of
-from latentDLM_mmdit.loop import Done, run, run_folder
+from latentDLM_mmdit.loop import Done, run_folder
 from latentDLM_mmdit.pairs import Batch
 from latentDLM_mmdit.plain import PlainLoop
-from latentDLM_mmdit.ranks import Ranks, join, leave
+from latentDLM_mmdit.ranks import Ranks
 from latentDLM_mmdit.session import Session
-from latentDLM_mmdit.settings import Settings, from_command_line
+from latentDLM_mmdit.settings import Settings
 
 
 class OriginalLoop(PlainLoop):
@@ -52,23 +53,11 @@ def build_loop(config: Settings, ranks: Ranks) -> OriginalLoop:
 
 
 def start(config: Settings) -> OriginalLoop:
-    ranks = join(config.training.backend, config.training.world_size)
-    try:
-        loop = build_loop(config, ranks)
-        run(loop)
-    finally:
-        leave(ranks)
-    return loop
+    return entry.train(config, build_loop)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = from_command_line((__doc__ or "").splitlines()[0], "mmdit", arguments)
-    if config is None:
-        return
-    try:
-        start(config)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    entry.call(__doc__, "mmdit", start, arguments)
 
 
 if __name__ == "__main__":

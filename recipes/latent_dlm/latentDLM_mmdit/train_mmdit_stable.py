@@ -19,14 +19,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, the package is not yet known
 
+from latentDLM_mmdit import entry
 from latentDLM_mmdit.guarded import GuardedLoop, guard_settings
 from latentDLM_mmdit.improved_trainer_stable import StableTrainer, stable_terms_of, warnings_of
-from latentDLM_mmdit.loop import Loop, run, run_folder
+from latentDLM_mmdit.loop import Loop, run_folder
 from latentDLM_mmdit.preflight import look_first
-from latentDLM_mmdit.ranks import Ranks, join, leave
+from latentDLM_mmdit.ranks import Ranks
 from latentDLM_mmdit.report_loop import ReportLoop
 from latentDLM_mmdit.session import Session
-from latentDLM_mmdit.settings import Settings, from_command_line
+from latentDLM_mmdit.settings import Settings
 
 EXIT_CHECK_FAILED = 5
 
@@ -68,23 +69,11 @@ def build(config: Any) -> dict[str, Any]:
 
 
 def start(config: Settings) -> Loop:
-    ranks = join(config.training.backend, config.training.world_size)
-    try:
-        loop = build_loop(config, ranks)
-        run(loop)
-    finally:
-        leave(ranks)
-    return loop
+    return entry.train(config, build_loop)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = from_command_line((__doc__ or "").splitlines()[0], "mmdit_stable", arguments)
-    if config is None:
-        return
-    try:
-        start(config)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    entry.call(__doc__, "mmdit_stable", start, arguments)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class Reader:
 
     def after_update(self) -> None:
         """A cheap look at the new parameters, of a large model some in turn; read with the next step's packet."""
-        self._state = self._largest(self._turn.share(self._context.parameters))
+        self._state = largest(self._turn.share(self._context.parameters, self._context.ignored))
 
     def rewound(self) -> None:
         """The parameters are others now: all of them are looked at with the next packet."""

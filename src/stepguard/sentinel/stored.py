@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from stepguard.sentinel.gradients import dense_real, finite
 
 CHEAP_LOOK = 2**20
 """Elements that are looked at after every update, whatever it costs: about a quarter of a millisecond."""
-TURNS = 8
+TURNS = 32
 """Updates after which every parameter of a larger model has been looked at."""
 
 
@@ -37,35 +39,61 @@ class InTurn:
     """Hands out large lists of tensors a share at a time, so that a look at all of them costs little a step.
 
     A parameter that a step turns non-finite shows at once in the next loss or gradient if the model uses it; the look
-    is for the others, and may take a few steps to come round.
+    is for the others, and may take a few dozen steps to come round.
     """
 
     def __init__(self) -> None:
         self._tensors: Sequence[Tensor] = ()
-        self._shares: list[list[Tensor]] = []
+        self._shares: list[list[_Part]] = []
         self._next = 0
 
-    def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The next share; all of them where that is cheap."""
+    def share(self, tensors: Sequence[Tensor], ignored: Container[int] = ()) -> list[Tensor]:
+        """The next share, but for tensors whose id is ignored; all of them where that is cheap."""
         if tensors is not self._tensors:
             self._tensors, self._shares, self._next = tensors, _shares(tensors), 0
         if not self._shares:
             return []
         self._next = (self._next + 1) % len(self._shares)
-        return self._shares[self._next]
+        return [part.now() for part in self._shares[self._next] if id(part.tensor) not in ignored]
 
 
-def _shares(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    most = max(CHEAP_LOOK, sum(t.numel() for t in tensors) // TURNS)
-    shares: list[list[Tensor]] = []
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A stretch of a tensor's elements. Cut out when it is looked at: the tensor's memory may be another by then."""
+
+    tensor: Tensor
+    count: int
+    """Elements of the tensor when it was cut."""
+    start: int
+    end: int
+
+    def now(self) -> Tensor:
+        live = self.tensor.detach()
+        if self.end - self.start == self.count or live.numel() != self.count or not live.is_contiguous():
+            return live
+        return live.view(-1)[self.start : self.end]
+
+
+def _shares(tensors: Sequence[Tensor]) -> list[list[_Part]]:
+    most = max(CHEAP_LOOK, math.ceil(sum(t.numel() for t in tensors) / TURNS))
+    shares: list[list[_Part]] = []
     filled = most
-    for tensor in tensors:
+    for part in (part for tensor in tensors for part in _parts(tensor, most)):
         if filled >= most:
             shares.append([])
             filled = 0
-        shares[-1].append(tensor)
-        filled += tensor.numel()
+        shares[-1].append(part)
+        filled += part.end - part.start
     return shares
+
+
+def _parts(tensor: Tensor, most: int) -> list[_Part]:
+    """The whole tensor, or stretches of at most so many elements where it can be cut without a copy."""
+    count = tensor.numel()
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.is_contiguous()
+    if not plain or count <= most:
+        return [_Part(tensor, count, 0, count)]
+    return [_Part(tensor, count, start, min(start + most, count)) for start in range(0, count, most)]
 
 
 def bad_parameters(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> list[str]:

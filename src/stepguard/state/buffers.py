@@ -110,7 +110,14 @@ class BufferKeeper:
         return next((c.saved for c in self._copies if c.live is buffer), buffer)
 
     def _owners(self) -> Iterator[nn.Module]:
-        return (module for root in self._modules for module in root.modules())
+        """Every module once. Asked for at every step, and `nn.Module.modules` takes several times as long."""
+        waiting, seen = list(self._modules), set[int]()
+        while waiting:
+            module = waiting.pop()
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module
+                waiting.extend(child for child in module._modules.values() if child is not None)
 
     def _changed_layout(self) -> bool:
         if sum(len(m._buffers) for m in self._owners()) != self._count:
