@@ -16,6 +16,8 @@ from stepguard.records.verdict import OK, Verdict
 
 YOUNG_SIGMAS = 10.0
 """A run of a few steps has no noise estimate worth the name, so it takes more to be suspicious."""
+NEWBORN, NEWBORN_SIGMAS = 3, 1000.0
+"""So few losses know no noise at all, and the first updates may well leave a start that happened to be good."""
 DRIFT_LEAST = 32
 """Losses a rise must last before it is called a drift."""
 DRIFT_SIGMAS = 4.0
@@ -23,6 +25,8 @@ LOST_SHARE = 0.5
 """Share of the progress since the first steps that must be gone before a finite anomaly is acted upon."""
 RUINED = 10.0
 """Times the progress of the whole run an earlier batch has lost: the weights are hurt, whatever this batch says."""
+WEIGHTS_SHARE = 0.5
+"""Of a rise, that may remain on older weights, for the present ones to be blamed."""
 ZERO_STEPS = 5
 
 
@@ -32,6 +36,7 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     if reading.judged_loss is None or not history.losses or (young and not any(history.losses)):
         return OK  # a few losses that were all exactly 0 (a penalty that begins there) say nothing about what is much
     limit = max(sigmas, YOUNG_SIGMAS) if young else sigmas
+    limit = max(limit, NEWBORN_SIGMAS) if len(history.losses) < NEWBORN else limit
     excess = (reading.judged_loss - history.level) / history.spread
     if not excess > limit:
         return OK
@@ -115,3 +120,17 @@ def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
         return replace(verdict, severity="incident", summary=summary, evidence=evidence)
     summary = f"{verdict.summary}; an earlier batch still gives {again:.6g}: the data did it"
     return replace(verdict, severity="note", summary=summary, evidence=evidence)
+
+
+def fared_better(verdict: Verdict, history: History, when: int, loss: float) -> Verdict:
+    """An incident, if this very batch gave a usual loss on the weights of that step."""
+    evidence = dict(verdict.evidence or {})
+    now = float(evidence["loss"])
+    assert history.best is not None
+    lost = (now - history.best) / max(history.began_at - history.best, history.spread)
+    if lost < LOST_SHARE or not loss - history.level <= WEIGHTS_SHARE * (now - history.level):
+        return verdict
+    first = verdict.summary.partition("; ")[0]
+    summary = f"{first}; on the weights of step {when} this batch gives {loss:.6g}: some weights are hurt"
+    evidence |= {"older_loss": loss, "older_step": when, "lost_share": lost}
+    return replace(verdict, severity="incident", summary=summary, evidence=evidence)

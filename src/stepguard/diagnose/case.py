@@ -128,6 +128,11 @@ class Case:
         return self.phase in ("forward", "loss", "input")
 
     @property
+    def computes(self) -> bool:
+        """Values are computed here, not their slopes: in a forward pass, a loss, or somebody's own optimizer."""
+        return self.forward or self.phase == "optimizer"
+
+    @property
     def unselected(self) -> bool:
         """The bad value sits in a branch that `where` did not take."""
         return self.has("where", "unselected")

@@ -22,6 +22,8 @@ class RunFacts:
     """Finite gradient norms of the same steps."""
     update_ratio: float | None = None
     """Norm of the last update over the norm of the weights it changed."""
+    lost_squares: int = 0
+    """Elements with a first moment but no second one, which no training leaves behind."""
     param_dtypes: tuple[str, ...] = ()
     """Distinct dtypes of the trained parameters, for instance ("float16",)."""
     optimizer: str = ""

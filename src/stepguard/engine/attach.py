@@ -21,7 +21,7 @@ from stepguard.engine.arming import Arming
 from stepguard.engine.capture import Capture
 from stepguard.engine.closure import Repeated, needs_closure, wrapped_once
 from stepguard.engine.context import Context
-from stepguard.engine.examine import stored_trouble
+from stepguard.engine.examine import born_in_update
 from stepguard.engine.hidden import HiddenGradients
 from stepguard.engine.hold import Hold
 from stepguard.engine.late import LateUpdate, found_inf, takes_found_inf
@@ -304,7 +304,7 @@ class Watcher:
 
     def _committed(self) -> None:
         context, reading, step = self.context, self._reading, self._step(self._reading)
-        born = self.shield.call([], stored_trouble, context) if self._undo is not None and reading is not None else []
+        born = self.shield.call([], born_in_update, context) if self._undo is not None and reading is not None else []
         if born and self._undo is not None and reading is not None:
             self._undo.restore()
             reading = replace(reading, bad_state=tuple(born), state_born=True)

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from stepguard.engine.context import Context
 from stepguard.records import Reading
-from stepguard.sentinel.gradients import finite
+from stepguard.sentinel.gradients import finite, gradient_norm
 from stepguard.sentinel.reduce import RankFault
 from stepguard.sentinel.stored import (
     bad_buffers,
@@ -63,6 +64,14 @@ def stored_trouble(context: Context) -> list[str]:
         *bad_slots(context.optimizer),
     ]
     return [name for name in found if name not in context.on_purpose()]
+
+
+def born_in_update(context: Context) -> list[str]:
+    """What an update has just made non-finite. A finite norm of it all proves that there is nothing to look for."""
+    stored = (*context.parameters, *state_tensors(context.optimizer))
+    looked = [t.detach() for t in stored if t.is_floating_point() and id(t) not in context.ignored]
+    norm = gradient_norm(looked)
+    return [] if norm is None or bool(torch.isfinite(norm.total)) else stored_trouble(context)
 
 
 def bad_tensors(model: nn.Module) -> tuple[str, ...]:

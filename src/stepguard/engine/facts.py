@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepguard.diagnose import RunFacts
 from stepguard.engine.context import Context
-from stepguard.engine.updates import update_ratio
+from stepguard.engine.updates import lost_squares, update_ratio
 from stepguard.records import Reading
 
 
@@ -17,6 +17,7 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         lr_history=(*history.rates, reading.lr),
         configured_lr=history.configured_lr,
         update_ratio=update_ratio(optimizer, history.rates[-1]) if history.rates else None,
+        lost_squares=lost_squares(optimizer),
         losses=tuple(history.losses),
         grad_norms=tuple(history.norms),
         param_dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in context.parameters})),

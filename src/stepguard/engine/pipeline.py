@@ -9,6 +9,7 @@ from itertools import chain, count
 from typing import Any
 
 from stepguard.detect import judge
+from stepguard.detect.anomalies import fared_better
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
@@ -65,7 +66,17 @@ class Pipeline:
             return reading, replace(verdict, severity="note")
         reading = replace(reading, repeat_loss=again[0], repeat_before=again[1])
         verdict = judge(reading, context.history, context.config)
-        return reading, self._function_moved(reading, verdict) if verdict.bad else verdict
+        return reading, self._function_moved(reading, verdict) if verdict.bad else self._some_weights(step, verdict)
+
+    def _some_weights(self, step: Step, verdict: Verdict) -> Verdict:
+        """An earlier batch is as it was, but this one may be the first that uses the weights that are hurt.
+
+        Hard data are as hard for the weights of some steps ago. Several ranks would have to ask together; they do not.
+        """
+        context = self._context
+        known = verdict.kind == "spike" and step.whole and context.agreement.size == 1
+        then = self._recovery.on_older_weights(step) if known else None
+        return fared_better(verdict, context.history, *then) if then is not None else verdict
 
     def _function_moved(self, reading: Reading, verdict: Verdict) -> Verdict:
         """Not the weights but the loss function may have changed: then earlier weights fare as badly under it."""

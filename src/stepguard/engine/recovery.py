@@ -206,6 +206,15 @@ class Recovery:
                     return kept.loss, reevaluate(kept.step)
         return None
 
+    def on_older_weights(self, step: Step) -> tuple[int, float] | None:
+        """The newest snapshot's step and what this batch gives on its weights; None where there is none."""
+        sign = -1.0 if self._context.climbs else 1.0
+        for snapshot in reversed(self.ring.snapshots):
+            if snapshot.step < step.index and snapshot.standing != "bad" and self._sound(snapshot):
+                with self.whole.lent(snapshot.state):
+                    return snapshot.step, sign * reevaluate(step)
+        return None
+
     # --- going back --------------------------------------------------------------------------------------------
 
     def plan(self, *, transient: bool) -> tuple[Remedy | None, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from stepguard.engine import settle as close
 from stepguard.engine.again import run_again
 from stepguard.engine.context import Context
-from stepguard.engine.examine import stored_trouble
+from stepguard.engine.examine import born_in_update
 from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
@@ -171,7 +171,7 @@ class Stepper:
         undo = self.shield.call(None, UndoCopy, context.optimizer) if risky else None
         context.optimizer.step()
         if undo is not None:
-            born = self.shield.call([], stored_trouble, context)
+            born = self.shield.call([], born_in_update, context)
             if born:
                 undo.restore()
                 reading = replace(reading, bad_state=tuple(born), state_born=True)

@@ -1,4 +1,4 @@
-"""How large the last update was beside the weights it changed, from what the optimizer remembers of it."""
+"""What the optimizer's memory says once something is wrong: how large the last update was, and whether it can be."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+FAR_ABOVE = 1e6
+"""Times the smallest gradient whose square can be held: what is above it and has no square has lost it."""
+
 
 def update_ratio(optimizer: Optimizer, rates: Sequence[float]) -> float | None:
     """Norm of the last update, made with `rates`, over the norm of its weights.
@@ -20,6 +23,23 @@ def update_ratio(optimizer: Optimizer, rates: Sequence[float]) -> float | None:
     moved, weights = (_norm([pair[side] for pair in pairs]) for side in (0, 1))
     ratio = moved / weights if weights else math.nan
     return ratio if math.isfinite(ratio) else None
+
+
+def lost_squares(optimizer: Optimizer) -> int:
+    """Elements with a mean gradient but no mean square of it, which no training leaves behind: the mean over 0 is huge.
+
+    Small squares vanish when a checkpoint keeps them in half precision. Those of gradients so small that the square
+    is 0 in its own dtype are not counted.
+    """
+    found = 0
+    for state in optimizer.state.values():
+        mean, square = (
+            (state.get(slot) for slot in ("exp_avg", "exp_avg_sq")) if isinstance(state, dict) else (None, None)
+        )
+        if _plain(mean) and _plain(square) and mean.shape == square.shape:
+            representable = mean.abs() > math.sqrt(torch.finfo(square.dtype).tiny) * FAR_ABOVE
+            found += int(((square == 0) & representable).sum())
+    return found
 
 
 def _updates(optimizer: Optimizer, rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,8 +1,8 @@
 """When an optimizer could make a NaN out of finite gradients, the update is checked at once and can be undone.
 
 That costs a copy of parameters and optimizer state, so it is done only where the arithmetic says it can happen:
-fp16 parameters, an epsilon that is 0 in the parameter's dtype, a learning rate far above everything configured, or a
-gradient that is exactly 0 under an optimizer that is not torch's own: people's own ones divide by its norm.
+fp16 parameters, an epsilon that is 0 in the parameter's dtype, a learning rate far above everything configured, or an
+optimizer that is not torch's own, if a gradient is exactly 0 (people divide by its norm) or the model is small.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 LR_JUMP = 2.0
+CHEAP_COPY = 2**16
+"""Parameters of which a copy a step costs next to nothing."""
 
 
 def foreign(optimizer: Optimizer) -> bool:
@@ -24,7 +26,7 @@ def foreign(optimizer: Optimizer) -> bool:
 
 def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm: float | None = None) -> bool:
     """Could this update turn finite gradients into non-finite weights?"""
-    if least_norm == 0.0 and foreign(optimizer):
+    if foreign(optimizer) and (least_norm == 0.0 or _small(optimizer)):
         return True
     for index, group in enumerate(optimizer.param_groups):
         ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
@@ -34,6 +36,10 @@ def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm
         if any(_fragile(dtype, eps) for dtype in {p.dtype for p in group["params"]}):
             return True
     return False
+
+
+def _small(optimizer: Optimizer) -> bool:
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"]) <= CHEAP_COPY
 
 
 def _epsilon(group: dict[str, Any]) -> float | None:

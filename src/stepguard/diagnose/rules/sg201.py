@@ -21,6 +21,8 @@ SOLVES = words(
 
 
 def _evidence(case: Case) -> Proof | None:
+    if case.phase == "optimizer":
+        return _own_optimizer(case)
     if not case.forward or case.unselected:
         return None
     divisor = zero_divisor(case)
@@ -28,6 +30,14 @@ def _evidence(case: Case) -> Proof | None:
         confidence = HINT if counts_nothing(case, divisor) else LIKELY if case.absorbed else STRONG
         return Proof(confidence=confidence, evidence=(*_numbers(case, divisor), case.confirmed_samples))
     return _no_epsilon(case) or _inside(case) or _singular(case) or _tiny(case)
+
+
+def _own_optimizer(case: Case) -> Proof | None:
+    """An update that divides without any epsilon; where there is one, SG502 says what became of it."""
+    divisor = zero_divisor(case)
+    if divisor is None or case.facts.eps is not None or case.narrow:
+        return None
+    return Proof(confidence=STRONG, evidence=_numbers(case, divisor))
 
 
 def _numbers(case: Case, divisor: Operand) -> tuple[str, str]:

@@ -26,7 +26,7 @@ def _evidence(case: Case) -> Proof | None:
         return Proof(confidence=STRONG, evidence=(f"{case.place} took the logarithm of a determinant that is 0",))
     if case.op == "where" and (case.note("chosen_by") or "").removeprefix("aten.") in DETERMINANTS:
         return Proof(confidence=STRONG, evidence=(f"{case.place}: the determinant is negative and has no logarithm",))
-    if found is None or not case.forward:
+    if found is None or not case.computes:
         return None
     operand, least, most = found
     swallowed = (case.note("absorbed_by") or "").removeprefix("aten.").rstrip("_") in SATURATING

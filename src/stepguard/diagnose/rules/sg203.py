@@ -14,12 +14,12 @@ LOG2_E = 1.4426950408889634
 
 
 def _evidence(case: Case) -> Proof | None:
-    if case.unselected or not case.forward or not case.makes_inf:
+    if case.unselected or not case.makes_inf:
         return None
     exponent = case.argument("self", 0)
     if case.op in EXPONENTIALS and exponent is not None and exponent.finite:
-        return _exponential(case, exponent)
-    return _power(case)
+        return _exponential(case, exponent)  # also inside a backward that people wrote themselves
+    return _power(case) if case.computes else None
 
 
 def _exponential(case: Case, exponent: Operand) -> Proof | None:

@@ -11,13 +11,14 @@ from stepguard.diagnose.wording import at_index, describe
 from stepguard.records import Operand, Remedy
 
 SOFTMAX_NODES = words("Softmax LogSoftmax Logsumexp SafeSoftmax Logcumsumexp")
+PAIR_NODES = words("Logaddexp Logaddexp2")
 MASKS = ("attn_bias", "attn_mask", "mask", "bias")
 
 
 def _evidence(case: Case) -> Proof | None:
     if case.op in SOFTMAXES or case.node in SOFTMAX_NODES:
         return _softmax(case)
-    return _row_maximum(case)
+    return _pair(case) if case.node in PAIR_NODES else _row_maximum(case)
 
 
 def _softmax(case: Case) -> Proof | None:
@@ -48,6 +49,15 @@ def _total(case: Case, scores: Operand) -> str:
 
 def _scores(scores: Operand | None) -> str:
     return describe(scores) if scores is not None else ""
+
+
+def _pair(case: Case) -> Proof | None:
+    """log(exp(a) + exp(b)) with both -inf is -inf, rightly; its slope is exp(-inf - -inf)."""
+    both = [operand for operand in case.inputs if operand.neginf]
+    if len(both) < 2 or not case.makes_nan:
+        return None
+    text = f"{case.place}: both terms of a log-sum are -inf{at_index(both[0])}: its value is -inf, its slope is 0 / 0"
+    return Proof(confidence=0.95, evidence=(text, *map(describe, both), case.confirmed_samples))
 
 
 def _row_maximum(case: Case) -> Proof | None:

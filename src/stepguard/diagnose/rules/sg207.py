@@ -14,7 +14,7 @@ ROUNDING = 1e-4
 
 def _evidence(case: Case) -> Proof | None:
     found = negative_root(case)
-    if found is None or not case.forward or case.unselected or not case.makes_nan:
+    if found is None or not case.computes or case.unselected or not case.makes_nan:
         return None
     operand, what = found
     numbers = f"{case.place} asked for the {what}: {describe(operand)}"

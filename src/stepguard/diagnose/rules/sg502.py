@@ -6,7 +6,7 @@ from stepguard.diagnose.arithmetic import zero_divisor
 from stepguard.diagnose.case import Case, met
 from stepguard.diagnose.dtypes import FORMATS, NARROW, rounds_to_zero
 from stepguard.diagnose.ops import words
-from stepguard.diagnose.rule import Proof, Rule, code, prose
+from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe, spell
 from stepguard.records import Remedy
 
@@ -45,7 +45,10 @@ def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
         else "sqrt(second moment) + eps, which is 0"
     )
     first = f"{case.place} divided by {what}{shown}; {form}"
-    return Proof(confidence=0.98 if noted or underflows else 0.9, evidence=(first, _epsilon(case, dtype)))
+    confidence = 0.98 if noted or underflows else 0.9
+    if case.facts.eps is None and not noted and dtype not in NARROW:
+        confidence = PLAUSIBLE  # nothing rounded to 0: there is no epsilon
+    return Proof(confidence=confidence, evidence=(first, _epsilon(case, dtype)))
 
 
 def _epsilon(case: Case, dtype: str) -> str:

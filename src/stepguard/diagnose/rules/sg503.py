@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
+from stepguard.diagnose.rules.sg504 import FINITE_ANOMALIES
 from stepguard.diagnose.wording import describe
 from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
+    return _not_finite(case) or _without_squares(case)
+
+
+def _without_squares(case: Case) -> Proof | None:
+    """Finite, and yet no state that training can lead to."""
+    lost = case.facts.lost_squares
+    if not lost or case.verdict.kind not in FINITE_ANOMALIES:
+        return None
+    text = (
+        f"{lost} element{'s' if lost > 1 else ''} of exp_avg {'have' if lost > 1 else 'has'} an exp_avg_sq of exactly 0"
+    )
+    why = "such an element moves by lr * exp_avg / eps; squares below 6e-08 vanish in a float16 checkpoint"
+    return Proof(confidence=0.95, evidence=(case.verdict.summary, text, why))
+
+
+def _not_finite(case: Case) -> Proof | None:
     stored = [name for name in case.reading.bad_state if name.startswith("opt:")]
     named = case.tensor.startswith("opt:")
     if not named and (not stored or (case.origin is not None and case.phase not in ("state", "optimizer"))):
@@ -39,19 +56,22 @@ RULE = Rule(
     what=prose(
         """
         A slot of the optimizer (exp_avg, exp_avg_sq, momentum_buffer ...) holds NaN or Inf. Every further
-        update takes it along, however clean the gradients are.
+        update takes it along, however clean the gradients are. Or it is finite but impossible: a mean gradient
+        without a mean square, which moves the weight by lr * exp_avg / eps.
         """
     ),
     why=prose(
         """
         A bad step was undone by restoring the weights only; a NaN gradient went through optimizer.step()
-        while the weights were repaired by hand; or a squared gradient overflowed the second moment.
+        while the weights were repaired by hand; a squared gradient overflowed the second moment; or a
+        checkpoint kept the second moment in float16, where everything below 6e-08 is 0.
         """
     ),
     how=prose(
         """
         The state of the optimizer is scanned once something is wrong: the slot is non-finite before the
-        update while gradients and weights are finite.
+        update while gradients and weights are finite. After a finite spike, elements are counted whose
+        exp_avg is not 0 while their exp_avg_sq is.
         """
     ),
     evidence=_evidence,

@@ -44,7 +44,7 @@ def _numbers(case: Case) -> tuple[str, ...]:
         said.append(f"over the last {len(losses)} steps the loss went from {spell(min(losses))} to {spell(losses[-1])}")
     if growth(norms) > 1:
         said.append(f"the gradient norm went from {spell(min(norms))} to {spell(norms[-1])}")
-    if case.reading.repeat_loss is not None:
+    if case.reading.repeat_loss is not None and "older_loss" not in (case.verdict.evidence or {}):
         said.append(
             f"an earlier batch, evaluated again on the present weights, gives {spell(case.reading.repeat_loss)}"
         )
