@@ -33,6 +33,15 @@ MORE = (
     "more_updates",
     "more_nested",
     "more_fine",
+    "more_audio",
+    "more_policies",
+    "more_objectives",
+    "more_vision",
+    "more_scenes",
+    "more_decoders",
+    "more_tables",
+    "more_resumed",
+    "more_steady",
 )
 
 

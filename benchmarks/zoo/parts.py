@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,10 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator(seed)).to(dtype)
+
+
+def uniform(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=generator(seed))
 
 
 def tokens(*shape: int, seed: int = 0, low: int = 0, high: int = 8) -> Tensor:
@@ -37,14 +43,21 @@ def regression(step: int, count: int = 4, features: int = 3, outputs: int = 1) -
     return {"x": randn(count, features, seed=step), "y": randn(count, outputs, seed=step + 1)}
 
 
-def uninitialised(*shape: int) -> Tensor:
-    """torch.empty whose memory is reproducibly NaN, as deterministic mode fills it."""
+@contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """Memory that nobody fills is reproducibly NaN, as deterministic mode leaves it."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        return torch.empty(*shape)
+        yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def uninitialised(*shape: int) -> Tensor:
+    """torch.empty whose memory is reproducibly NaN."""
+    with new_memory_is_nan():
+        return torch.empty(*shape)
 
 
 class Attention(nn.Module):
