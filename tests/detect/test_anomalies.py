@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from detect.runs import CONFIG, HEALTHY, PEERS, healthy, play, played, reading, slow_rise, weigh
 from stepguard.detect import History, judge
-from stepguard.detect.anomalies import LOST_SHARE, ZERO_STEPS, trend
+from stepguard.detect.anomalies import LOST_SHARE, ZERO_STEPS, fared_better, trend
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 SETTLED = [2.0 + 2.0 * math.exp(-i / 20) + 0.05 * math.sin(i) for i in range(100)]
@@ -222,3 +222,27 @@ def test_objective_that_begins_at_exactly_0_with_a_gradient_may_rise_slowly() ->
     rising = [0.001 * i for i in range(120)]
     assert {verdict.kind for verdict in play(rising)} == {"ok"}
     assert "drift" in {verdict.kind for verdict in play([loss + 0.1 for loss in rising])}
+
+
+@pytest.mark.parametrize("losses", [[7e-5, 0.024], [7e-5, 0.024, 0.03]])
+def test_first_update_that_leaves_a_lucky_start_is_not_judged_by_it(losses: list[float]) -> None:
+    assert [verdict.kind for verdict in play(losses)] == ["ok"] * len(losses)
+
+
+def test_second_loss_of_a_run_that_explodes_is_still_suspicious() -> None:
+    assert play([1.0, 5e4])[-1].severity == "suspicion"
+
+
+@pytest.mark.parametrize(
+    ("then", "severity"),
+    [(2.1, "incident"), (25.0, "incident"), (49.0, "note"), (60.0, "note"), (math.nan, "note"), (math.inf, "note")],
+)
+def test_batch_that_was_easy_for_older_weights_accuses_the_present_ones(then: float, severity: str) -> None:
+    history = played(SETTLED)
+    acquitted = weigh(reading(100, 50.0), history, now=2.0, before=2.0)
+    assert acquitted.severity == "note"
+    verdict = fared_better(acquitted, history, 96, then)
+    assert verdict.severity == severity
+    if severity == "incident":
+        assert "on the weights of step 96" in verdict.summary and "the data did it" not in verdict.summary
+        assert (verdict.evidence or {})["lost_share"] > LOST_SHARE

@@ -18,6 +18,22 @@ def at(name: str, value: float, low: float, high: float, shape: tuple[int, ...] 
     return tensor(name, shape, low, high, index=(0,) * len(shape), value=value, **more)
 
 
+OWN_OPTIMIZER = {
+    "grads_finite": True,
+    "loss": 1.0,
+    "kind": "nonfinite_parameter",
+    "state_born": True,
+    "facts": RunFacts(optimizer="RowNorm"),
+}
+"""An update that made a parameter non-finite, by an optimizer without an epsilon in its groups."""
+
+
+def _divided_by_a_norm(dtype: str) -> Origin:
+    operands = (tensor(name, (), 0.0, 0.0, dtype=dtype, zeros=1, value=0.0, index=()) for name in ("self", "other"))
+    notes = ("denominator=zero", "denominator_from=aten.clamp_min", "numerator=zero")
+    return origin("optimizer", "aten.div", *operands, output=out((), dtype=dtype, nan=1), notes=notes)
+
+
 CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     # ---- half precision
     "F.normalize in float16": (
@@ -187,7 +203,56 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
         ),
         BACKWARD,
     ),
+    "exp in a backward that somebody wrote": (
+        "SG203",
+        origin(
+            "backward",
+            "aten.exp",
+            at("self", 91.4, 0.7, 91.4),
+            output=out(posinf=2),
+            node="MishFnBackward",
+            notes=("exponent=91.4", "singular_at=91.4", "finite_in=float64"),
+        ),
+        BACKWARD,
+    ),
+    "log-sum of two terms that are both -inf": (
+        "SG204",
+        origin(
+            "backward",
+            "aten.sub",
+            tensor("self", (4, 3), -2.4, -1.3, neginf=2),
+            tensor("other", (4, 3), -2.4, -1.3, neginf=5),
+            output=out((4, 3), nan=1, posinf=4, neginf=1),
+            node="LogaddexpBackward0",
+            notes=("tame_inf", "inf_minus_inf"),
+        ),
+        BACKWARD,
+    ),
     # ---- optimizer, state, environment
+    "an optimizer of one's own that divides by a norm of 0": ("SG201", _divided_by_a_norm("float32"), OWN_OPTIMIZER),
+    "the same in float16, where its constant is 0": ("SG502", _divided_by_a_norm(HALF), OWN_OPTIMIZER),
+    "a root of a rounded eigenvalue in an optimizer": (
+        "SG207",
+        origin(
+            "optimizer",
+            "aten.pow",
+            at("self", -2.6e-7, -2.6e-7, 3.6),
+            Operand(name="exponent", dtype="float", value=-0.25),
+            output=out(nan=3),
+            notes=("argument=negative", "argument_from=aten._linalg_eigh"),
+        ),
+        OWN_OPTIMIZER,
+    ),
+    "a logarithm of 0 in an optimizer": (
+        "SG202",
+        origin("optimizer", "aten.log", at("self", 0.0, 0.0, 3.6, zeros=1), output=out(neginf=1)),
+        OWN_OPTIMIZER,
+    ),
+    "moments whose squares a checkpoint lost": (
+        "SG503",
+        origin("optimizer"),
+        {"kind": "spike", "loss": 80.0, "grads_finite": True, "lr": (1e-2,), "facts": RunFacts(lost_squares=52)},
+    ),
     "Adam with eps=0 in float32": (
         "SG502",
         origin(

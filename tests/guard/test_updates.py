@@ -10,7 +10,7 @@ from torch import nn
 
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard, Policy, TrainingHalted
-from stepguard.engine.updates import update_ratio
+from stepguard.engine.updates import lost_squares, update_ratio
 
 DATA = batches(8)
 
@@ -73,3 +73,27 @@ def test_a_jump_of_the_rate_is_explained_with_the_size_of_the_update() -> None:
     finding = halted.value.incident.findings[0]
     assert finding.code == "SG504"
     assert any("the last update changed the weights by 1.01 of" in said for said in finding.evidence), finding.evidence
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_no_training_leaves_a_mean_without_its_square(kind: Any) -> None:
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3))
+    optimizer = kind(model.parameters(), lr=1e-3)
+    for step in range(4):
+        ids = torch.randint(0, 50, (5, 3), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(ids).pow(2).mean().mul(1e-15).backward()  # squares down to the end of float32
+        optimizer.step()
+    assert lost_squares(optimizer) == 0
+
+
+def test_squares_that_went_through_half_precision_are_counted() -> None:
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters())
+    stepped(optimizer, model, 2)
+    assert lost_squares(optimizer) == 0
+    states = list(optimizer.state.values())
+    for state in states:
+        state["exp_avg_sq"].copy_((state["exp_avg_sq"] * 1e-6).half())
+    expected = sum(int(((s["exp_avg_sq"] == 0) & (s["exp_avg"] != 0)).sum()) for s in states)
+    assert lost_squares(optimizer) == expected > 0

@@ -1,0 +1,128 @@
+"""Optimizers that are not torch's own: small models are checked at once, large ones where a gradient is 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stepguard
+from guard.scenes import Batch, batches, plain_net, quiet
+from stepguard import Guard
+from stepguard.sentinel.risk import CHEAP_COPY, risky_update
+
+DATA = batches(6)
+
+
+class RootOfStatistics(torch.optim.Optimizer):
+    """Scales the gradient by a root of a running mean, which rounds below 0 at one step."""
+
+    def __init__(self, params: Iterable[Tensor], breaks_at: int, value: float) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.breaks_at, self.value, self.count = breaks_at, value, 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            mean = self.state[p].setdefault("mean", torch.ones_like(p))
+            mean.mul_(0.9).add_(p.grad.square(), alpha=0.1)
+            shifted = mean - self.value if self.count == self.breaks_at else mean
+            p.sub_(0.01 * p.grad * shifted.pow(-0.25))
+        self.count += 1
+
+
+def _loss(model: nn.Module) -> Callable[[Batch], Tensor]:
+    return lambda b: F.cross_entropy(model(b[0]), b[1])
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("last", [2, 5])
+def test_update_that_breaks_by_itself_is_undone_at_its_step_even_if_it_is_the_last(watched: bool, last: int) -> None:
+    torch.manual_seed(0)
+    model = plain_net()
+    optimizer = RootOfStatistics(model.parameters(), breaks_at=2, value=5.0)
+    with (stepguard.watch if watched else Guard)(model, optimizer, config=quiet(locate=True)) as guard:
+        for batch in DATA[: last + 1]:
+            if watched:
+                optimizer.zero_grad()
+                _loss(model)(batch).backward()
+                optimizer.step()
+            else:
+                guard.step(_loss(model), batch)
+    (incident,) = guard.incidents
+    assert incident.step == 2 and incident.origin is not None
+    assert (incident.origin.phase, incident.origin.op) == ("optimizer", "aten.pow")
+    assert incident.findings[0].code == "SG207"
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_huge_weights_whose_norm_overflows_are_no_incident() -> None:
+    model = plain_net()
+    optimizer = RootOfStatistics(model.parameters(), breaks_at=-1, value=0.0)
+    unused = nn.Parameter(torch.full((3,), 3e38))
+    optimizer.param_groups[0]["params"].append(unused)
+    with Guard(model, optimizer, config=quiet()) as guard:
+        for batch in DATA:
+            guard.step(_loss(model), batch)
+    assert guard.incidents == ()
+    assert torch.equal(unused, torch.full((3,), 3e38))
+
+
+@pytest.mark.parametrize(("count", "least_norm", "risky"), [(8, 1.0, True), (CHEAP_COPY + 1, 1.0, False)])
+def test_copy_is_taken_where_it_costs_next_to_nothing(count: int, least_norm: float, risky: bool) -> None:
+    own = RootOfStatistics([nn.Parameter(torch.zeros(count))], breaks_at=-1, value=0.0)
+    assert risky_update(own, (0.01,), least_norm) is risky
+    assert risky_update(own, (0.01,), 0.0)
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(count))], lr=0.01)
+    assert not risky_update(theirs, (0.01,), least_norm)
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.head = nn.Embedding(24, 4), nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.items(ids))
+
+
+def _run_of_rows(hurt: Callable[[Towers], None], steps: int = 60) -> tuple[Any, ...]:
+    """Batches 0 to 29 and 31 on use rows 0 to 11, batch 30 uses the others too; `hurt` runs just before it."""
+    torch.manual_seed(0)
+    model = Towers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Guard(model, optimizer, config=quiet(snapshot_every=4)) as guard:
+        for step in range(steps):
+            ids = torch.arange(12) + (12 if step in (5, 30) else 0)
+            if step == 30:
+                hurt(model)
+            guard.step(lambda b: F.mse_loss(model(b), torch.ones(12, 1)), ids)
+            if guard.incidents:
+                break
+    return tuple(guard.incidents)
+
+
+def test_weights_that_only_this_batch_uses_are_found_hurt() -> None:
+    def hurt(model: Towers) -> None:
+        model.items.weight.data[12:] += 300.0
+
+    (incident,) = _run_of_rows(hurt)
+    assert (incident.step, incident.verdict.kind) == (30, "spike")
+    assert "some weights are hurt" in incident.verdict.summary
+
+
+def test_batch_that_is_hard_for_all_weights_is_no_incident() -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Guard(model, optimizer, config=quiet(snapshot_every=4)) as guard:
+        for step in range(40):
+            target = torch.full((12, 1), 30.0 if step == 30 else 1.0)
+            guard.step(lambda b: F.mse_loss(model(b[0]), b[1]), (torch.arange(12), target))
+    assert guard.incidents == ()
