@@ -124,7 +124,7 @@ class Speaker(nn.Module):
         self.head = nn.Linear(12, 3)
 
     def forward(self, wave: Tensor) -> Tensor:
-        frames = wave.unflatten(-1, (-1, 32))
+        frames = wave.view(len(wave), -1, 32)
         scores: Tensor = self.head(self.encode(self.frontend(frames)).mean(1))
         return scores
 

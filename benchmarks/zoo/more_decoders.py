@@ -182,7 +182,8 @@ class VisionLayer(nn.Module):
     def forward(self, x: Tensor, image: Tensor, blocked: Tensor) -> Tensor:
         if self.cross is not None:
             x = x + self.cross(self.norm(x), image, blocked)
-        return x + self.mlp(self.norm(x))
+        added: Tensor = self.mlp(self.norm(x))
+        return x + added
 
 
 class VisionDecoder(nn.Module):
@@ -255,7 +256,8 @@ class MiddleBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(x)
-        return x + self.ff(F.gelu(x))
+        added: Tensor = self.ff(F.gelu(x))
+        return x + added
 
 
 class Denoiser(nn.Module):

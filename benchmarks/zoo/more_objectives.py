@@ -165,7 +165,7 @@ def soft_preference_label_exactly_one(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         first, second = model(b["x"]).unbind(-1)
         label = b["label"].clamp(1e-4, 1 - 1e-4) if fixed else b["label"]
-        return -torch.mean(Beta(first, second).log_prob(label))
+        return -torch.mean(Beta(first, second).log_prob(label))  # type: ignore[no-untyped-call]
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-2), steps=3)
 
@@ -310,7 +310,8 @@ def distillation_over_padded_vocabulary(fixed: bool) -> Scene:
             return total
         teacher = F.pad(b["teacher"], (0, 2), value=-INF).softmax(-1)
         log_p = scores.log_softmax(-1)
-        return total - (teacher * (log_p.masked_fill(padding, 0.0) if fixed else log_p)).sum(-1).mean()
+        cross: Tensor = teacher * (log_p.masked_fill(padding, 0.0) if fixed else log_p)
+        return total - cross.sum(-1).mean()
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return Scene(model=model, batch=batch, loss=loss, optimizer=optimizer, steps=3)

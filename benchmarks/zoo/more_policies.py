@@ -26,8 +26,8 @@ class Actor(nn.Module):
         raw = policy.rsample()
         action = torch.tanh(raw) * self.limit
         squashed = action if self.rescaled else torch.tanh(raw)
-        log_p = policy.log_prob(raw) - torch.log(1 - squashed.pow(2) + 1e-6)
-        return action, log_p.sum(-1)
+        log_p = policy.log_prob(raw)  # type: ignore[no-untyped-call]
+        return action, (log_p - torch.log(1 - squashed.pow(2) + 1e-6)).sum(-1)
 
 
 class Agent(nn.Module):
@@ -120,7 +120,7 @@ class MaskedCategorical(nn.Module):
         if self.idle:
             legal = legal | ((~legal).all(-1, keepdim=True) & (torch.arange(5) == 0))
         policy = Categorical(logits=self.logits(hidden).masked_fill(~legal, -INF), validate_args=False)
-        return policy.log_prob(action), policy.entropy()
+        return policy.log_prob(action), policy.entropy()  # type: ignore[no-untyped-call]
 
 
 class MaskedAgent(nn.Module):

@@ -75,7 +75,8 @@ class RowNormalised(torch.optim.Optimizer):
             return momentum
         state["row"].mul_(0.95).add_(momentum.pow(2).mean(1, keepdim=True), alpha=0.05)
         rescaled: Tensor = momentum / (state["row"].sqrt() + 1e-8)
-        return rescaled * (momentum.norm() / rescaled.norm().clamp_min(floor))
+        ratio: Tensor = momentum.norm() / rescaled.norm().clamp_min(floor)
+        return rescaled * ratio
 
 
 class PatchClassifier(nn.Module):
@@ -237,8 +238,9 @@ class Factored(torch.optim.Optimizer):
         square = grad * grad + 1e-30
         state["row"].mul_(keep).add_(square.mean(1), alpha=1 - keep)
         state["col"].mul_(keep).add_(square.mean(0), alpha=1 - keep)
-        row = (state["row"] / state["row"].mean()).rsqrt()
-        return grad * row[:, None] * state["col"].rsqrt()[None]
+        row: Tensor = (state["row"] / state["row"].mean()).rsqrt()
+        column: Tensor = state["col"].rsqrt()
+        return grad * row[:, None] * column[None]
 
 
 class HalfAdapter(nn.Module):

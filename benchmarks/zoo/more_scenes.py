@@ -98,7 +98,8 @@ class Orthogonalise(nn.Module):
     def forward(self, matrix: Tensor) -> Tensor:
         if not self.by_columns:
             left, _, right = torch.linalg.svd(matrix)
-            return left @ right
+            nearest: Tensor = left @ right
+            return nearest
         x = F.normalize(matrix[:, 0], dim=-1)
         y = F.normalize(matrix[:, 1] - (x * matrix[:, 1]).sum(-1, keepdim=True) * x, dim=-1)
         return torch.stack([x, y, torch.linalg.cross(x, y)], 1)
@@ -292,7 +293,7 @@ class PorousMedium(nn.Module):
         self.least = least
 
     def forward(self, net: nn.Module, points: Tensor) -> Tensor:
-        weights = dict(net.named_parameters())
+        weights: Batch = dict(net.named_parameters())
 
         def u(point: Tensor) -> Tensor:
             value: Tensor = functional_call(net, weights, (point,)).squeeze()
@@ -329,7 +330,8 @@ def pinn_fractional_power_of_negative_u(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         start = F.mse_loss(model(b["points"] * 0).squeeze(-1), b["start"])
-        return start + criterion(model, b["points"])
+        inside: Tensor = criterion(model, b["points"])
+        return start + inside
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=4)

@@ -68,7 +68,8 @@ def gradient_penalty_on_blank_image(fixed: bool) -> Scene:
     def loss(_: nn.Module, b: Batch) -> Tensor:
         fake = model.generator(b["z"]).detach()
         gap = torch.mean(model.critic(fake)) - torch.mean(model.critic(b["real"]))
-        return gap + 10 * criterion(model.critic, b["real"])
+        penalty: Tensor = criterion(model.critic, b["real"])
+        return gap + 10 * penalty
 
     optimizer = torch.optim.Adam(model.critic.parameters(), lr=1e-4, betas=(0.0, 0.9))
     return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3)
@@ -84,7 +85,7 @@ class MishFunction(torch.autograd.Function):
         return x * torch.tanh(F.softplus(x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         if ctx.stable:
             gate = torch.tanh(F.softplus(x))
@@ -101,7 +102,7 @@ class Mish(nn.Module):
         self.stable = stable
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = MishFunction.apply(x, self.stable)
+        out: Tensor = MishFunction.apply(x, self.stable)  # type: ignore[no-untyped-call]
         return out
 
 

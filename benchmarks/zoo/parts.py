@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ def tokens(*shape: int, seed: int = 0, low: int = 0, high: int = 8) -> Tensor:
     return torch.randint(low, high, shape, generator=generator(seed))
 
 
-def sgd(model: nn.Module, lr: float = 0.01, **settings: float) -> torch.optim.SGD:
+def sgd(model: nn.Module, lr: float = 0.01, **settings: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, **settings)
 
 
@@ -77,13 +78,14 @@ class Attention(nn.Module):
             weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
         else:
             weights = torch.softmax(scores, dim=-1)
-        return weights @ self.v(x)
+        values: Tensor = self.v(x)
+        return weights @ values
 
 
 class Lambda(nn.Module):
     """A named place for one formula."""
 
-    def __init__(self, formula) -> None:
+    def __init__(self, formula: Callable[..., Tensor]) -> None:
         super().__init__()
         self.formula = formula
 
