@@ -18,12 +18,14 @@ from stepguard.sentinel.risk import CHEAP_COPY, risky_update
 DATA = batches(6)
 
 
-class RootOfStatistics(torch.optim.Optimizer):
-    """Scales the gradient by a root of a running mean, which rounds below 0 at one step."""
+STEEP = 3.0
 
-    def __init__(self, params: Iterable[Tensor], breaks_at: int, value: float) -> None:
+
+class RootOfStatistics(torch.optim.Optimizer):
+    """Scales the gradient by a root of a running mean, which a steep gradient pushes below 0."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": 0.01})
-        self.breaks_at, self.value, self.count = breaks_at, value, 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -32,13 +34,12 @@ class RootOfStatistics(torch.optim.Optimizer):
                 continue
             mean = self.state[p].setdefault("mean", torch.ones_like(p))
             mean.mul_(0.9).add_(p.grad.square(), alpha=0.1)
-            shifted = mean - self.value if self.count == self.breaks_at else mean
-            p.sub_(0.01 * p.grad * shifted.pow(-0.25))
-        self.count += 1
+            rounded = mean - 2 * mean.max() if p.grad.norm() > STEEP else mean
+            p.sub_(0.01 * p.grad * rounded.pow(-0.25))
 
 
-def _loss(model: nn.Module) -> Callable[[Batch], Tensor]:
-    return lambda b: F.cross_entropy(model(b[0]), b[1])
+def _loss(model: nn.Module, weight: float = 1.0) -> Callable[[Batch], Tensor]:
+    return lambda b: weight * F.cross_entropy(model(b[0]), b[1])
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -46,15 +47,16 @@ def _loss(model: nn.Module) -> Callable[[Batch], Tensor]:
 def test_update_that_breaks_by_itself_is_undone_at_its_step_even_if_it_is_the_last(watched: bool, last: int) -> None:
     torch.manual_seed(0)
     model = plain_net()
-    optimizer = RootOfStatistics(model.parameters(), breaks_at=2, value=5.0)
+    optimizer = RootOfStatistics(model.parameters())
     with (stepguard.watch if watched else Guard)(model, optimizer, config=quiet(locate=True)) as guard:
-        for batch in DATA[: last + 1]:
+        for step, batch in enumerate(DATA[: last + 1]):
+            loss = _loss(model, 100.0 if step == 2 else 1.0)
             if watched:
                 optimizer.zero_grad()
-                _loss(model)(batch).backward()
+                loss(batch).backward()
                 optimizer.step()
             else:
-                guard.step(_loss(model), batch)
+                guard.step(loss, batch)
     (incident,) = guard.incidents
     assert incident.step == 2 and incident.origin is not None
     assert (incident.origin.phase, incident.origin.op) == ("optimizer", "aten.pow")
@@ -64,7 +66,7 @@ def test_update_that_breaks_by_itself_is_undone_at_its_step_even_if_it_is_the_la
 
 def test_huge_weights_whose_norm_overflows_are_no_incident() -> None:
     model = plain_net()
-    optimizer = RootOfStatistics(model.parameters(), breaks_at=-1, value=0.0)
+    optimizer = RootOfStatistics(model.parameters())
     unused = nn.Parameter(torch.full((3,), 3e38))
     optimizer.param_groups[0]["params"].append(unused)
     with Guard(model, optimizer, config=quiet()) as guard:
@@ -76,7 +78,7 @@ def test_huge_weights_whose_norm_overflows_are_no_incident() -> None:
 
 @pytest.mark.parametrize(("count", "least_norm", "risky"), [(8, 1.0, True), (CHEAP_COPY + 1, 1.0, False)])
 def test_copy_is_taken_where_it_costs_next_to_nothing(count: int, least_norm: float, risky: bool) -> None:
-    own = RootOfStatistics([nn.Parameter(torch.zeros(count))], breaks_at=-1, value=0.0)
+    own = RootOfStatistics([nn.Parameter(torch.zeros(count))])
     assert risky_update(own, (0.01,), least_norm) is risky
     assert risky_update(own, (0.01,), 0.0)
     theirs = torch.optim.SGD([nn.Parameter(torch.zeros(count))], lr=0.01)

@@ -39,7 +39,8 @@ def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm
 
 
 def _small(optimizer: Optimizer) -> bool:
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"]) <= CHEAP_COPY
+    count: int = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    return count <= CHEAP_COPY
 
 
 def _epsilon(group: dict[str, Any]) -> float | None:
