@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from detect.runs import CONFIG, HEALTHY, PEERS, healthy, play, played, reading, slow_rise, weigh
 from stepguard.detect import History, judge
-from stepguard.detect.anomalies import LOST_SHARE, ZERO_STEPS, fared_better, trend
+from stepguard.detect.anomalies import LOST_SHARE, RUINED, ZERO_STEPS, fared_better, trend
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 SETTLED = [2.0 + 2.0 * math.exp(-i / 20) + 0.05 * math.sin(i) for i in range(100)]
@@ -245,4 +245,11 @@ def test_batch_that_was_easy_for_older_weights_accuses_the_present_ones(then: fl
     assert verdict.severity == severity
     if severity == "incident":
         assert "on the weights of step 96" in verdict.summary and "the data did it" not in verdict.summary
-        assert (verdict.evidence or {})["lost_share"] > LOST_SHARE
+        assert (verdict.evidence or {})["lost_share"] >= RUINED
+
+
+def test_batch_that_lost_less_than_the_run_has_gained_many_times_over_is_noise() -> None:
+    history = played(SETTLED)
+    acquitted = weigh(reading(100, 12.0), history, now=2.0, before=2.0)
+    assert acquitted.kind == "spike"
+    assert fared_better(acquitted, history, 96, 2.1) is acquitted

@@ -123,12 +123,15 @@ def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
 
 
 def fared_better(verdict: Verdict, history: History, when: int, loss: float) -> Verdict:
-    """An incident, if this very batch gave a usual loss on the weights of that step."""
+    """An incident, if this very batch gave a usual loss on the weights of that step.
+
+    Steps lie between, in which noisy training may well lose some on one batch: it takes more than all it ever gained.
+    """
     evidence = dict(verdict.evidence or {})
     now = float(evidence["loss"])
     assert history.best is not None
     lost = (now - history.best) / max(history.began_at - history.best, history.spread)
-    if lost < LOST_SHARE or not loss - history.level <= WEIGHTS_SHARE * (now - history.level):
+    if lost < RUINED or not loss - history.level <= WEIGHTS_SHARE * (now - history.level):
         return verdict
     first = verdict.summary.partition("; ")[0]
     summary = f"{first}; on the weights of step {when} this batch gives {loss:.6g}: some weights are hurt"
