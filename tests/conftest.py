@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -28,3 +29,11 @@ def _surroundings_stay() -> Iterator[None]:
     unseed(randomness)
     if found:
         pytest.fail("the test leaks\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A test run in the background of a shell inherits an ignored SIGINT, which a guard leaves ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,7 @@ DATA = batches(12)
 SOURCE = Path(stepguard.__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def _usual_effect_of_ctrl_c() -> Iterator[None]:
-    """A test run in the background of a shell inherits an ignored SIGINT, which a guard leaves ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 def scene() -> Scene:

@@ -142,6 +142,7 @@ def test_the_reports_own_commands_work_on_the_files_of_a_run(
     assert (tmp_path / "logs" / "loss_curve.png").stat().st_size > 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_saves_a_good_state(folder: Path, tmp_path: Path) -> None:
     from latentDLM_mmdit.ranks import Ranks
     from latentDLM_mmdit.train_mmdit_stable import build_loop
