@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -35,3 +36,5 @@ def call(
         start(config)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    # the wrapped model holds the process group in a cycle; gloo's threads that end after Python abort the process
+    gc.collect()
