@@ -85,6 +85,29 @@ def test_copy_is_taken_where_it_costs_next_to_nothing(count: int, least_norm: fl
     assert not risky_update(theirs, (0.01,), least_norm)
 
 
+class Turns(torch.optim.Optimizer):
+    """Divides by the gradient itself, which is 0 where the batch is."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(0.01 * p.grad / p.grad)
+
+
+def test_complex_weights_that_break_in_the_update_are_undone_too() -> None:
+    model = nn.Module()
+    model.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with Guard(model, Turns(model.parameters()), config=quiet()) as guard:
+        for step in range(3):
+            x = torch.tensor([1.0, 2.0, 0.0 if step == 1 else 3.0])
+            guard.step(lambda b: (model.turn * b).abs().square().sum(), x)
+    assert [incident.step for incident in guard.incidents] == [1]
+    assert bool(torch.view_as_real(model.turn.detach()).isfinite().all())
+
+
 class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -107,14 +107,12 @@ def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
         again = reading.judged_loss  # the learning rate jumped just before: evidence enough
     if again is None:
         return verdict
-    assert history.last_loss is not None and history.best is not None
-    progress = max(history.began_at - history.best, history.spread)
-    lost = (again - history.best) / progress if math.isfinite(again) else math.inf
+    lost = _lost_share(again, history) if math.isfinite(again) else math.inf
     evidence = {**(verdict.evidence or {}), "repeat_loss": again, "lost_share": lost}
     now = again if reading.judged_loss is None else reading.judged_loss
     enough = max(0.5 * (now - history.level), float(evidence.get("noise", 0.0)))
     before = history.level if reading.repeat_before is None else reading.repeat_before
-    ruined = (again - before) / progress >= RUINED
+    ruined = (again - before) / _progress(history) >= RUINED
     if not math.isfinite(again) or ruined or (lost >= LOST_SHARE and again - before > enough):
         summary = f"{verdict.summary}; an earlier batch now gives {again:.6g}: the weights are hurt"
         return replace(verdict, severity="incident", summary=summary, evidence=evidence)
@@ -129,11 +127,22 @@ def fared_better(verdict: Verdict, history: History, when: int, loss: float) -> 
     """
     evidence = dict(verdict.evidence or {})
     now = float(evidence["loss"])
-    assert history.best is not None
-    lost = (now - history.best) / max(history.began_at - history.best, history.spread)
+    lost = _lost_share(now, history)
     if lost < RUINED or not loss - history.level <= WEIGHTS_SHARE * (now - history.level):
         return verdict
     first = verdict.summary.partition("; ")[0]
     summary = f"{first}; on the weights of step {when} this batch gives {loss:.6g}: some weights are hurt"
     evidence |= {"older_loss": loss, "older_step": when, "lost_share": lost}
     return replace(verdict, severity="incident", summary=summary, evidence=evidence)
+
+
+def _progress(history: History) -> float:
+    """What the run has learned so far, in terms of its loss; never 0."""
+    assert history.best is not None
+    return max(history.began_at - history.best, history.spread)
+
+
+def _lost_share(loss: float, history: History) -> float:
+    """How many times that progress this loss would undo."""
+    assert history.best is not None
+    return (loss - history.best) / _progress(history)

@@ -11,7 +11,7 @@ from torch import nn
 
 from stepguard.engine.context import Context
 from stepguard.records import Reading
-from stepguard.sentinel.gradients import finite, gradient_norm
+from stepguard.sentinel.gradients import dense_real, finite, gradient_norm
 from stepguard.sentinel.reduce import RankFault
 from stepguard.sentinel.stored import (
     bad_buffers,
@@ -69,8 +69,8 @@ def stored_trouble(context: Context) -> list[str]:
 def born_in_update(context: Context) -> list[str]:
     """What an update has just made non-finite. A finite norm of it all proves that there is nothing to look for."""
     stored = (*context.parameters, *state_tensors(context.optimizer))
-    looked = [t.detach() for t in stored if t.is_floating_point() and id(t) not in context.ignored]
-    norm = gradient_norm(looked)
+    looked = [dense_real(t.detach()) for t in stored if id(t) not in context.ignored]
+    norm = gradient_norm([t for t in looked if t.is_floating_point()])
     return [] if norm is None or bool(torch.isfinite(norm.total)) else stored_trouble(context)
 
 
