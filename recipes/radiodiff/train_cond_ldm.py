@@ -10,6 +10,7 @@ Ctrl+C saves the state if it is good. Not covered: the original's discriminator,
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -221,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args(arguments)
     start(load_config(options.cfg, options.overrides))
+    gc.collect()  # the wrapped model holds the process group; threads of gloo that end after Python abort the process
 
 
 def start(config: Settings) -> Trainer:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from cli.scripts import HEAD, NET, incidents, line_of, origin_of, python, write
+from cli.scripts import HEAD, NET, SOURCE, incidents, line_of, origin_of, python, write
 from stepguard.journal import read_run
 
 PARALLEL = """
+import gc
 import torch.distributed as dist
+EARLY
 from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -34,7 +37,20 @@ for step in range(6):
     say(f"rank{rank} {step} {loss.item()!r}")
 total = sum(p.double().sum() for p in model.parameters()).item()
 say(f"rank{rank} end {total!r}")
+del model, optimizer, loss  # they hold the group, and its threads should end before Python does
+gc.collect()
 dist.destroy_process_group()
+"""
+EARLY = "import torch.distributed.nn.functional  # before there is a group: its functions keep the one they find"
+WATCHED_TO_THE_END = """
+import atexit, os, sys
+@atexit.register  # first, so called last
+def count():
+    from process_group import threads
+    os.write(1, f"threads {len(threads())}\\n".encode())
+from stepguard.cli.app import main
+sys.argv = ["stepguard", "run", "train.py"]
+main()
 """
 
 
@@ -46,9 +62,14 @@ IN_THE_LOSS = """
 """
 
 
-def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return python(folder, *launcher, *words, timeout=280)
+    return python(folder, *launcher, *words, timeout=280, **variables)
+
+
+def parallel(*, bad: bool = False, tried: str = "", early: str = EARLY) -> str:
+    body = PARALLEL.replace("BAD", str(bad)).replace("TRIED", tried)
+    return HEAD + NET + body.replace("EARLY", early)
 
 
 def by_rank(done: subprocess.CompletedProcess[str], rank: int) -> list[str]:
@@ -57,7 +78,7 @@ def by_rank(done: subprocess.CompletedProcess[str], rank: int) -> list[str]:
 
 @pytest.mark.parametrize("tried", ["", "model(torch.randn(2, 4))"], ids=["", "tried out before it became parallel"])
 def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(tmp_path: Path, tried: str) -> None:
-    script = write(tmp_path, HEAD + NET + PARALLEL.replace("BAD", "True").replace("TRIED", tried))
+    script = write(tmp_path, parallel(bad=True, tried=tried))
     done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
     assert by_rank(done, 0)[-1].split()[-1] == by_rank(done, 1)[-1].split()[-1] != "nan"
@@ -72,7 +93,7 @@ def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(tmp_path: Pat
 
 
 def test_a_healthy_parallel_script_prints_what_it_prints_alone(tmp_path: Path) -> None:
-    write(tmp_path, HEAD + NET + PARALLEL.replace("BAD", "False").replace("TRIED", ""))
+    write(tmp_path, parallel())
     bare, under_guard = torchrun(tmp_path, "train.py"), torchrun(tmp_path, "-m", "stepguard", "run", "train.py")
     assert bare.returncode == under_guard.returncode == 0, under_guard.stderr
     for rank in (0, 1):
@@ -80,10 +101,17 @@ def test_a_healthy_parallel_script_prints_what_it_prints_alone(tmp_path: Path) -
     assert under_guard.stderr.count("6 steps guarded, 0 incidents") == 1
 
 
+def test_the_threads_of_a_process_group_end_before_python_does(tmp_path: Path) -> None:
+    write(tmp_path, parallel(early="").replace("del model, optimizer, loss", "held = model, optimizer, loss"))
+    write(tmp_path, WATCHED_TO_THE_END, "under.py")
+    done = torchrun(tmp_path, "under.py", PYTHONPATH=os.pathsep.join([SOURCE, str(Path(__file__).parents[1])]))
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("threads")] == ["threads 0", "threads 0"]
+
+
 def test_a_rank_that_traces_takes_part_in_every_collective(tmp_path: Path) -> None:
     usual = "    loss = nn.functional.cross_entropy(model(x, shift), y)\n"
-    body = PARALLEL.replace("BAD", "False").replace("TRIED", "").replace(usual, IN_THE_LOSS)
-    script = write(tmp_path, HEAD + NET + body)
+    script = write(tmp_path, parallel().replace(usual, IN_THE_LOSS))
     done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
     assert by_rank(done, 0)[-1].split()[-1] == by_rank(done, 1)[-1].split()[-1] != "nan"

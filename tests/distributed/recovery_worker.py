@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node 2 recovery_worker.py OUT scenario ...
 
 from __future__ import annotations
 
-import datetime
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import BAD_RANK, CLASSES, FEATURES, _average_one, bare_step, batch, end, loss_of
 
 import stepguard
+from process_group import gloo
 from stepguard import Guard, GuardConfig, TrainingHalted
 
 STEPS, HARM_AT, STOP_AT = 20, 14, 9
@@ -157,12 +157,11 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    for name in names:
-        kind, *arguments = name.split("-")
-        torch.save(SCENARIOS[kind](*arguments, out), out / f"{name}.{dist.get_rank()}.pt")
-        dist.barrier()
-    dist.destroy_process_group()
+    with gloo():
+        for name in names:
+            kind, *arguments = name.split("-")
+            torch.save(SCENARIOS[kind](*arguments, out), out / f"{name}.{dist.get_rank()}.pt")
+            dist.barrier()
 
 
 if __name__ == "__main__":

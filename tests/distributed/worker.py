@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node 2 worker.py OUT scenario ...
 
 from __future__ import annotations
 
-import datetime
 import sys
 import warnings
 from collections import Counter
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
+from process_group import gloo
 from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.engine import arming, pipeline, settle
 from stepguard.engine.shield import GuardDisarmed
@@ -302,12 +302,11 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
 def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     seconds = 4 if names == ["skipping_alone"] else 60
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
-    for name in names:
-        kind, *arguments = name.split("-")
-        torch.save(SCENARIOS[kind](*arguments), out / f"{name}.{dist.get_rank()}.pt")
-        dist.barrier()
-    dist.destroy_process_group()
+    with gloo(seconds):
+        for name in names:
+            kind, *arguments = name.split("-")
+            torch.save(SCENARIOS[kind](*arguments), out / f"{name}.{dist.get_rank()}.pt")
+            dist.barrier()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -91,3 +93,16 @@ def test_function_transforms_of_a_watched_model_work(watched_model: nn.Module) -
         return out.sum()
 
     assert torch.func.grad(loss)(params)["inner.weight"].shape == (8, 4)
+
+
+def test_whoever_keeps_a_loss_does_not_keep_the_guard() -> None:
+    model = Net()
+    guard = stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet"))
+    loss = model(torch.ones(2, 4), torch.ones(2)).sum()
+    loss.backward(retain_graph=True)
+    guard.close()
+    gone = weakref.ref(guard)
+    del guard
+    gc.collect()
+    assert gone() is None
+    loss.backward()  # nobody listens any more

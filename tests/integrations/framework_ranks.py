@@ -17,6 +17,7 @@ from accelerate import Accelerator
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from integrations.trainers import bad_tensors, logged, numbers, quiet, regression, trainer
+from process_group import part
 from stepguard import Incident
 from stepguard.integrations.accelerate import SaveRefused, guard
 from stepguard.integrations.transformers import guard as guard_trainer
@@ -79,4 +80,4 @@ def say(part: str, rank: int, model: torch.nn.Module, watching: Any, **more: Any
 
 script(sys.argv[1])
 train(sys.argv[2])
-torch.distributed.destroy_process_group()
+part()

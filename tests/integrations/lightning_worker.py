@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from integrations.lightning_scenes import QUIET, Net, batches, everything, fit, trainer, with_nan
+from process_group import part
 from stepguard.integrations import fabric as fabric_integration
 from stepguard.integrations.lightning import GuardCallback
 
@@ -95,6 +96,7 @@ def main(out: Path) -> None:
         "fabric bad": run_fabric(True),
     }
     torch.save(found, out / f"rank{rank}.pt")
+    part()
 
 
 if __name__ == "__main__":

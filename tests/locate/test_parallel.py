@@ -15,6 +15,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from process_group import part
+
 from .cases import noise, with_row
 from .loop import Loop
 
@@ -32,6 +34,11 @@ class Normed(nn.Module):
 def _one_rank_locates(rank: int, folder: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    _locate_as(rank)
+    part()
+
+
+def _locate_as(rank: int) -> None:
     model = DistributedDataParallel(Normed())
 
     def loss(x: Tensor) -> Tensor:
@@ -59,7 +66,6 @@ def _one_rank_locates(rank: int, folder: str) -> None:
     mine = grads.clone()
     dist.all_reduce(grads)
     assert torch.allclose(grads / 2, mine)
-    dist.destroy_process_group()
 
 
 def test_one_rank_of_two_locates_without_the_other(tmp_path: Path) -> None:

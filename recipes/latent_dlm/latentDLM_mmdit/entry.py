@@ -36,5 +36,5 @@ def call(
         start(config)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    # the wrapped model holds the process group in a cycle; gloo's threads that end after Python abort the process
+    # the wrapped model holds the process group, in a cycle; threads of gloo that end after Python abort the process
     gc.collect()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -44,10 +47,21 @@ def run_script(script: str, arguments: list[str], config: GuardConfig, *, module
     from stepguard.cli.volunteers import Volunteers
     from stepguard.engine.script import as_main
 
+    _end_before_python()
     with Volunteers(config, _say) as volunteers, as_main(script, arguments, module=module) as start:
         code = _run(start)
     _say_how_it_ended(volunteers.guards, code)
     return code
+
+
+def _end_before_python() -> None:
+    """The threads of a process group must not outlive Python: one that still lets go of a tensor aborts the process.
+
+    They end with their group, and that with the model in its wrapper, which is part of a cycle. Registered first, so
+    called last: after what the script itself leaves for the end.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        atexit.register(gc.collect)
 
 
 def _run(start: Callable[[], None]) -> int:

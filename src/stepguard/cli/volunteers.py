@@ -61,6 +61,7 @@ class Volunteers:
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
         for guard in list(self.guards):
+            volunteers.pop(guard.optimizer, None)  # a weak key whose value knows it: neither would ever go
             guard.close()
 
     # --- an optimizer is made ----------------------------------------------------------------------------------

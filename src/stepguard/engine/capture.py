@@ -7,6 +7,7 @@ library in their place, and while torch compiles, exports, traces or transforms 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -147,15 +148,21 @@ class Capture:
     def _returned(self, output: Any) -> None:
         gradients = self.calls[-1].gradients
         for index, tensor in enumerate(differentiable(output)):
-            hook = partial(self._received, gradients, index)
+            hook = partial(_received, weakref.ref(self), gradients, index)
             hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
             with suppress(RuntimeError):
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _received(self, gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    def keep(self, gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
         kept = self._shield.call(None, self._shelf.keep, gradient)
         if kept is not None:
             gradients[index] = kept
+
+
+def _received(capture: weakref.ref[Capture], gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    """Weak: whoever keeps a loss keeps its graph, and with it this hook, in C++ where no collector looks."""
+    if (listening := capture()) is not None:
+        listening.keep(gradients, index, gradient)
 
 
 def _being_transformed() -> bool:

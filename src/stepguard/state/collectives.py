@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if torch.distributed.is_available():
+    # Its functions take the group of the moment they are imported as a default and keep it for ever. Wrapping a model
+    # imports them after the group was made, and then its threads outlive Python: one that still lets go of a tensor
+    # aborts a run that was already over.
+    import torch.distributed.nn.functional
+
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 KEEP = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "barrier", "monitored_barrier_"})
 """In-place collectives that leave a group of one as it is."""
