@@ -42,6 +42,14 @@ MORE = (
     "more_tables",
     "more_resumed",
     "more_steady",
+    "more_language",
+    "more_followers",
+    "more_halves",
+    "more_images",
+    "more_relations",
+    "more_fields",
+    "more_restarts",
+    "more_calm",
 )
 
 
