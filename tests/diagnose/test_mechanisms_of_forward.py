@@ -245,6 +245,31 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
         ),
         {},
     ),
+    "the cube of a state that one sample blew up": (
+        "SG103",
+        origin(
+            "forward",
+            "aten.pow",
+            at("self", -5e14, -5e14, 0.1, (4, 3)),
+            number("exponent", 3.0),
+            output=out((4, 3), neginf=3),
+            samples=(2,),
+            notes=("finite_in=float64", "batch_max=200", "sample_max=200", "others_max=0.8"),
+        ),
+        {},
+    ),
+    "a high power": (
+        "SG203",
+        origin(
+            "forward",
+            "aten.pow",
+            at("self", 3e3, 0.1, 3e3, (4, 3)),
+            number("exponent", 12.0),
+            output=out((4, 3), posinf=1),
+            notes=("finite_in=float64", "batch_max=200"),
+        ),
+        {},
+    ),
     "weights that ran away": (
         "SG505",
         origin(

@@ -11,6 +11,7 @@ from stepguard.diagnose import RunFacts
 from stepguard.records import Operand, Origin
 
 HALF, BRAIN = "float16", "bfloat16"
+HUGE = ("huge=param:biaffine.U", "finite_in=float64", "batch_max=3")
 
 
 def at(name: str, value: float, low: float, high: float, shape: tuple[int, ...] = (4,), **more: Any) -> Operand:
@@ -295,6 +296,16 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
         "SG601",
         origin("forward", "aten.empty", output=out(nan=4), notes=("uninitialised",)),
         {},
+    ),
+    "a weight of 1e38 before the first update": (
+        "SG601",
+        origin("forward", "aten.bmm", tensor("mat2", (1, 6, 18), -3e38, 3e38), output=out(posinf=9), notes=HUGE),
+        {"loss": NAN, "facts": RunFacts(committed=0)},
+    ),
+    "a weight of 1e38 after some updates": (
+        "SG505",
+        origin("forward", "aten.bmm", tensor("mat2", (1, 6, 18), -3e38, 3e38), output=out(posinf=9), notes=HUGE),
+        {"loss": NAN, "facts": RunFacts(committed=40, losses=(1.0, 3.0, 40.0, 9e5))},
     ),
     "a replay that is clean": ("SG702", origin("backward", reproduced=False, notes=("not-reproduced",)), BACKWARD),
     "only the compiled step": (

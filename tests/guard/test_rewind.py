@@ -337,6 +337,23 @@ def test_short_run_with_the_default_settings_can_rewind() -> None:
     assert [d[0] for d in decisions(guard)] == ["rewind"]
 
 
+@pytest.mark.parametrize("harm", [nan_weight, nan_moment])
+def test_damage_in_the_first_steps_is_repaired_from_a_snapshot_on_probation(harm: Harm) -> None:
+    damaged, reference = scene(), scene()
+    torch.manual_seed(5)
+    bare(reference, grouped(DATA[:12], 1))
+    torch.manual_seed(5)
+    guard, _ = run(damaged, grouped(DATA[:12], 1), {3: harm}, quiet())
+    assert decisions(guard) == [("rewind", 1, "repeat")]
+    assert difference(state_of(damaged), state_of(reference)) == ""
+    assert [(s.step, s.standing) for s in guard._recovery.ring.snapshots] == [(1, "young"), (8, "young")]
+
+
+def test_damage_that_comes_back_is_not_repaired_from_the_same_snapshot_for_ever() -> None:
+    with pytest.raises(TrainingHalted, match="every remedy has been tried at step 1"):
+        run(scene(), grouped(DATA[:12], 1), dict.fromkeys(range(3, 12), nan_weight), quiet())
+
+
 def test_state_that_does_not_fit_turns_snapshots_off_and_says_so_once(tmp_path: Path) -> None:
     settings = config(snapshot_memory=10, run_dir=tmp_path)
     guard, _ = run(scene(), grouped(DATA[:20], 1), settings=settings)

@@ -87,7 +87,8 @@ def test_rotation_keeps_the_last_good_checkpoint_where_the_newest_is_ruined(tmp_
     made = trainer(
         tmp_path, regression(), numbers(24), extra={"callbacks": [Ruin()]}, save_strategy="steps", **settings
     )
-    with guard(made, quiet()) as watching, pytest.raises(TrainingHalted, match="the weights are hurt"):
+    unrepaired = quiet(snapshots=0)
+    with guard(made, unrepaired) as watching, pytest.raises(TrainingHalted, match="the weights are hurt"):
         made.train()
     assert list(bad_in_checkpoints(tmp_path)) == ["checkpoint-18", "checkpoint-24"]
     assert watching.last_good == tmp_path / "checkpoint-18"

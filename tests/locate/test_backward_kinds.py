@@ -114,6 +114,18 @@ def root_at_zero_in_an_unselected_branch() -> Case:
 
 
 @kind
+def root_of_a_zero_distance_between_indexed_points() -> Case:
+    """The gradient that meets it is 0 as well, but indexing by positions has left nothing out."""
+
+    def normalised(x: Tensor) -> Tensor:
+        apart = x[:, torch.tensor([0, 1])] - x[:, torch.tensor([1, 0])]
+        unit = apart / (torch.sqrt(apart * apart) + 1e-3)
+        return torch.zeros_like(x).index_add(1, torch.tensor([0, 1]), unit)
+
+    return net_case(normalised, with_row(0.0), **backward("SqrtBackward0", "aten.div", "upstream_grad=zero"))
+
+
+@kind
 def power_at_zero_in_an_unselected_branch() -> Case:
     def branch(x: Tensor) -> Tensor:
         return torch.where(x != 0, x.abs() ** 0.5, torch.zeros_like(x))
@@ -223,6 +235,11 @@ def test_checkpointed_block_is_seen_through(
 ) -> None:
     batch = {"x": with_row(value), "y": noise(4, 1, seed=5)}
     check(Case(Checkpointed(function, reentrant), batch, mse, **expected))
+
+
+def test_indexing_by_positions_deselects_nothing() -> None:
+    origin = check(CASES["root_of_a_zero_distance_between_indexed_points"]())
+    assert "where=unselected" not in origin.notes
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

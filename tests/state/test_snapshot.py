@@ -141,24 +141,29 @@ def _run(steps: int, *, step_time: float, copy_time: float, every: int | str = "
 
 
 def test_first_snapshots_come_early_whatever_they_cost() -> None:
-    assert _run(60, step_time=0.001, copy_time=0.1)[:3] == [8, 16, 24]
+    assert _run(60, step_time=0.001, copy_time=0.1)[:4] == [1, 8, 16, 24]
 
 
 @pytest.mark.parametrize("copy_time", [1e-5, 1e-3, 0.02, 0.3])
 def test_amortised_stall_stays_below_half_a_percent(copy_time: float) -> None:
     taken = _run(50_000, step_time=0.01, copy_time=copy_time)
-    later = taken[3:]
-    assert later and all(step % 8 == 0 for step in taken)
-    assert copy_time * len(later) <= 0.005 * 0.01 * (later[-1] - taken[2])
+    later = taken[4:]
+    assert later and all(step % 8 == 0 for step in taken[1:])
+    assert copy_time * len(later) <= 0.005 * 0.01 * (later[-1] - taken[3])
 
 
 def test_cheap_snapshots_stay_on_the_finest_grid() -> None:
-    assert _run(64, step_time=1.0, copy_time=0.001) == list(range(8, 64, 8))
+    assert _run(64, step_time=1.0, copy_time=0.001) == [1, *range(8, 64, 8)]
 
 
 def test_grids_of_two_speeds_share_their_steps() -> None:
     slow, fast = (set(_run(5000, step_time=t, copy_time=0.004)) for t in (0.01, 0.03))
-    assert slow - {8, 16, 24} <= fast and len(slow) > 3
+    assert slow - {1, 8, 16, 24} <= fast and len(slow) > 4
+
+
+def test_a_resumed_run_has_its_first_snapshot_after_one_step() -> None:
+    cadence = Cadence("auto", Clock())
+    assert [step for step in range(1003, 1010) if cadence.due(step)] == [1004, 1008]
 
 
 def test_fixed_cadence_is_kept() -> None:

@@ -175,7 +175,8 @@ class Pipeline:
         lost = lost_share(incident.verdict)
         by_chance = incident.origin is not None and incident.origin.reproduced is False and lost is None
         again = self._reruns and step.whole
-        remedy, why_not = self._recovery.plan(transient=again and (by_chance or (hurt and lost is None)))
+        broken = hurt and lost is None
+        remedy, why_not = self._recovery.plan(transient=again and (by_chance or broken), visible=broken)
         situation = Situation(
             step=incident.step,
             hurt=hurt,

@@ -37,16 +37,24 @@ class Planning:
         self._fetched: Snapshot | None = None
         """What the last plan has read from disk."""
 
-    def plan(self, *, transient: bool) -> tuple[Remedy | None, str]:
-        """The next remedy, the same on every rank; or why there is none."""
-        everybody = self._context.agreement.together(self._offer)
-        common = set.intersection(*({tuple(place) for place in told["good"]} for told in everybody))
-        places = [Place(step=s, kind=k, timeline=t) for s, k, t in sorted(common, reverse=True)]
-        exact = transient and bool(places) and all(places[0].step in told["repeatable"] for told in everybody)
-        self._chosen = self._choose(places, exact)
-        if self._chosen is not None or not places:
-            return self._chosen, NOTHING_GOOD
-        return None, f"every remedy has been tried at step {', '.join(str(place.step) for place in places)}"
+    def plan(self, *, transient: bool, visible: bool) -> tuple[Remedy | None, str]:
+        """The next remedy, the same on every rank; or why there is none.
+
+        `visible`: the damage is NaN or Inf. A snapshot without any is from before, so where no good one is left one
+        that is still on probation will do.
+        """
+        everybody = self._context.agreement.together(partial(self._offer, visible))
+        tried: list[Place] = []
+        for standing in ("good", "young"):
+            common = set.intersection(*({tuple(place) for place in told[standing]} for told in everybody))
+            places = [Place(step=s, kind=k, timeline=t) for s, k, t in sorted(common, reverse=True)]
+            exact = transient and bool(places) and all(places[0].step in told["repeatable"] for told in everybody)
+            self._chosen = self._choose(places, exact)
+            if self._chosen is not None:
+                return self._chosen, ""
+            tried += places
+        steps = ", ".join(str(place.step) for place in tried)
+        return None, f"every remedy has been tried at step {steps}" if tried else NOTHING_GOOD
 
     def take(self) -> tuple[Remedy, Snapshot]:
         """The remedy of the last plan, which counts as tried from now on, and the state it goes back to."""
@@ -57,7 +65,7 @@ class Planning:
         if place.kind == "checkpoint" and fetched is not None:
             return remedy, fetched
         here = (place.step, place.timeline)
-        return remedy, next(s for s in self._ring.good() if (s.step, s.memory["timeline"]) == here)
+        return remedy, next(s for s in self._ring.snapshots if (s.step, s.memory["timeline"]) == here)
 
     def forget(self) -> None:
         """Another run begins."""
@@ -81,10 +89,12 @@ class Planning:
         self._fetched = Snapshot(step, 0, state, {"anchor": None}) if there and state is not None else None
         return {"there": there}
 
-    def _offer(self) -> dict[str, Any]:
+    def _offer(self, visible: bool) -> dict[str, Any]:
         good = [(s.step, "snapshot", s.memory["timeline"]) for s in self._ring.good() if self._sound(s)]
         taken = {step for step, *_ in good}
         if self.archive is not None:
             good += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
-        repeatable = [step for step, *_ in good if self._window.since(step) is not None]
-        return {"good": [list(place) for place in good], "repeatable": repeatable}
+        on_probation = [s for s in self._ring.snapshots if visible and s.standing == "young"]
+        young = [(s.step, "snapshot", s.memory["timeline"]) for s in on_probation if self._sound(s)]
+        repeatable = [step for step, *_ in (*good, *young) if self._window.since(step) is not None]
+        return {"good": [list(p) for p in good], "young": [list(p) for p in young], "repeatable": repeatable}

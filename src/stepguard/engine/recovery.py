@@ -217,11 +217,11 @@ class Recovery:
 
     # --- going back --------------------------------------------------------------------------------------------
 
-    def plan(self, *, transient: bool) -> tuple[Remedy | None, str]:
+    def plan(self, *, transient: bool, visible: bool) -> tuple[Remedy | None, str]:
         """Where to go back to, the same on every rank; or why that is not possible."""
         if not self.wanted:
             return None, NOTHING_GOOD
-        remedy, why_not = self.planning.plan(transient=transient)
+        remedy, why_not = self.planning.plan(transient=transient, visible=visible)
         return remedy, f"{why_not} ({self._off})" if self._off else why_not
 
     def rewind(self) -> None:
@@ -244,6 +244,8 @@ class Recovery:
         self._keep_rates_sane()
         self.left = self.window.rewound(snapshot.step)
         self.ring.drop(lambda s: s.step > snapshot.step)
+        if snapshot.standing == "bad":  # the incident took every young one for bad; this one is put to the test
+            snapshot.standing, snapshot.watched_from = "young", snapshot.step
         self._settle_in()
 
     def _settle_in(self) -> None:

@@ -12,7 +12,10 @@ from stepguard.records.origin import Operand
 
 Stage = Literal["stored", "forward", "backward", "optimizer"]
 
-COPIES = frozenset({"aten._to_copy", "aten.clone", "aten.copy_", "aten.detach", "aten.lift_fresh", "aten.alias"})
+COPIES = frozenset(
+    "aten." + name
+    for name in ("_to_copy", "clone", "copy_", "detach", "lift_fresh", "alias", "_unsafe_view", "_reshape_copy")
+)
 """Operations that only move values: never the interesting consumer or producer of one."""
 
 MOVES = COPIES | {

@@ -25,6 +25,8 @@ from stepguard.locate.operands import (
 )
 
 MOST_OPERANDS = 6
+HUGE = 1e15
+"""Half of float32's exponent range: a square overflows, or nearly does."""
 EPSILON_DEPTH = 4
 """How many operations back an epsilon that vanished is looked for."""
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
@@ -61,7 +63,7 @@ def measure(birth: Birth) -> None:
     call.output = summarise("out", birth.out, index)
     broken = call.output.nan + call.output.posinf + call.output.neginf
     call.notes.append(fact("bad", f"{broken}/{max(1, birth.out.numel())}"))
-    for gather in (_division, _argument, _growth, _infinities, _gradient, rowfacts.rows, _precision):
+    for gather in (_division, _argument, _growth, _infinities, _gradient, rowfacts.rows, _precision, _stored_huge):
         call.notes += gather(birth)
 
 
@@ -169,6 +171,15 @@ def _precision(birth: Birth) -> list[str]:
     if again is not None and all_finite(again):
         notes.append(fact("finite_in", dtype_name(again)))
     return notes
+
+
+def _stored_huge(birth: Birth) -> list[str]:
+    """Which stored tensor went in with values that one more product overflows."""
+    if any(read.flaws for read in birth.reads):
+        return []
+    parameters = [(r.tensor, op) for r in birth.reads if (op := real_maker(r.maker).op).startswith("param:")]
+    huge = [op for tensor, op in parameters if tensor.numel() and float(plain(tensor).abs().max()) >= HUGE]
+    return [fact("huge", huge[0])] if huge else []
 
 
 def _widened(birth: Birth, wider: torch.dtype) -> Tensor | None:

@@ -45,6 +45,7 @@ Precision
     finite_norm=1e+21        norm of the gradients in float64, where float32 overflows
 
 Data and state
+    huge=param:head.weight   finite, but up to 1e15 and beyond, and an operand of what overflowed
     batch_max=400            largest finite magnitude in the micro-batch
     sample_max=1e+30 others_max=3.1   the named samples against all others
     bad_elements=3 elements=1024      of the stored tensor

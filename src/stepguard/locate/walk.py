@@ -15,7 +15,7 @@ from stepguard.locate.calls import COPIES, Call, ancestors, real_maker
 from stepguard.locate.facts import fact
 from stepguard.locate.tracer import MOST_SPOTS, Tracer
 
-SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "Index", "MaskedScatter")
+SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
 SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 """A mask is added to what was learned; an infinity that multiplies it is a weight."""
 MOST_UPSTREAM = 32
@@ -77,7 +77,7 @@ class Walk:
             if earlier:
                 return self._finish(min(earlier, key=lambda call: call.index), self._absorption(made))
         siblings = [call for call in self._chain.values() if call.sequence == root.sequence]
-        unselected = any(_upstream_deselected(call) for call in siblings)
+        unselected = any(self._upstream_deselected(call) for call in siblings)
         return self._finish(root, [fact("where", "unselected")] if unselected else [])
 
     def _from_forward(self, root: Call) -> Found:
@@ -113,6 +113,27 @@ class Walk:
     def _deselected(self, call: Call) -> bool:
         edge = self._frontier(call)
         return bool(edge) and all(reader.selects for reader in edge)
+
+    def _upstream_deselected(self, root: Call) -> bool:
+        """Did the 0 that met an infinite derivative come from a condition that left this element out?"""
+        if fact("upstream_grad", "zero") not in root.notes:
+            return False
+        stack = [p for p in root.parents if p.stage == "backward" and p.sequence != root.sequence]
+        for _ in range(MOST_UPSTREAM):
+            if not stack:
+                return False
+            call = stack.pop(0)
+            if self._undoes_selection(call):
+                return True
+            stack.extend(p for p in call.parents if p.stage == "backward")
+        return False
+
+    def _undoes_selection(self, call: Call) -> bool:
+        """Is it the backward of a selection? Indexing by positions leaves nothing out by a condition."""
+        made = self._tracer.owners.get(call.sequence)
+        if made is not None:
+            return made.selects
+        return call.node is not None and call.node.startswith(SELECTING_NODES)
 
     def _absorption(self, call: Call) -> list[str]:
         notes = [fact("absorbed", "forward")]
@@ -225,18 +246,3 @@ def _same_place(made: Call, root: Call) -> bool:
     if made.shape != root.shape or not complete:
         return True
     return bool(set(made.spots) & set(root.spots))
-
-
-def _upstream_deselected(root: Call) -> bool:
-    """Did the 0 that met an infinite derivative come from a condition that left this element out?"""
-    if fact("upstream_grad", "zero") not in root.notes:
-        return False
-    stack = [p for p in root.parents if p.stage == "backward" and p.sequence != root.sequence]
-    for _ in range(MOST_UPSTREAM):
-        if not stack:
-            return False
-        call = stack.pop(0)
-        if call.node is not None and call.node.startswith(SELECTING_NODES):
-            return True
-        stack.extend(p for p in call.parents if p.stage == "backward")
-    return False

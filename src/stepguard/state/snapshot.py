@@ -112,7 +112,7 @@ class Ring:
 
 
 class Cadence:
-    """Says at which steps a snapshot is due: all steps of a grid whose width is a power of two times `GRID`.
+    """Says at which steps a snapshot is due: the first, and a grid whose width is a power of two times `GRID`.
 
     Grids of different ranks contain each other, so that ranks with different clocks still share snapshots.
     """
@@ -120,20 +120,25 @@ class Cadence:
     GRID = 8
     SHARE = 0.005
     """Of the time of training that copying may take."""
-    FIRST = 3
-    """Snapshots that are taken on the finest grid, so that a short run has something to go back to."""
+    FIRST = 4
+    """Snapshots that come early, the first of them after one step: a short run, too, has something to go back to."""
 
     def __init__(self, every: int | Literal["auto"], clock: Callable[[], float] = time.perf_counter) -> None:
         self._every, self.clock = every, clock
         self._taken = 0
         self._width = self.GRID
         self._since: tuple[float, int] | None = None
+        self._begun: int | None = None
 
     def due(self, step: int) -> bool:
         """Is this step on the grid? Step 0 is not: there is nothing to lose yet."""
         if self._since is None:
             self._since = (self.clock(), step)
-        return step > 0 and step % (self._width if self._every == "auto" else self._every) == 0
+        if self._begun is None:
+            self._begun = step
+        if self._every != "auto":
+            return step > 0 and step % self._every == 0
+        return step > 0 and (step % self._width == 0 or (self._taken == 0 and step == self._begun + 1))
 
     def took(self, step: int, seconds: float) -> None:
         """A snapshot took so long: the next ones come as often as their share of the time allows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import overflow
-from stepguard.diagnose.case import Case
+from stepguard.diagnose.case import Case, high
 from stepguard.diagnose.dtypes import largest
 from stepguard.diagnose.ops import EXPONENTIALS
 from stepguard.diagnose.rule import HINT, PLAUSIBLE, Proof, Rule, code, prose
@@ -31,11 +31,17 @@ def _evidence(case: Case) -> Proof | None:
         first = f"the batch is finite but holds {spell(batch_max)}"
         first += f"; all other samples stay within {spell(others)}" if others is not None else ""
         return Proof(confidence=0.94, evidence=(first, numbers, case.confirmed_samples))
-    if case.narrow or case.op in EXPONENTIALS or case.magnitude < EXTREME_OPERAND:
+    if case.narrow or case.op in EXPONENTIALS or _as_square(case) < EXTREME_OPERAND:
         return None
     if case.confirmed_samples and batch_max is None:
         return Proof(confidence=0.8, evidence=(numbers, case.confirmed_samples))
     return Proof(confidence=PLAUSIBLE if batch_max is None else HINT, evidence=(numbers,))
+
+
+def _as_square(case: Case) -> float:
+    """The largest operand; under a higher power, the one whose square would be as large."""
+    power = case.argument("exponent", 1) if case.op == "pow" else None
+    return float(case.magnitude ** max(1.0, high(power) / 2)) if power is not None else case.magnitude
 
 
 RULE = Rule(

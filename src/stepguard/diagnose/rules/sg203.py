@@ -11,6 +11,8 @@ from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Operand, Remedy
 
 LOG2_E = 1.4426950408889634
+POLYNOMIAL = 4
+"""Powers up to here are products: it is the number that is too large, not its exponent."""
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -44,7 +46,7 @@ def _power(case: Case) -> Proof | None:
         return found if base.finite and case.wider and not case.narrow else None
     if case.op not in ("pow", "float_power") or base is None or exponent is None or singular_inputs(case):
         return None
-    if case.narrow or reach(exponent) <= 2 or low(exponent) < 0:
+    if case.narrow or reach(exponent) <= POLYNOMIAL or low(exponent) < 0:
         return None
     text = f"{case.place}: {spell(reach(base))} to the power {spell(high(exponent))} exceeds what {case.dtype} can hold"
     return Proof(confidence=PLAUSIBLE + 0.05, evidence=(text, case.confirmed_samples))

@@ -30,8 +30,8 @@ def _evidence(case: Case) -> Proof | None:
 
 def _overflowed(case: Case) -> float:
     """float32 does not overflow on ordinary weights and data: one of the two has run away."""
-    if abs(case.number("batch_max") or 0.0) >= EXTREME_INPUT:
-        return 0.0
+    if abs(case.number("batch_max") or 0.0) >= EXTREME_INPUT or case.facts.committed == 0:
+        return 0.0  # the batch, or the weights as they came: no step has been taken yet
     if rising(case):
         return 0.9
     return 0.7 if case.magnitude >= EXTREME_OPERAND and not case.confirmed_samples else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule, code, prose
-from stepguard.diagnose.wording import at_index, counts
+from stepguard.diagnose.wording import at_index, counts, spell
 from stepguard.records import Remedy
 
 
@@ -12,6 +12,10 @@ def _evidence(case: Case) -> Proof | None:
     if case.has("uninitialised"):
         text = f"{case.place} read memory that torch.empty left uninitialised"
         return Proof(confidence=0.95, evidence=(text, _amount(case)))
+    if case.has("huge") and case.facts.committed == 0:
+        text = f"`{case.note('huge')}` holds values up to {spell(case.magnitude)} before the first update"
+        more = f"{case.place} overflowed on it; no initialisation gives such values, memory that nobody filled does"
+        return Proof(confidence=0.93, evidence=(text, more))
     stored = [name for name in case.reading.bad_state if name.startswith("param:")]
     named = case.tensor.startswith("param:") and case.phase == "state"
     if case.reading.state_born or not (named or (stored and (case.origin is None or case.phase == "state"))):
@@ -40,7 +44,8 @@ RULE = Rule(
     title="uninitialised or corrupted parameter",
     what=prose(
         """
-        A parameter held NaN or Inf before the step began: neither this batch nor this update made it.
+        A parameter held NaN, Inf or absurdly large values before the step began: neither this batch nor this
+        update made them.
         """
     ),
     why=prose(
@@ -53,7 +58,8 @@ RULE = Rule(
     how=prose(
         """
         Parameters are scanned at the first step and whenever something is wrong. The rule fires when one is
-        non-finite although this step's update has not run.
+        non-finite although this step's update has not run, or when an operation overflows on one that reaches
+        1e15 before the first update.
         """
     ),
     evidence=_evidence,
