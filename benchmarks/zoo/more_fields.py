@@ -129,7 +129,8 @@ def matern_negative_squared_distance(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         mean, noise = model(b["x"])
-        return 0.5 * ((b["y"] - mean) ** 2 / noise + noise.log()).mean()
+        surprise: Tensor = 0.5 * ((b["y"] - mean) ** 2 / noise + noise.log()).mean()
+        return surprise
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return Scene(model=model, batch=batch, loss=loss, optimizer=optimizer, steps=3)
@@ -210,7 +211,8 @@ class IntegratedField(nn.Module):
         second = self.field(y + dt / 2 * first)
         third = self.field(y + dt / 2 * second)
         fourth = self.field(y + dt * third)
-        return y + dt / 6 * (first + 2 * second + 2 * third + fourth)
+        change: Tensor = dt / 6 * (first + 2 * second + 2 * third + fourth)
+        return y + change
 
 
 @incident(
@@ -297,7 +299,8 @@ def affine_coupling_unbounded_scale(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         latent, log_volume = model(b["x"])
         log_density = (-0.5 * latent.pow(2) - 0.5 * math.log(2 * math.pi)).sum(-1)
-        return -(log_density + log_volume).mean()
+        log_likelihood: Tensor = (log_density + log_volume).mean()
+        return -log_likelihood
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     return Scene(model=model, batch=batch, loss=loss, optimizer=optimizer, clip=5.0)

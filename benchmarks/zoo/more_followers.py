@@ -104,7 +104,8 @@ class ActorCritic(nn.Module):
 
 def generalised_advantage(reward: Tensor, value: Tensor, done: Tensor) -> Tensor:
     """Backwards through time; `value` has one entry more than `reward`."""
-    advantages, last = [], torch.zeros(len(reward))
+    advantages: list[Tensor] = []
+    last = torch.zeros(len(reward))
     for t in reversed(range(reward.shape[1])):
         goes_on = 1 - done[:, t]
         surprise = reward[:, t] + 0.99 * value[:, t + 1] * goes_on - value[:, t]

@@ -323,9 +323,7 @@ class VideoTransformer(nn.Module):
 
 @incident(
     "ostris/ai-toolkit#1046",
-    expected=Expected(
-        step=0, phase="forward", module="blocks.1", op="aten._to_copy", event="inf", loss_finite=True
-    ),
+    expected=Expected(step=0, phase="forward", module="blocks.1", op="aten._to_copy", event="inf", loss_finite=True),
     accepted=("SG301", "SG403"),
 )
 def lora_adaln_half_overflow_on_unread_rows(fixed: bool) -> Scene:

@@ -190,7 +190,7 @@ class PatchDenoiser(nn.Module):
     accepted=("SG207",),
 )
 def cosine_attention_scale_turns_negative(fixed: bool) -> Scene:
-    """The scale of cosine attention is learned as it is, in a group with a larger rate: two updates and it is below 0."""
+    """The scale of cosine attention is learned as it is, at a rate of its own: two updates later it is negative."""
     torch.manual_seed(0)
     model = PatchDenoiser(folded=fixed)
     named = list(model.named_parameters())
@@ -234,8 +234,8 @@ class Imputer(nn.Module):
         normed, mean, deviation = self.norm(x, seen)
         hidden = self.inner(torch.cat([normed, seen], -1)).relu()
         hidden = hidden + self.mix(hidden.transpose(1, 2)).transpose(1, 2)
-        filled: Tensor = self.outer(hidden)
-        return filled * deviation + mean
+        filled: Tensor = self.outer(hidden) * deviation + mean
+        return filled
 
 
 @incident(
@@ -258,8 +258,9 @@ def masked_instance_norm_all_missing(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         error: Tensor = (model(b["x"], b["seen"]) - b["x"]).abs()
-        known = (error * b["seen"]).sum() / b["seen"].sum()
-        return known + (error * b["held"]).sum() / b["held"].sum().clamp(min=1)
+        known: Tensor = (error * b["seen"]).sum() / b["seen"].sum()
+        hidden: Tensor = (error * b["held"]).sum() / b["held"].sum().clamp(min=1)
+        return known + hidden
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return Scene(model=model, batch=batch, loss=loss, optimizer=optimizer, steps=3)

@@ -17,19 +17,18 @@ class Smoothed(torch.optim.Optimizer):
     """The memory of squares depends on how straight the path of a parameter was; `least` guards that division."""
 
     def __init__(self, params: Iterable[Tensor], *, least: float) -> None:
-        super().__init__(params, {"lr": 1e-2})
-        self.least = least
+        super().__init__(params, {"lr": 1e-2, "least": least})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    keep = self._straightness(p) * 0.49 + 0.01
+                    keep = self._straightness(p, group["least"]) * 0.49 + 0.01
                     squares = self.state[p]["squares"].mul_(1 - keep * keep).add_(keep * keep * p.grad * p.grad)
                     p.sub_(group["lr"] * p.grad / (squares.sqrt() + 1e-6))
 
-    def _straightness(self, p: Tensor) -> Tensor:
+    def _straightness(self, p: Tensor, least: float) -> Tensor:
         state = self.state[p]
         if not state:
             state.update({slot: torch.zeros_like(p) for slot in ("before", "signed", "length", "squares")})
@@ -38,7 +37,7 @@ class Smoothed(torch.optim.Optimizer):
         state["signed"].add_(move)
         state["length"].add_(move.abs())
         length: Tensor = state["length"].sum()
-        straightness: Tensor = state["signed"].sum().abs_().div_(length + self.least if self.least else length)
+        straightness: Tensor = state["signed"].sum().abs_().div_(length + least if least else length)
         return straightness
 
 
@@ -96,8 +95,8 @@ class LateEpsilon(torch.optim.Optimizer):
     """Adam with decoupled decay, whose epsilon comes after the inverse root, or `inside` it."""
 
     def __init__(self, params: Iterable[Tensor], *, inside: bool) -> None:
-        super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-2})
-        self.inside = inside
+        settings = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-2, "inside": inside}
+        super().__init__(params, settings)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -106,7 +105,7 @@ class LateEpsilon(torch.optim.Optimizer):
                 if p.grad is not None:
                     mean, square = self._moments(p, *group["betas"])
                     eps: float = group["eps"]
-                    inverse = (square + eps**2).rsqrt() if self.inside else square.rsqrt().add_(eps)
+                    inverse = (square + eps**2).rsqrt() if group["inside"] else square.rsqrt().add_(eps)
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.sub_(mean * inverse * group["lr"])
 
@@ -151,7 +150,7 @@ class SemiSupervised(nn.Module):
     accepted=("SG201", "SG502"),
 )
 def adamp_eps_after_rsqrt(fixed: bool) -> Scene:
-    """A second loss is ramped up from a weight of 0: its head has gradients of exactly 0, and their root has no inverse."""
+    """A second loss is ramped up from 0: its head has gradients of exactly 0, and a root of 0 has no inverse."""
     torch.manual_seed(0)
     model = SemiSupervised()
     now = {"step": 0}
