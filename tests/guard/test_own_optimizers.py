@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +27,7 @@ class RootOfStatistics(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": 0.01})
+        self.power, self.ends = -0.25, threading.Event()  # on itself, and one that cannot be copied
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -35,7 +37,7 @@ class RootOfStatistics(torch.optim.Optimizer):
             mean = self.state[p].setdefault("mean", torch.ones_like(p))
             mean.mul_(0.9).add_(p.grad.square(), alpha=0.1)
             rounded = mean - 2 * mean.max() if p.grad.norm() > STEEP else mean
-            p.sub_(0.01 * p.grad * rounded.pow(-0.25))
+            p.sub_(0.01 * p.grad * rounded.pow(self.power))
 
 
 def _loss(model: nn.Module, weight: float = 1.0) -> Callable[[Batch], Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,6 +177,7 @@ def _twin(optimizer: Optimizer, gradients: Gradients) -> tuple[Optimizer, dict[T
     """An independent optimizer on copied parameters and state, without anybody's hooks."""
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(optimizer, memo)
+    _copy_own(optimizer, twin, memo)
     originals = {}
     for mine, theirs in zip(twin.param_groups, optimizer.param_groups, strict=True):
         for parameter, original in zip(mine["params"], theirs["params"], strict=True):
@@ -183,3 +185,11 @@ def _twin(optimizer: Optimizer, gradients: Gradients) -> tuple[Optimizer, dict[T
             parameter.grad = grad.detach().clone() if grad is not None else None
             originals[parameter] = original
     return twin, originals
+
+
+def _copy_own(optimizer: Optimizer, twin: Optimizer, memo: dict[int, Any]) -> None:
+    """What the author put on `self`: a copy of a torch optimizer carries groups, state and defaults only."""
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin) and not callable(value):
+            with suppress(TypeError, RuntimeError):  # cannot be copied: the replay says so if the update needs it
+                setattr(twin, name, copy.deepcopy(value, memo))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from stepguard.diagnose.arithmetic import overflow
 from stepguard.diagnose.case import Case, high
 from stepguard.diagnose.dtypes import largest
@@ -14,6 +16,7 @@ EXTREME_INPUT = 1e6
 """A batch element no normalised data set has."""
 OUTLIER = 1e4
 """Times the largest value of all other samples."""
+LARGEST_LOG = 700.0
 EXTREME_OPERAND = 1e15
 """Half of float32's exponent range is gone: one more product overflows."""
 
@@ -41,7 +44,9 @@ def _evidence(case: Case) -> Proof | None:
 def _as_square(case: Case) -> float:
     """The largest operand; under a higher power, the one whose square would be as large."""
     power = case.argument("exponent", 1) if case.op == "pow" else None
-    return float(case.magnitude ** max(1.0, high(power) / 2)) if power is not None else case.magnitude
+    if power is None or case.magnitude <= 1.0:
+        return case.magnitude
+    return math.exp(min(math.log(case.magnitude) * max(1.0, high(power) / 2), LARGEST_LOG))
 
 
 RULE = Rule(
