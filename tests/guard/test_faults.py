@@ -33,7 +33,7 @@ from guard.scenes import (
     quiet,
     state_of,
 )
-from stepguard.engine.shield import GuardDisarmed
+from stepguard.engine.shield import GuardDisarmed, NotExplained
 from stepguard.journal import read_run
 
 DATA = batches(16)
@@ -113,22 +113,27 @@ def test_disk_that_is_full_is_no_end_of_the_run(loop: str, monkeypatch: pytest.M
     assert difference(got, expected) == ""
 
 
+@pytest.mark.parametrize("part", ["locate", "diagnose"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_crash_while_locating_still_vetoes_the_step_and_leaves_an_incident(
-    loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
+    loop: str, part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    scene, reference, bad = _scene("plain"), _scene("plain"), (poisoned(DATA[2]),)
+    torch.manual_seed(3)
+    LOOPS[loop](reference, [STEPS[0], bad, STEPS[1], bad], quiet())
     for module in (stepguard.engine.pipeline, stepguard.engine.arming):
-        _failing(monkeypatch, (module, "locate"), 0)
-    scene, reference = _scene("plain"), _scene("plain")
-    scene.scheduler = reference.scheduler = None  # a disarmed guard no longer holds the loop's schedule
+        if hasattr(module, part):
+            _failing(monkeypatch, (module, part), 0)
     torch.manual_seed(3)
-    with pytest.warns(GuardDisarmed, match="ArithmeticError"):
-        LOOPS[loop](scene, [STEPS[0], (poisoned(DATA[2]),)], quiet(run_dir=tmp_path, locate=True))
-    torch.manual_seed(3)
-    bare(reference, [STEPS[0]])
+    with pytest.warns(NotExplained, match=r"ArithmeticError.*still protected"):
+        LOOPS[loop](scene, [STEPS[0], bad, STEPS[1], bad], quiet(run_dir=tmp_path, locate=True))
     assert difference(state_of(scene), state_of(reference)) == ""
-    incidents = read_run(tmp_path).incidents
-    assert [i.step for i in incidents] == [1] and incidents[0].origin is None
+    record = read_run(tmp_path)
+    assert [i.step for i in record.incidents] == [1, 3]
+    assert all((i.origin is None) == (part == "locate") for i in record.incidents)
+    assert all(part == "locate" or not i.findings for i in record.incidents)
+    assert [n["kind"] for n in record.notes if n.get("kind") == "unexplained"] == ["unexplained"] * 2
+    assert record.notes[-1]["armed"] is True
 
 
 def test_loss_is_none_once_disarmed(monkeypatch: pytest.MonkeyPatch) -> None:

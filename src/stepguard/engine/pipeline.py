@@ -18,6 +18,7 @@ from stepguard.engine.facts import run_facts
 from stepguard.engine.record import record
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.runaway import blamed_on_update, ruined, stored_culprit, surfaces_only
+from stepguard.engine.shield import spare
 from stepguard.locate import locate
 from stepguard.policy import decide
 from stepguard.policy.decide import Situation
@@ -140,10 +141,22 @@ class Pipeline:
         context.terminal.note(verdict.summary, reading.step, verdict.kind)
 
     def _explain(self, incident: Incident, step: Step) -> Incident:
+        """Where and why. The place is part of the decision, which ranks take together: there a fault is everybody's."""
         context = self._context
-        if context.config.locate:
-            incident = self._suspect_update(replace(incident, origin=self._locate(step, incident.reading)))
-        return replace(incident, findings=diagnose(incident, run_facts(context, incident.reading)))
+        if context.config.locate and context.agreement.size == 1:
+            incident = spare(incident, self._unexplained, self._located, incident, step)
+        elif context.config.locate:
+            incident = self._located(incident, step)
+        return spare(incident, self._unexplained, self._diagnosed, incident)
+
+    def _located(self, incident: Incident, step: Step) -> Incident:
+        return self._suspect_update(replace(incident, origin=self._locate(step, incident.reading)))
+
+    def _diagnosed(self, incident: Incident) -> Incident:
+        return replace(incident, findings=diagnose(incident, run_facts(self._context, incident.reading)))
+
+    def _unexplained(self, why: str) -> None:
+        self._recovery.say("unexplained", why)
 
     def _suspect_update(self, incident: Incident) -> Incident:
         """Where float32 overflowed for no reason of its own: does an earlier batch, fine in its time, do so too?"""

@@ -1,4 +1,7 @@
-"""The one place where stepguard's own faults end: it disarms with a warning, and the run goes on."""
+"""The one place where stepguard's own faults end: it disarms with a warning, and the run goes on.
+
+A fault in what only explains a bad step costs the explanation; protection goes on.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,10 @@ T = TypeVar("T")
 
 class GuardDisarmed(RuntimeWarning):
     """stepguard met a fault of its own and no longer protects this run."""
+
+
+class NotExplained(RuntimeWarning):
+    """A bad step was caught, and a fault of stepguard's own kept it from being explained. It still protects."""
 
 
 class Shield:
@@ -53,3 +60,14 @@ class Shield:
         except Exception as second:
             message += f" (and could not record it: {second})"
         warnings.warn(message, GuardDisarmed, stacklevel=3)
+
+
+def spare(default: T, say: Callable[[str], None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For what only explains: the function's result, or `default` and a loud word where it fails."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as fault:
+        message = f"a bad step is not explained, by a fault of stepguard's own: {type(fault).__name__}: {fault}"
+        say(message)
+        warnings.warn(f"{message}. The run is still protected.", NotExplained, stacklevel=3)
+        return default
