@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from stepguard.engine.shelf import Shelf
 from stepguard.engine.shield import Shield
 from stepguard.locate.source import Line, user_line
 from stepguard.state.batch import OUTPUT_GRADIENT
@@ -35,6 +34,22 @@ Told = Callable[[dict[str, Any]], None]
 
 
 @dataclass(slots=True)
+class OutputGradients:
+    """Gradient of each differentiable output, by its position: held, not copied, which costs a step nothing."""
+
+    held: dict[int, Tensor] = field(default_factory=dict)
+    _marks: dict[int, int] = field(default_factory=dict)
+
+    def keep(self, index: int, gradient: Tensor) -> None:
+        self.held[index], self._marks[index] = gradient, gradient._version
+
+    @property
+    def intact(self) -> bool:
+        """Has the rest of the backward left them as they came?"""
+        return all(gradient._version == self._marks[index] for index, gradient in self.held.items())
+
+
+@dataclass(slots=True)
 class ModelCall:
     """One call of the root module during the step."""
 
@@ -44,12 +59,11 @@ class ModelCall:
     rng: RngState
     line: Line | None = None
     """The user's line that called the model."""
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Gradient of each differentiable output, by its position."""
+    gradients: OutputGradients = field(default_factory=OutputGradients)
 
     def as_batch(self) -> dict[str, Any]:
         """What a replay takes in the place of the user's batch."""
-        return {**self.arguments, OUTPUT_GRADIENT: dict(self.gradients)}
+        return {**self.arguments, OUTPUT_GRADIENT: dict(self.gradients.held)}
 
 
 class Ear:
@@ -79,7 +93,6 @@ class Capture:
         self.off = False
         """A framework tells the micro-batches, so the whole step can be run again and calls need not be remembered."""
         self.calls: list[ModelCall] = []
-        self._shelf = Shelf()
         self._undo = ExitStack()
         compiled: Any = getattr(model, "_compiled_call_impl", None)
         if compiled is not None:
@@ -93,7 +106,6 @@ class Capture:
 
     def close(self) -> None:
         self._undo.close()
-        self._shelf.clear()
 
     def _wrap_compiled(self, compiled: Callable[..., Any]) -> None:
         """After `model.compile()` hooks would be compiled too, and hear nothing. Copies never carry this attribute."""
@@ -110,9 +122,10 @@ class Capture:
         self._undo.callback(setattr, model, "_compiled_call_impl", compiled)
 
     def model_fn(self) -> ModelFn | None:
-        """Runs the model on one of the calls so far; None where they cannot be told apart by their arguments."""
+        """Runs the model on one of the calls so far; None where it cannot be run as it was."""
         counts = {call.positional for call in self.calls}
-        return partial(self._run, counts.pop()) if len(counts) == 1 and len(self.calls) < MOST_CALLS else None
+        known = len(counts) == 1 and len(self.calls) < MOST_CALLS and all(call.gradients.intact for call in self.calls)
+        return partial(self._run, counts.pop()) if known else None
 
     def _run(self, positional: int, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
         arguments = {name: value for name, value in batch.items() if name != OUTPUT_GRADIENT}
@@ -146,20 +159,17 @@ class Capture:
             self.calls.append(ModelCall(arguments, len(args), capture_rng(), user_line()))
 
     def _returned(self, output: Any) -> None:
-        gradients = self.calls[-1].gradients
         for index, tensor in enumerate(differentiable(output)):
-            hook = partial(_received, weakref.ref(self), gradients, index)
+            hook = partial(_received, weakref.ref(self), self.calls[-1].gradients, index)
             hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
             with suppress(RuntimeError):
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def keep(self, gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
-        kept = self._shield.call(None, self._shelf.keep, gradient)
-        if kept is not None:
-            gradients[index] = kept
+    def keep(self, gradients: OutputGradients, index: int, gradient: Tensor) -> None:
+        self._shield.call(None, gradients.keep, index, gradient)
 
 
-def _received(capture: weakref.ref[Capture], gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+def _received(capture: weakref.ref[Capture], gradients: OutputGradients, index: int, gradient: Tensor) -> None:
     """Weak: whoever keeps a loss keeps its graph, and with it this hook, in C++ where no collector looks."""
     if (listening := capture()) is not None:
         listening.keep(gradients, index, gradient)
