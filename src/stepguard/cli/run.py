@@ -60,7 +60,7 @@ def _end_before_python() -> None:
     They end with their group, and that with the model in its wrapper, which is part of a cycle. Registered first, so
     called last: after what the script itself leaves for the end.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         atexit.register(gc.collect)
 
 

@@ -175,11 +175,12 @@ def _precision(birth: Birth) -> list[str]:
 
 def _stored_huge(birth: Birth) -> list[str]:
     """Which stored tensor went in with values that one more product overflows."""
-    if any(read.flaws for read in birth.reads):
-        return []
-    parameters = [(r.tensor, op) for r in birth.reads if (op := real_maker(r.maker).op).startswith("param:")]
-    huge = [op for tensor, op in parameters if tensor.numel() and float(plain(tensor).abs().max()) >= HUGE]
-    return [fact("huge", huge[0])] if huge else []
+    for read, operand in zip(birth.reads, birth.call.inputs, strict=False):
+        maker = real_maker(read.maker).op
+        reach = max(abs(operand.min or 0.0), abs(operand.max or 0.0))
+        if maker.startswith("param:") and operand.finite and reach >= HUGE:
+            return [fact("huge", maker)]
+    return []
 
 
 def _widened(birth: Birth, wider: torch.dtype) -> Tensor | None:
@@ -191,7 +192,7 @@ def _widened(birth: Birth, wider: torch.dtype) -> Tensor | None:
     try:
         made = birth.made_by
         result = made.func(*tree_map(widen, made.args), **tree_map(widen, made.kwargs))
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (RuntimeError, NotImplementedError, TypeError):  # no kernel for the wider dtype: then it stays unknown
         return None
     parts = result if isinstance(result, list | tuple) else [result]
     same = [p for p in parts if isinstance(p, Tensor) and p.shape == birth.out.shape]

@@ -66,7 +66,7 @@ def _finite_sum(values: Tensor) -> bool:
 def _flaws_by_extremes(values: Tensor) -> Flaws:
     try:
         low, high = torch.aminmax(values)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # 8-bit floats, again
         low, high = torch.aminmax(values.float())
     extremes = (low.item(), high.item())
     return Flaws(nan=any(map(math.isnan, extremes)), inf=any(map(math.isinf, extremes)))
@@ -93,6 +93,6 @@ def storage_key(tensor: Tensor) -> int:
     """Address of the memory, shared by every view of it; 0 where there is none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # a wrapper around tensors has no memory of its own
         values = plain(tensor)
         return values.untyped_storage().data_ptr() if values is not tensor else 0

@@ -128,17 +128,14 @@ class Cadence:
         self._taken = 0
         self._width = self.GRID
         self._since: tuple[float, int] | None = None
-        self._begun: int | None = None
 
     def due(self, step: int) -> bool:
         """Is this step on the grid? Step 0 is not: there is nothing to lose yet."""
         if self._since is None:
             self._since = (self.clock(), step)
-        if self._begun is None:
-            self._begun = step
         if self._every != "auto":
             return step > 0 and step % self._every == 0
-        return step > 0 and (step % self._width == 0 or (self._taken == 0 and step == self._begun + 1))
+        return step > 0 and (step % self._width == 0 or (self._taken == 0 and step == self._since[1] + 1))
 
     def took(self, step: int, seconds: float) -> None:
         """A snapshot took so long: the next ones come as often as their share of the time allows."""

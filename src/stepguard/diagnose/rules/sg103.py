@@ -16,7 +16,6 @@ EXTREME_INPUT = 1e6
 """A batch element no normalised data set has."""
 OUTLIER = 1e4
 """Times the largest value of all other samples."""
-LARGEST_LOG = 700.0
 EXTREME_OPERAND = 1e15
 """Half of float32's exponent range is gone: one more product overflows."""
 
@@ -34,19 +33,18 @@ def _evidence(case: Case) -> Proof | None:
         first = f"the batch is finite but holds {spell(batch_max)}"
         first += f"; all other samples stay within {spell(others)}" if others is not None else ""
         return Proof(confidence=0.94, evidence=(first, numbers, case.confirmed_samples))
-    if case.narrow or case.op in EXPONENTIALS or _as_square(case) < EXTREME_OPERAND:
+    if case.narrow or case.op in EXPONENTIALS or not _extreme(case):
         return None
     if case.confirmed_samples and batch_max is None:
         return Proof(confidence=0.8, evidence=(numbers, case.confirmed_samples))
     return Proof(confidence=PLAUSIBLE if batch_max is None else HINT, evidence=(numbers,))
 
 
-def _as_square(case: Case) -> float:
-    """The largest operand; under a higher power, the one whose square would be as large."""
+def _extreme(case: Case) -> bool:
+    """Compared as logarithms, for a higher power overflows on less: a cube on what a square still holds."""
     power = case.argument("exponent", 1) if case.op == "pow" else None
-    if power is None or case.magnitude <= 1.0:
-        return case.magnitude
-    return math.exp(min(math.log(case.magnitude) * max(1.0, high(power) / 2), LARGEST_LOG))
+    times = max(1.0, high(power) / 2) if power is not None else 1.0
+    return math.log(max(case.magnitude, 1.0)) * times >= math.log(EXTREME_OPERAND)
 
 
 RULE = Rule(

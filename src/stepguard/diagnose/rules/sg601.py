@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule, code, prose
-from stepguard.diagnose.wording import at_index, counts, spell
+from stepguard.diagnose.wording import at_index, counts
 from stepguard.records import Remedy
 
 
@@ -13,7 +13,7 @@ def _evidence(case: Case) -> Proof | None:
         text = f"{case.place} read memory that torch.empty left uninitialised"
         return Proof(confidence=0.95, evidence=(text, _amount(case)))
     if case.has("huge") and case.facts.committed == 0:
-        text = f"`{case.note('huge')}` holds values up to {spell(case.magnitude)} before the first update"
+        text = f"`{case.note('huge')}` holds values of 1e15 and more before the first update"
         more = f"{case.place} overflowed on it; no initialisation gives such values, memory that nobody filled does"
         return Proof(confidence=0.93, evidence=(text, more))
     stored = [name for name in case.reading.bad_state if name.startswith("param:")]
