@@ -167,6 +167,9 @@ def _sort(record: RunRecord, kind: str, fields: dict[str, Any]) -> None:
 
 
 def _take_incident(record: RunRecord, value: Any) -> None:
+    decision = value.get("decision") if isinstance(value, dict) else None
+    if isinstance(decision, dict) and decision.get("action") == "warn":
+        decision["action"] = "note"  # the word of earlier versions
     try:
         record.incidents.append(from_jsonable(Incident, value))
     except ValueError:  # pydantic's ValidationError is one

@@ -17,7 +17,7 @@ from stepguard import ConfigError, GuardConfig, Policy
         (
             Policy,
             {"actions": ("repeat",)},
-            "'repeat' is not known; use one of 'retry', 'skip', 'rewind', 'lower_lr', 'stop', 'warn'",
+            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'rewind', 'lower_lr', 'stop', 'note'",
         ),
         (Policy, {"actions": ()}, "Policy.actions is empty"),
         (Policy, {"max_consecutive": -1}, "max_consecutive=-1 must be a whole number of at least 0"),

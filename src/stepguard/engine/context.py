@@ -72,7 +72,7 @@ class Context:
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
     accepted: set[str] = field(default_factory=set)
-    """Stored tensors that are non-finite and that nobody minds: sentinels, and what `bad_start="warn"` lets pass."""
+    """Stored tensors that are non-finite and that nobody minds: sentinels, and what `bad_start="note"` lets pass."""
     ignored: set[int] = field(default_factory=set)
     """Ids of accepted tensors, so that the cheap look leaves them out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)

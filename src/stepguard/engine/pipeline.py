@@ -202,7 +202,7 @@ class Pipeline:
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
         self._recovery.incident(incident.step, hurt=hurt or lost is not None)
-        if situation.at_start and decision.action == "warn":
+        if situation.at_start and decision.action == "note":
             accept(context, reading.bad_state)
         return decision
 
@@ -263,7 +263,7 @@ def explained(reading: Reading, then: float, now: float) -> bool:
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:
     """A finite step on hurt weights that the policy only warns about, or nobody could decide on: the update goes on."""
     decision = incident.decision if incident is not None else None
-    return verdict.kind in FINITE_KINDS and (decision is None or decision.action == "warn")
+    return verdict.kind in FINITE_KINDS and (decision is None or decision.action == "note")
 
 
 def lost_share(verdict: Verdict) -> float | None:

@@ -41,7 +41,7 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
         return _bad_start(policy, spent)
     if _may_recover(situation, policy, spent):
         # leaving the batch out mends nothing, and training on from here often recovers by itself
-        return _choose("warn", situation, policy, spent, [f"no rewind: {situation.no_rewind}"])
+        return _choose("note", situation, policy, spent, [f"no rewind: {situation.no_rewind}"])
     passed_over: list[str] = []
     for action in policy.actions:
         why_not = _why_not(action, situation, policy, spent)

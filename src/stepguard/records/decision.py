@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["retry", "skip", "rewind", "lower_lr", "stop", "warn"]
+Action = Literal["leave_out", "skip", "retry", "undo", "rewind", "lower_lr", "stop", "note"]
+"""`leave_out`: the update was made without what was proven guilty. `undo`: the optimizer made the bad value, its update
+was taken back. `note`: told, nothing done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,5 +26,7 @@ class Decision:
     """The static loss scale to go on with, where the scale was the cause."""
     rewound_to: int | None = None
     """With `rewind`: the optimizer steps that are left after it."""
+    left_out: str = ""
+    """With `leave_out` and `skip`: what the update went on without, in words: `sample 5`, `micro-batch 2 of 4`."""
     data: str | None = None
     """With `rewind`: `repeat`, `skip` or `reorder` the steps since."""

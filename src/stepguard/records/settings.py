@@ -37,10 +37,16 @@ class Policy:
     """The learning rate after a rewind: that of the snapshot, or that times `lr_factor`, once more for each rewind."""
     lr_factor: float = 0.5
     """What every learning rate is multiplied by with `lower_lr`, or by a rewind that lowers it."""
-    bad_start: Literal["stop", "warn"] = "stop"
+    max_lost_share: float = 0.5
+    """Share of the samples of the last `lost_window` steps that may be left out because data, forward or loss were bad.
+    Beyond it the run stops with the weights it has. It counts once 32 steps were lost."""
+    lost_window: int = 200
+    """Steps over which `max_lost_share` is counted."""
+    bad_start: Literal["stop", "note"] = "stop"
     """When parameters, buffers or optimizer state are non-finite before the first step."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "actions", tuple("note" if str(a) == "warn" else a for a in self.actions))
         for action in self.actions:
             _one_of("Policy.actions", action, ACTIONS)
         if not self.actions:
@@ -51,7 +57,12 @@ class Policy:
             raise ConfigError(f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5.")
         _one_of("Policy.rewind_data", self.rewind_data, ("skip", "reorder"))
         _one_of("Policy.rewind_lr", self.rewind_lr, ("restore", "lower"))
-        _one_of("Policy.bad_start", self.bad_start, ("stop", "warn"))
+        if not 0.0 < self.max_lost_share <= 1.0:
+            raise ConfigError(f"Policy.max_lost_share={self.max_lost_share!r} must lie above 0 and up to 1.")
+        _count("Policy.lost_window", self.lost_window, least=1)
+        if str(self.bad_start) == "warn":  # the word of earlier versions
+            object.__setattr__(self, "bad_start", "note")
+        _one_of("Policy.bad_start", self.bad_start, ("stop", "note"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +112,21 @@ class GuardConfig:
     """Losses remembered for the spike and drift tests."""
     spike_sigmas: float = 6.0
     """Robust deviations above the median that make a loss suspicious."""
+    anomalies: Literal["note", "act", "off"] = "note"
+    """What a finite anomaly (a jump or slow rise of the loss) leads to. `note`: it is told, nothing is done and none of
+    your code runs again. `act`: a rewind, where independent signs show that the weights did it. `off`: nothing."""
+    outliers: Literal["note", "clip", "skip"] | None = None
+    """A parameter's gradient far above all it has been: told, clipped to its usual size, or left out of this update,
+    before it enters the optimizer's moments. None does not look."""
+    scheduler_every: Literal["step", "epoch"] | None = "step"
+    """When `guard.step` advances the scheduler it was given: after each update, when `guard.loader` ends a pass, or
+    never (the loop does)."""
+    id_key: str | None = None
+    """Key of the batch that holds one id per sample, so that a bad sample is named by it."""
     locate: bool = True
     """Replay a bad step to find where its first harmful value was born."""
+    locate_budget: float = 6.0
+    """How long placing one incident may take, in steps of the bare run; then what is known by then is told."""
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
     capsule_limit: int = 2**30
@@ -138,6 +162,12 @@ class GuardConfig:
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy.")
         _count("GuardConfig.capsule_limit", self.capsule_limit)
+        _one_of("GuardConfig.anomalies", self.anomalies, ("note", "act", "off"))
+        if self.outliers is not None:
+            _one_of("GuardConfig.outliers", self.outliers, ("note", "clip", "skip"))
+        if self.scheduler_every is not None:
+            _one_of("GuardConfig.scheduler_every", self.scheduler_every, ("step", "epoch"))
+        _positive("GuardConfig.locate_budget", self.locate_budget)
         if self.build is not None and self.build.count(":") != 1:
             raise ConfigError(f"GuardConfig.build={self.build!r} must look like 'package.module:function'.")
         _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))

@@ -23,12 +23,14 @@ STAMP = "%Y%m%d-%H%M%S"
 _LOSS_KINDS = ("nonfinite_loss", "nonfinite_input")
 _GRADIENT_KINDS = ("nonfinite_gradient", "infinite_norm", "scaler_collapse")
 _ACTION_LINES = {
+    "leave_out": "Going on without what was bad",
+    "undo": "Taking the update back",
     "retry": "Running the same step once more",
     "skip": "Skipping batch and resetting gradients",
     "lower_lr": "Skipping batch and resetting gradients, lowering the learning rate",
     "rewind": "Rewinding to the last good snapshot",
     "stop": "Stopping training to prevent corruption...",
-    "warn": "Going on, as the policy says",
+    "note": "Going on",
 }
 
 

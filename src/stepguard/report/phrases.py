@@ -26,21 +26,25 @@ VERDICT_TITLES: dict[str, str] = {
 }
 
 ACTION_DONE: dict[str, str] = {
+    "leave_out": "went on without it",
     "retry": "run again",
     "skip": "skipped",
+    "undo": "update taken back",
     "rewind": "rewound",
     "lower_lr": "skipped, learning rate lowered",
     "stop": "stopped the run",
-    "warn": "let through",
+    "note": "told, nothing done",
 }
 
 ACTION_EFFECT: dict[str, str] = {
+    "leave_out": "the update was made from the rest of the step",
+    "undo": "weights, optimizer state and buffers are as before the step",
     "retry": "the replay is clean, so the same step is run once more with the same random numbers",
     "skip": "weights, optimizer state and buffers are as before the step",
     "rewind": "model, optimizer, schedule and buffers are back at a state that was good",
     "lower_lr": "weights are as before the step",
     "stop": "weights are those from before the bad step",
-    "warn": "the policy says to go on",
+    "note": "the update was made",
 }
 
 REWIND_DATA: dict[str, str] = {
@@ -168,7 +172,7 @@ def budget(decision: Decision, policy: Policy | None = None) -> str:
 def effect(incident: Incident) -> str:
     """What the decision means for the state in memory."""
     action = incident.decision.action if incident.decision else ""
-    if incident.reading.bad_state and action in ("stop", "warn"):
+    if incident.reading.bad_state and action in ("stop", "note"):
         return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
     if incident.decision is not None and incident.decision.rewound_to is not None:
         return rewound(incident.decision)
