@@ -63,6 +63,8 @@ def measure(birth: Birth) -> None:
     call.output = summarise("out", birth.out, index)
     broken = call.output.nan + call.output.posinf + call.output.neginf
     call.notes.append(fact("bad", f"{broken}/{max(1, birth.out.numel())}"))
+    if call.number is not None:
+        call.notes.append(fact("number", call.number))
     for gather in (_division, _argument, _growth, _infinities, _gradient, rowfacts.rows, _precision, _stored_huge):
         call.notes += gather(birth)
 

@@ -8,6 +8,7 @@ Where the value went
     selected_against=aten.sqrt        the forward operation of that branch, when its value itself was bad
     absorbed=forward         it vanished in the forward (loss finite) and came back as NaN in the backward
     absorbed_by=aten.erf     the operation that swallowed it
+    discarded_by=aten.index  a NaN of the forward was left out of the loss by this selection; its gradient was not
     then=aten._softmax       the operation that first turned a born infinity into NaN
     recomputed               only seen in the second forward of a checkpointed block
     inner_grad               born in a gradient that the forward itself computes (gradient penalty, forces)
@@ -35,6 +36,8 @@ What the operation did, at the bad element (ROLE is denominator, argument or exp
     bad=3/40                 non-finite elements of the output
     uninitialised            torch.empty memory was read before it was written
     constant=nan             a tensor from outside model and batch was already bad
+    attribute=head.center    ... and it is this one, kept by a module outside its parameters and buffers
+    number=other:nan         a Python number given to the operation is NaN, or infinite where one computes with it
 
 Precision
     half                     operands or output are float16 or bfloat16
@@ -57,6 +60,9 @@ Replay
     not-reproduced           the replay is clean
     transient                ... and run again it gives the same bits each time
     nondeterministic         ... but run again it gives different bits, so the step itself is unsteady
+    losses=0.31 and 0.74     ... and these finite losses of two replays are too far apart for rounding
+    moves=the number `n`     state of the loss function's own that a replay changes
+    departs=...              the replay is bad in another way than the step was: +inf then, -inf now
     no-replay=reason         none was possible              replay-error=TypeError: ...   the user's code failed in it
     untraced                 bad again, but no operation of the trace explains it
     unseen=aten.name         results of this operator could not be looked at

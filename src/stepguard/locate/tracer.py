@@ -62,6 +62,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         wild = name.startswith("param:") or not mask_like(tensor) if found else False
         call = Call(index=-1, op=name, stage="stored", out=found, tame=bool(found) and not found.nan and not wild)
         call.born = bool(found) and not call.tame
+        call.numeric = numeric(tensor)
         self._makers[storage_key(tensor)] = call
         return call
 
@@ -118,6 +119,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.parents = tuple(read.maker for read in used)
         call.flawed = tuple(read.maker for read in used if read.flaws)
         call.selects = made_by.selects
+        call.pointwise = operator.pointwise
+        call.number = operator.odd_number(made_by.numbers)
         call.blank = operator.name in BLANK
         written = [
             read.tensor if read.live is None else read.live
@@ -176,7 +179,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._poisoned_nodes.add(call.sequence)
         in_poisoned_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
         call.reduces = call.op not in MOVES and any(out.numel() < read.tensor.numel() for read in reads)
-        telling = call.born or in_poisoned_node or (call.tame and call.reduces)
+        telling = call.born or in_poisoned_node or (call.tame and (call.reduces or call.number is not None))
         if telling and self._measured < MOST_MEASURED:
             self._measured += 1
             call.rows, call.spots = _positions(out, why.where)

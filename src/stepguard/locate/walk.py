@@ -1,9 +1,10 @@
 """From the bad loss or gradient back to the operation where the first harmful value was born.
 
 Only bad values that explain bad values are followed, so an infinity that was absorbed is never blamed. When only the
-gradient is bad, a value born in the forward pass is the origin if it was swallowed there (erf, clamp, gather), and the
-backward node is the origin if the forward had deselected it by a condition: the forward is right by intention then,
-and it is the gradient of the unselected branch that hurts.
+gradient is bad, a value born in the forward pass is the origin if it was swallowed there (erf, clamp, gather) or if it
+is a NaN that indexing or a mask dropped later on. The backward node is the origin if the forward had deselected the
+value by a condition on the function's own argument, as in `where(x > 0, sqrt(x), 0)`, or if it was only infinite: the
+forward is right by intention then, and it is the gradient of the unselected branch that hurts.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ class Walk:
     def _from_backward(self, root: Call) -> Found:
         made = self._tracer.owners.get(root.sequence)
         if made is not None and made.harmful and _same_place(made, root):
+            first = min((call for call in ancestors(made) if call.born), key=lambda call: call.index, default=None)
             if self._deselected(made):
+                if first is not None and self._born_to_be_dropped(first):
+                    return self._finish(first, self._dropping(first))
                 return self._finish(root, [fact("where", "unselected")])
-            earlier = [call for call in ancestors(made) if call.born]
-            if earlier:
-                return self._finish(min(earlier, key=lambda call: call.index), self._absorption(made))
+            if first is not None:
+                return self._finish(first, self._absorption(made))
         siblings = [call for call in self._chain.values() if call.sequence == root.sequence]
         unselected = any(self._upstream_deselected(call) for call in siblings)
         return self._finish(root, [fact("where", "unselected")] if unselected else [])
@@ -83,6 +86,8 @@ class Walk:
     def _from_forward(self, root: Call) -> Found:
         first = self._original(root)
         if self._deselected(first):
+            if self._born_to_be_dropped(first):
+                return self._finish(first, self._dropping(first))
             late = self._gradient_of([root.sequence, first.sequence])
             if late is not None:
                 return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
@@ -113,6 +118,19 @@ class Walk:
     def _deselected(self, call: Call) -> bool:
         edge = self._frontier(call)
         return bool(edge) and all(reader.selects for reader in edge)
+
+    def _born_to_be_dropped(self, birth: Call) -> bool:
+        """A NaN that the forward made by itself and dropped later: not a function kept from its own pole by `where`."""
+        if not birth.out.nan or birth.stage != "forward":
+            return False
+        argument = {id(real_maker(parent)) for parent in birth.parents}
+        choosing = [reader for reader in self._frontier(birth) if reader.selects]
+        kept_from_pole = birth.pointwise and all(argument & _asked_by(reader) for reader in choosing)
+        return not kept_from_pole
+
+    def _dropping(self, birth: Call) -> list[str]:
+        """Which operations left the NaN out of the loss."""
+        return [fact("discarded_by", reader.op) for reader in self._frontier(birth)[:1]]
 
     def _upstream_deselected(self, root: Call) -> bool:
         """Did the 0 that met an infinite derivative come from a condition that left this element out?"""
@@ -163,8 +181,9 @@ class Walk:
                 seen.add(id(call))
                 tame.append(call)
                 stack.extend(call.flawed)
+        by_number = [c for c in tame if c.number is not None]
         reducing = [c for c in tame if c.reduces]
-        found = min(reducing or tame, key=lambda c: c.index, default=None)
+        found = min(by_number or reducing or tame, key=lambda c: c.index, default=None)
         return None if found is None else self._as_data(found) or self._finish(found, ["tame_inf"])
 
     def _as_data(self, birth: Call) -> Found | None:
@@ -232,6 +251,23 @@ def _condition_of(call: Call) -> list[str]:
     while asked is not None and not asked.numeric and asked.parents:
         asked = real_maker(asked.parents[0])
     return [fact("chosen_by", asked.op)] if asked is not None and asked.stage != "stored" else []
+
+
+def _asked_by(call: Call) -> set[int]:
+    """The computed values that the condition of a selection looked at, behind comparisons and logic."""
+    stack = [parent for parent in call.parents if not parent.numeric]
+    seen: set[int] = set()
+    asked: set[int] = set()
+    while stack:
+        one = stack.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.numeric:
+            asked.add(id(one))
+        else:
+            stack.extend(real_maker(parent) for parent in one.parents)
+    return asked
 
 
 def _joins(call: Call) -> bool:

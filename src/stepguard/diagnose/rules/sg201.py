@@ -27,7 +27,7 @@ def _evidence(case: Case) -> Proof | None:
         return None
     divisor = zero_divisor(case)
     if divisor is not None:
-        confidence = HINT if counts_nothing(case, divisor) else LIKELY if case.absorbed else STRONG
+        confidence = HINT if counts_nothing(case, divisor) else LIKELY if case.absorbed and case.makes_inf else STRONG
         return Proof(confidence=confidence, evidence=(*_numbers(case, divisor), case.confirmed_samples))
     return _no_epsilon(case) or _inside(case) or _singular(case) or _tiny(case)
 
