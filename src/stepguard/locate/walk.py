@@ -20,6 +20,8 @@ SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
 SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 """A mask is added to what was learned; an infinity that multiplies it is a weight."""
 MOST_UPSTREAM = 32
+MOST_BLOCKS = 64
+"""Births whose gradients are compared."""
 
 
 @dataclass(slots=True)
@@ -84,20 +86,43 @@ class Walk:
         return self._finish(root, [fact("where", "unselected")] if unselected else [])
 
     def _from_forward(self, root: Call) -> Found:
-        first = self._original(root)
+        first = min(map(self._original, self._forward_births(root)), key=lambda call: call.index)
         if self._deselected(first):
             if self._born_to_be_dropped(first):
                 return self._finish(first, self._dropping(first))
-            late = self._gradient_of([root.sequence, first.sequence])
-            if late is not None:
-                return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
+            found = self._first_unselected(root)
+            if found is not None:
+                return found
         return self._finish(first, self._absorption(first))
+
+    def _first_unselected(self, root: Call) -> Found | None:
+        """Of several blocks that deselect a bad value, the one whose gradient goes bad first: backward, the last."""
+        pairs = []
+        for call in self._forward_births(root):
+            first = self._original(call)
+            late = self._gradient_of([call.sequence, first.sequence]) if self._deselected(first) else None
+            if late is not None:
+                pairs.append((late, first))
+        if not pairs:
+            return None
+        late, first = min(pairs, key=lambda pair: pair[0].index)
+        born_backward = [call for call in self._chain.values() if call.born and call.stage == "backward"]
+        earliest = min(born_backward, key=lambda call: call.index, default=late)
+        if earliest.index < late.index and earliest.sequence != late.sequence:
+            return self._from_backward(earliest)
+        return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
+
+    def _forward_births(self, root: Call) -> list[Call]:
+        """Everything born in the forward that the bad gradient goes back to; of a recomputed block, the second run."""
+        born = [call for call in self._chain.values() if call.born and call.stage == "forward"]
+        return [root, *sorted((call for call in born if call is not root), key=lambda call: call.index)[:MOST_BLOCKS]]
 
     def _original(self, call: Call) -> Call:
         """A checkpointed block runs twice: the first run is what the user means."""
         if "recomputed" not in call.notes:
             return call
-        same = (c for c in self._tracer.calls if (c.op, c.line) == (call.op, call.line))
+        place = (call.op, call.line, call.module)  # blocks of one class share their lines
+        same = (c for c in self._tracer.calls if (c.op, c.line, c.module) == place)
         return next((c for c in same if c.born and c.index < call.index), call)
 
     def _frontier(self, call: Call) -> list[Call]:
