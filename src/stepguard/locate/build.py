@@ -94,6 +94,7 @@ def _tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
 
 def _setting(step: Step, traced: Traced) -> list[str]:
     notes = [fact("scale", float(step.scale))] if step.scale != 1.0 else []
+    notes += [fact("autocast", traced.tracer.autocast)] if traced.tracer.autocast is not None else []
     notes += [fact("collectives", "local")] if traced.tracer.local_collectives else []
     notes += [fact("unseen", name) for name in sorted(traced.tracer.unseen)]
     batch = step.micro_batches[traced.micro_batch]

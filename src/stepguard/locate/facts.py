@@ -43,6 +43,7 @@ Precision
     half                     operands or output are float16 or bfloat16
     dtype_limit=65504        largest number of the output's dtype
     finite_in=float32        the same operation on the same operands is finite in this wider dtype
+    autocast=float16         the autocast context that the forward pass ran in
     scale=65536              loss scale of the step         overflow=scale    it is finite at scale 1
     eps=1e-08 eps_underflow  the optimizer's epsilon, and that it is 0 in the parameter's dtype
     finite_norm=1e+21        norm of the gradients in float64, where float32 overflows

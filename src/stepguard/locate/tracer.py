@@ -48,6 +48,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The forward call that created the autograd node of this number."""
         self.unseen: set[str] = set()
         """Operators whose results could not be looked at."""
+        self.autocast: str | None = None
+        """The dtype of the first autocast context that was met in the forward pass."""
         self.local_collectives = False
         """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
@@ -95,6 +97,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.views or operator.name in TESTS:
             return None
         entries = operator.entries(args, kwargs)
+        if self.autocast is None and self.stage == "forward":
+            self.autocast = _autocast(entries)
         reads = [self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)]
         numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
@@ -201,6 +205,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if call.out and old is not call:
                 call.causes = (*call.causes, *(() if old.tame or old in call.causes else (old,)))
         self._makers[key] = call
+
+
+def _autocast(entries: list[Entry]) -> str | None:
+    """The dtype that autocast computes in, where it is on for the device of these tensors."""
+    device = next((e.value.device.type for e in entries if isinstance(e.value, Tensor)), None)
+    if device is None or not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
 def _partial(tensor: Tensor) -> bool:
