@@ -78,6 +78,8 @@ class Operator:
     def reads(self, name: str) -> bool:
         """Does the operator look at what this argument held before?"""
         root = name.partition("[")[0]
+        if self.name.endswith("_like") or self.name.startswith("aten.new_"):
+            return False  # only the shape is of interest
         return root not in self.writes or not (self.name in OVERWRITES or root == "out")
 
     def odd_number(self, numbers: list[tuple[str, float]]) -> str | None:
