@@ -39,6 +39,27 @@ def test_nan_number_is_named_with_its_argument(name: str) -> None:
     assert f"was given the number {said}" in evidence(incident)
 
 
+@pytest.mark.parametrize("op", ["aten.div", "aten.reciprocal"])
+def test_number_read_from_a_tensor_leads_back_to_that_tensor(op: str) -> None:
+    """(a / b).item() as a weight: the division is what went wrong, not a number from outside."""
+    model = nn.Linear(3, 4, bias=False)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        out = model(x)
+        size = out[2].detach().abs().sum()
+        weight = (out[2].detach().sum() / size if op == "aten.div" else 1 / size).item()
+        return out.pow(2).mean() * weight
+
+    def batch(step: int) -> Tensor:
+        x = noise(step)
+        x[2] *= 1 - step
+        return x
+
+    incident = first_incident(model, loss_fn, batch)
+    assert incident.origin is not None
+    assert (incident.origin.op, code(incident)) == (op, "SG201")
+
+
 def test_infinite_weight_of_a_loss_is_named() -> None:
     model = nn.Linear(3, 1)
     incident = first_incident(

@@ -111,6 +111,8 @@ def counts_nothing(case: Case, divisor: Operand) -> bool:
         return False
     if low(divisor) < 0 or fractional(divisor) or case.has("denominator_fractional"):
         return False  # counts are whole and never negative
+    if case.has("denominator_learned"):
+        return False  # nor do they depend on weights
     root = (case.note("denominator_root") or "").lower()
     whole_type = "int" in divisor.dtype or "bool" in divisor.dtype
     if whole_type or any(word in root for word in MASK_NAMES):

@@ -19,6 +19,7 @@ What the operation did, at the bad element (ROLE is denominator, argument or exp
     ROLE_root=batch:mask     the only stored tensor it was computed from, if that is one batch tensor
     eps_vanished=1e-08       an epsilon on the way to that operand is 0 in float16
     denominator=zero         division by exactly 0          numerator=zero    0 / 0
+    denominator_fractional   some divisors are no whole numbers           denominator_learned   computed from weights
     denominator_value=1e-40  tiny, not zero
     argument=zero|negative   of log, sqrt, pow, rsqrt, a variance        argument_value=-2.5
     out_of_domain=1.02       acos, asin, atanh, acosh, erfinv

@@ -30,6 +30,7 @@ MOST_MEASURED = 32
 EXACT_ELEMENTS = 20_000_000
 """Elements that may be compared position by position before the trace falls back to whole tensors."""
 MOST_SPOTS = 16
+READS_A_NUMBER = "aten._local_scalar_dense"
 LEAST_HALF = 2.0**-25
 """Numbers up to this round to 0 in float16."""
 
@@ -53,6 +54,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.local_collectives = False
         """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
+        self._bad_number: Call | None = None
+        """Who made the last bad value that was read as a Python number."""
         self._last_sequence = -1
         self._measured = 0
         self._exact_left = EXACT_ELEMENTS
@@ -94,6 +97,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
         """What goes in, before the operation runs; None for what is of no interest."""
         operator = describe(func)
+        if operator.name == READS_A_NUMBER:
+            self._number_read(args[0])
         if operator.views or operator.name in TESTS:
             return None
         entries = operator.entries(args, kwargs)
@@ -103,6 +108,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
         return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, operator.selects(entries))
+
+    def _number_read(self, tensor: Tensor) -> None:
+        """`.item()`: a bad number that is used later on comes from here."""
+        maker = self._makers.get(storage_key(tensor))
+        if maker is not None and maker.out and numeric(tensor) and flaws(tensor):
+            self._bad_number = maker
 
     def _read(self, entry: Entry, operator: Operator) -> Read:
         tensor = entry.value
@@ -178,6 +189,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         why = explain(reads, [number for _, number in made_by.numbers], out, found, exact)
         call.causes = (*call.causes, *(read.maker for read in why.causes))
         call.out, call.tame, call.born = found, why.tame and not call.causes, why.born
+        if call.number is not None and self._bad_number is not None:
+            call.causes, call.number = (*call.causes, self._bad_number), None
+            call.tame = call.born = False
         call.shape = tuple(out.shape)
         if call.stage == "backward" and (call.born or any(c.stage != "backward" for c in call.causes)):
             self._poisoned_nodes.add(call.sequence)
