@@ -21,7 +21,7 @@ MOST_NAMED = 3
 @contextmanager
 def own_state(step: Step) -> Iterator[OwnState]:
     """What the loss function keeps for itself, put back afterwards: a replay must not use up its random numbers."""
-    own = OwnState(step.loss_fn, step.named_roots().values())
+    own = OwnState(step.loss_fn)
     try:
         yield own
     finally:
