@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepguard.detect import judge
+from stepguard.detect.anomalies import MOVED
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
@@ -181,18 +182,21 @@ class Pipeline:
 
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context, recovery, reading = self._context, self._recovery, incident.reading
-        fault = self._fault(incident, committed)
+        ruined_weights = weights_ruined(incident.origin) or self._diverged(reading)
+        fault = self._fault(incident, committed, ruined_weights)
         by_chance = incident.origin is not None and incident.origin.reproduced is False and fault != "anomaly"
         again = self._reruns and step.whole
         remedy, why_not = None, ""
-        if fault in ("state", "anomaly") or not goes_on(context.config.policy):
-            visible = fault != "anomaly" and not weights_ruined(incident.origin)
+        may_act = fault == "anomaly" and self._suspicion.proven
+        if fault == "state" or may_act or (fault != "anomaly" and not goes_on(context.config.policy)):
+            visible = fault != "anomaly" and not ruined_weights
             remedy, why_not = recovery.plan(transient=again and visible and fault == "state", visible=visible)
         leave_out = proven_guilty(step, incident) if again and context.agreement.size == 1 else ""
         situation = Situation(
             step=incident.step,
             fault=fault,
-            remedy=remedy if fault != "anomaly" or context.config.anomalies == "act" else None,
+            remedy=remedy,
+            may_act=may_act,
             no_rewind=why_not,
             can_retry=by_chance and again and fault == "data" and recovery.retried != step.index,
             at_start=fault == "state" and context.history.committed == 0 and not committed and bool(reading.bad_state),
@@ -207,14 +211,24 @@ class Pipeline:
             accept(context, reading.bad_state)
         return decision
 
-    def _fault(self, incident: Incident, committed: bool) -> Fault:
+    def _diverged(self, reading: Reading) -> bool:
+        """Had the loss run far above everything, on weights that left where they were, before it became non-finite?"""
+        history = self._context.history
+        by_batch = bool(reading.bad_inputs) or reading.overflow
+        if by_batch or not history.losses or not history.level > history.far_limit or self._context.agreement.size > 1:
+            return False
+        moved = self._recovery.moved_since_good()
+        return moved is not None and not moved < MOVED
+
+    def _fault(self, incident: Incident, committed: bool, ruined_weights: bool) -> Fault:
         reading = incident.reading
         if incident.verdict.kind in FINITE_KINDS:
             return "anomaly"
         damaged = bool(reading.bad_state) and not reading.state_born
-        if committed or damaged or stored_culprit(incident.origin) or weights_ruined(incident.origin):
+        if committed or damaged or stored_culprit(incident.origin) or ruined_weights:
             return "state"
-        return "update" if reading.state_born or incident.verdict.kind == "lr_mismatch" else "data"
+        made_by_update = reading.state_born and not reading.bad_state[0].startswith("buffer:")
+        return "update" if made_by_update or incident.verdict.kind == "lr_mismatch" else "data"
 
     def _new_scale(self, step: Step) -> float:
         """A static loss scale that works on every rank."""

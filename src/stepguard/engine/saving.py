@@ -187,7 +187,8 @@ class Saving:
         context.step, context.loss_scale = own["step"], own["loss_scale"]
         context.history = history_from(own["history"])
         context.history.configured_lr = configured
-        context.budget = budget_from(own["budget"])
+        # whoever starts the run again accepts what was lost: each attempt may lose its own share
+        context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
         context.resumed = True
         random_numbers = recovery.whole.random_numbers(state)
         recovery.whole.put_back_random_numbers(state)
