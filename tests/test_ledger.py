@@ -110,7 +110,3 @@ def test_disk_that_takes_half_a_line_tears_only_that_line(tmp_path: Path, monkey
 @pytest.mark.parametrize(("cause", "again"), [("SG101", True), ("SG204", True), ("SG402", True), ("SG301", False)])
 def test_only_what_the_data_or_the_loss_did_would_fail_again(cause: str, again: bool) -> None:
     assert BadSamples(step=0, cause=cause).would_fail_again is again
-
-
-def test_samples_that_were_lost_with_others_are_not_blamed() -> None:
-    assert not BadSamples(step=0).blamed and not BadSamples(step=0).would_fail_again

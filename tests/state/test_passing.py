@@ -44,8 +44,8 @@ def test_batch_without_indices_is_passed_over_only_in_the_pass_the_loader_is_at(
 def test_batch_made_of_other_samples_is_delivered() -> None:
     loader = DataLoader(torch.arange(12), batch_sampler=[[0, 1, 2], [3, 4, 5], [6, 7, 8]])
     feed, said = _feed(loader=loader)
-    rows = {(0, 0): {1: 1}, (0, 1): {0: 99}, (0, 2): {0: 6, 9: 1}, (1, 1): {0: 3, 1: 4, 2: 5}}
-    feed.pass_over(rows, rows=rows)
+    known = {(0, 0): [1], (0, 1): [99], (0, 2): [6, 1], (1, 1): [3, 4, 5]}
+    feed.pass_over(known, indices=known)
     assert [batch.tolist() for batch in feed] == [[3, 4, 5], [6, 7, 8]]
     assert [batch.tolist() for batch in feed] == [[0, 1, 2], [6, 7, 8]]
     assert len(said) == 2

@@ -43,14 +43,11 @@ class BadSamples:
     left_out: Extent = "step"
     """What the update went on without: the samples, the micro-batch, or nothing was updated at all."""
     cause: str = ""
-    """Code of the first finding; empty where the samples are innocent and were only lost with others."""
+    """Code of the first finding, or the kind of the verdict where there is none."""
+    innocent: bool = False
+    """These samples did nothing: they were lost with the step of others."""
     place: str = ""
     incident: str = ""
-
-    @property
-    def blamed(self) -> bool:
-        """Did these samples do it, as far as anybody can tell? False for those that were lost with others."""
-        return bool(self.cause)
 
     @property
     def would_fail_again(self) -> bool:

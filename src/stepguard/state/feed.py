@@ -94,14 +94,14 @@ class Feed:
         batches: Collection[Place],
         *,
         causes: Mapping[Place, str] | None = None,
-        rows: Mapping[Place, Mapping[int, Index]] | None = None,
+        indices: Mapping[Place, Collection[Index]] | None = None,
     ) -> None:
         """Do not deliver these batches again, each given as (pass, number in it). The position still counts them.
 
-        `rows` says which samples are in which rows of a batch: one that is made of others is delivered. Without it a
-        batch is known by its number, and only in the pass the loader is at: later ones may come in another order.
+        `indices` says which samples are in a batch: one that is made of others is delivered. Without it a batch is
+        known by its number, and only in the pass the loader is at: later ones may come in another order.
         """
-        self._passing.expect(batches, self.epoch, causes or {}, rows or {})
+        self._passing.expect(batches, self.epoch, causes or {}, indices or {})
 
     def position(self) -> dict[str, Any]:
         """Where the loop is, in plain values and tensors."""

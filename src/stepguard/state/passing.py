@@ -23,7 +23,7 @@ class Passing:
         self._say = say
         self._places: frozenset[Place] = frozenset()
         self._causes: Mapping[Place, str] = {}
-        self._rows: Mapping[Place, Mapping[int, Index]] = {}
+        self._indices: Mapping[Place, Collection[Index]] = {}
         self._epoch = 0
         self._stretch: list[Place] = []
 
@@ -32,10 +32,10 @@ class Passing:
         places: Collection[Place],
         epoch: int,
         causes: Mapping[Place, str],
-        rows: Mapping[Place, Mapping[int, Index]],
+        indices: Mapping[Place, Collection[Index]],
     ) -> None:
         """`epoch` is the pass whose order of batches is known to be the same as before."""
-        self._places, self._epoch, self._causes, self._rows = frozenset(places), epoch, causes, rows
+        self._places, self._epoch, self._causes, self._indices = frozenset(places), epoch, causes, indices
 
     def passes_over(self, place: Place, batch: Batch) -> bool:
         if place in self._places and self._is_the_same(place, batch):
@@ -45,10 +45,10 @@ class Passing:
         return False
 
     def _is_the_same(self, place: Place, batch: Batch) -> bool:
-        expected, indices = self._rows.get(place), batch.indices
+        expected, indices = self._indices.get(place), batch.indices
         if not expected or indices is None:
             return place[0] == self._epoch
-        return all(row < len(indices) and indices[row] == index for row, index in expected.items())
+        return set(expected) <= set(indices)
 
     def tell(self) -> None:
         """One line on the stretch that has ended."""
