@@ -15,8 +15,9 @@ from stepguard.state.indices import Index, as_indices
 
 REMEMBERED = 256
 """Batches. A step has rarely more micro-batches, and a fused one is read one step late."""
-MOST_TENSORS, MOST_LOOKED_AT = 4, 64
+MOST_TENSORS, MOST_LOOKED_AT = 4, 32
 """Of one batch: enough to know it again, and little enough to cost nothing."""
+ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +128,18 @@ def _marks(batch: Any) -> list[Any]:
     waiting, looked_at = deque([batch]), 0
     while waiting and len(found) < MOST_TENSORS and looked_at < MOST_LOOKED_AT:
         item, looked_at = waiting.popleft(), looked_at + 1
-        if isinstance(item, Tensor):
+        kind = type(item)
+        if kind in ATOMS:
+            continue
+        if kind is Tensor or isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, dict):
             waiting.extend(dict.values(item))
         elif isinstance(item, list | tuple):
-            waiting.extend(item[:MOST_LOOKED_AT])
+            if item and type(item[0]) not in ATOMS:  # a list of names is long and holds no tensor
+                waiting.extend(item[:MOST_LOOKED_AT])
         elif is_dataclass(item) and not isinstance(item, type):
             waiting.extend(getattr(item, field.name, None) for field in fields(item))
-        elif type(item).__module__ != "builtins" and not isinstance(item, type):
+        elif kind.__module__ != "builtins" and not isinstance(item, type):
             waiting.extend(getattr(item, "__dict__", {}).values())
     return found

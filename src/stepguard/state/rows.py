@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from stepguard.state.batch import OUTPUT_GRADIENT
 
 CONSTANTS = (bool, int, float, complex, str, bytes, Enum, PurePath, torch.dtype, torch.device, type(None))
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 class UncutError(Exception):
@@ -61,11 +62,12 @@ def _candidates(batch: Any) -> Iterator[int]:
 def _parts(value: Any) -> Iterator[Any]:
     yield value
     for _, child in _children(value):
-        yield from _parts(child)
+        if type(child) not in ATOMS:
+            yield from _parts(child)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, PackedSequence):
+    if type(value) in ATOMS or isinstance(value, Tensor | PackedSequence):
         return
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items() if key != OUTPUT_GRADIENT)
@@ -78,6 +80,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_tensors(value: Any) -> bool:
+    if type(value) in ATOMS:
+        return False
     return any(isinstance(part, Tensor) for part in _parts(value))
 
 
