@@ -97,3 +97,16 @@ def test_file_that_cannot_be_written_is_exit_code_2(run: Path, tmp_path: Path) -
 def test_reading_the_ledger_starts_without_torch(run: Path, tmp_path: Path) -> None:
     seen = run_cli(tmp_path, "quarantine", "--data", str(run), "--json")
     assert seen.code == 0 and "SG101" in seen.stdout and "torch" not in seen.modules
+
+
+def test_example_of_the_page_leaves_the_listed_samples_out(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "bad-samples.md"
+    example = page.read_text(encoding="utf-8").split("```python\n")[-1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    invoke(run, "--out", "bad.txt", "--unproven")
+    names: dict[str, Any] = {"dataset": list(range(30))}
+    exec(example, names)
+    seen = {int(row) for batch in names["loader"] for row in batch}
+    assert seen == set(range(30)) - {17, 4, 5, 6, 7}

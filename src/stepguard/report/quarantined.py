@@ -123,10 +123,12 @@ def _cells(entry: BadSamples) -> tuple[str, ...]:
 
 
 def _names(entry: BadSamples) -> str:
-    known = entry.ids if entry.ids is not None else entry.indices
-    if known is None:
-        return "-"
-    return phrases.first_few((phrases.shortened(str(name), LONGEST_NAME) for name in known), MOST_ROWS)
+    """`48211`, `48211 = a.png`, or `a.png`."""
+    named = []
+    for index, own in _identities(entry):
+        known = [str(part) for part in (index, own) if part is not None]
+        named.append(" = ".join(phrases.shortened(part, LONGEST_NAME) for part in known))
+    return phrases.first_few(named, MOST_ROWS) or "-"
 
 
 def _sums(entries: Sequence[BadSamples], seen_steps: int) -> list[str]:
