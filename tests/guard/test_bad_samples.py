@@ -371,3 +371,16 @@ def test_node_of_a_graph_is_not_cut_out_of_it() -> None:
         assert result.incident is not None and result.incident.decision is not None
         assert not result.committed and result.incident.decision.action == "skip"
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_loop_that_trains_on_other_samples_gets_no_rows_named(tmp_path: Path) -> None:
+    """A replay buffer, say: as many batches and as many rows as the loader delivers, but others."""
+    guard, loss_fn = built(loader(shuffle=False), config(tmp_path))
+    other = Rows((5,))
+    with guard:
+        for number, _ in enumerate(guard.loader):
+            rows = slice(BATCH * number, BATCH * (number + 1))
+            guard.step(loss_fn, {"x": other.x[rows] + 0.5, "y": other.y[rows] - 1})
+        (incident,) = guard.incidents
+    assert incident.origin is not None and incident.origin.samples == (5,) and incident.origin.rows == ()
+    assert known_bad(tmp_path)[0].indices is None and known_bad(tmp_path)[0].batch is None

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from stepguard.engine.leave_out import samples_in
 from stepguard.records import Origin
 from stepguard.records.bad_samples import Identity
-from stepguard.state.delivered import Delivered, Found
+from stepguard.state.delivered import Delivered, Found, first_tensors
 from stepguard.state.feed import Feed
 from stepguard.state.rows import part_named
 from stepguard.state.step import Step
@@ -51,7 +54,7 @@ def parts_of(step: Step, feed: Feed | None, id_key: str | None) -> list[Part]:
     found = [feed.find(batch) for batch in step.micro_batches]
     if all(found):
         return _known_again([each for each in found if each is not None], parts)
-    return _by_order(delivered, parts)
+    return _by_order(delivered, parts, step.micro_batches)
 
 
 def name_samples(origin: Origin, step: Step, feed: Feed | None, id_key: str | None) -> Origin:
@@ -97,24 +100,46 @@ def _known_again(found: list[Found], parts: list[Part]) -> list[Part]:
     return known
 
 
-def _by_order(delivered: list[Delivered], parts: list[Part]) -> list[Part]:
-    """The loop has made new tensors of them (moved to a device): the order tells, where the numbers agree."""
+def _by_order(delivered: list[Delivered], parts: list[Part], batches: Sequence[Any]) -> list[Part]:
+    """The loop has made new tensors of them (moved to a device): the order tells, where numbers and values agree."""
     if len(delivered) == len(parts):
+        if any(_contradicts(each, batch) for each, batch in zip(delivered, batches, strict=True)):
+            return parts
         pairs = zip(parts, delivered, strict=True)
         return [replace(part, indices=each.indices, place=(each.epoch, each.number)) for part, each in pairs]
-    sizes, listed = [part.size for part in parts], [each.indices for each in delivered]
-    if None in sizes or None in listed or len(delivered) != 1:
+    if len(delivered) != 1 or any(part.size is None for part in parts):
         return parts
-    (each,), (indices,) = delivered, listed
-    assert indices is not None
-    if sum(size or 0 for size in sizes) != len(indices):
+    (whole,), indices = delivered, delivered[0].indices
+    if indices is None or sum(part.size or 0 for part in parts) != len(indices):
         return parts
     cut, start = [], 0
-    for part in parts:
+    for part, batch in zip(parts, batches, strict=True):
+        if _contradicts(whole, batch, start):
+            return parts
         end = start + (part.size or 0)
-        cut.append(replace(part, indices=indices[start:end], place=(each.epoch, each.number)))
+        cut.append(replace(part, indices=indices[start:end], place=(whole.epoch, whole.number)))
         start = end
     return cut
+
+
+def _contradicts(delivered: Delivered, batch: Any, start: int = 0) -> bool:
+    """Are there tensors that could be the same, and is none of them? Then the loop trains on something else."""
+    looks_alike = [
+        (whole[start : start + len(tensor)], tensor)
+        for whole in delivered.tensors
+        for tensor in first_tensors(batch)
+        if tensor.dim() and whole.dim() and (tensor.dtype, tensor.shape[1:]) == (whole.dtype, whole.shape[1:])
+    ]
+    return bool(looks_alike) and not any(_equal(whole, tensor) for whole, tensor in looks_alike)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    other = other.detach().to(one.device)
+    if one.shape != other.shape:
+        return False
+    if one.is_floating_point() or one.is_complex():
+        return torch.allclose(one.detach(), other, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.equal(one, other)
 
 
 def _ids(batch: Any, key: str | None, size: int | None) -> tuple[Identity, ...] | None:

@@ -72,5 +72,8 @@ def good_micro_batches(step: Step) -> list[int]:
 
 
 def _finite(step: Step, micro: Sequence[int]) -> bool:
-    again = rerun(step, micro=micro)
+    try:
+        again = rerun(step, micro=micro)
+    except Exception:  # the user's code cannot take such a batch
+        return False
     return again.grads_finite and all(loss - loss == 0.0 for loss in again.losses)

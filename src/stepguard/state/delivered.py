@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -31,11 +30,16 @@ class Delivered:
     """The step that was next when it was delivered."""
     raw: Any
     """What the sampler yielded for it."""
-    marks: tuple[weakref.ref[Any], ...]
+    marks: tuple[weakref.ref[Tensor], ...]
 
     @property
     def indices(self) -> tuple[Index, ...] | None:
         return as_indices(self.raw)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of its first tensors that somebody still holds."""
+        return [tensor for tensor in (mark() for mark in self.marks) if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +68,15 @@ class Recent:
 
     def add(self, batch: Any, epoch: int, number: int, step: int, raw: Any) -> None:
         try:
-            marks = tuple(weakref.ref(item) for item in _marks(batch))
+            marks = tuple(weakref.ref(tensor) for tensor in first_tensors(batch))
         except Exception:  # an object with ideas of its own: its batch is not known again, and the loop goes on
             marks = ()
         self._batches.append(Delivered(epoch, number, step, raw, marks))
 
     def find(self, batch: Any) -> Found | None:
         """Which one is it, or a part of? None where none is, or where several might be."""
-        asked = {id(item): item for item in _marks(batch)}
-        scored = [(sum(id(item) in asked for item in _alive(each)), each) for each in self._batches]
+        asked = {id(tensor) for tensor in first_tensors(batch)}
+        scored = [(sum(id(tensor) in asked for tensor in each.tensors), each) for each in self._batches]
         best = max((score for score, _ in scored), default=0)
         if best:
             matching = [each for score, each in scored if score == best]
@@ -91,19 +95,13 @@ class Recent:
 
     def _part(self, batch: Any) -> Found | None:
         """A slice of a delivered tensor, as loops cut their batches into micro-batches."""
-        for tensor in _marks(batch):
-            if not isinstance(tensor, Tensor):
-                continue
+        for tensor in first_tensors(batch):
             for each in reversed(self._batches):
-                for whole in _alive(each):
-                    rows = _rows_of(tensor, whole) if isinstance(whole, Tensor) else None
+                for whole in each.tensors:
+                    rows = _rows_of(tensor, whole)
                     if rows is not None:
                         return Found(each, rows, int(whole.shape[0]))
         return None
-
-
-def _alive(delivered: Delivered) -> Iterator[Any]:
-    return (item for item in (mark() for mark in delivered.marks) if item is not None)
 
 
 def _rows_of(part: Tensor, whole: Tensor) -> tuple[int, ...] | None:
@@ -122,9 +120,9 @@ def _rows_of(part: Tensor, whole: Tensor) -> tuple[int, ...] | None:
     return rows if inside else None
 
 
-def _marks(batch: Any) -> list[Any]:
-    """The first tensors of a batch, and the objects around them that can be known again. Runs none of their code."""
-    found: list[Any] = []
+def first_tensors(batch: Any) -> list[Tensor]:
+    """The first tensors of a batch, whatever it is made of. Runs no code of the user's classes."""
+    found: list[Tensor] = []
     waiting, looked_at = deque([batch]), 0
     while waiting and len(found) < MOST_TENSORS and looked_at < MOST_LOOKED_AT:
         item, looked_at = waiting.popleft(), looked_at + 1
