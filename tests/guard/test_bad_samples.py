@@ -284,7 +284,7 @@ class TwoRanks:
     size, rank = 2, 0
 
     def together(self, tell: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        return [tell(), {"places": [[0, 2]]}]
+        return [tell(), {"lost": [[1, 2, 0, 2]]}]
 
 
 def test_ranks_pass_over_only_what_all_of_them_have_on_record(tmp_path: Path) -> None:

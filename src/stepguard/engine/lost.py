@@ -67,20 +67,28 @@ def honour_ledger(context: Context) -> None:
     Ranks must deliver the same number of batches: they pass over only what all of them have on record, and only in the
     pass whose order is known.
     """
-    feed, run_dir = context.feed, context.config.run_dir
-    lost: dict[Place, list[BadSamples]] = {}
+    feed, run_dir, agreement = context.feed, context.config.run_dir, context.agreement
+    entries: list[BadSamples] = []
     if feed is not None and run_dir is not None:
-        for entry in known_bad(Path(run_dir), context.agreement.rank):
-            if _passed_over(entry, context.run_id):
-                lost.setdefault((entry.epoch or 0, entry.batch or 0), []).append(entry)
-    if context.agreement.size > 1:
+        # every process has drawn a run id of its own: the one of rank 0 is in the checkpoint, and speaks for all
+        run_id = context.run_id if agreement.rank == 0 else None
+        entries = [entry for entry in known_bad(Path(run_dir), agreement.rank) if _passed_over(entry, run_id)]
+    if agreement.size > 1:
         present = feed.epoch if feed is not None else -1
-        told = context.agreement.together(lambda: {"places": [list(p) for p in lost if p[0] == present]})
-        common = set.intersection(*({(int(e), int(n)) for e, n in facts["places"]} for facts in told))
-        lost = {place: entries for place, entries in lost.items() if place in common}
+        told = agreement.together(lambda: {"lost": [_moment(e) for e in entries if e.epoch == present]})
+        common = set.intersection(*({tuple(moment) for moment in facts["lost"]} for facts in told))
+        entries = [entry for entry in entries if tuple(_moment(entry)) in common]
+    lost: dict[Place, list[BadSamples]] = {}
+    for entry in entries:
+        lost.setdefault((entry.epoch or 0, entry.batch or 0), []).append(entry)
     if feed is not None and lost:
-        causes = {place: entries[0].cause for place, entries in lost.items()}
-        feed.pass_over(lost, causes=causes, indices=_indices(lost) if context.agreement.size == 1 else None)
+        causes = {place: found[0].cause for place, found in lost.items()}
+        feed.pass_over(lost, causes=causes, indices=_indices(lost) if agreement.size == 1 else None)
+
+
+def _moment(entry: BadSamples) -> list[int]:
+    """The same on every rank for one and the same loss."""
+    return [entry.attempt, entry.step, entry.epoch or 0, entry.batch or 0]
 
 
 def _passed_over(entry: BadSamples, run_id: str | None) -> bool:
