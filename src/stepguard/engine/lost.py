@@ -167,7 +167,7 @@ def _extent(incident: Incident) -> Extent:
     words = incident.decision.left_out if incident.decision is not None else ""
     if words.startswith("sample"):
         return "sample"
-    return "micro_batch" if words.startswith("micro-batch") else "step"
+    return "micro_batch" if "micro-batch" in words else "step"
 
 
 def _place(incident: Incident) -> str:
