@@ -278,3 +278,48 @@ def test_batches_are_remembered_by_the_step_they_were_delivered_for() -> None:
         step[0] = (number + 1) // 2
     assert [each.number for each in feed.of_step(1)] == [2, 3]
     assert feed.of_step(9) == []
+
+
+class Broken:
+    def __iter__(self) -> Iterator[list[int]]:
+        raise ValueError("no order today")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_sampler_that_fails_leaves_the_loader_as_it_was() -> None:
+    broken = Broken()
+    loader = DataLoader(Noisy(), batch_sampler=broken)
+    with pytest.raises(ValueError, match="no order today"):
+        next(iter(_feed(loader)))
+    assert loader.batch_sampler is broken
+
+
+class Loud(dict[str, Tensor]):
+    """A container of the user's own: none of its code runs for being remembered."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("iterated")
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError("asked")
+
+
+class Silent:
+    def __init__(self, x: Tensor) -> None:
+        object.__setattr__(self, "x", x)
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize("kind", [Loud, Silent])
+def test_remembering_a_batch_runs_no_code_of_its_class(kind: Any) -> None:
+    x = torch.rand(3)
+    feed = _feed([kind({"x": x}) if kind is Loud else kind(x)])
+    for batch in feed:
+        assert feed.where(batch) == feed.where({"again": x}) == (0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -129,15 +130,26 @@ def first_tensors(batch: Any) -> list[Tensor]:
         kind = type(item)
         if kind in ATOMS:
             continue
-        if kind is Tensor or isinstance(item, Tensor):
+        if issubclass(kind, Tensor):
             found.append(item)
-        elif isinstance(item, dict):
-            waiting.extend(dict.values(item))
-        elif isinstance(item, list | tuple):
-            if item and type(item[0]) not in ATOMS:  # a list of names is long and holds no tensor
-                waiting.extend(item[:MOST_LOOKED_AT])
-        elif is_dataclass(item) and not isinstance(item, type):
-            waiting.extend(getattr(item, field.name, None) for field in fields(item))
-        elif kind.__module__ != "builtins" and not isinstance(item, type):
-            waiting.extend(getattr(item, "__dict__", {}).values())
+        else:
+            waiting.extend(_inside(item, kind))
     return found
+
+
+def _inside(item: Any, kind: type) -> list[Any]:
+    """Direct parts of a container, read past methods that its class may have overridden."""
+    if issubclass(kind, dict):
+        return list(islice(dict.values(item), MOST_LOOKED_AT))
+    if issubclass(kind, list | tuple):
+        entries = list.__iter__(item) if issubclass(kind, list) else tuple.__iter__(item)
+        few = list(islice(entries, MOST_LOOKED_AT))
+        return few if few and type(few[0]) not in ATOMS else []  # a list of names is long and holds no tensor
+    if issubclass(kind, type) or kind.__module__ == "builtins":
+        return []
+    if is_dataclass(kind):
+        return [object.__getattribute__(item, field.name) for field in fields(kind)]
+    try:
+        return list(islice(object.__getattribute__(item, "__dict__").values(), MOST_LOOKED_AT))
+    except AttributeError:
+        return []
