@@ -26,6 +26,7 @@ from stepguard.detect import History
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
 from stepguard.journal import Journal, starts_in
+from stepguard.ledger import Ledger
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
@@ -86,6 +87,8 @@ class Context:
     """Extremes of every buffer before the first step, on the device until something is wrong."""
     feed: Feed | None = None
     """The user's loader, where the guard was given it."""
+    ledger: Ledger | None = None
+    """Where lost samples are written down; made with the first loss."""
     resumed: bool = False
     """A checkpoint was restored in this process."""
     anchor: tuple[Step, float] | None = None

@@ -19,6 +19,7 @@ from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
 from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
+from stepguard.engine.lost import naming
 from stepguard.engine.partial_step import proven_guilty, share_of
 from stepguard.engine.record import incident_folder, record
 from stepguard.engine.recovery import Recovery
@@ -50,7 +51,7 @@ class Pipeline:
         reruns: bool = True,
     ) -> None:
         """`reruns`: the guard runs the steps itself, so it can run them again for good."""
-        self._context, self._recovery, self._find = context, recovery, find or locate
+        self._context, self._recovery, self._find = context, recovery, naming(context, find or locate)
         self._reruns = reruns
         self._suspicion = Suspicion(context, recovery, clips_itself=reruns)
 
