@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stepguard.records import GuardConfig
 
 EXIT_INTERRUPTED = 130
+SWALLOWED = (0, EXIT_SCRIPT_FAILED)
+"""Exit codes that a wrapper gives when it has caught the stop; any other one is the script's own choice."""
 _HERE = str(Path(__file__).parents[1])
 
 
@@ -50,6 +52,8 @@ def run_script(script: str, arguments: list[str], config: GuardConfig, *, module
     _end_before_python()
     with Volunteers(config, _say) as volunteers, as_main(script, arguments, module=module) as start:
         code = _run(start)
+    if code in SWALLOWED and _halted(volunteers.guards):
+        code = EXIT_HALTED
     _say_how_it_ended(volunteers.guards, code)
     return code
 
@@ -70,11 +74,31 @@ def _run(start: Callable[[], None]) -> int:
     except TrainingHalted:
         return EXIT_HALTED
     except SystemExit as ending:
-        return _exit_code(ending.code)
+        code = _exit_code(ending.code)
+        return EXIT_HALTED if code == EXIT_SCRIPT_FAILED and _comes_from_a_stop(ending) else code
     except BaseException as fault:
         _print_fault(fault)
+        if _comes_from_a_stop(fault):
+            return EXIT_HALTED
         return EXIT_INTERRUPTED if isinstance(fault, KeyboardInterrupt) else EXIT_SCRIPT_FAILED
     return 0
+
+
+def _comes_from_a_stop(fault: BaseException) -> bool:
+    """Did somebody catch TrainingHalted and leave with something else, as hydra does with `sys.exit(1)`?"""
+    seen: set[int] = set()
+    found: BaseException | None = fault
+    while found is not None and id(found) not in seen:
+        if isinstance(found, TrainingHalted):
+            return True
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def _halted(guards: list[Guard]) -> bool:
+    """The script knows nothing of these guards, so whoever swallowed the stop did not mean to go on without it."""
+    return any(guard.incidents and guard.incidents[-1].stopped for guard in guards)
 
 
 def _exit_code(code: Any) -> int:
@@ -88,8 +112,9 @@ def _exit_code(code: Any) -> int:
 
 def _print_fault(fault: BaseException) -> None:
     """Only the user's frames: the runner's own say nothing about their bug. A hook of theirs goes first."""
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(fault), fault, _without_runner(fault.__traceback__))
+    hook = getattr(sys.excepthook, "_previous", sys.excepthook)  # ours, of a stop, stands before theirs
+    if hook is not sys.__excepthook__:
+        hook(type(fault), fault, _without_runner(fault.__traceback__))
         return
     told = traceback.TracebackException.from_exception(fault)
     _keep_users_frames(told)
