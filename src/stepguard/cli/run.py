@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stepguard._errors import EXIT_HALTED, EXIT_SCRIPT_FAILED, EXIT_USAGE, TrainingHalted
+from stepguard._errors import EXIT_HALTED, EXIT_SCRIPT_FAILED, ConfigError, TrainingHalted
 
 if TYPE_CHECKING:
+    from stepguard.cli.volunteers import Volunteers
     from stepguard.guard import Guard
     from stepguard.records import GuardConfig
 
@@ -32,16 +33,33 @@ def run(
     module: bool = typer.Option(False, "--module", "-m", help="SCRIPT is a module, as in `python -m`."),
     run_dir: str | None = typer.Option(None, "--run-dir", help="Folder for journal and incidents; none by default."),
     human_log: str | None = typer.Option(None, "--human-log", help="Folder for a readable latest.log."),
+    config: Path | None = typer.Option(  # noqa: B008 (typer reads the default)
+        None, "--config", metavar="FILE.toml", help="Fields of GuardConfig, and of Policy below [policy]."
+    ),
 ) -> None:
     """Run a training script under the guard, without changing it (also: torchrun -m stepguard run train.py)."""
-    if not module and not Path(script).is_file():
-        typer.echo(f"stepguard: error: {script} does not exist; give the path of a Python script.", err=True)
-        raise typer.Exit(EXIT_USAGE)
-    from stepguard.records import GuardConfig
+    if not module:
+        _refuse_no_script(script)
+    from stepguard.cli.run_config import read_config
 
     # absolute: the script may change the current directory
     folders = {name: str(Path(f).resolve()) for name, f in (("run_dir", run_dir), ("human_log", human_log)) if f}
-    raise typer.Exit(run_script(script, list(context.args), GuardConfig(**folders), module=module))  # type: ignore[arg-type]
+    raise typer.Exit(run_script(script, list(context.args), read_config(config, folders), module=module))
+
+
+def _refuse_no_script(script: str) -> None:
+    """Say what is wrong with the word in the place of the script."""
+    path = Path(script)
+    if path.is_file():
+        return
+    if script.startswith("-"):
+        raise ConfigError(
+            f"{script} is no option of `stepguard run`; its own stand before the script (--run-dir, --human-log, "
+            "--config, -m), those of the script after it. A policy is set in a file: --config FILE.toml."
+        )
+    if path.is_dir():
+        raise ConfigError(f"{script} is a folder; give the Python script in it, or a package by -m.")
+    raise ConfigError(f"{script} does not exist; give the path of a Python script.")
 
 
 def run_script(script: str, arguments: list[str], config: GuardConfig, *, module: bool = False) -> int:
@@ -54,7 +72,7 @@ def run_script(script: str, arguments: list[str], config: GuardConfig, *, module
         code = _run(start)
     if code in SWALLOWED and _halted(volunteers.guards):
         code = EXIT_HALTED
-    _say_how_it_ended(volunteers.guards, code)
+    _say_how_it_ended(volunteers, code)
     return code
 
 
@@ -142,9 +160,15 @@ def _say(text: str) -> None:
     typer.echo(f"stepguard: {text}", err=True)
 
 
-def _say_how_it_ended(guards: list[Guard], code: int) -> None:
-    if not guards and code == 0:
-        _say("no optimizer was guarded: the script made none that stepped in this process, or guards its own.")
-    for guard in guards:
+def _say_how_it_ended(volunteers: Volunteers, code: int) -> None:
+    if not volunteers.guards and code == 0:
+        _say(_why_none(volunteers.refused))
+    for guard in volunteers.guards:
         if guard.rank == 0:
             _say(f"{guard.steps} steps guarded, {len(guard.incidents)} incidents.")
+
+
+def _why_none(refused: int) -> str:
+    if refused:
+        return "the run was not guarded: no optimizer of the script could be, for the reason above."
+    return "no optimizer was guarded: the script made none that stepped in this process, or guards its own."
