@@ -35,8 +35,10 @@ def open_run(run: Path, rank: int = 0) -> RunRecord:
 
 
 def is_journal(record: RunRecord) -> bool:
-    """Was there a single line that stepguard writes?"""
-    return bool(record.header or record.steps or record.incidents or record.notes)
+    """Was there a line that stepguard writes? A journal may be empty yet, a file of another name is none then."""
+    if record.header or record.steps or record.incidents or record.notes:
+        return True
+    return not record.torn and record.path.name.startswith("journal")
 
 
 def folder_of(run: Path) -> Path:
