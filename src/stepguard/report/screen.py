@@ -87,7 +87,8 @@ def draw(stream: TextIO, paint: Callable[[Console], None]) -> str:
 def put(text: str, stream: TextIO) -> None:
     """Write above whatever progress bar is on the screen. A terminal that is gone never ends a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    safe = text.encode(encoding, "replace").decode(encoding)
+    told = text if takes_unicode(stream) else text.replace("…", "~")
+    safe = told.encode(encoding, "replace").decode(encoding)
     with contextlib.suppress(OSError, ValueError):
         live = _rich_console_with_live_bar(stream)
         if live is not None:
