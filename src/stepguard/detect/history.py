@@ -30,6 +30,8 @@ class History:
     last_loss: float | None = None
     configured_lr: tuple[float, ...] = ()
     """What the groups were set to when the guard was built, or what the user says they should be."""
+    first_lr: tuple[float, ...] = ()
+    """What the first step of the run used."""
     top_lr: tuple[float, ...] = ()
     """The highest learning rate each group has run with."""
     rates: deque[tuple[float, ...]] = field(default_factory=deque)
@@ -60,6 +62,7 @@ class History:
         self.committed += 1
         if self.excess_lr(reading.lr) is not None:
             self.jumped_at = reading.step
+        self.first_lr = self.first_lr or reading.lr
         self.top_lr = _highest(self.top_lr, reading.lr)
         self.rates.append(reading.lr)
         if reading.grad_norm is not None and math.isfinite(reading.grad_norm):

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.locate import batch as batches
-from stepguard.locate import partial, samples, stored, update
+from stepguard.locate import impurity, partial, samples, stored, update
+from stepguard.locate.agreement import departure
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
@@ -66,10 +67,13 @@ def _locate(step: Step, reading: Reading) -> Origin:
     reason = no_replay(step)
     if reason is not None:
         return stored.evidence_origin(step, reading, fact("no-replay", reason))
-    with untouched(step) as keeper:
-        if step.model_only:
-            return _replay_model(ModelReplayer(step, keeper), reading)
-        return _replay(Replayer(step, keeper), reading)
+    with untouched(step) as keeper, impurity.own_state(step) as own:
+        replayer = ModelReplayer(step, keeper) if step.model_only else Replayer(step, keeper)
+        replayer.own = own
+        if isinstance(replayer, ModelReplayer):
+            return _replay_model(replayer, reading)
+        origin = _replay(replayer, reading)
+        return impurity.told(origin, own) if origin.reproduced is False else origin
 
 
 def finite_step(reading: Reading) -> bool:
@@ -131,6 +135,9 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
         return stored.state_origin(step, reading)
     if reading.overflow:
         origin = replace(origin, notes=(*origin.notes, fact("overflow", "scale")))
+    otherwise = departure(reading, micro, replayer)
+    if otherwise is not None:
+        return replace(origin, reproduced=False, notes=(*origin.notes, "not-reproduced", fact("departs", otherwise)))
     return _name_samples(replayer, traced, found, origin)
 
 
@@ -192,8 +199,10 @@ def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     origin = stored.evidence_origin(replayer.step, reading)
     if compiled_only(replayer):
         return replace(origin, reproduced=True, method="replay", notes=(*origin.notes, "compiled-only"))
-    steady = "transient" if repeats(replayer) else "nondeterministic"
-    return replace(origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced", steady))
+    differ = impurity.different_losses(replayer)
+    steady = "transient" if not differ and repeats(replayer) else "nondeterministic"
+    notes = (*origin.notes, "not-reproduced", steady, *differ)
+    return replace(origin, reproduced=False, method="replay", notes=notes)
 
 
 def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Origin) -> Origin:

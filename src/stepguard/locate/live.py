@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from stepguard.locate import batch as batches
+from stepguard.locate.attributes import kept_tensors
 from stepguard.locate.birth import Invocation
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
@@ -84,6 +85,8 @@ class LiveTrace:
         self._parameters = {
             f"{prefix}.{name}".strip("."): p for prefix, root in roots.items() for name, p in root.named_parameters()
         }
+        for name, tensor in kept_tensors(roots):
+            self.tracer.store(name, tensor)
         for name, parameter in self._parameters.items():
             self.tracer.store(f"param:{name}", parameter)
         for prefix, root in roots.items():
