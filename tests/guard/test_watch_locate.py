@@ -248,8 +248,8 @@ def _arm_at_the_start() -> Callable[[int, nn.Module], None]:
         tracing = [m for m in _get_current_dispatch_mode_stack() if "LiveTracer" in type(m).__name__]
         assert len(tracing) == (1 if step else 0)
         if step == 0:
-            hook = next(iter(model._forward_pre_hooks.values()))
-            hook._hear.__self__._on_call.__self__.arming._arm(0)  # type: ignore[attr-defined]
+            (capture,) = model._compiled_call_impl.hearers  # type: ignore[union-attr]
+            capture._on_call.__self__.arming._arm(0)
 
     return during
 
