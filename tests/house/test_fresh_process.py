@@ -143,3 +143,32 @@ def test_a_guard_draws_from_no_random_generator_of_the_program(tmp_path: Path, k
     assert "stepguard" in seen.stderr  # a panel was printed
     words = ["built", "stepped", "stepped", "told of 1 incident", "closed"]
     assert seen.stdout.splitlines() == [f"{word} []" for word in words]
+
+
+WARNING = """
+import math, warnings
+import torch
+from torch import nn
+import stepguard
+
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss(x):
+    warnings.warn("said once a run")
+    return model(x).pow(2).mean()
+
+
+with stepguard.Guard(model, optimizer) as guard:
+    for step in range(6):
+        guard.step(loss, torch.full((4, 3), math.nan if step % 2 else 1.0))
+print(len(guard.incidents))
+"""
+
+
+def test_a_warning_shown_once_is_not_shown_again_after_an_incident(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WARNING)
+    seen = run_code(tmp_path, "import runpy; runpy.run_path('train.py')")
+    assert seen.stderr.count("UserWarning: said once a run") == 1
+    assert seen.stdout.split() == ["3"]
