@@ -25,6 +25,7 @@ from stepguard.detect import History
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
 from stepguard.journal import Journal
+from stepguard.locate.effort import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
@@ -85,6 +86,8 @@ class Context:
     """A healthy step and its loss, to tell hurt weights from hard data."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
+    effort: Effort = field(default_factory=Effort)
+    """What placing an incident may cost."""
     last_read: float = field(default_factory=time.perf_counter)
     _given: list[Tensor] = field(default_factory=list)
     """The optimizer's parameters when `_ordered` was made."""
@@ -170,6 +173,7 @@ def build_context(
         terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         resources=ExitStack(),
         loss_scale=config.loss_scale or 1.0,
+        effort=Effort(config.locate_budget),
     )
     configured = config.lr
     context.history.configured_lr = tuple(configured or lr for lr in context.lr)

@@ -46,7 +46,8 @@ class Pipeline:
         reruns: bool = True,
     ) -> None:
         """`reruns`: the guard runs the steps itself, so it can run them again for good."""
-        self._context, self._recovery, self._find = context, recovery, find or locate
+        self._context, self._recovery = context, recovery
+        self._find = find or (lambda step, reading: locate(step, reading, context.effort))
         self._reruns = reruns
         self._suspicious = (-1, 0)
         """The last suspicious step, and how many in a row there have been."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stepguard.locate import batch as batches
+from stepguard.locate.effort import Effort
 from stepguard.locate.finite import all_finite, numeric
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.tracer import Tracer
@@ -50,8 +51,9 @@ class Traced:
 class Replayer:
     """Runs micro-batches of one step, inside `untouched`."""
 
-    def __init__(self, step: Step, keeper: BufferKeeper) -> None:
+    def __init__(self, step: Step, keeper: BufferKeeper, effort: Effort | None = None) -> None:
         self.step = step
+        self.effort = effort if effort is not None else Effort()
         self._keeper = keeper
         roots = step.named_roots()
         self.parameters = {
@@ -80,7 +82,7 @@ class Replayer:
                 tracer.store(f"grad:{name}", parameter.grad)
         for name, buffer in self.buffers.items():
             tracer.store(f"buffer:{name}", buffer)
-        with self._eagerly(True), spans:
+        with self.effort.first_trace(), self._eagerly(True), spans:
             ran = self._run(micro, own, backward, tracer)
         return Traced(ran, tracer, micro)
 
