@@ -142,6 +142,8 @@ class Watcher:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         self._begin()
+        if self.recovery.due():  # the root module was not called, only its methods or its children
+            self.shield.call(None, self.recovery.before_update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and self._rewound():
             self._hidden.hide(needs_some=self._undo is not None)
