@@ -212,7 +212,7 @@ def test_the_second_incident_is_placed_by_the_live_trace(
     assert second.findings[0].code == code
     notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]
     assert len(notes) == 1
-    assert notes[0].startswith("tracing the next 200 steps")
+    assert notes[0].startswith("tracing the next 20 steps, then every 10th up to 200")
 
 
 def test_a_value_born_in_the_data_code_before_the_model_is_input() -> None:

@@ -104,8 +104,8 @@ class Watcher:
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
         if not self._listening:
             return
-        self.shield.call(None, self.arming.after_backward, root)
-        self.shield.call(None, self.heard.after_backward, failed=failed)
+        ours = self.shield.call(False, self.heard.after_backward, failed=failed)
+        self.shield.call(None, self.arming.after_backward, ours=ours)
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         self.shield.call(None, self.heard.after_norm, tensors, norm)

@@ -14,6 +14,8 @@ RECENT = 16
 """Steps whose times stand for a bare step."""
 MOST_FRUITLESS = 3
 """Searches that may end without a sample before one place is no longer searched for samples."""
+TRACING_STEPS, TRACING_FLOOR = 20.0, 5.0
+"""What tracing a loop may add: so many times the budget of placing one incident, and at least so many seconds."""
 
 
 class OutOfTimeError(Exception):
@@ -27,6 +29,7 @@ class Effort:
         self.steps = steps
         self.tracing = False
         """The loop runs under the tracer, so its steps are not bare."""
+        self._added_by_tracing = 0.0
         self.cut: list[str] = []
         """What was left out of the present incident, in sentences."""
         self.whole_only: set[Hashable] = set()
@@ -40,8 +43,24 @@ class Effort:
 
     def took(self, seconds: float) -> None:
         """A step of the loop took this long."""
-        if not self.tracing:
+        if self.tracing:
+            self._added_by_tracing += max(seconds - self.bare_seconds, 0.0)
+        else:
             self._recent.append(seconds)
+
+    def begin_tracing(self) -> None:
+        """The loop is to be traced from now on."""
+        self._added_by_tracing = 0.0
+
+    @property
+    def tracing_too_long(self) -> bool:
+        """Has tracing added more time than it may?"""
+        return self._added_by_tracing > max(TRACING_FLOOR, self.tracing_limit * self.bare_seconds)
+
+    @property
+    def tracing_limit(self) -> float:
+        """Bare steps that tracing may add."""
+        return TRACING_STEPS * self.steps
 
     @property
     def bare_seconds(self) -> float:
