@@ -164,3 +164,26 @@ def test_where_the_trace_shows_nothing_either_it_is_given_up(tmp_path: Path) -> 
     assert active[2] and not active[-1]
     notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]
     assert "none of them showed where it was born" in notes[-1]
+
+
+def test_with_several_guards_every_line_says_which_one_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    class Critic(nn.Linear):
+        pass
+
+    actor, critic = nn.Linear(4, 1), Critic(4, 1)
+    optimizers = [torch.optim.SGD(actor.parameters(), lr=1e-3), torch.optim.Adam(critic.parameters())]
+    with stepguard.watch(actor, optimizers[0]), stepguard.watch(critic, optimizers[1]):
+        for _ in range(2):
+            optimizers[1].zero_grad()
+            (critic(torch.ones(2, 4)) * torch.nan).mean().backward()
+            optimizers[1].step()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("stepguard")]
+    assert len(lines) >= 3
+    assert all("(optimizer 1: Adam of Critic)" in line for line in lines)
+
+
+def test_the_only_guard_does_not_name_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 1)
+    with stepguard.Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3)) as guard:
+        guard.step(lambda x: model(x).mean(), torch.full((2, 4), torch.nan))
+    assert "SGD of Linear" not in capsys.readouterr().err.splitlines()[0]

@@ -113,8 +113,9 @@ def _ours(file: str) -> bool:
     return file.startswith((_HERE, "<frozen runpy>"))
 
 
-def _say(text: str) -> None:
-    typer.echo(f"stepguard: {text}", err=True)
+def _say(text: str, whose: str = "") -> None:
+    speaker = f"stepguard ({whose})" if whose else "stepguard"
+    typer.echo(f"{speaker}: {text}", err=True)
 
 
 def _say_how_it_ended(guards: list[Guard], code: int) -> None:
@@ -122,4 +123,6 @@ def _say_how_it_ended(guards: list[Guard], code: int) -> None:
         _say("no optimizer was guarded: the script made none that stepped in this process, or guards its own.")
     for guard in guards:
         if guard.rank == 0:
-            _say(f"{guard.steps} steps guarded, {len(guard.incidents)} incidents.")
+            _say(
+                f"{guard.steps} steps guarded, {len(guard.incidents)} incidents.", guard.name if len(guards) > 1 else ""
+            )

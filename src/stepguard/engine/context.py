@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.feed import Feed
 from stepguard.state.step import Step, unwrapped
 
-guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
+guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers that already have a guard in this process, and the number of each, from 0."""
 volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
 """Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard comes."""
 
@@ -63,6 +64,8 @@ class Context:
     terminal: Terminal
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    name: str = ""
+    """Which guard this is, where a process has several."""
     outlet: Outlet = field(default_factory=Outlet)
     """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
@@ -159,6 +162,8 @@ def build_context(
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
+    number = next(number for number in count() if number not in guarded.values())
+    name = f"optimizer {number}: {type(optimizer).__name__} of {type(roots['']).__name__}"
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -170,18 +175,25 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
+        terminal=_terminal(config, agreement.rank, name),
         resources=ExitStack(),
+        name=name,
         loss_scale=config.loss_scale or 1.0,
         effort=Effort(config.locate_budget),
     )
     configured = config.lr
     context.history.configured_lr = tuple(configured or lr for lr in context.lr)
     context.resources.callback(agreement.close)
-    guarded.add(optimizer)
-    context.resources.callback(guarded.discard, optimizer)
+    guarded[optimizer] = number
+    context.resources.callback(guarded.pop, optimizer, None)
     _open_files(context)
     return context
+
+
+def _terminal(config: GuardConfig, rank: int, name: str) -> Terminal:
+    """Says which guard speaks, where there are several."""
+    quiet = config.terminal == "quiet"
+    return Terminal(quiet=quiet, rank=rank, policy=config.policy, whose=lambda: name if len(guarded) > 1 else "")
 
 
 def bare_step(context: Context) -> Step:
