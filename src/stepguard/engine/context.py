@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import platform
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from stepguard._errors import ConfigError
 from stepguard.detect import History
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
-from stepguard.journal import Journal
+from stepguard.journal import Journal, starts_in
 from stepguard.locate.effort import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
@@ -70,6 +71,12 @@ class Context:
     """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
     incidents: list[Incident] = field(default_factory=list)
+    unrecorded: tuple[Incident, Step] | None = None
+    """An incident that is decided and neither applied nor on record yet."""
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    """Names this run in its checkpoints; a restored run goes on under the name it had."""
+    attempt: int = 1
+    """Which start in this run folder this process is."""
     commit_hooks: list[Callable[[], None]] = field(default_factory=list)
     step: int = 0
     """Index of the next optimizer step."""
@@ -162,8 +169,7 @@ def build_context(
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
-    number = next(number for number in count() if number not in guarded.values())
-    name = f"optimizer {number}: {type(optimizer).__name__} of {type(roots['']).__name__}"
+    number, name = _name(optimizer, roots[""])
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -184,10 +190,20 @@ def build_context(
     configured = config.lr
     context.history.configured_lr = tuple(configured or lr for lr in context.lr)
     context.resources.callback(agreement.close)
-    guarded[optimizer] = number
-    context.resources.callback(guarded.pop, optimizer, None)
+    _register(context, number)
     _open_files(context)
     return context
+
+
+def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
+    """The first free number, and what to call a guard among several."""
+    number = next(number for number in count() if number not in guarded.values())
+    return number, f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+
+
+def _register(context: Context, number: int) -> None:
+    guarded[context.optimizer] = number
+    context.resources.callback(guarded.pop, context.optimizer, None)
 
 
 def _terminal(config: GuardConfig, rank: int, name: str) -> Terminal:
@@ -207,6 +223,7 @@ def _open_files(context: Context) -> None:
     if borrowing():
         return
     if config.run_dir is not None:
+        context.attempt = 1 + starts_in(Path(config.run_dir), rank)
         context.journal = Journal(Path(config.run_dir), rank)
         context.resources.callback(context.journal.close)
         context.journal.write("run", _header(context))
@@ -231,6 +248,8 @@ def _header(context: Context) -> dict[str, Any]:
     settings["sinks"] = [repr(sink) for sink in context.config.sinks]
     return {
         "time": time.time(),
+        "run": context.run_id,
+        "attempt": context.attempt,
         "stepguard": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
