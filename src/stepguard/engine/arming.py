@@ -22,6 +22,11 @@ ARMED_STEPS = 200
 IN_A_ROW, THEN_EVERY = 20, 10
 MOST_FUTILE = 3
 """Traced bad steps whose place the trace did not show either, after which no more are traced."""
+COMPILED = "compiled code runs in this process, and tracing would replace it by other arithmetic"
+WATCH_THE_COMPILED = (
+    ". No call of the model was heard: give stepguard.watch what torch.compile returned, and bad values born in the "
+    "model are placed by a replay"
+)
 SETTLED_PHASES = ("state", "optimizer", "checkpoint")
 
 
@@ -51,11 +56,12 @@ class Arming:
             self._since = 0 if self._since is not None else None
             return seen
         self._futile += self._finished is not None
-        self._arm(reading.step)
+        self._arm(reading.step, unheard=not step.micro_batches)
         return origin
 
-    def _arm(self, step: int) -> None:
-        why_not = self._why_not()
+    def _arm(self, step: int, *, unheard: bool = False) -> None:
+        """`unheard`: no call of the model was heard either."""
+        why_not = self._why_not(unheard)
         if why_not:
             self._say(step, f"the next bad step cannot be traced: {why_not}")
         elif self._since is None:
@@ -64,11 +70,11 @@ class Arming:
         self._since = None if why_not else 0
         self._context.effort.begin_tracing()
 
-    def _why_not(self) -> str:
+    def _why_not(self, unheard: bool) -> str:
         if needs_closure(self._context.optimizer):
             return "the optimizer evaluates the loss several times a step"
         if _anything_compiled():
-            return "compiled code runs in this process, and tracing would replace it by other arithmetic"
+            return COMPILED + (WATCH_THE_COMPILED if unheard else "")
         if self._futile >= MOST_FUTILE:
             return f"{self._futile} bad steps were traced, and none of them showed where it was born"
         return ""

@@ -71,8 +71,11 @@ class Watcher:
         resources.callback(self.capture.close)
         resources.callback(listen(self))
         resources.callback(self.arming.close)
-        resources.callback(optimizer.register_step_pre_hook(self._before).remove)
-        resources.callback(optimizer.register_step_post_hook(self._after).remove)
+        # where `optimizer.step` is compiled, the guard's own work stays outside the graph
+        outside: Any = torch.compiler.disable
+        before, after = outside(self._before), outside(self._after)
+        resources.callback(optimizer.register_step_pre_hook(before).remove)
+        resources.callback(optimizer.register_step_post_hook(after).remove)
         shield.call(None, context.buffers.remember)
 
     # --- taps --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from stepguard.engine.module_calls import hear_calls
+from stepguard.engine.module_calls import hear_again, hear_calls
 from stepguard.engine.shield import Shield
 from stepguard.locate.source import Line, user_line
 from stepguard.state.batch import OUTPUT_GRADIENT
@@ -80,7 +80,9 @@ class Capture:
         self._stop = hear_calls(model, self)
 
     def clear(self) -> None:
+        """A step is over."""
         self.calls = []
+        self._stop = hear_again(self._model, self, self._stop)
 
     def close(self) -> None:
         self._stop()

@@ -73,6 +73,15 @@ def hear_calls(module: nn.Module, hearer: Hearer) -> Callable[[], None]:
     return partial(_stop, module, heard, hearer)
 
 
+def hear_again(module: nn.Module, hearer: Hearer, stop: Callable[[], None]) -> Callable[[], None]:
+    """`module.compile()` has put its own there since: listen around that. Gives the call that stops it."""
+    heard = vars(module).get(ATTRIBUTE)
+    if isinstance(heard, HeardCall):
+        return stop
+    stop()
+    return hear_calls(module, hearer)
+
+
 def _stop(module: nn.Module, heard: HeardCall, hearer: Hearer) -> None:
     if hearer in heard.hearers:
         heard.hearers.remove(hearer)
