@@ -71,11 +71,9 @@ class Watcher:
         resources.callback(self.capture.close)
         resources.callback(listen(self))
         resources.callback(self.arming.close)
-        # where `optimizer.step` is compiled, the guard's own work stays outside the graph
-        outside: Any = torch.compiler.disable
-        before, after = outside(self._before), outside(self._after)
-        resources.callback(optimizer.register_step_pre_hook(before).remove)
-        resources.callback(optimizer.register_step_post_hook(after).remove)
+        outside: Any = torch.compiler.disable  # of the graph, where `optimizer.step` is compiled
+        resources.callback(optimizer.register_step_pre_hook(outside(self._before)).remove)
+        resources.callback(optimizer.register_step_post_hook(outside(self._after)).remove)
         shield.call(None, context.buffers.remember)
 
     # --- taps --------------------------------------------------------------------------------------------------
