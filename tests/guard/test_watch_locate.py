@@ -384,3 +384,46 @@ def test_a_model_compiled_in_place_is_heard_and_placed() -> None:
     torch._dynamo.reset()
     (incident,) = guard.incidents
     assert (origin(incident).source, origin(incident).samples) == (line("forward"), (3,))
+
+
+# --- what placing may cost ----------------------------------------------------------------------------------------
+
+
+class Graph(nn.Module):
+    """Attention over the neighbours: it takes all nodes or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.runs = 0
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        self.runs += 1
+        h = self.inner(x)
+        return torch.softmax((h @ h.T).masked_fill(edges == 0, -math.inf), -1) @ h  # graph
+
+
+def test_a_whole_graph_is_placed_in_a_few_runs_at_every_incident() -> None:
+    torch.manual_seed(0)
+    model, nodes, runs = Graph(), 300, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        for step in range(6):
+            edges = torch.eye(nodes)
+            edges[7] = float(step not in (2, 4))
+            before = model.runs
+            optimizer.zero_grad()
+            model(torch.randn(nodes, 8), edges).pow(2).mean().backward()
+            optimizer.step()
+            runs.append(model.runs - before)
+    assert [origin(incident).source for incident in guard.incidents] == [line("graph")] * 2
+    assert [runs[step] for step in (0, 1, 3, 5)] == [1] * 4
+    assert runs[2] <= 8
+    assert runs[4] <= 4  # and nothing of what was in vain is tried again
+
+
+def test_the_budget_of_the_settings_is_the_one_that_counts() -> None:
+    model = Net()
+    config = GuardConfig(terminal="quiet", locate_budget=2.5)
+    with stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=1e-3), config=config) as guard:
+        assert guard._context.effort.steps == 2.5
