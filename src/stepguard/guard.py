@@ -175,6 +175,11 @@ class Guard:
         return self._context.step
 
     @property
+    def name(self) -> str:
+        """Which optimizer of which model this is, for a process with several guards."""
+        return self._context.name
+
+    @property
     def rank(self) -> int:
         return self._context.agreement.rank
 

@@ -71,8 +71,9 @@ class Watcher:
         resources.callback(self.capture.close)
         resources.callback(listen(self))
         resources.callback(self.arming.close)
-        resources.callback(optimizer.register_step_pre_hook(self._before).remove)
-        resources.callback(optimizer.register_step_post_hook(self._after).remove)
+        outside: Any = torch.compiler.disable  # of the graph, where `optimizer.step` is compiled
+        resources.callback(optimizer.register_step_pre_hook(outside(self._before)).remove)
+        resources.callback(optimizer.register_step_post_hook(outside(self._after)).remove)
         shield.call(None, context.buffers.remember)
 
     # --- taps --------------------------------------------------------------------------------------------------
@@ -104,8 +105,8 @@ class Watcher:
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
         if not self._listening:
             return
-        self.shield.call(None, self.arming.after_backward, root)
-        self.shield.call(None, self.heard.after_backward, failed=failed)
+        ours = self.shield.call(False, self.heard.after_backward, failed=failed)
+        self.shield.call(None, self.arming.after_backward, ours=ours)
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         self.shield.call(None, self.heard.after_norm, tensors, norm)
@@ -142,6 +143,8 @@ class Watcher:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         self._begin()
+        if self.recovery.due():  # the root module was not called, only its methods or its children
+            self.shield.call(None, self.recovery.before_update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and self._rewound():
             self._hidden.hide(needs_some=self._undo is not None)

@@ -51,7 +51,8 @@ class Pipeline:
         reruns: bool = True,
     ) -> None:
         """`reruns`: the guard runs the steps itself, so it can run them again for good."""
-        self._context, self._recovery, self._find = context, recovery, naming(context, find or locate)
+        self._context, self._recovery = context, recovery
+        self._find = naming(context, find or (lambda step, reading: locate(step, reading, context.effort)))
         self._reruns = reruns
         self._suspicion = Suspicion(context, recovery, clips_itself=reruns)
 

@@ -69,6 +69,8 @@ class Recovery:
         self._off = "" if config.snapshots else "GuardConfig.snapshots is 0"
         self._seen = -1
         self._replaying = False
+        self._midstep = False
+        """A forward pass has run since the buffers were remembered."""
         self.planning = Planning(context, self.whole, self.ring, self.window, self._sound)
         self.start: Snapshot | None = None
         """Where the last rewind went."""
@@ -110,6 +112,17 @@ class Recovery:
             if duty.due():
                 duty.do()
 
+    def before_update(self) -> None:
+        """The last moment before a step's update, for a loop that showed none before its forward.
+
+        Weights, optimizer and schedule are still those from between the steps; the buffers are taken as remembered.
+        """
+        self._midstep = True
+        try:
+            self.between()
+        finally:
+            self._midstep = False
+
     def _snapshot_due(self) -> bool:
         step = self._context.step
         if step == self._seen or self._off or not self.wanted:
@@ -150,6 +163,8 @@ class Recovery:
     def present(self) -> State:
         """The state as it is now, the guard's own included; its tensors are the live ones."""
         context, state = self._context, self.whole.gather()
+        if self._midstep:
+            state.tensors = context.buffers.as_remembered(state.tensors)
         own = {
             "step": context.step,
             "history": history_facts(context.history),

@@ -31,10 +31,13 @@ _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 Section = tuple[str, RenderableType]
 
 
-def paint_incident(console: Console, incident: Incident, *, policy: Policy | None = None, unicode: bool = True) -> None:
-    """Print the whole panel; sections without data are left out."""
+def paint_incident(
+    console: Console, incident: Incident, *, policy: Policy | None = None, unicode: bool = True, whose: str = ""
+) -> None:
+    """Print the whole panel; sections without data are left out. `whose`: the guard's name, where there are several."""
     line = "━" if unicode else "-"
     title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
+    title += f" ({whose})" if whose else ""
     console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
     console.print(_rows(_sections(incident, policy, unicode)))
     for position, remedy in enumerate(_first_remedies(incident)):
