@@ -85,7 +85,7 @@ class Planning:
 
     def _fetch(self, step: int) -> dict[str, Any]:
         state = self.archive.read(step) if self.archive is not None else None
-        there = state is not None and not self._whole.misfit(state)
+        there = state is not None and not self._whole.misfit(state, own_only=True)
         self._fetched = Snapshot(step, 0, state, {"anchor": None}) if there and state is not None else None
         return {"there": there}
 
@@ -96,5 +96,8 @@ class Planning:
             good += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
         on_probation = [s for s in self._ring.snapshots if visible and s.standing == "young"]
         young = [(s.step, "snapshot", s.memory["timeline"]) for s in on_probation if self._sound(s)]
-        repeatable = [step for step, *_ in (*good, *young) if self._window.since(step) is not None]
+        # with parameters that came later, the steps from there on cannot be run again as they were
+        grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}
+        steps = [step for step, *_ in (*good, *young) if step not in grown]
+        repeatable = [step for step in steps if self._window.since(step) is not None]
         return {"good": [list(p) for p in good], "young": [list(p) for p in young], "repeatable": repeatable}

@@ -44,6 +44,7 @@ class Recovery:
             scaler=context.scaler,
             extra=context.extra,
             rank=context.agreement.rank,
+            ownership=context.ownership,
         )
         self.ring = Ring(config.snapshots, config.snapshot_memory)
         self.window = Window(config.replay_memory)
@@ -184,8 +185,9 @@ class Recovery:
         if "sound" not in snapshot.memory:
             _wait()
             bad = {name for name, tensor in snapshot.state.tensors.items() if not finite(tensor)}
-            snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad) and not self.whole.misfit(snapshot.state)
-        return bool(snapshot.memory["sound"])
+            snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad)
+        # asked anew each time: parameters may have been added or taken away since
+        return bool(snapshot.memory["sound"]) and not self.whole.misfit(snapshot.state, own_only=True)
 
     def meant_nonfinite(self, names: set[str]) -> set[str]:
         """Those of the tensors that have been accepted as they are: sentinels, and what `bad_start` let pass."""
@@ -235,7 +237,8 @@ class Recovery:
 
     def put_back(self, snapshot: Snapshot) -> None:
         _wait()
-        self.whole.put_back(snapshot.state)
+        for trouble in self.whole.put_back(snapshot.state, own_only=True):
+            self.say("rewind", trouble)
         context = self._context
         context.anchor = snapshot.memory["anchor"]
         own = put_together(snapshot.state.facts["guard"], {})
@@ -261,7 +264,7 @@ class Recovery:
         """A rate far above everything configured does not survive a rewind, whoever put it there."""
         ceilings = self._context.lr_ceiling
         for group, ceiling in zip(self._context.optimizer.param_groups, ceilings, strict=True):
-            if float(group["lr"]) > LR_JUMP * ceiling:
+            if group.get("lr") is not None and float(group["lr"]) > LR_JUMP * ceiling:
                 group["lr"] = torch.full_like(group["lr"], ceiling) if isinstance(group["lr"], Tensor) else ceiling
 
     def forget(self) -> None:

@@ -57,7 +57,7 @@ def apply(context: Context, recovery: Recovery, incident: Incident) -> None:
     if decision.new_scale is not None:
         context.loss_scale = decision.new_scale
     if decision.lr_factor is not None:
-        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.lr))
+        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.optimizer.param_groups))
     if decision.action == "stop":
         context.terminal.halted(incident)
         exit_with_code_three()
