@@ -68,7 +68,7 @@ class DeclaredRates:
     def _look_closely(self, rates: tuple[float, ...]) -> tuple[float, ...]:
         """A rate is far above everything known: has the schedule meant it all along?"""
         if self._looks >= LOOKS:
-            return ()
+            return self._known
         self._looks += 1
         schedules = self._schedules() or _schedules_of(self._optimizer)
         if not schedules or self._overridden(schedules):
