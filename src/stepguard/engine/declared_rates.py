@@ -88,9 +88,17 @@ class DeclaredRates:
         return [self._scheduler] if self._scheduler is not None else []
 
     def _overridden(self, schedules: list[Any]) -> bool:
-        """Was a state loaded into the schedule since? Then what it declares is not what this program configured."""
-        now = self._schedule_bases(schedules)
-        return any(self._bases[key] != bases for key, bases in now.items() if key in self._bases)
+        """Was a state loaded into the schedule since? Then what it declares is not what this program configured.
+
+        Of one that nobody handed over the bases were never seen: they must be among what the groups declared.
+        """
+        for key, bases in self._schedule_bases(schedules).items():
+            seen = self._bases.get(key)
+            if seen is not None and seen != bases:
+                return True
+            if seen is None and any(base > known * (1 + 1e-9) for base, known in zip(bases, self._known, strict=False)):
+                return True
+        return False
 
     def _schedule_bases(self, schedules: list[Any]) -> dict[int, tuple[float, ...]]:
         every = [one for scheduler in schedules for one in members(scheduler)]
