@@ -13,11 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 HALVES = (torch.float16, torch.bfloat16)
+PLAIN = (Tensor, nn.Parameter)
 ORDINARY = frozenset({torch.float32, torch.float64, *HALVES})
 """Floating-point numbers that every operation takes."""
 
@@ -113,17 +114,23 @@ def dense_values(tensor: Tensor) -> Tensor:
 
 def dense_real(tensor: Tensor) -> Tensor:
     """As `dense_values`, complex numbers as pairs, eight-bit ones as float32; empty where there is nothing to read."""
+    if _plain(tensor):
+        return tensor
     if not _readable(tensor):
         return torch.empty(0)
     tensor = dense_values(tensor)
-    if tensor.dtype in ORDINARY:
-        return tensor
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() and tensor.dtype not in ORDINARY:
         # no reduction takes float8; float4 is not even converted, and has neither Inf nor NaN
         return tensor.float() if "float4" not in str(tensor.dtype) else torch.empty(0)
     return tensor
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Nearly every parameter, told with as few questions as possible: asked of all of them at every step."""
+    ordinary = type(tensor) in PLAIN and tensor.dtype in ORDINARY and tensor.layout is torch.strided
+    return ordinary and not (tensor.is_meta or tensor.is_nested)
 
 
 def elements(tensor: Tensor) -> int:
