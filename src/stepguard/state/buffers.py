@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.state.counters import CounterKeeper
+from stepguard.state.odd_tensors import is_lazy
 
 SMALL = 65536
 """A copy of so many elements costs less than it is worth to think about."""
@@ -145,7 +146,9 @@ def _copies(places: list[_Place], small: int) -> list[_Copy]:
     copies: dict[int, _Copy] = {}
     for place in places:
         buffer = place.buffer
-        if buffer is not None and id(buffer) not in copies and not expanded(buffer):
+        if buffer is None or is_lazy(buffer) or buffer.is_nested:
+            continue
+        if id(buffer) not in copies and not expanded(buffer):
             silent = keeps_statistics(place.owner)
             always = silent or buffer.numel() <= small
             copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always, silent)
@@ -154,6 +157,6 @@ def _copies(places: list[_Place], small: int) -> list[_Copy]:
 
 def expanded(buffer: Tensor) -> bool:
     """A view that repeats its elements cannot be written in place, neither by the user nor by us."""
-    if buffer.layout is not torch.strided:
+    if buffer.layout is not torch.strided or buffer.is_nested:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
