@@ -36,9 +36,9 @@ from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
 from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.taps import Update, listen
-from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.step import LossFn, Step
+from stepguard.state.undo import UndoCopy
 
 
 class Watcher:

@@ -18,9 +18,9 @@ from stepguard.engine.stepper import Stepper
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
 from stepguard.sentinel.gradients import clip
-from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.rng import capture_rng
 from stepguard.state.step import LossFn, Step
+from stepguard.state.undo import UndoCopy
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
