@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +28,45 @@ from stepguard.state.undo import UndoCopy
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Does `step` insist on re-evaluating the loss by itself?"""
-    return isinstance(optimizer, LBFGS)
+    """Does `step` evaluate the loss from the start, as often as it likes?"""
+    if isinstance(optimizer, LBFGS):
+        return True
+    closure = _closure_parameter(optimizer)
+    return closure is not None and closure.default is closure.empty and not evaluates_again(optimizer)
+
+
+def evaluates_again(optimizer: Optimizer) -> bool:
+    """Does `step` move along the gradients that are there, and then evaluate the loss once more (SAM and its kin)?"""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
+        return True
+    return _closure_parameter(optimizer) is not None and _insists(type(optimizer).step)
+
+
+def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
+    with contextlib.suppress(TypeError, ValueError):
+        return inspect.signature(type(optimizer).step).parameters.get("closure")
+    return None
+
+
+@cache
+def _insists(step: Callable[..., Any]) -> bool:
+    """Does it refuse to work without a closure? Only its text tells."""
+    with contextlib.suppress(OSError, TypeError):
+        text = inspect.getsource(inspect.unwrap(step))
+        return re.search(r"assert closure\b(?! is None)|if closure is None:\s+raise", text) is not None
+    return False
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
+    """The one optimizer inside another that updates the same parameters; None where there is none, or several."""
+    found = [item for item in vars(optimizer).values() if isinstance(item, Optimizer) and item is not optimizer]
+    if len(found) != 1:
+        return None
+    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    theirs = {id(p) for group in found[0].param_groups for p in group["params"]}
+    return found[0] if ours == theirs else None
 
 
 class ClosureStepper(Stepper):
@@ -152,10 +193,11 @@ class Evaluated(Protocol):
 class Repeated:
     """The user's closure for LBFGS: every evaluation is checked, and a bad one silences the rest."""
 
-    def __init__(self, watcher: Evaluated, closure: Callable[[], Any]) -> None:
+    def __init__(self, watcher: Evaluated, closure: Callable[[], Any], *, again: bool = False) -> None:
+        """`again`: the step has been evaluated once already."""
         self._watcher, self._closure = watcher, closure
         self._last: Any = None
-        self._count = 0
+        self._count = int(again)
 
     def __call__(self) -> Any:
         if self._watcher.vetoing:

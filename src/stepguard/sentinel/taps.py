@@ -34,6 +34,17 @@ Update = Callable[[Any], None]
 
 _listeners: list[Listener] = []
 _originals: list[tuple[Any, str, Any]] = []
+_backwards = [0, 0]
+"""Backward passes begun in this process, and those that are running now."""
+
+
+def backwards() -> int:
+    """Number of the last backward pass: what stepped since belongs to it."""
+    return _backwards[0]
+
+
+def inside_backward() -> bool:
+    return _backwards[1] > 0
 
 
 def listen(listener: Listener) -> Callable[[], None]:
@@ -78,10 +89,13 @@ def _tapped_backward(original: Any) -> Any:
         for listener in tuple(_listeners):
             listener.before_backward(self)
         failed = True
+        _backwards[0] += 1
+        _backwards[1] += 1
         try:
             out = original(self, *args, **kwargs)
             failed = False
         finally:
+            _backwards[1] -= 1
             for listener in tuple(_listeners):
                 listener.after_backward(self, failed=failed)
         return out
