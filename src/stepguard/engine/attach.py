@@ -21,12 +21,11 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update
 from stepguard.engine.late import found_inf, takes_found_inf
 from stepguard.engine.late_watch import LateWatching
-from stepguard.engine.peers import norm_of_all
+from stepguard.engine.peers import Watching
 from stepguard.engine.pipeline import FINITE_KINDS, let_through
 from stepguard.engine.reader import Pending, count_labels
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.shield import Shield
-from stepguard.engine.watching import Watching
 from stepguard.records import Reading
 from stepguard.records.verdict import OK
 from stepguard.sentinel.risk import risky_update
@@ -42,6 +41,8 @@ class Watcher(LateWatching):
         super().__init__(context, shield, recovery)
         self._stepping = False
         """The guarded optimizer's own step is running."""
+        self._follows = False
+        """One that has already been refused this step was why."""
         self._with: Watching | None = None
         """Another optimizer of the same backward pass, whose incident this update is dropped for."""
         optimizer, resources = context.optimizer, context.resources
@@ -164,7 +165,7 @@ class Watcher(LateWatching):
         """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
         self._end_trace()
         late = takes_found_inf(self.context.optimizer)
-        peers = [] if late or again else self.peers.due()
+        peers = [] if again else self.peers.due()
         pending = self.shield.call(None, self._issue_with, peers)
         if pending is None:
             self.context.agreement.stay(self.context.step, self.context.parameters)
@@ -184,7 +185,10 @@ class Watcher(LateWatching):
 
     def _issue_with(self, peers: list[Watching]) -> Pending:
         self.reader.start()
-        return self.reader.issue(self.heard.losses, self.heard.norm(), norm_of_all(peers))
+        others = self.peers.norm_of_others(peers)
+        pending = self.reader.issue(self.heard.losses, self.heard.norm(), others)
+        self.peers.norm = pending.norm.total if pending.norm is not None else None
+        return pending
 
     def _decide_together(self, peers: list[Watching], pending: Pending) -> None:
         """What one optimizer of a backward pass finds bad is dropped by all."""
@@ -192,11 +196,12 @@ class Watcher(LateWatching):
             for peer in peers:
                 peer.peers.drop(counts=True)
             return
-        for peer in peers if pending.others_bad else ():
-            if isinstance(peer, Watcher) and peer.found_bad():
-                self._with = peer
-                self._refuse()
-                return
+        if not pending.others_bad:
+            return
+        self._with = next((peer for peer in peers if isinstance(peer, Watcher) and peer.found_bad()), None)
+        self._follows = self._with is None and self.peers.refused_before()
+        if self._with is not None or self._follows:
+            self._refuse()
 
     def found_bad(self) -> bool:
         """Asked by another optimizer before this one steps: does its own reading veto the update?"""
@@ -239,8 +244,9 @@ class Watcher(LateWatching):
             self.recovery.say("veto", f"the update was vetoed, but {left}")
         self.shield.call(None, self.restore_buffers)
         self._book(self._step(self._reading), self._reading, went_through=False)
-        if dropped or peer is not None:
+        if dropped or peer is not None or self._follows:
             self.recovery.say("veto", "update dropped: another optimizer of the same backward pass found a bad step")
+        self._follows = False
         self._end_step(counts=not dropped or self.peers.counts)
         self._apply(incident, hold=True)
         self._timeline = self.context.budget.rewinds

@@ -57,13 +57,16 @@ class LateWatching(Watching):
         reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
         if verdict.severity == "note":
             self.shield.call(None, self.pipeline.note, reading, verdict)
-        vetoed = late.vetoed(reading)
-        if vetoed and not verdict.bad:
+        together = late.pending.others_bad
+        vetoed = late.vetoed(reading) or together
+        if vetoed and not verdict.bad and not together:
             self.hold.scaler_skipped()
         elif vetoed:
             late.take_back(self.context, calibrating=False, schedule=self.hold.every_step)
         self._finish_late(late, reading, verdict, vetoed=vetoed, inside=inside)
-        return vetoed and verdict.bad
+        if together and not verdict.bad:
+            self.recovery.say("veto", "update dropped: another optimizer of the same backward pass found a bad step")
+        return vetoed and (verdict.bad or together)
 
     def _finish_late(self, late: LateUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool) -> None:
         if not verdict.bad:

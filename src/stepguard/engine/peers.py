@@ -10,19 +10,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from stepguard.engine.context import Context
+from stepguard.engine.overhear import Overheard
+from stepguard.engine.recovery import Recovery
 from stepguard.sentinel.taps import backwards
 from stepguard.state.snapshot import Cadence
 from stepguard.state.step import unwrapped
 
-if TYPE_CHECKING:
-    from stepguard.engine.watching import Watching
-
 _everybody: list[weakref.ref[Peers]] = []
+
+
+class Watching(Protocol):
+    """Who watches one optimizer."""
+
+    context: Context
+    recovery: Recovery
+    heard: Overheard
+    peers: Peers
 
 
 class Peers:
@@ -37,6 +46,8 @@ class Peers:
         """The backward pass whose update another optimizer's veto drops."""
         self.counts = True
         """Does that dropped update still count as a step of this guard?"""
+        self.norm: Tensor | None = None
+        """Of the gradients that the last update used, still on the device."""
         self.partners: weakref.WeakSet[Peers] = weakref.WeakSet()
         _everybody.append(weakref.ref(self))
 
@@ -65,6 +76,21 @@ class Peers:
         known = [ref() for ref in _everybody]
         return [p for p in known if p is not None and p is not self and p.root is self.root and p.spent < 0]
 
+    def norm_of_others(self, due: list[Watching]) -> Tensor | None:
+        """Of those that will step from the same backward, and of those that have; still on the device."""
+        norms = [watcher.heard.take_norm() for watcher in due]
+        norms += [p.norm for p in self.partners if self.serial >= 0 and p.spent == self.serial]
+        found = [norm for norm in norms if norm is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.float().to(found[0].device) for norm in found]))
+        return total
+
+    def refused_before(self) -> bool:
+        """Was one that has stepped from the same backward refused for its gradients? Waits for the device."""
+        norms = [p.norm for p in self.partners if p.spent == self.serial and p.norm is not None]
+        return any(not bool(torch.isfinite(norm)) for norm in norms)
+
     def stepped(self) -> None:
         """An update has used the last backward pass, vetoed or not."""
         if self.serial < 0 or self.spent == self.serial:
@@ -90,14 +116,6 @@ class Peers:
         mine, theirs = self.watcher, earlier.watcher
         if mine is not None and theirs is not None:
             follow(mine, theirs)
-
-
-def norm_of_all(watchers: list[Watching]) -> Tensor | None:
-    """The norm of the gradients of these, still on the device."""
-    norms = [norm for norm in (watcher.heard.take_norm() for watcher in watchers) if norm is not None]
-    if not norms:
-        return None
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
 
 
 class Following(Cadence):

@@ -23,7 +23,7 @@ class Threshold:
 
     def __init__(self, roots: Iterable[nn.Module], cross: Callable[[], None]) -> None:
         self._roots, self._cross = tuple(roots), cross
-        self._open, self._root_calls = True, True
+        self._open, self._root_calls, self._doubted = True, True, False
         self._parts: set[int] = set()
         self._handle: RemovableHandle | None = None
 
@@ -35,14 +35,14 @@ class Threshold:
     @property
     def reliable(self) -> bool:
         """Does the root itself begin every step?"""
-        return self._root_calls
+        return self._root_calls and not self._doubted
 
     def open(self) -> None:
         """An update is over."""
         if self._open:
             self._root_calls = False  # a whole step went by without a call
         self._open = True
-        if not self._root_calls and not _compiled():
+        if not self.reliable and not _compiled():
             self._parts = {id(module) for root in self._roots for module in root.modules()}
             self._handle = self._handle or register_module_forward_pre_hook(self._called)
 
@@ -51,6 +51,10 @@ class Threshold:
         if self._open:
             self._root_calls = True
             self._pass()
+
+    def doubt(self) -> None:
+        """A part of the model was seen to run before its root."""
+        self._doubted = True
 
     def close(self) -> None:
         """Take the hook away."""

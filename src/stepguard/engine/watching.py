@@ -56,6 +56,7 @@ class Watching:
         context.resources.callback(self.threshold.close)
         context.resources.callback(self.peers.leave)
         self.remember()
+        context.buffers.mark()
 
     # --- a step begins -----------------------------------------------------------------------------------------
 
@@ -67,7 +68,10 @@ class Watching:
         """Before anything of the next step has run; what the loop did since the last update is its own."""
         with self.arming.paused():
             self.between()
-            self.remember()
+            if self.context.buffers.norms_ran():
+                self.threshold.doubt()
+            if not self._remembered or not self.context.buffers.norms_ran():
+                self.remember()
         self._timeline = self.context.budget.rewinds
 
     def between(self) -> None:
@@ -170,6 +174,7 @@ class Watching:
             self.context.step += 1
         self._timeline = self.context.budget.rewinds
         self._remembered = False
+        self.context.buffers.mark()
         self.threshold.open()
         if not self.threshold.reliable:  # then nothing may tell where the next step begins
             self.remember()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ class BufferKeeper:
         self._statistics: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
+        self._marks: list[tuple[Tensor, int]] = []
         self._attributes = AttributeKeeper()
 
     def remember(self) -> None:
@@ -80,6 +82,14 @@ class BufferKeeper:
         """Running statistics of norm layers as they are now, without walking the model again."""
         live = [place.owner._buffers.get(place.key) for place in self._statistics]
         return [buffer for buffer in live if buffer is not None and buffer.is_floating_point()]
+
+    def mark(self) -> None:
+        """From here on `norms_ran` tells."""
+        self._marks = [(place.buffer, place.buffer._version) for place in self._statistics if _counts(place.buffer)]
+
+    def norms_ran(self) -> bool:
+        """Has a norm layer run since `mark`? Its counter is the one buffer whose version it raises."""
+        return any(buffer._version != version for buffer, version in self._marks)
 
     def restore(self) -> None:
         """Back to what `remember` took, the same tensor objects included."""
@@ -131,6 +141,10 @@ class BufferKeeper:
 def keeps_statistics(module: nn.Module) -> bool:
     """Is it a norm layer whose running statistics change in the forward pass?"""
     return bool(getattr(module, "track_running_stats", False))
+
+
+def _counts(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return buffer is not None and not buffer.is_floating_point() and not buffer.is_inference()
 
 
 def _copies(places: list[_Place], small: int) -> list[_Copy]:
