@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine import settle as close
 from stepguard.engine.closure import Repeated, evaluates_again, inner_optimizer, needs_closure, wrapped_once
@@ -30,7 +31,7 @@ from stepguard.records import Reading
 from stepguard.records.verdict import OK
 from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.taps import Update, listen
-from stepguard.state.step import LossFn, Step
+from stepguard.state.step import LossFn, Step, unwrapped
 from stepguard.state.undo import UndoCopy
 
 
@@ -94,6 +95,25 @@ class Watcher(LateWatching):
         else:
             update(close.present_scale(self.context) if self.hold.scaler else None)
             self.hold.scaler = False
+
+    def before_scaled_step(self, scaler: GradScaler, optimizer: Any) -> None:
+        """The loop has a scaler that nobody handed over: without it the loss and the gradients carry its factor."""
+        context = self.context
+        if context.scaler is None and optimizer is context.optimizer and scaler.is_enabled():
+            self.shield.call(None, self._adopt, scaler)
+
+    def _adopt(self, scaler: GradScaler) -> None:
+        self.context.scaler = self.recovery.whole._scaler = scaler
+        self.heard.divide(scaler._get_scale_async())
+
+    def averages_nothing(self, average: AveragedModel, model: Any) -> bool:
+        """An average of this model has taken in these very weights already: its loop does not know of the veto."""
+        if not isinstance(model, nn.Module) or unwrapped(model) is not self.peers.root:
+            return False
+        if self._late is None and self.dropped and self._averaged.get(average) == self._commits:
+            return True
+        self._averaged[average] = self._commits
+        return False
 
     # --- hooks -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Optimizers that call the loss several times a step (LBFGS): each evaluation is read, the whole step can be undone."""
+"""Optimizers that call the loss several times a step (LBFGS, SAM): each evaluation is read, the step can be undone."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def evaluates_again(optimizer: Optimizer) -> bool:
     return _closure_parameter(optimizer) is not None and _insists(type(optimizer).step)
 
 
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Can it not step without one?"""
+    return needs_closure(optimizer) or evaluates_again(optimizer)
+
+
 def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
     with contextlib.suppress(TypeError, ValueError):
         return inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -70,15 +75,19 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
 
 
 class ClosureStepper(Stepper):
-    """`guard.step` for LBFGS."""
+    """`guard.step` for LBFGS, and for SAM, whose first gradients are there before its closure is called."""
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
         step = self.shield.call(None, self.begin, loss_fn, micro_batches)
         if step is None:
             return self._plain(loss_fn, micro_batches)
         step.began = capture_rng()
-        undo = UndoCopy(self.context.optimizer)
         evaluations = Evaluations(self, step)
+        if evaluates_again(self.context.optimizer):
+            evaluations.evaluate()
+            if evaluations.incident is not None and evaluations.first is not None:
+                return self._undone(step, None, evaluations, evaluations.first)
+        undo = UndoCopy(self.context.optimizer)
         self.context.optimizer.step(evaluations.closure)
         reading = evaluations.first
         if evaluations.incident is not None and reading is not None:
@@ -89,10 +98,12 @@ class ClosureStepper(Stepper):
             self._after(step, reading, went_through=True)
         return StepResult().resolve(reading, committed=True)
 
-    def _undone(self, step: Step, undo: UndoCopy, evaluations: Evaluations, reading: Reading) -> StepResult:
+    def _undone(self, step: Step, undo: UndoCopy | None, evaluations: Evaluations, reading: Reading) -> StepResult:
         context, incident = self.context, evaluations.incident
         assert incident is not None
-        undo.restore()
+        unknown = undo.restore() if undo is not None else ()
+        if unknown:
+            self.recovery.say("veto", f"the update was vetoed, but {', '.join(unknown)} cannot be compared")
         context.buffers.restore()
         for parameter, gradient in evaluations.bad_gradients:
             parameter.grad = gradient
@@ -103,6 +114,8 @@ class ClosureStepper(Stepper):
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 
     def _plain(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+        """The step of a disarmed guard."""
+
         def closure() -> float:
             self.context.optimizer.zero_grad(set_to_none=True)
             total = 0.0
@@ -113,6 +126,8 @@ class ClosureStepper(Stepper):
                 total += float(loss)
             return total
 
+        if evaluates_again(self.context.optimizer):
+            closure()
         self.context.optimizer.step(closure)
         self._advance()
         self.context.step += 1
@@ -133,6 +148,10 @@ class Evaluations:
         """What the optimizer calls."""
         if self.incident is not None and self._last is not None:
             return self._last
+        return self.evaluate()
+
+    def evaluate(self) -> Any:
+        """Forward, backward and a look at what they leave."""
         self._step.rng.clear()
         losses = self._stepper.forward_backward(self._step)
         totals = [m.total.reshape(()) for m in losses]

@@ -64,6 +64,8 @@ class LateWatching(Watching):
         elif vetoed:
             late.take_back(self.context, calibrating=False, schedule=self.hold.every_step)
         self._finish_late(late, reading, verdict, vetoed=vetoed, inside=inside)
+        if vetoed and self._commits in self._averaged.values():
+            self.recovery.say("veto", "an AveragedModel took in the weights once more after the vetoed update")
         if together and not verdict.bad:
             self.recovery.say("veto", "update dropped: another optimizer of the same backward pass found a bad step")
         return vetoed and (verdict.bad or together)

@@ -64,6 +64,12 @@ class Overheard:
             return False
         return True
 
+    def divide(self, scale: Tensor | None) -> None:
+        """The losses heard so far carry this factor, which was not known then."""
+        if scale is not None:
+            for loss in self.losses:
+                loss.total = loss.total / scale
+
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""
         ours = [p.grad for p in self._context.parameters if p.grad is not None]

@@ -172,6 +172,7 @@ class _Along:
         _Along.going = True
         try:
             other.recovery.put_back(snapshot)
+            other.peers.counts = False  # the update it is about to drop belongs to the time that is gone
         finally:
             _Along.going = False
 

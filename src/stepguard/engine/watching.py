@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine import settle as close
 from stepguard.engine.arming import Arming
@@ -53,6 +56,10 @@ class Watching:
         """Buffers are known as they were before this step."""
         self._timeline = 0
         """Rewinds before this step began: gradients from before a rewind belong to weights that are gone."""
+        self._commits = 0
+        """Updates that went through."""
+        self._averaged: weakref.WeakKeyDictionary[AveragedModel, int] = weakref.WeakKeyDictionary()
+        """Averages of this model, and how many updates had gone through when each was last brought up to date."""
         context.resources.callback(self.threshold.close)
         context.resources.callback(self.peers.leave)
         self.remember()
@@ -154,6 +161,7 @@ class Watching:
 
     def _book(self, step: Step, reading: Reading | None, *, went_through: bool) -> None:
         if went_through:
+            self._commits += 1
             for hook in self.context.commit_hooks:
                 hook()
         if reading is None:
