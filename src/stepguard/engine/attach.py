@@ -27,7 +27,7 @@ from stepguard.engine.pipeline import FINITE_KINDS, let_through
 from stepguard.engine.reader import Pending, count_labels
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.shield import Shield
-from stepguard.records import Reading
+from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK
 from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.taps import Update, listen
@@ -259,10 +259,8 @@ class Watcher(LateWatching):
     def _vetoed(self) -> None:
         incident, peer, dropped = self._incident, self._with, self.peers.is_dropped
         self.dropped, self._with = True, None
-        left = self.shield.call("", self._hidden.put_back)
-        if left:
-            self.recovery.say("veto", f"the update was vetoed, but {left}")
-        self.shield.call(None, self.restore_buffers)
+        left = [self.shield.call("", self._hidden.put_back), self.shield.call("", self.restore_buffers)]
+        incident = self._told(incident, "; ".join(words for words in left if words))
         self._book(self._step(self._reading), self._reading, went_through=False)
         if dropped or peer is not None or self._follows:
             self.recovery.say("veto", "update dropped: another optimizer of the same backward pass found a bad step")
@@ -273,6 +271,14 @@ class Watcher(LateWatching):
         if isinstance(peer, Watcher):
             peer._vetoed()
             peer.peers.drop(counts=False)
+
+    def _told(self, incident: Incident | None, left: str) -> Incident | None:
+        """What could not be put back is said in the report, where there is one."""
+        if left and (incident is None or incident.decision is None):
+            self.recovery.say("veto", f"the update was vetoed, but {left}")
+        if not left or incident is None or incident.decision is None:
+            return incident
+        return replace(incident, decision=replace(incident.decision, not_restored=left))
 
     def _committed(self) -> None:
         context, reading, step = self.context, self._reading, self._step(self._reading)

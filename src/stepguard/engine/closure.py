@@ -18,7 +18,7 @@ from stepguard.engine.again import run_again
 from stepguard.engine.pipeline import FINITE_KINDS, let_through
 from stepguard.engine.reader import MicroLoss
 from stepguard.engine.result import StepResult
-from stepguard.engine.stepper import Stepper
+from stepguard.engine.stepper import Stepper, skipped_after_all
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
 from stepguard.sentinel.gradients import clip
@@ -109,7 +109,7 @@ class ClosureStepper(Stepper):
             parameter.grad = gradient
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
-        close.apply(context, self.recovery, incident)
+        incident = close.apply(context, self.recovery, skipped_after_all(incident))
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 

@@ -92,12 +92,12 @@ class Watching:
         self.shield.call(None, self.context.buffers.remember)
         self._remembered = True
 
-    def restore_buffers(self) -> None:
-        """As they were before this step; where its beginning was not seen they stay."""
-        if self._remembered:
-            self.context.buffers.restore()
-        else:
-            self.recovery.say("veto", "buffers stay as the step left them: no call of the model was seen to begin it")
+    def restore_buffers(self) -> str:
+        """As they were before this step; in words where its beginning was not seen and they stay."""
+        if not self._remembered:
+            return "buffers stay as the step left them, because no call of the model was seen to begin it"
+        self.context.buffers.restore()
+        return ""
 
     def settle(self, *, inside: bool = False) -> bool:
         """Read a step whose verdict is still on the device, where there is one."""

@@ -162,9 +162,11 @@ def confidence(value: float) -> str:
 
 def budget(decision: Decision, policy: Policy | None = None) -> str:
     """How many incidents so far; of how many, where the policy is known."""
-    row, total = str(decision.consecutive), str(decision.total)
-    if policy is not None:
+    row = str(decision.consecutive)
+    total = str(decision.total)
+    if policy is not None and policy.max_consecutive is not None:
         row += f" of {policy.max_consecutive}"
+    if policy is not None and policy.max_total is not None:
         total += f" of {policy.max_total}"
     return f"{row} in a row, {total} in this run"
 
@@ -176,6 +178,8 @@ def effect(incident: Incident) -> str:
         return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
     if incident.decision is not None and incident.decision.rewound_to is not None:
         return rewound(incident.decision)
+    if incident.decision is not None and incident.decision.not_restored:
+        return f"the update was vetoed, but {incident.decision.not_restored}"
     return ACTION_EFFECT.get(action, "")
 
 
