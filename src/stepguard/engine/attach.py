@@ -30,9 +30,11 @@ from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK
 from stepguard.sentinel.risk import risky_update
-from stepguard.sentinel.taps import Update, listen
+from stepguard.sentinel.taps import Update, inside_backward, listen
 from stepguard.state.step import LossFn, Step, unwrapped
 from stepguard.state.undo import UndoCopy
+
+IN_BACKWARD = "its optimizer steps inside the backward pass: a guard for each parameter would keep the whole model"
 
 
 class Watcher(LateWatching):
@@ -137,6 +139,8 @@ class Watcher(LateWatching):
         if self._hidden.hidden:
             self._vetoed()  # an exception of the optimizer's own ended that step: nothing has been put back yet
         self._begin()
+        if inside_backward():
+            self.recovery.do_without(IN_BACKWARD)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if self.peers.is_dropped or (closure is None and self._rewound()):
             self._refuse()
@@ -219,6 +223,9 @@ class Watcher(LateWatching):
         if not pending.others_bad:
             return
         self._with = next((peer for peer in peers if isinstance(peer, Watcher) and peer.found_bad()), None)
+        for peer in peers if self._with is not None else ():
+            if peer is not self._with:
+                peer.peers.drop(counts=True)
         self._follows = self._with is None and self.peers.refused_before()
         if self._with is not None or self._follows:
             self._refuse()
@@ -270,7 +277,7 @@ class Watcher(LateWatching):
         self._timeline = self.context.budget.rewinds
         if isinstance(peer, Watcher):
             peer._vetoed()
-            peer.peers.drop(counts=False)
+            peer.peers.drop(counts=False)  # its own call of step is still to come
 
     def _told(self, incident: Incident | None, left: str) -> Incident | None:
         """What could not be put back is said in the report, where there is one."""

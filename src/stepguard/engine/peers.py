@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -154,14 +154,15 @@ def follow(follower: Watching, leader: Watching) -> None:
 class _Along:
     """Where one guard has gone back, the other goes to its snapshot of the same moment."""
 
-    going = False
+    moving: ClassVar[set[int]] = set()
+    """Guards that are going back together now."""
 
     def __init__(self, mover: Watching, other: Watching, same: Callable[[int], int | None]) -> None:
         self._mover, self._other, self._same = weakref.ref(mover), weakref.ref(other), same
 
     def __call__(self) -> None:
-        mover, other = self._mover(), self._other()
-        if mover is None or other is None or _Along.going or mover.recovery.at(mover.context.step) is None:
+        mover, other, moving = self._mover(), self._other(), _Along.moving
+        if mover is None or other is None or id(other) in moving or mover.recovery.at(mover.context.step) is None:
             return
         step = self._same(mover.context.step)
         snapshot = other.recovery.at(step) if step is not None else None
@@ -169,12 +170,14 @@ class _Along:
             name = type(other.context.optimizer).__name__
             other.recovery.say("rewind", f"{name} has no snapshot of the same moment: its state stays as it is")
             return
-        _Along.going = True
+        first = not moving
+        moving |= {id(mover), id(other)}
         try:
             other.recovery.put_back(snapshot)
             other.peers.counts = False  # the update it is about to drop belongs to the time that is gone
         finally:
-            _Along.going = False
+            if first:
+                moving.clear()
 
 
 def _key(pairs: dict[int, int], value: int) -> int | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stepguard.detect.history import LR_JUMP, history_facts, history_from
 from stepguard.engine.context import Context
+from stepguard.engine.ownership import others_kept
 from stepguard.engine.planning import NOTHING_GOOD, Planning
 from stepguard.engine.window import Kept, Window
 from stepguard.policy.places import Remedy
@@ -151,6 +152,11 @@ class Recovery:
         self.ring.clear()
         self.say("snapshots", f"no snapshots: {why.removesuffix('.')}")
 
+    def do_without(self, why: str) -> None:
+        """No snapshots from here on, without a word: whoever decides it says so."""
+        self._off = why
+        self.ring.clear()
+
     def say(self, kind: str, summary: str, **facts: Any) -> None:
         """One line in journal, log and terminal."""
         context = self._context
@@ -265,7 +271,8 @@ class Recovery:
 
     def put_back(self, snapshot: Snapshot) -> None:
         _wait()
-        self.whole.put_back(snapshot.state)
+        with others_kept(self._context):
+            self.whole.put_back(snapshot.state)
         context = self._context
         context.anchor = snapshot.memory.get("anchor")
         own = put_together(snapshot.state.facts["guard"], {})
