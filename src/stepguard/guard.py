@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
 from stepguard.engine.attach import Watcher
-from stepguard.engine.closure import ClosureStepper, needs_closure
+from stepguard.engine.closure import ClosureStepper, takes_closure
 from stepguard.engine.context import bare_step, build_context
 from stepguard.engine.epochs import EpochSchedule
 from stepguard.engine.examine import agreed_trouble
@@ -55,7 +55,7 @@ class Guard:
     ) -> None:
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, config or GuardConfig())
         self._shield = Shield(self._fault)
-        stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
+        stepper = ClosureStepper if takes_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
         self._stepper = stepper(self._context, self._shield, self._recovery)
         self._saving = Saving(self._context, self._recovery)

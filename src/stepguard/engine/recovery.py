@@ -184,6 +184,11 @@ class Recovery:
         self.ring.clear()
         self.say("snapshots", f"no snapshots: {why.removesuffix('.')}")
 
+    def do_without(self, why: str) -> None:
+        """No snapshots from here on, without a word: whoever decides it says so."""
+        self._off = why
+        self.ring.clear()
+
     def say(self, kind: str, summary: str, **facts: Any) -> None:
         """One line in journal, log and terminal."""
         context = self._context
