@@ -1,11 +1,11 @@
-"""First, do no harm: healthy trainings that look ill, guarded and bare from the same seed. Did the guard change anything?
+"""First, do no harm: healthy trainings that look ill, guarded and bare from one seed. Did the guard change anything?
 
     python -m benchmarks.harmless [--seeds 20] [--steps 300] [--families dqn,gan] [--quick]
 
-Every family is run bare and guarded with default settings in one process. Counted are interventions (a veto, a rewind, a
-halt, a retry, a sample left out), calls of the loss function or the model that the bare run did not make, and parts of the
-final state (weights, gradients, buffers, optimizers, schedules, scalers, random generators, what the loop holds) that are
-not bit for bit the same. The exit code is 0 only when all of them are 0. What was told is counted beside them.
+Every family is run bare and guarded with default settings in one process. Counted are interventions (a veto, a rewind,
+a halt, a retry, a sample left out), calls of the loss function or the model that the bare run did not make, and parts
+of the final state (weights, gradients, buffers, optimizers, schedules, scalers, random generators, what the loop holds)
+that are not bit for bit the same. The exit code is 0 only when all of them are 0. What was told is counted beside them.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row["clean"] < row["runs"]:
             console.print(explained(row), markup=False, soft_wrap=True)
     console.print(
-        f"{total['families']} families, {total['runs']} runs, {total['steps']} steps: {total['interventions']} interventions, "
-        f"{total['extra_calls']} further calls of user code, {total['unequal_runs']} runs not bit-equal, "
-        f"{total['notes']} anomalies told"
+        f"{total['families']} families, {total['runs']} runs, {total['steps']} steps: "
+        f"{total['interventions']} interventions, {total['extra_calls']} further calls of user code, "
+        f"{total['unequal_runs']} runs not bit-equal, {total['notes']} anomalies told"
     )
     whole = options.families is None and not options.quick
     if options.output is not None or whole:

@@ -110,7 +110,7 @@ register("wgan_clipped", GROUP, "watch", partial(gan, "apart", wasserstein, rais
 register("lsgan", GROUP, "step", partial(gan, "one module", least_squares, near_one, ""))
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def wgan_gp(seed: int) -> Training:
     """The gradient penalty needs the gradient of a gradient inside the loss."""
     generator, critic, real = mlp(NOISE, 16, 2), mlp(2, 16, 1), Real(seed)

@@ -18,6 +18,8 @@ MODULES = (
     "structure",
     "precision",
     "own_state",
+    "frameworks",
+    "running",
 )
 
 

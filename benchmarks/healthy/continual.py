@@ -1,4 +1,4 @@
-"""The task changes in mid-run: the loss jumps for a good reason, and what was reached before never comes back at once."""
+"""The task changes in mid-run: the loss jumps for a good reason, and the level before it does not come back at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _adam(model: torch.nn.Module, loss: Any, lr: float = 1e-2) -> Learner:
     return Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=lr), loss=loss)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def new_task(seed: int) -> Training:
     """Other clouds every 100 steps."""
     model, tasks = mlp(), [Clouds(seed + 100 * number) for number in range(20)]

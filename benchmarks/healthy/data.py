@@ -1,4 +1,4 @@
-"""Small worlds that the families share: clouds of points, a regression, a chain to walk along, networks of a few weights."""
+"""Small worlds that the families share: clouds of points, a regression, a chain to walk along, tiny networks."""
 
 from __future__ import annotations
 

@@ -39,7 +39,11 @@ def new_data(make: Make, seed: int) -> Training:
     return single(learner, lambda step: clouds.batch())
 
 
-WAYS: dict[str, tuple[Way, ...]] = {"adamw_1e-2": ("step", "watch"), "adamw_3e-3": ("step",), "sgd_momentum": ("watch",)}
+WAYS: dict[str, tuple[Way, ...]] = {
+    "adamw_1e-2": ("step", "watch"),
+    "adamw_3e-3": ("step",),
+    "sgd_momentum": ("watch",),
+}
 for name, make in OPTIMIZERS.items():
     for way in WAYS[name]:
         register(f"finetune_{name}", GROUP, way, partial(same_data, make))

@@ -80,7 +80,7 @@ for name, (weight_at, way) in VAES.items():
     register(name, GROUP, way, partial(autoencoder, weight_at))
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def term_switched_on(seed: int) -> Training:
     """A second term joins at step 150 and lifts the loss twentyfold."""
     model, drawn = mlp(outputs=1), regression(seed)

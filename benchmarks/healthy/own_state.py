@@ -35,7 +35,7 @@ def own_generator(seed: int) -> Training:
     return single(learner, batch, world=own.get_state)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def own_counter_and_list(seed: int) -> Training:
     """A counter that weighs the loss and a list of what was seen; one batch in 50 is hard."""
     model, drawn = mlp(outputs=1), regression(seed)
@@ -55,14 +55,14 @@ def own_counter_and_list(seed: int) -> Training:
     return single(learner, batch, world=lambda: seen)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def every_random_source(seed: int) -> Training:
     """Augmentation from Python's, numpy's and torch's global generators, in the loss and in the loop."""
     model, clouds = mlp(), Clouds(seed)
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        size = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())  # noqa: NPY002
+        size = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
         return F.cross_entropy(model(size * x + 0.1 * torch.randn_like(x)), y)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:

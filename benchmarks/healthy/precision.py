@@ -49,7 +49,7 @@ for name, (*how, way) in HALVES.items():
     register(name, GROUP, way, partial(half, *how))
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "watch")
 def bf16_autocast(seed: int) -> Training:
     clouds, model = Clouds(seed), mlp()
 
@@ -73,14 +73,14 @@ def bf16_weights(seed: int) -> Training:
     return single(learner, lambda step: clouds.batch())
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def fused_adam(seed: int) -> Training:
     clouds, model = Clouds(seed), mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     return single(Learner(model=model, optimizer=optimizer, loss=classified(model)), lambda step: clouds.batch())
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "watch")
 def lbfgs(seed: int) -> Training:
     """A few evaluations a step, as many as the optimizer likes."""
     model, drawn = mlp(hidden=4, outputs=1), regression(seed)

@@ -21,7 +21,7 @@ def two_views(clouds: Clouds) -> tuple[Tensor, Tensor]:
     return x + 0.1 * torch.randn(x.shape), x + 0.1 * torch.randn(x.shape)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def byol(seed: int) -> Training:
     """A student predicts what its own slow copy says of another view."""
     clouds = Clouds(seed)
@@ -68,7 +68,7 @@ class Queue(nn.Module):
         self.next.fill_((at + len(key)) % len(self.keys))
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "watch")
 def moco(seed: int) -> Training:
     """The queue of keys is a buffer that the forward pass writes."""
     clouds = Clouds(seed)
@@ -137,6 +137,4 @@ def centred_teacher(seed: int) -> Training:
         follow(teacher, student, 0.02)
 
     learner = Learner(model=student, optimizer=torch.optim.AdamW(student.parameters(), lr=1e-3), loss=loss, clip=3.0)
-    return Training(
-        learners={"student": learner}, updates=updates, world=lambda: [centre, dict(teacher.state_dict())]
-    )
+    return Training(learners={"student": learner}, updates=updates, world=lambda: [centre, dict(teacher.state_dict())])

@@ -30,7 +30,7 @@ def state_of(training: Training) -> dict[str, Any]:
             "scaler": learner.scaler.state_dict() if learner.scaler is not None else None,
         }
     held["world"] = training.world()
-    held["random"] = [torch.get_rng_state(), random.getstate(), np.random.get_state()]  # noqa: NPY002
+    held["random"] = [torch.get_rng_state(), random.getstate(), np.random.get_state()]
     return frozen(held)
 
 

@@ -1,4 +1,4 @@
-"""Learning rates that leap as they were told to: warm restarts, cycles, warm-up by epoch, schedules of the loop's own."""
+"""Learning rates that leap as they were told to: warm restarts, cycles, warm-up by epoch, rates set by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ SCHEDULES: dict[str, tuple[Make, Way]] = {
     "warm_restarts": (lambda o: schedules.CosineAnnealingWarmRestarts(o, 50, 2), "step"),
     "cyclic": (lambda o: schedules.CyclicLR(o, 1e-4, 0.3, step_size_up=20), "watch"),
     "one_cycle": (lambda o: schedules.OneCycleLR(o, 0.3, total_steps=100_000, pct_start=0.001), "step"),
-    "steps_down_and_up": (lambda o: schedules.MultiplicativeLR(o, lambda s: {100: 0.01, 200: 100.0}.get(s, 1.0)), "step"),
+    "steps_down_and_up": (
+        lambda o: schedules.MultiplicativeLR(o, lambda s: {100: 0.01, 200: 100.0}.get(s, 1.0)),
+        "step",
+    ),
 }
 for name, (make, way) in SCHEDULES.items():
     register(name, GROUP, way, partial(scheduled, make))

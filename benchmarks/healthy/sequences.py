@@ -30,7 +30,7 @@ class Reader(nn.Module):
         return self.out(held), state
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "watch")
 def truncated_backpropagation(seed: int) -> Training:
     """The hidden state goes from one step to the next, and is begun anew at every 50th."""
     generator = torch.Generator().manual_seed(seed)
@@ -71,7 +71,7 @@ class Bag(nn.Module):
         return self.out(torch.cat([each, each.mean(1, keepdim=True).expand_as(each)], -1))
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def masked_words_sometimes_none(seed: int) -> Training:
     """A batch in which nothing happened to be masked gives a loss of exactly 0, as people write it."""
     generator = torch.Generator().manual_seed(seed)
@@ -110,7 +110,7 @@ def ctc(seed: int) -> Training:
     return single(Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss), batch)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def diffusion(seed: int) -> Training:
     """Every batch has its own noise level, so its loss says more about the level than about the model."""
     clouds = Clouds(seed)
@@ -130,7 +130,7 @@ def diffusion(seed: int) -> Training:
     return single(learner, batch)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def maml(seed: int) -> Training:
     """Learning to learn sines: an inner step by `torch.func.functional_call`, the outer loss through it."""
     generator = torch.Generator().manual_seed(seed)

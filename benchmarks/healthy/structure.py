@@ -34,14 +34,14 @@ class Experts(nn.Module):
         return said * best[:, None]
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "watch")
 def mixture_of_experts(seed: int) -> Training:
     clouds, model = Clouds(seed), Experts()
     learner = Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=classified(model))
     return single(learner, lambda step: clouds.batch(8))
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def sparse_embedding(seed: int) -> Training:
     """Sparse gradients under SparseAdam, with words that come rarely."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ def sparse_embedding(seed: int) -> Training:
     return single(Learner(model=model, optimizer=torch.optim.SparseAdam(model.parameters(), lr=0.05), loss=loss), batch)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "watch")
 def progressive_unfreezing(seed: int) -> Training:
     """The head alone, then the body as well: parameters begin to move in mid-run."""
     model, clouds = pretrained(seed)
@@ -109,7 +109,7 @@ class Normed(nn.Module):
         return self.last(held)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "watch")
 def batchnorm_and_dropout(seed: int) -> Training:
     """Evaluated every 50 steps in between, as loops do."""
     clouds, model = Clouds(seed), Normed()
@@ -128,7 +128,7 @@ def batchnorm_and_dropout(seed: int) -> Training:
     return Training(learners={"only": learner}, updates=updates, world=world)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "watch")
 def ema_in_the_loop(seed: int) -> Training:
     """An averaged copy that the loop updates, with its counter and a warm-up of its decay."""
     clouds, model = Clouds(seed), mlp()
@@ -142,7 +142,7 @@ def ema_in_the_loop(seed: int) -> Training:
     return Training(learners={"only": learner}, updates=updates, world=average.state_dict)
 
 
-@family(GROUP, "step", "watch")
+@family(GROUP, "step")
 def gradient_accumulation(seed: int) -> Training:
     """Four micro-batches an update, of different sizes, clipped."""
     clouds, model = Clouds(seed), mlp()

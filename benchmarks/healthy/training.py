@@ -3,8 +3,8 @@
     @family("reinforcement", "step", "watch")
     def reinforce(seed: int) -> Training: ...
 
-The same training is driven bare and guarded. What the loop does between two updates (acting, target networks, EMA) stands
-in the generator between two `yield`s, as it stands between two updates in a script.
+The same training is driven bare and guarded. What the loop does between two updates (acting, target networks, EMA)
+stands in the generator between two `yield`s, as it stands between two updates in a script.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Family:
     name: str
     group: str
     way: Way
-    build: Callable[[int], Any]
+    build: Callable[..., Any]
+    """`step` and `watch`: of a seed, a Training. Else a whole run: of seed, steps and an Outcome (None: bare)."""
 
 
 FAMILIES: dict[str, Family] = {}
@@ -109,7 +110,7 @@ class Calls:
             learner.loss = self._counted(learner.loss)
             if not any(model is learner.model for model in models):
                 models.append(learner.model)
-        self.handles = [model.register_forward_pre_hook(self._seen) for model in models]
+        self.handles = [model.register_forward_pre_hook(self.seen) for model in models]
 
     def stop(self) -> None:
         for handle in self.handles:
@@ -122,5 +123,5 @@ class Calls:
 
         return counted
 
-    def _seen(self, module: nn.Module, inputs: Any) -> None:
+    def seen(self, module: nn.Module, inputs: Any) -> None:
         self.forward += 1
