@@ -57,7 +57,7 @@ class ClosureStepper(Stepper):
             parameter.grad = gradient
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
-        close.apply(context, self.recovery, incident)
+        incident = close.apply(context, self.recovery, incident)
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 

@@ -18,6 +18,7 @@ MOST_CAPSULES = 20
 
 def record(context: Context, incident: Incident, step: Step) -> Incident:
     """Everything that outlives the process first, the screen last."""
+    context.unrecorded = None
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
     if context.journal is not None:
@@ -30,10 +31,14 @@ def record(context: Context, incident: Incident, step: Step) -> Incident:
     return incident
 
 
+def incident_folder(run_dir: Path, name: str, rank: int) -> Path:
+    """Where an incident of this name goes."""
+    return run_dir / "incidents" / (f"{name}-rank{rank}" if rank else name)
+
+
 def _folder(context: Context, incident: Incident) -> Path:
     assert context.config.run_dir is not None
-    rank = f"-rank{incident.rank}" if incident.rank else ""
-    return Path(context.config.run_dir) / "incidents" / f"{incident.id}{rank}"
+    return incident_folder(Path(context.config.run_dir), incident.id, incident.rank)
 
 
 def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
