@@ -170,9 +170,11 @@ def weights_did_it(verdict: Verdict, reading: Reading, history: History, signs: 
 def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Signs) -> str:
     """The first thing that speaks against blaming the weights; empty when all signs agree."""
     loss = reading.judged_loss
-    if loss is None or history.best is None or not loss > history.ruin_limit:
+    if loss is None or history.best is None:
+        return "there is no loss to judge by"
+    if not verdict.bad and not loss > history.ruin_limit:
         return "what the run has learned is not lost"
-    if signs.lasting < LASTING and verdict.severity != "incident":
+    if not verdict.bad and signs.lasting < LASTING:
         return f"it has lasted {signs.lasting} of {LASTING} steps"
     if signs.earlier_now is None or signs.earlier_then is None:
         return _doubt_from_outside(signs)

@@ -14,19 +14,31 @@ from stepguard.state.step import Step
 
 def proven_guilty(step: Step, incident: Incident) -> str:
     """What the step could go on without, in words (people count micro-batches from 1); empty where it is all of it."""
-    origin, reading = incident.origin, incident.reading
-    if origin is None or reading.bad_state or reading.overflow:
+    reading = incident.reading
+    if reading.bad_state or reading.overflow:
         return ""
-    several = len(step.micro_batches) > 1
+    rows = _sample_words(step, incident)
+    if rows:
+        return rows
+    count = len(step.micro_batches)
+    guilty = reading.bad_micro_batches
+    if count == 1 or len(guilty) == count:
+        return ""
+    return micro_batch_words(guilty, count) if guilty else "a micro-batch"
+
+
+def _sample_words(step: Step, incident: Incident) -> str:
+    origin = incident.origin
+    if origin is None or not origin.samples:
+        return ""
     micro = origin.micro_batch or 0
-    where = f" of micro-batch {micro + 1} of {len(step.micro_batches)}" if several else ""
-    if origin.samples and len(origin.samples) < sample_count(step.micro_batches[micro]):
-        rows = ", ".join(map(str, origin.samples))
-        return f"sample{'s' if len(origin.samples) > 1 else ''} {rows}{where}"
-    guilty = reading.bad_micro_batches or (() if origin.micro_batch is None else (origin.micro_batch,))
-    if several and guilty and len(guilty) < len(step.micro_batches):
-        return micro_batch_words(guilty, len(step.micro_batches))
-    return ""
+    if len(origin.samples) >= sample_count(step.micro_batches[micro]):
+        return ""
+    plural = "s" if len(origin.samples) > 1 else ""
+    rows = ", ".join(map(str, origin.samples))
+    count = len(step.micro_batches)
+    where = f" of micro-batch {micro + 1} of {count}" if count > 1 else ""
+    return f"sample{plural} {rows}{where}"
 
 
 def micro_batch_words(guilty: Sequence[int], count: int) -> str:

@@ -26,7 +26,7 @@ from stepguard.engine.shield import spare
 from stepguard.engine.suspicion import Suspicion
 from stepguard.locate import locate
 from stepguard.policy import decide
-from stepguard.policy.decide import Fault, Situation
+from stepguard.policy.decide import Fault, Situation, goes_on
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
@@ -185,9 +185,9 @@ class Pipeline:
         by_chance = incident.origin is not None and incident.origin.reproduced is False and fault != "anomaly"
         again = self._reruns and step.whole
         remedy, why_not = None, ""
-        if fault in ("state", "anomaly"):
-            visible = fault == "state" and not weights_ruined(incident.origin)
-            remedy, why_not = recovery.plan(transient=again and visible, visible=visible)
+        if fault in ("state", "anomaly") or not goes_on(context.config.policy):
+            visible = fault != "anomaly" and not weights_ruined(incident.origin)
+            remedy, why_not = recovery.plan(transient=again and visible and fault == "state", visible=visible)
         leave_out = proven_guilty(step, incident) if again and context.agreement.size == 1 else ""
         situation = Situation(
             step=incident.step,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.detect import judge
-from stepguard.detect.anomalies import Signs, weights_did_it
+from stepguard.detect.anomalies import LASTING, Signs, weights_did_it
 from stepguard.engine.context import Context
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.updates import update_ratio
@@ -96,8 +96,8 @@ class Suspicion:
         history = self._context.history
         loss = reading.judged_loss
         lost = loss is not None and history.best is not None and loss > history.ruin_limit
-        lasts = verdict.bad or self._in_a_row >= 3
-        if not lost or not lasts or self._context.agreement.size > 1:
+        asks = verdict.bad or (lost and self._in_a_row >= LASTING)
+        if not asks or self._context.agreement.size > 1:
             return signs
         earlier = self.earlier_batch_now()
         if earlier is None or not step.whole:

@@ -14,9 +14,6 @@ Fault = Literal["data", "state", "update", "anomaly"]
 """`data`: born in the batch, the forward, the loss or the backward, on weights that are good. `state`: a parameter,
 buffer or optimizer slot is damaged. `update`: the optimizer made it. `anomaly`: everything is finite."""
 
-NOT_FOR_DATA = "the weights are good, going back would only lose them"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What the choice depends on besides policy and budget."""
@@ -86,7 +83,14 @@ def _bad_step(situation: Situation, policy: Policy, spent: Budget) -> tuple[Deci
             return _choose("undo", situation, policy, after)
         if action in ("skip", "lower_lr", "note"):
             return _choose(action, situation, policy, after)
+        if action == "rewind" and not goes_on(policy) and not _why_no_rewind(situation, policy, after):
+            return _choose(action, situation, policy, after)
     return _choose("stop", situation, policy, after, _nothing_allowed(policy))
+
+
+def goes_on(policy: Policy) -> bool:
+    """May a bad step be answered without going back? A policy that allows only rewinds gets them."""
+    return any(action in policy.actions for action in ("leave_out", "skip", "lower_lr", "note"))
 
 
 def _why_no_rewind(situation: Situation, policy: Policy, spent: Budget) -> str:
