@@ -32,7 +32,7 @@ RESULTS = machine.RESULTS / "harmless.json"
 SEEDS, STEPS, QUICK_SEEDS = 20, 300, 2
 
 
-def measure(families: Sequence[Family], seeds: int, steps: int, console: Console) -> list[Outcome]:
+def measure(families: Sequence[Family], seeds: int, options: argparse.Namespace, console: Console) -> list[Outcome]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -45,7 +45,7 @@ def measure(families: Sequence[Family], seeds: int, steps: int, console: Console
         for family in families:
             progress.update(bar, description=f"{family.name:40}")
             for seed in range(seeds):
-                outcomes.append(compare(family, seed, steps))
+                outcomes.append(compare(family, seed, options.steps, options.anomalies))
                 progress.advance(bar)
     return outcomes
 
@@ -70,7 +70,9 @@ def by_family(families: Sequence[Family], outcomes: Sequence[Outcome]) -> list[d
                 "unequal": sum(bool(run.unequal) for run in runs),
                 "differing": sorted({name for run in runs for name in run.unequal})[:5],
                 "errors": sorted({run.error for run in runs if run.error}),
+                "refused_saves": sum(run.refused_saves for run in runs),
                 "notes": sum(run.notes for run in runs),
+                "cpu_seconds": sum(run.cpu_seconds for run in runs),
                 "warnings": sorted({text for run in runs for text in run.warnings}),
             }
         )
@@ -87,6 +89,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
         "unequal_runs": sum(row["unequal"] for row in rows),
         "failed": sum(bool(row["errors"]) for row in rows),
         "unclean_runs": sum(row["runs"] - row["clean"] for row in rows),
+        "refused_saves": sum(row["refused_saves"] for row in rows),
         "notes": sum(row["notes"] for row in rows),
     }
 
@@ -94,12 +97,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     drawn = Table(title="healthy training, guarded beside bare", box=None, header_style="bold")
     drawn.add_column("family", no_wrap=True)
-    for name in ("runs", "interventions", "extra calls", "not bit-equal", "told"):
+    for name in ("runs", "interventions", "extra calls", "not bit-equal", "refused saves", "told"):
         drawn.add_column(name, justify="right")
     for row in rows:
         name = row["family"] if row["clean"] == row["runs"] else f"[bold red]{row['family']}[/]"
-        counted = [row["runs"], sum(row["interventions"].values()), row["extra_calls"], row["unequal"], row["notes"]]
-        drawn.add_row(name, *map(str, counted))
+        counted = ("runs", "extra_calls", "unequal", "refused_saves", "notes")
+        runs, *others = (str(row[what]) for what in counted)
+        drawn.add_row(name, runs, str(sum(row["interventions"].values())), *others)
     return drawn
 
 
@@ -119,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--families", type=lambda text: text.split(","), default=None, help="parts of names, or groups")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SEEDS} seeds")
+    parser.add_argument("--anomalies", choices=("note", "act", "off"), default="note", help="GuardConfig.anomalies")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -126,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     families = chosen(options.families)
     seeds = QUICK_SEEDS if options.quick else options.seeds
     began = time.process_time()
-    outcomes = measure(families, seeds, options.steps, Console(stderr=True))
+    outcomes = measure(families, seeds, options, Console(stderr=True))
     rows = by_family(families, outcomes)
     total = summary(rows)
     console = Console(width=max(120, Console().width))
@@ -139,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{total['interventions']} interventions, {total['extra_calls']} further calls of user code, "
         f"{total['unequal_runs']} runs not bit-equal, {total['notes']} anomalies told"
     )
-    whole = options.families is None and not options.quick
+    whole = options.families is None and not options.quick and options.anomalies == "note"
     if options.output is not None or whole:
         told = {"schema": 1, "machine": machine.facts(), "seconds_of_cpu": time.process_time() - began}
         machine.keep({**told, **total, "rows": rows}, options.output or RESULTS)

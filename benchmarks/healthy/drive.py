@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from benchmarks.healthy.same import differences, state_of
 from benchmarks.healthy.training import Calls, Family, Learner, Training, Update
 from stepguard.engine.closure import needs_closure
 
+Anomalies = Literal["note", "act", "off"]
 MOST_NAMED = 5
 LOOPED = ("step", "watch")
 """Ways in whose loop is this file's."""
@@ -34,16 +38,21 @@ class Outcome:
     family: str
     seed: int
     steps: int
+    anomalies: Anomalies = "note"
+    """What the guard was told to do about finite anomalies."""
     interventions: dict[str, int] = field(default_factory=dict)
     """Vetoes, rewinds, halts and the like, by name."""
     extra_calls: int = 0
     """Calls of the loss function or the model that the bare run did not make."""
     unequal: list[str] = field(default_factory=list)
     """Parts of the final state that are not bit for bit those of the bare run."""
+    refused_saves: int = 0
+    """Guards that did not call the final state good, in runs with a folder."""
     notes: int = 0
-    """Anomalies that were told and not acted on."""
+    """Anomalies that were told and not acted on; those that are no incident are counted in runs with a folder."""
     warnings: list[str] = field(default_factory=list)
     error: str = ""
+    cpu_seconds: float = 0.0
 
     @property
     def clean(self) -> bool:
@@ -56,9 +65,10 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-def compare(family: Family, seed: int, steps: int) -> Outcome:
+def compare(family: Family, seed: int, steps: int, anomalies: Anomalies = "note") -> Outcome:
     """One run of the family without a guard and one with it."""
-    outcome = Outcome(family=family.name, seed=seed, steps=steps)
+    outcome = Outcome(family=family.name, seed=seed, steps=steps, anomalies=anomalies)
+    began = time.process_time()
     bare = run_bare(family, seed, steps)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -70,6 +80,7 @@ def compare(family: Family, seed: int, steps: int) -> Outcome:
     outcome.warnings = sorted({str(w.message)[:200] for w in told if "stepguard" in str(w.message)})
     outcome.extra_calls = sum(guarded[0]) - sum(bare[0])
     outcome.unequal = list(differences(bare[1], guarded[1]))[:MOST_NAMED]
+    outcome.cpu_seconds = time.process_time() - began
     return outcome
 
 
@@ -96,24 +107,32 @@ def run_guarded(family: Family, seed: int, steps: int, outcome: Outcome) -> Left
     calls.count(training)
     guards: list[stepguard.Guard] = []
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stepguard-harmless-"))
+        folder = None
+        if seed % EVERY_SO_OFTEN == 0:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stepguard-harmless-"))
         drivers = {}
         for name, learner in training.learners.items():
-            run_dir = f"{folder}/{name}" if seed % EVERY_SO_OFTEN == 0 else None
-            guard = stack.enter_context(_guard(family.way, learner, run_dir))
-            guards.append(guard)
-            for number, optimizer in enumerate(learner.further):
-                beside = replace(learner, optimizer=optimizer, further=(), scheduler=None)
-                guards.append(stack.enter_context(_guard(family.way, beside, run_dir and f"{run_dir}-{number}")))
-            drivers[name] = _stepped(guard, learner) if family.way == "step" else plain(learner)
+            own = _guards(family.way, learner, folder and f"{folder}/{name}", outcome.anomalies)
+            guards += [stack.enter_context(guard) for guard in own]
+            drivers[name] = _stepped(own[0], learner) if family.way == "step" else plain(learner)
         try:
             loop(training, steps, drivers)
         except stepguard.TrainingHalted:
             outcome.interventions["halt"] = 1
         left = (calls.loss, calls.forward), state_of(training)
         calls.stop()
+        if folder is not None:
+            outcome.refused_saves = sum(guard.save() is None for guard in guards)
+            outcome.notes += notes_in(Path(folder))
     tally(outcome, guards)
     return left
+
+
+def notes_in(folder: Path) -> int:
+    """Lines about finite anomalies in the journals of a run."""
+    lines = [line for journal in folder.rglob("journal.jsonl") for line in journal.read_text("utf-8").splitlines()]
+    records = [json.loads(line) for line in lines]
+    return sum(record["type"] == "note" and record.get("kind") in ("spike", "drift") for record in records)
 
 
 def tally(outcome: Outcome, guards: Iterable[Any]) -> None:
@@ -199,21 +218,26 @@ def _advance(learner: Learner) -> None:
         learner.scheduler.step()
 
 
-def _guard(way: str, learner: Learner, run_dir: str | None) -> stepguard.Guard:
-    """With default settings, as a new user has them."""
-    settings: dict[str, Any] = {"terminal": "quiet", "run_dir": run_dir}
+def _guards(way: str, learner: Learner, run_dir: str | None, anomalies: Anomalies) -> list[stepguard.Guard]:
+    """One an optimizer, with default settings as a new user has them."""
+    settings: dict[str, Any] = {"terminal": "quiet", "anomalies": anomalies}
     if way == "step":
         settings["clip_norm"] = learner.clip
-    handed = learner.scaler if learner.scaler_handed_over else None
     make = stepguard.Guard if way == "step" else stepguard.watch
-    return make(
-        learner.model,
-        learner.optimizer,
-        scheduler=learner.scheduler,
-        scaler=handed,
-        modules=learner.modules,
-        config=stepguard.GuardConfig(**settings),
-    )
+    made = []
+    for number, optimizer in enumerate((learner.optimizer, *learner.further)):
+        own = f"{run_dir}-{number}" if run_dir is not None else None
+        made.append(
+            make(
+                learner.model,
+                optimizer,
+                scheduler=learner.scheduler if not number else None,
+                scaler=learner.scaler if learner.scaler_handed_over else None,
+                modules=learner.modules,
+                config=stepguard.GuardConfig(**settings, run_dir=own),
+            )
+        )
+    return made
 
 
 def _stepped(guard: stepguard.Guard, learner: Learner) -> Callable[..., None]:
