@@ -98,12 +98,6 @@ class History:
         elif level > self.ruin_limit and (self.committed - self.near_best_at <= SUDDEN or not self.learned):
             self.ruined_at = step
 
-    def begin_anew(self) -> None:
-        """Another loss from now on: what was usual says nothing about it. Learning rates and norms stay known."""
-        self.losses.clear()
-        self.first.clear()
-        self.best = self.last_loss = self.ruined_at = None
-
     @property
     def level(self) -> float:
         """The usual loss now."""
@@ -151,8 +145,13 @@ class History:
         """The level above which what was learned is lost."""
         assert self.best is not None
         if not self.learned:
-            return self.began_at + FAR_ABOVE_START * max(abs(self.began_at), self.best_noise)
+            return self.far_limit
         return self.best + RUIN_SHARE * (self.began_at - self.best)
+
+    @property
+    def far_limit(self) -> float:
+        """A level that no run comes to by learning something else."""
+        return self.began_at + FAR_ABOVE_START * max(abs(self.began_at), self.best_noise)
 
     @property
     def back_limit(self) -> float:

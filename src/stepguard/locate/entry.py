@@ -11,6 +11,7 @@ from stepguard.locate import impurity, partial, samples, stored, update
 from stepguard.locate.agreement import departure
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
+from stepguard.locate.effort import MOST_FRUITLESS, Effort, OutOfTimeError
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.partial import ModelReplayer
@@ -23,16 +24,23 @@ from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 
+UNCUT = "no sample can be told: your code takes this batch whole or not at all"
 MOST_REPAIRS = 3
 """Stored tensors that may turn out innocent before the search settles for what it has."""
 
 
-def locate(step: Step, reading: Reading) -> Origin:
-    """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found them."""
+def locate(step: Step, reading: Reading, effort: Effort | None = None) -> Origin:
+    """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found them.
+
+    `effort` bounds the time, and is the same for all incidents of a run: it remembers what was in vain.
+    """
+    effort = effort if effort is not None else Effort()
+    effort.begin(on_host=all(p.device.type == "cpu" for p in step.model.parameters()))
     try:
-        return _locate(step, reading)
+        origin = _locate(step, reading, effort)
     except ReplayError as failure:
         return stored.evidence_origin(step, reading, fact("replay-error", str(failure)[:200]))
+    return replace(origin, notes=(*origin.notes, *effort.cut)) if effort.cut else origin
 
 
 def locate_update(step: Step, reading: Reading) -> Origin:
@@ -52,7 +60,7 @@ def finite_unscaled(step: Step) -> bool | None:
             return None
 
 
-def _locate(step: Step, reading: Reading) -> Origin:
+def _locate(step: Step, reading: Reading, effort: Effort) -> Origin:
     if reading.state_born:
         in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
         return written_origin(step, reading) if in_forward else update.update_origin(step, reading)
@@ -68,7 +76,8 @@ def _locate(step: Step, reading: Reading) -> Origin:
     if reason is not None:
         return stored.evidence_origin(step, reading, fact("no-replay", reason))
     with untouched(step) as keeper, impurity.own_state(step) as own:
-        replayer = ModelReplayer(step, keeper) if step.model_only else Replayer(step, keeper)
+        kind = ModelReplayer if step.model_only else Replayer
+        replayer = kind(step, keeper, effort)
         replayer.own = own
         if isinstance(replayer, ModelReplayer):
             return _replay_model(replayer, reading)
@@ -153,6 +162,9 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | 
     for _ in range(MOST_REPAIRS):
         if found is None or not found.birth.op.startswith("batch"):
             break
+        if not replayer.effort.affords(2.0 / len(replayer.step.micro_batches)):
+            replayer.effort.leave_out(f"the proof that {found.birth.op} alone is to blame")
+            return traced, found
         innocent |= {found.birth.op}
         mended = batches.repaired(batch, innocent)
         _accumulate(replayer, accumulated)
@@ -212,10 +224,35 @@ def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Orig
         return origin
     batch = replayer.step.micro_batches[traced.micro_batch]
     trial = samples.Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
-    guilty = samples.guilty_samples(trial, _suspects(found, origin, batch, trial.count))
+    guilty = _search_samples(trial, _suspects(found, origin, batch, trial.count), origin, batch, replayer.effort)
     if not guilty:
-        return replace(origin, notes=(*origin.notes, fact("samples", "confounded"))) if trial.count > 1 else origin
+        not_shown = trial.count < 2 or replayer.effort.cut
+        return origin if not_shown else replace(origin, notes=(*origin.notes, fact("samples", "confounded")))
     return replace(origin, samples=guilty, notes=(*origin.notes, *_contrast(batch, guilty, trial.count)))
+
+
+def _search_samples(
+    trial: samples.Trial, suspects: list[int], origin: Origin, batch: Any, effort: Effort
+) -> tuple[int, ...]:
+    """The guilty samples, unless earlier incidents have shown that none can be told, or the time is up."""
+    kind = tuple((name, tensor.dim(), tensor.dtype) for name, tensor in batches.named_tensors(batch))
+    place = (origin.phase, origin.op, origin.node, origin.source, origin.tensor)
+    if kind in effort.whole_only:
+        effort.cut.append(UNCUT)
+        return ()
+    if effort.in_vain(place):
+        effort.cut.append(f"no sample was searched for: none could be told at this place {MOST_FRUITLESS} times before")
+        return ()
+    guilty: tuple[int, ...] = ()
+    try:
+        guilty = samples.guilty_samples(trial, suspects)
+    except OutOfTimeError:
+        effort.leave_out("the search for the guilty samples")
+    if trial.whole_only:
+        effort.whole_only.add(kind)
+        effort.cut.append(UNCUT)
+    effort.searched(place, found=bool(guilty))
+    return guilty
 
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"

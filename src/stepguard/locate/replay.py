@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stepguard.locate import batch as batches
 from stepguard.locate.attributes import kept_tensors
+from stepguard.locate.effort import Effort
 from stepguard.locate.finite import all_finite, numeric
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.own_state import OwnState
@@ -56,12 +57,13 @@ class Traced:
 class Replayer:
     """Runs micro-batches of one step, inside `untouched`."""
 
-    def __init__(self, step: Step, keeper: BufferKeeper) -> None:
+    def __init__(self, step: Step, keeper: BufferKeeper, effort: Effort | None = None) -> None:
         self.step = step
         self.own: OwnState | None = None
         """What the loss function keeps for itself: put back before every run, so that all of them are alike."""
         self.first_traced: Ran | None = None
         """What the first trace gave, before anything in the batch was repaired."""
+        self.effort = effort if effort is not None else Effort()
         self._keeper = keeper
         roots = step.named_roots()
         self.parameters = {
@@ -92,7 +94,7 @@ class Replayer:
                 tracer.store(f"grad:{name}", parameter.grad)
         for name, buffer in self.buffers.items():
             tracer.store(f"buffer:{name}", buffer)
-        with self._eagerly(True), spans:
+        with self.effort.first_trace(), self._eagerly(True), spans:
             ran = self._run(micro, own, backward, tracer)
         self.first_traced = self.first_traced or ran
         return Traced(ran, tracer, micro)

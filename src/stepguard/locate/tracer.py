@@ -43,6 +43,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.modules = modules
         self.stage: Stage = stage
         self.calls: list[Call] = []
+        self.forgotten = 0
+        """Calls before the first of `calls` that were dropped."""
         self.lines: dict[int, Line] = {}
         """The user's line that created the autograd node of this number."""
         self.owners: dict[int, Call] = {}
@@ -155,7 +157,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _place(self, name: str) -> Call:
         """A call with its stage, module, node and line."""
-        call = Call(index=len(self.calls), op=name, stage=self.stage)
+        call = Call(index=self.forgotten + len(self.calls), op=name, stage=self.stage)
         self.calls.append(call)
         node: Any = torch._C._current_autograd_node()
         sequence = sequence_number()
