@@ -36,7 +36,7 @@ def told(origin: Origin, own: OwnState) -> Origin:
 
 def different_losses(replayer: Replayer) -> list[str]:
     """Two more forward passes: finite losses that are far apart are not the same function of the same batch."""
-    if not replayer.effort.affords(1.0):
+    if replayer.step.model_only or not replayer.effort.affords(1.0):
         return []
     own, replayer.own = replayer.own, None
     try:
