@@ -37,11 +37,7 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
     if reading.state_born:
         return reading  # found after the update, which has been undone since
-    if (
-        not reading.grads_finite
-        and _losses_finite(reading)
-        and overflows_by_scale(context, step, reading)
-    ):
+    if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(context, step, reading):
         return replace(reading, overflow=True, bad_state=())
     buffers_after = [name for name in bad_buffers(context.roots) if name not in context.on_purpose()]
     with kept_buffers(context.roots.values()):

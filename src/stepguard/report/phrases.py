@@ -190,6 +190,9 @@ def budget(decision: Decision, policy: Policy | None = None) -> str:
 def effect(incident: Incident) -> str:
     """What the decision means for the state in memory."""
     action = incident.decision.action if incident.decision else ""
+    back = incident.decision.rewound_to if incident.decision else None
+    if action == "stop" and back is not None:
+        return f"the weights are those after {count(back, 'step')}, the newest without the damage"
     if incident.reading.bad_state and action in ("stop", "note"):
         return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
     if incident.decision is not None and incident.decision.rewound_to is not None:

@@ -71,6 +71,10 @@ class Terminal:
         """The guard itself failed: training goes on without it."""
         self._line(f"ERROR: the guard failed and is disarmed; training goes on unguarded: {message}", "bold red")
 
+    def launcher_line(self, line: str) -> None:
+        """One line for programs: as it is, on stderr."""
+        self._paint(lambda console: console.print(Text(line), soft_wrap=True))
+
     def halted(self, incident: Incident) -> None:
         """The policy stopped the run."""
         if incident.id not in self._shown:
