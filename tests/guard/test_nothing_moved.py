@@ -239,3 +239,40 @@ def test_tensor_of_the_last_graph_is_not_held_alive() -> None:
         assert old() is None
         loss.backward()
         optimizer.step()
+
+
+class Ledger:
+    """A helper object that holds nothing but data."""
+
+    def __init__(self) -> None:
+        self.total, self.values = 0.0, [0.0]
+
+
+class Trainer:
+    """Hangs on the module and does more than hold values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.calls = model, 0
+
+
+def test_objects_that_only_hold_data_are_put_back_and_no_others() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.ledger = nn.Linear(FEATURES, CLASSES), Ledger()
+            self.trainer = Trainer(self)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.ledger.total += 1.0
+            self.ledger.values.append(self.ledger.total)
+            self.trainer.calls += 1
+            return self.layer(inputs)
+
+    model = Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(model, optimizer):
+        for batch in (DATA[0], poisoned(DATA[1]), DATA[2]):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+    assert (model.ledger.total, model.ledger.values, model.trainer.calls) == (2.0, [0.0, 1.0, 2.0], 3)
