@@ -79,6 +79,21 @@ def test_what_the_loop_did_before_the_forward_stays(fused: bool, by_method: bool
     assert (model.temperature, model.phase, float(model.seen)) == (0.5, "cold", 5.0)
 
 
+def test_model_that_is_trained_in_eval_mode_keeps_what_the_loop_did() -> None:
+    model = Annealed().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watching(model, optimizer) as guard:
+        for index, batch in enumerate(DATA[:6]):
+            if index == 4:
+                model.mask[:2] = 0.0
+            optimizer.zero_grad()
+            model.loss(poisoned(batch) if index == 4 else batch).backward()
+            optimizer.step()
+            assert guard.dropped is (index == 4)
+    assert model.mask.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert float(model.seen) == 5.0
+
+
 def test_model_that_is_only_called_by_its_methods_has_snapshots() -> None:
     model = Annealed(by_method=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
