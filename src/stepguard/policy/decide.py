@@ -14,6 +14,7 @@ Fault = Literal["data", "state", "update", "anomaly"]
 """`data`: born in the batch, the forward, the loss or the backward, on weights that are good. `state`: a parameter,
 buffer or optimizer slot is damaged. `update`: the optimizer made it. `anomaly`: everything is finite."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What the choice depends on besides policy and budget."""
