@@ -189,8 +189,7 @@ def build_context(
     optimizer = _real_optimizer(optimizer)
     _check(model, optimizer, modules)
     _check_extra(extra)
-    _check_scheduler(scheduler)
-    scheduler = one_schedule(scheduler)
+    scheduler = _checked_schedule(scheduler)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
@@ -211,14 +210,20 @@ def build_context(
         resources=ExitStack(),
         loss_scale=config.loss_scale or 1.0,
     )
-    context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
-    if config.lr is not None:
-        context.history.configured_lr = tuple(config.lr for _ in context.lr)
+    _configure_rates(context)
     context.resources.callback(agreement.close)
     guarded.add(optimizer)
     context.resources.callback(guarded.discard, optimizer)
     _open_files(context)
     return context
+
+
+def _configure_rates(context: Context) -> None:
+    """What the user says the rate should be, else what groups and schedule declare."""
+    if context.config.lr is not None:
+        context.history.configured_lr = tuple(context.config.lr for _ in context.lr)
+    else:
+        context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
 
 
 def bare_step(context: Context) -> Step:
@@ -295,14 +300,16 @@ def _check(model: object, optimizer: object, modules: object) -> None:
         raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
 
 
-def _check_scheduler(scheduler: object) -> None:
+def _checked_schedule(scheduler: Any) -> Any:
+    """One scheduler, or several in one; refused where it is none."""
     if scheduler is None:
-        return
+        return None
     for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
         if not all(callable(getattr(one, method, None)) for method in ("step", "state_dict", "load_state_dict")):
             raise ConfigError(
                 f"scheduler is a {type(one).__name__}; give a scheduler of torch.optim.lr_scheduler, or a list of them."
             )
+    return one_schedule(scheduler)
 
 
 def _check_extra(extra: object) -> None:
