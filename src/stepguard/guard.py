@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
 from stepguard.engine.attach import Watcher
-from stepguard.engine.closure import ClosureStepper, needs_closure
+from stepguard.engine.closure import ClosureStepper, takes_closure
 from stepguard.engine.context import bare_step, build_context
 from stepguard.engine.epochs import EpochSchedule
 from stepguard.engine.examine import agreed_trouble
@@ -55,12 +55,14 @@ class Guard:
     ) -> None:
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, config or GuardConfig())
         self._shield = Shield(self._fault)
-        stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
+        stepper = ClosureStepper if takes_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
         self._stepper = stepper(self._context, self._shield, self._recovery)
         self._saving = Saving(self._context, self._recovery)
         if loader is not None:
-            self._context.feed = Feed(loader, self._between, partial(self._recovery.say, "loader"))
+            self._context.feed = Feed(
+                loader, self._between, partial(self._recovery.say, "loader"), lambda: self._context.step
+            )
         self._epochs: EpochSchedule | None = None
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
@@ -176,6 +178,11 @@ class Guard:
     def steps(self) -> int:
         """Optimizer steps seen so far, vetoed ones included."""
         return self._context.step
+
+    @property
+    def name(self) -> str:
+        """Which optimizer of which model this is, for a process with several guards."""
+        return self._context.name
 
     @property
     def rank(self) -> int:

@@ -7,69 +7,14 @@ parameter, plain attributes, inner optimizers, objects in the state, a closure t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Params = Iterable[Tensor]
-
-
-def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration towards the nearest orthogonal matrix."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-    x = wide / (wide.norm() + 1e-7)
-    for _ in range(steps):
-        square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
-    return x if matrix.size(0) <= matrix.size(1) else x.T
-
-
-class Muon(Optimizer):
-    """Fills missing gradients with zeros, so that hiding them does not stop the update."""
-
-    def __init__(self, params: Params, lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                held = state["momentum_buffer"]
-                held.lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(held, group["momentum"])
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(orthogonal(update) if p.ndim == 2 else update, alpha=-group["lr"])
-        return loss
-
-
-class Insisting(Optimizer):
-    """Asserts that every parameter has a gradient, as distributed forms of Muon do."""
-
-    def __init__(self, params: Params, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-        self.updates = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                assert p.grad is not None, "every parameter must have a gradient"
-                held = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                held.mul_(0.9).add_(p.grad)
-                p.add_(held, alpha=-group["lr"])
-        self.updates += 1
-        return loss
+from guard.optimizers_of_matrices import GaLore, Insisting, Muon, Params, Shampoo, evaluated
 
 
 class Lookahead(Optimizer):
@@ -141,7 +86,7 @@ class MADGRAD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
+        loss = evaluated(closure)
         if "k" not in self.state:
             self.state["k"] = torch.tensor([0], dtype=torch.long)
         k = self.state["k"].item()
@@ -190,7 +135,7 @@ class ScheduleFreeSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
+        loss = evaluated(closure)
         for group in self.param_groups:
             assert group["train_mode"], "call optimizer.train() first"
             lr = group["lr"] * min(1.0, (group["k"] + 1) / group["warmup"])
@@ -228,7 +173,7 @@ class Sophia(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
+        loss = evaluated(closure)
         refresh = self.calls % self.every == 0
         self.calls += 1
         for group in self.param_groups:
@@ -256,7 +201,7 @@ class Prodigy(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
+        loss = evaluated(closure)
         for group in self.param_groups:
             d, denominator = group["d"], 0.0
             group["d_numerator"] *= 0.99
@@ -290,7 +235,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
+        loss = evaluated(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -299,85 +244,6 @@ class Lion(Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(held.lerp(p.grad, 0.1).sign_(), alpha=-group["lr"])
                 held.lerp_(p.grad, 0.01)
-        return loss
-
-
-class Shampoo(Optimizer):
-    """Lists of tensors in the state: one preconditioner and its root for each dimension, refreshed now and then."""
-
-    def __init__(self, params: Params, lr: float = 0.05, every: int = 2) -> None:
-        super().__init__(params, {"lr": lr})
-        self.every = every
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = 0
-                    state["precond"] = [1e-4 * torch.eye(size) for size in p.shape]
-                    state["root"] = [torch.eye(size) for size in p.shape]
-                state["step"] += 1
-                update = p.grad
-                for dim in range(p.ndim):
-                    flat = update.movedim(dim, 0).reshape(p.shape[dim], -1)
-                    state["precond"][dim].add_(flat @ flat.T)
-                    if state["step"] % self.every == 1:
-                        values, vectors = torch.linalg.eigh(state["precond"][dim])
-                        power = values.clamp(min=1e-6).pow(-1 / (2 * p.ndim))
-                        state["root"][dim] = (vectors * power) @ vectors.T
-                    shape = update.movedim(dim, 0).shape
-                    update = (state["root"][dim] @ flat).reshape(shape).movedim(0, dim)
-                p.add_(update, alpha=-group["lr"])
-        return loss
-
-
-class Projector:
-    """An object of the user's own in the optimizer's state."""
-
-    def __init__(self, rank: int, every: int) -> None:
-        self.rank, self.every, self.seen = rank, every, 0
-        self.basis: Tensor | None = None
-
-    def project(self, gradient: Tensor) -> Tensor:
-        if self.basis is None or self.seen % self.every == 0:
-            self.basis = torch.linalg.svd(gradient, full_matrices=False)[0][:, : self.rank].contiguous()
-        self.seen += 1
-        return self.basis.T @ gradient
-
-    def back(self, update: Tensor) -> Tensor:
-        assert self.basis is not None
-        return self.basis @ update
-
-
-class GaLore(Optimizer):
-    """Moments in a low-rank space, found by a projector object that sits in the state."""
-
-    def __init__(self, params: Params, lr: float = 1e-2, rank: int = 2, every: int = 3) -> None:
-        super().__init__(params, {"lr": lr, "rank": rank, "every": every})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, gradient = self.state[p], p.grad
-                if p.ndim == 2:
-                    gradient = state.setdefault("projector", Projector(group["rank"], group["every"])).project(gradient)
-                if "exp_avg" not in state:
-                    state["step"] = 0
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-                state["step"] += 1
-                state["exp_avg"].lerp_(gradient, 0.1)
-                state["exp_avg_sq"].mul_(0.99).addcmul_(gradient, gradient, value=0.01)
-                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
-                p.add_(state["projector"].back(update) if p.ndim == 2 else update, alpha=-group["lr"])
         return loss
 
 
@@ -391,7 +257,7 @@ class OwnStateDict(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = _evaluated(closure)
+        loss = evaluated(closure)
         self.numbers["updates"] += 1
         self.numbers["scale"] *= 0.99
         for p, held in zip((p for g in self.param_groups for p in g["params"]), self.momenta, strict=True):
@@ -408,13 +274,6 @@ class OwnStateDict(Optimizer):
         own = state_dict["own"]
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "own"})
         self.momenta, self.numbers = [m.clone() for m in own["momenta"]], dict(own["numbers"])
-
-
-def _evaluated(closure: Any) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def _lookahead(params: Params) -> Lookahead:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
 from stepguard.engine.schedule import advance, members, one_schedule
 from stepguard.journal import Journal, starts_in
+from stepguard.ledger import Ledger
+from stepguard.locate.effort import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
@@ -38,8 +41,8 @@ from stepguard.state.feed import Feed
 from stepguard.state.ownership import Ownership
 from stepguard.state.step import Step, unwrapped
 
-guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
+guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers that already have a guard in this process, and the number of each, from 0."""
 volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
 """Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard comes."""
 
@@ -68,6 +71,8 @@ class Context:
     declared: DeclaredRates
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    name: str = ""
+    """Which guard this is, where a process has several."""
     outlet: Outlet = field(default_factory=Outlet)
     """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
@@ -91,12 +96,16 @@ class Context:
     """Extremes of every buffer before the first step, on the device until something is wrong."""
     feed: Feed | None = None
     """The user's loader, where the guard was given it."""
+    ledger: Ledger | None = None
+    """Where lost samples are written down; made with the first loss."""
     resumed: bool = False
     """A checkpoint was restored in this process."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
+    effort: Effort = field(default_factory=Effort)
+    """What placing an incident may cost."""
     last_read: float = field(default_factory=time.perf_counter)
     _told_waiting: bool = False
     _given: list[Tensor] = field(default_factory=list)
@@ -187,12 +196,12 @@ def build_context(
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
     optimizer = _real_optimizer(optimizer)
-    _check(model, optimizer, modules)
-    _check_extra(extra)
+    _check(model, optimizer, modules, extra)
     scheduler = _checked_schedule(scheduler)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
+    number, name = _name(optimizer, roots[""])
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -204,16 +213,16 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
+        terminal=_terminal(config, agreement.rank, name),
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
+        name=name,
         loss_scale=config.loss_scale or 1.0,
+        effort=Effort(config.locate_budget),
     )
     _configure_rates(context)
-    context.resources.callback(agreement.close)
-    guarded.add(optimizer)
-    context.resources.callback(guarded.discard, optimizer)
+    _register(context, number)
     _open_files(context)
     return context
 
@@ -224,6 +233,25 @@ def _configure_rates(context: Context) -> None:
         context.history.configured_lr = tuple(context.config.lr for _ in context.lr)
     else:
         context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
+
+
+def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
+    """The first free number, and what to call a guard among several."""
+    number = next(number for number in count() if number not in guarded.values())
+    return number, f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+
+
+def _register(context: Context, number: int) -> None:
+    """From here on the optimizer has a guard; closing it gives back what was taken."""
+    context.resources.callback(context.agreement.close)
+    guarded[context.optimizer] = number
+    context.resources.callback(guarded.pop, context.optimizer, None)
+
+
+def _terminal(config: GuardConfig, rank: int, name: str) -> Terminal:
+    """Says which guard speaks, where there are several."""
+    quiet = config.terminal == "quiet"
+    return Terminal(quiet=quiet, rank=rank, policy=config.policy, whose=lambda: name if len(guarded) > 1 else "")
 
 
 def bare_step(context: Context) -> Step:
@@ -289,7 +317,7 @@ def _real_optimizer(optimizer: Optimizer) -> Optimizer:
     return inner if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks") else optimizer
 
 
-def _check(model: object, optimizer: object, modules: object) -> None:
+def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
     if not isinstance(optimizer, Optimizer):
@@ -298,6 +326,7 @@ def _check(model: object, optimizer: object, modules: object) -> None:
         isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
     ):
         raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
+    _check_extra(extra)
 
 
 def _checked_schedule(scheduler: Any) -> Any:

@@ -24,9 +24,9 @@ from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
 from stepguard.sentinel.gradients import clip, scale_gradients
 from stepguard.sentinel.risk import risky_update
-from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import LossFn, Step
+from stepguard.state.undo import UndoCopy
 
 
 class Stepper:
