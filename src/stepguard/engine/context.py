@@ -200,10 +200,8 @@ def build_context(
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
     optimizer = _real_optimizer(optimizer)
-    _check(model, optimizer, modules)
-    _check_extra(extra)
-    _check_scheduler(scheduler)
-    scheduler = one_schedule(scheduler)
+    _check(model, optimizer, modules, extra)
+    scheduler = _checked_schedule(scheduler)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
@@ -227,13 +225,18 @@ def build_context(
         loss_scale=config.loss_scale or 1.0,
         effort=Effort(config.locate_budget),
     )
-    context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
-    if config.lr is not None:
-        context.history.configured_lr = tuple(config.lr for _ in context.lr)
-    context.resources.callback(agreement.close)
+    _configure_rates(context)
     _register(context, number)
     _open_files(context)
     return context
+
+
+def _configure_rates(context: Context) -> None:
+    """What the user says the rate should be, else what groups and schedule declare."""
+    if context.config.lr is not None:
+        context.history.configured_lr = tuple(context.config.lr for _ in context.lr)
+    else:
+        context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
 
 
 def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
@@ -243,6 +246,8 @@ def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
 
 
 def _register(context: Context, number: int) -> None:
+    """From here on the optimizer has a guard; closing it gives back what was taken."""
+    context.resources.callback(context.agreement.close)
     guarded[context.optimizer] = number
     context.resources.callback(guarded.pop, context.optimizer, None)
 
@@ -316,7 +321,7 @@ def _real_optimizer(optimizer: Optimizer) -> Optimizer:
     return inner if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks") else optimizer
 
 
-def _check(model: object, optimizer: object, modules: object) -> None:
+def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
     if not isinstance(optimizer, Optimizer):
@@ -325,16 +330,19 @@ def _check(model: object, optimizer: object, modules: object) -> None:
         isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
     ):
         raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
+    _check_extra(extra)
 
 
-def _check_scheduler(scheduler: object) -> None:
+def _checked_schedule(scheduler: Any) -> Any:
+    """One scheduler, or several in one; refused where it is none."""
     if scheduler is None:
-        return
+        return None
     for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
         if not all(callable(getattr(one, method, None)) for method in ("step", "state_dict", "load_state_dict")):
             raise ConfigError(
                 f"scheduler is a {type(one).__name__}; give a scheduler of torch.optim.lr_scheduler, or a list of them."
             )
+    return one_schedule(scheduler)
 
 
 def _check_extra(extra: object) -> None:
