@@ -196,14 +196,11 @@ def build_context(
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
     optimizer = _real_optimizer(optimizer)
-    _check(model, optimizer, modules)
-    _check_extra(extra)
-    _check_scheduler(scheduler)
+    _check_all(model, optimizer, modules, extra, scheduler)
     scheduler = one_schedule(scheduler)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
-    number, name = _name(optimizer, roots[""])
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -215,38 +212,30 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=_terminal(config, agreement.rank, name),
+        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
-        name=name,
         loss_scale=config.loss_scale or 1.0,
         effort=Effort(config.locate_budget),
     )
     context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
     if config.lr is not None:
         context.history.configured_lr = tuple(config.lr for _ in context.lr)
-    context.resources.callback(agreement.close)
-    _register(context, number)
+    _register(context)
     _open_files(context)
     return context
 
 
-def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
-    """The first free number, and what to call a guard among several."""
+def _register(context: Context) -> None:
+    """Number the guard, and let its terminal say which one speaks where there are several."""
+    optimizer, model = context.optimizer, context.roots[""]
     number = next(number for number in count() if number not in guarded.values())
-    return number, f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
-
-
-def _register(context: Context, number: int) -> None:
-    guarded[context.optimizer] = number
-    context.resources.callback(guarded.pop, context.optimizer, None)
-
-
-def _terminal(config: GuardConfig, rank: int, name: str) -> Terminal:
-    """Says which guard speaks, where there are several."""
-    quiet = config.terminal == "quiet"
-    return Terminal(quiet=quiet, rank=rank, policy=config.policy, whose=lambda: name if len(guarded) > 1 else "")
+    context.name = name = f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+    context.terminal.whose = lambda: name if len(guarded) > 1 else ""
+    context.resources.callback(context.agreement.close)
+    guarded[optimizer] = number
+    context.resources.callback(guarded.pop, optimizer, None)
 
 
 def bare_step(context: Context) -> Step:
@@ -310,6 +299,12 @@ def _real_optimizer(optimizer: Optimizer) -> Optimizer:
     """accelerate's wrapper has no hook lists of its own; the optimizer inside has."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks") else optimizer
+
+
+def _check_all(model: object, optimizer: object, modules: object, extra: object, scheduler: object) -> None:
+    _check(model, optimizer, modules)
+    _check_extra(extra)
+    _check_scheduler(scheduler)
 
 
 def _check(model: object, optimizer: object, modules: object) -> None:
