@@ -205,7 +205,6 @@ def build_context(
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
-    number, name = _name(optimizer, roots[""])
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -217,11 +216,10 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=_terminal(config, agreement.rank, name),
+        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
-        name=name,
         loss_scale=config.loss_scale or 1.0,
         effort=Effort(config.locate_budget),
     )
