@@ -224,7 +224,7 @@ def build_context(
         effort=Effort(config.locate_budget),
     )
     _configure_rates(context)
-    _register(context, number)
+    _register(context)
     _open_files(context)
     return context
 
@@ -237,23 +237,15 @@ def _configure_rates(context: Context) -> None:
         context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
 
 
-def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
-    """The first free number, and what to call a guard among several."""
+def _register(context: Context) -> None:
+    """Number the guard, and let its terminal say which one speaks where there are several."""
+    optimizer, model = context.optimizer, context.roots[""]
     number = next(number for number in count() if number not in guarded.values())
-    return number, f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
-
-
-def _register(context: Context, number: int) -> None:
-    """From here on the optimizer has a guard; closing it gives back what was taken."""
+    context.name = name = f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+    context.terminal.whose = lambda: name if len(guarded) > 1 else ""
     context.resources.callback(context.agreement.close)
-    guarded[context.optimizer] = number
-    context.resources.callback(guarded.pop, context.optimizer, None)
-
-
-def _terminal(config: GuardConfig, rank: int, name: str) -> Terminal:
-    """Says which guard speaks, where there are several."""
-    quiet = config.terminal == "quiet"
-    return Terminal(quiet=quiet, rank=rank, policy=config.policy, whose=lambda: name if len(guarded) > 1 else "")
+    guarded[optimizer] = number
+    context.resources.callback(guarded.pop, optimizer, None)
 
 
 def bare_step(context: Context) -> Step:

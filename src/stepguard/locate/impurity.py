@@ -25,7 +25,7 @@ MOST_NAMED = 3
 @contextmanager
 def own_state(step: Step) -> Iterator[OwnState]:
     """What the loss function keeps for itself, put back afterwards: a replay must not use up its random numbers."""
-    own = OwnState(step.loss_fn, step.named_roots().values())
+    own = OwnState(step.loss_fn)
     try:
         yield own
     finally:
@@ -40,6 +40,8 @@ def told(origin: Origin, own: OwnState) -> Origin:
 
 def different_losses(replayer: Replayer) -> list[str]:
     """Two more forward passes: finite losses that are far apart are not the same function of the same batch."""
+    if replayer.step.model_only or not replayer.effort.affords(1.0):
+        return []
     own, replayer.own = replayer.own, None
     try:
         first, second = (_losses(replayer) for _ in range(2))
