@@ -156,8 +156,9 @@ def _ours(file: str) -> bool:
     return file.startswith((_HERE, "<frozen runpy>"))
 
 
-def _say(text: str) -> None:
-    typer.echo(f"stepguard: {text}", err=True)
+def _say(text: str, whose: str = "") -> None:
+    speaker = f"stepguard ({whose})" if whose else "stepguard"
+    typer.echo(f"{speaker}: {text}", err=True)
 
 
 def _say_how_it_ended(volunteers: Volunteers, code: int) -> None:
@@ -165,7 +166,8 @@ def _say_how_it_ended(volunteers: Volunteers, code: int) -> None:
         _say(_why_none(volunteers.refused))
     for guard in volunteers.guards:
         if guard.rank == 0:
-            _say(f"{guard.steps} steps guarded, {len(guard.incidents)} incidents.")
+            whose = guard.name if len(volunteers.guards) > 1 else ""
+            _say(f"{guard.steps} steps guarded, {len(guard.incidents)} incidents.", whose)
 
 
 def _why_none(refused: int) -> str:

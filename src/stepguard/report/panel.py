@@ -31,10 +31,13 @@ _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 Section = tuple[str, RenderableType]
 
 
-def paint_incident(console: Console, incident: Incident, *, policy: Policy | None = None, unicode: bool = True) -> None:
-    """Print the whole panel; sections without data are left out."""
+def paint_incident(
+    console: Console, incident: Incident, *, policy: Policy | None = None, unicode: bool = True, whose: str = ""
+) -> None:
+    """Print the whole panel; sections without data are left out. `whose`: the guard's name, where there are several."""
     line = "━" if unicode else "-"
     title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
+    title += f" ({whose})" if whose else ""
     console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
     console.print(_rows(_sections(incident, policy, unicode)))
     for position, remedy in enumerate(_first_remedies(incident)):
@@ -130,9 +133,20 @@ def _certainty(origin: Origin) -> Iterator[str]:
     if origin.reproduced is True:
         yield "the replay shows it again"
     elif origin.reproduced is False:
-        yield "the replay does not show it again: transient"
+        yield _not_again(origin)
     # notes without a blank are tokens for the rules (`where:unselected`), not sentences
-    yield from (note for note in origin.notes if " " in note)
+    yield from (note for note in origin.notes if " " in note and not note.startswith(FOR_THE_RULES))
+
+
+def _not_again(origin: Origin) -> str:
+    if any(note.startswith("departs=") for note in origin.notes):
+        return "the replay is bad as well, but in another way"
+    impure = any(note.startswith(("moves=", "losses=")) for note in origin.notes)
+    return "the replay does not show it again" + ("" if impure else ": transient")
+
+
+FOR_THE_RULES = ("moves=", "losses=", "departs=")
+"""Notes with words in them that a finding says better."""
 
 
 def _source(origin: Origin, unicode: bool) -> RenderableType:
