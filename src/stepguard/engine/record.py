@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepguard.engine.context import Context
+from stepguard.engine.lost import note_lost
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
@@ -24,6 +25,7 @@ def record(context: Context, incident: Incident, step: Step) -> Incident:
     if context.journal is not None:
         context.journal.write_incident(incident)
         write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
+    note_lost(context, step, incident)
     if context.human is not None:
         context.human.incident(incident)
     context.outlet.incident(incident)

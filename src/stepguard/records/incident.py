@@ -52,6 +52,7 @@ def _place(origin: Origin) -> str:
         f"in {origin.module}" if origin.module else "",
         f"at {origin.source}" if origin.source else "",
         "sample " + ", ".join(map(str, origin.samples)) if origin.samples else "",
+        f"({', '.join(origin.rows)})" if origin.rows else "",
     ]
     where = " ".join(part for part in parts if part)
     return f"{origin.phase}: {where}" if where else origin.phase

@@ -140,12 +140,28 @@ def culprits(origin: Origin) -> str:
     """Sample, micro-batch and rank, where they could be confirmed."""
     parts = []
     if origin.samples:
-        parts.append(f"{'sample' if len(origin.samples) == 1 else 'samples'} {first_few(origin.samples)}")
+        parts.append(f"{'sample' if len(origin.samples) == 1 else 'samples'} {first_few(origin.samples)}{_who(origin)}")
     if origin.micro_batch is not None:
         parts.append(f"micro-batch {origin.micro_batch}")
     if origin.rank is not None:
         parts.append(f"rank {origin.rank}")
     return ", ".join(parts)
+
+
+def _who(origin: Origin) -> str:
+    """` = row 48211 of the data set`, where the loader or the batch says who the samples are."""
+    if not origin.rows:
+        return ""
+    named = first_few((shortened(row, 40) for row in origin.rows), 4)
+    return f" = {named}" + (" of the data set" if origin.rows[0].startswith("row ") else "")
+
+
+def shortened(text: str, most: int) -> str:
+    """Long names keep both ends: paths and ids differ at the end, and begin with what they are."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
 def first_few(items: Iterable[object], most: int = 8) -> str:
@@ -178,6 +194,8 @@ def effect(incident: Incident) -> str:
         return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
     if incident.decision is not None and incident.decision.rewound_to is not None:
         return rewound(incident.decision)
+    if incident.decision is not None and incident.decision.not_restored:
+        return f"the update was vetoed, but {incident.decision.not_restored}"
     return ACTION_EFFECT.get(action, "")
 
 
