@@ -377,6 +377,6 @@ def _equal(live: Tensor, saved: Tensor) -> bool:
 
 def expanded(tensor: Tensor) -> bool:
     """A view that repeats its elements cannot be written in place, neither by the user nor by us."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
