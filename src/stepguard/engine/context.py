@@ -102,6 +102,10 @@ class Context:
     """A checkpoint was restored in this process."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
+    worked_scale: float | None = None
+    """The highest loss scale at which an update was made."""
+    overflows_in_a_row: int = 0
+    """Steps in a row that a scaler's own scale has overflowed."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     effort: Effort = field(default_factory=Effort)

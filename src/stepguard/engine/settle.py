@@ -23,6 +23,9 @@ ANCHOR_EVERY = 16
 def committed(context: Context, step: Step, reading: Reading) -> None:
     """The update went through and was healthy."""
     context.history.add(reading)
+    context.overflows_in_a_row = 0
+    if reading.scale is not None:
+        context.worked_scale = max(reading.scale, context.worked_scale or 0.0)
     context.budget = context.budget.committed()
     if context.history.committed % ANCHOR_EVERY == 1 or context.anchor is None or _young(context):
         keep_anchor(context, step, reading)
@@ -38,6 +41,8 @@ def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
 
 def recorded(context: Context, reading: Reading, *, went_through: bool) -> None:
     """One line a step."""
+    if reading.overflow:
+        context.overflows_in_a_row += 1
     if context.journal is not None:
         context.journal.write_step(reading, committed=went_through)
     if context.human is not None:
