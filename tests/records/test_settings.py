@@ -17,7 +17,7 @@ from stepguard import ConfigError, GuardConfig, Policy
         (
             Policy,
             {"actions": ("repeat",)},
-            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'rewind', 'lower_lr', 'stop', 'note'",
+            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'rewind', 'lower_lr', 'stop'",
         ),
         (Policy, {"actions": ()}, "Policy.actions is empty"),
         (Policy, {"max_consecutive": -1}, "max_consecutive=-1 must be a whole number of at least 0"),
@@ -26,7 +26,7 @@ from stepguard import ConfigError, GuardConfig, Policy
         (Policy, {"max_rewinds": None}, "max_rewinds=None"),
         (Policy, {"lr_factor": 1.0}, "lr_factor=1.0 must lie between 0 and 1"),
         (Policy, {"lr_factor": math.nan}, "lr_factor=nan"),
-        (Policy, {"bad_start": "skip"}, "'skip' is not known; use one of 'stop', 'warn'"),
+        (Policy, {"bad_start": "skip"}, "'skip' is not known; use one of 'stop', 'note'"),
         (GuardConfig, {"clip_norm": 0.0}, "clip_norm=0.0 must be a finite number above 0"),
         (GuardConfig, {"clip_norm": math.inf}, "clip_norm=inf"),
         (GuardConfig, {"clip_norm": "1"}, "clip_norm='1'"),
@@ -57,9 +57,10 @@ def test_settings_are_frozen_and_keyword_only(cls: type) -> None:
         cls(None)
 
 
-def test_default_policy_runs_again_then_skips_then_rewinds_then_stops() -> None:
-    assert Policy().actions == ("retry", "skip", "rewind", "stop")
-    assert Policy().max_consecutive == 3
+def test_default_policy_leaves_out_what_is_bad_and_stops_by_share() -> None:
+    assert Policy().actions == ("retry", "leave_out", "skip", "rewind", "stop")
+    assert Policy().max_consecutive is None
+    assert Policy().max_lost_share == 0.5
     assert Policy().bad_start == "stop"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,30 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
+from stepguard.engine.declared_rates import DeclaredRates, group_rates
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
+from stepguard.engine.schedule import advance, members, one_schedule
 from stepguard.journal import Journal, starts_in
 from stepguard.ledger import Ledger
+from stepguard.locate.effort import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
 from stepguard.report.terminal import Terminal
-from stepguard.sentinel.gradients import finite
+from stepguard.sentinel.gradients import elements, finite
 from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.feed import Feed
+from stepguard.state.ownership import Ownership
 from stepguard.state.step import Step, unwrapped
 
-guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
+guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers that already have a guard in this process, and the number of each, from 0."""
 volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
 """Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard comes."""
 
@@ -49,7 +53,8 @@ class Context:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler | None
+    scheduler: Any
+    """One scheduler, or several in one; None where the guard was given none."""
     scaler: GradScaler | None
     modules: dict[str, nn.Module]
     extra: dict[str, Any]
@@ -62,8 +67,12 @@ class Context:
     journal: Journal | None
     human: HumanLog | None
     terminal: Terminal
+    ownership: Ownership
+    declared: DeclaredRates
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    name: str = ""
+    """Which guard this is, where a process has several."""
     outlet: Outlet = field(default_factory=Outlet)
     """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
@@ -95,7 +104,10 @@ class Context:
     """A healthy step and its loss, to tell hurt weights from hard data."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
+    effort: Effort = field(default_factory=Effort)
+    """What placing an incident may cost."""
     last_read: float = field(default_factory=time.perf_counter)
+    _told_waiting: bool = False
     _given: list[Tensor] = field(default_factory=list)
     """The optimizer's parameters when `_ordered` was made."""
     _ordered: list[Tensor] = field(default_factory=list)
@@ -122,7 +134,8 @@ class Context:
 
     @property
     def lr(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        """One rate a group; none at all for an optimizer that finds its own step size."""
+        return group_rates(self.optimizer)
 
     @property
     def climbs(self) -> bool:
@@ -132,6 +145,28 @@ class Context:
     @property
     def lr_ceiling(self) -> tuple[float, ...]:
         return tuple(self.history.ceiling(i) or float("inf") for i in range(len(self.optimizer.param_groups)))
+
+    def expect_declared_rates(self, rates: tuple[float, ...]) -> None:
+        """Before rates are judged: what the schedule and the groups declare counts as configured."""
+        if self.config.lr is None:
+            suspicious = self.history.excess_lr(rates) is not None
+            known = self.declared.known(rates, self.step, suspicious=suspicious)
+            self.history.configured_lr = known or self.history.configured_lr
+
+    def advance_schedule(self) -> None:
+        """An update went through: where the guard drives the schedule, it goes one step on."""
+        if self.scheduler is None or self.config.scheduler_every != "step":
+            return
+        waiting = advance(self.scheduler)
+        if waiting and not self._told_waiting:
+            self._told_waiting = True
+            summary = (
+                f"{waiting[0]}.step needs a value, so guard.step leaves it to your loop: call scheduler.step(value) "
+                "there, or give GuardConfig(scheduler_every='epoch') and a loader: a plateau scheduler then gets the "
+                "mean loss of each pass"
+            )
+            self.note("note", {"step": self.step, "kind": "schedule", "summary": summary})
+            self.terminal.line(f"step {self.step}: {summary}")
 
     def on_purpose(self) -> set[str]:
         """Buffers that held Inf or NaN from the beginning are meant to; reads the device the first time."""
@@ -153,7 +188,7 @@ class Context:
 def build_context(
     model: nn.Module,
     optimizer: Optimizer,
-    scheduler: LRScheduler | None,
+    scheduler: Any,
     scaler: GradScaler | None,
     modules: dict[str, nn.Module] | None,
     extra: dict[str, Any] | None,
@@ -163,9 +198,12 @@ def build_context(
     optimizer = _real_optimizer(optimizer)
     _check(model, optimizer, modules)
     _check_extra(extra)
+    _check_scheduler(scheduler)
+    scheduler = one_schedule(scheduler)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
+    number, name = _name(optimizer, roots[""])
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -177,17 +215,38 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
+        terminal=_terminal(config, agreement.rank, name),
+        ownership=Ownership(roots, optimizer, guarded),
+        declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
+        name=name,
         loss_scale=config.loss_scale or 1.0,
+        effort=Effort(config.locate_budget),
     )
-    configured = config.lr
-    context.history.configured_lr = tuple(configured or lr for lr in context.lr)
+    context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
+    if config.lr is not None:
+        context.history.configured_lr = tuple(config.lr for _ in context.lr)
     context.resources.callback(agreement.close)
-    guarded.add(optimizer)
-    context.resources.callback(guarded.discard, optimizer)
+    _register(context, number)
     _open_files(context)
     return context
+
+
+def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
+    """The first free number, and what to call a guard among several."""
+    number = next(number for number in count() if number not in guarded.values())
+    return number, f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+
+
+def _register(context: Context, number: int) -> None:
+    guarded[context.optimizer] = number
+    context.resources.callback(guarded.pop, context.optimizer, None)
+
+
+def _terminal(config: GuardConfig, rank: int, name: str) -> Terminal:
+    """Says which guard speaks, where there are several."""
+    quiet = config.terminal == "quiet"
+    return Terminal(quiet=quiet, rank=rank, policy=config.policy, whose=lambda: name if len(guarded) > 1 else "")
 
 
 def bare_step(context: Context) -> Step:
@@ -236,14 +295,15 @@ def _header(context: Context) -> dict[str, Any]:
         "agreement": context.agreement.mode,
         "optimizer": type(context.optimizer).__name__,
         "schedule": _schedule(context.scheduler),
-        "parameters": sum(p.numel() for p in context.parameters),
+        "parameters": sum(map(elements, context.parameters)),
         "lr": context.lr,
         "config": settings,
     }
 
 
-def _schedule(scheduler: LRScheduler | None) -> str:
-    return "" if scheduler is None else f"{type(scheduler).__name__} at {getattr(scheduler, 'last_epoch', 0)}"
+def _schedule(scheduler: Any) -> str:
+    named = [s for s in members(scheduler) if s is not None and hasattr(s, "last_epoch")]
+    return f"{type(named[0]).__name__} at {named[0].last_epoch}" if named else ""
 
 
 def _real_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -261,6 +321,16 @@ def _check(model: object, optimizer: object, modules: object) -> None:
         isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
     ):
         raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
+
+
+def _check_scheduler(scheduler: object) -> None:
+    if scheduler is None:
+        return
+    for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
+        if not all(callable(getattr(one, method, None)) for method in ("step", "state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"scheduler is a {type(one).__name__}; give a scheduler of torch.optim.lr_scheduler, or a list of them."
+            )
 
 
 def _check_extra(extra: object) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from stepguard.detect import judge
+from stepguard.detect.anomalies import MOVED
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
-from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
+from stepguard.engine.examine import accept, examine, somebody_elses, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.lost import naming
 from stepguard.engine.partial_step import proven_guilty, share_of
@@ -50,13 +51,15 @@ class Pipeline:
         reruns: bool = True,
     ) -> None:
         """`reruns`: the guard runs the steps itself, so it can run them again for good."""
-        self._context, self._recovery, self._find = context, recovery, naming(context, find or locate)
+        self._context, self._recovery = context, recovery
+        self._find = naming(context, find or (lambda step, reading: locate(step, reading, context.effort)))
         self._reruns = reruns
         self._suspicion = Suspicion(context, recovery, clips_itself=reruns)
 
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look where the first one asks for it."""
         context = self._context
+        context.expect_declared_rates(reading.lr)
         if alarming(reading) and not reading.state_born:  # what the update made has been named, and undone
             reading = self._agree(step, reading)
         verdict = judge(reading, context.history, context.config)
@@ -127,7 +130,8 @@ class Pipeline:
         return spare(incident, self._unexplained, self._diagnosed, incident)
 
     def _located(self, incident: Incident, step: Step) -> Incident:
-        return self._suspect_update(replace(incident, origin=self._locate(step, incident.reading)))
+        origin = somebody_elses(self._context, self._locate(step, incident.reading))
+        return self._suspect_update(replace(incident, origin=origin))
 
     def _diagnosed(self, incident: Incident) -> Incident:
         return replace(incident, findings=diagnose(incident, run_facts(self._context, incident.reading)))
@@ -182,18 +186,21 @@ class Pipeline:
 
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context, recovery, reading = self._context, self._recovery, incident.reading
-        fault = self._fault(incident, committed)
+        ruined_weights = weights_ruined(incident.origin) or self._diverged(reading)
+        fault = self._fault(incident, committed, ruined_weights)
         by_chance = incident.origin is not None and incident.origin.reproduced is False and fault != "anomaly"
         again = self._reruns and step.whole
         remedy, why_not = None, ""
-        if fault in ("state", "anomaly") or not goes_on(context.config.policy):
-            visible = fault != "anomaly" and not weights_ruined(incident.origin)
+        may_act = fault == "anomaly" and self._suspicion.proven
+        if fault == "state" or may_act or (fault != "anomaly" and not goes_on(context.config.policy)):
+            visible = fault != "anomaly" and not ruined_weights
             remedy, why_not = recovery.plan(transient=again and visible and fault == "state", visible=visible)
         leave_out = proven_guilty(step, incident) if again and context.agreement.size == 1 else ""
         situation = Situation(
             step=incident.step,
             fault=fault,
-            remedy=remedy if fault != "anomaly" or context.config.anomalies == "act" else None,
+            remedy=remedy,
+            may_act=may_act,
             no_rewind=why_not,
             can_retry=by_chance and again and fault == "data" and recovery.retried != step.index,
             at_start=fault == "state" and context.history.committed == 0 and not committed and bool(reading.bad_state),
@@ -208,14 +215,24 @@ class Pipeline:
             accept(context, reading.bad_state)
         return decision
 
-    def _fault(self, incident: Incident, committed: bool) -> Fault:
+    def _diverged(self, reading: Reading) -> bool:
+        """Had the loss run far above everything, on weights that left where they were, before it became non-finite?"""
+        history = self._context.history
+        by_batch = bool(reading.bad_inputs) or reading.overflow
+        if by_batch or not history.losses or not history.level > history.far_limit or self._context.agreement.size > 1:
+            return False
+        moved = self._recovery.moved_since_good()
+        return moved is not None and not moved < MOVED
+
+    def _fault(self, incident: Incident, committed: bool, ruined_weights: bool) -> Fault:
         reading = incident.reading
         if incident.verdict.kind in FINITE_KINDS:
             return "anomaly"
         damaged = bool(reading.bad_state) and not reading.state_born
-        if committed or damaged or stored_culprit(incident.origin) or weights_ruined(incident.origin):
+        if committed or damaged or stored_culprit(incident.origin) or ruined_weights:
             return "state"
-        return "update" if reading.state_born or incident.verdict.kind == "lr_mismatch" else "data"
+        made_by_update = reading.state_born and not reading.bad_state[0].startswith("buffer:")
+        return "update" if made_by_update or incident.verdict.kind == "lr_mismatch" else "data"
 
     def _new_scale(self, step: Step) -> float:
         """A static loss scale that works on every rank."""

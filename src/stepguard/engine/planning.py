@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 from stepguard.engine.context import Context
 from stepguard.engine.window import Window
+from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.places import Place, Remedy, choose
 from stepguard.state.snapshot import Ring, Snapshot
 from stepguard.state.whole import State, Whole
-
-NOTHING_GOOD = "no good snapshot or checkpoint to go back to"
 
 
 class Archive(Protocol):
@@ -85,21 +84,26 @@ class Planning:
 
     def _fetch(self, step: int) -> dict[str, Any]:
         state = self.archive.read(step) if self.archive is not None else None
-        there = state is not None and not self._whole.misfit(state)
+        there = state is not None and not self._whole.misfit(state, own_only=True)
         self._fetched = None
         if state is not None and there:
             self._fetched = Snapshot(step, 0, state, {"anchor": None, "ruined": False, "level": None})
         return {"there": there}
 
     def _offer(self, visible: bool) -> dict[str, Any]:
-        good = self._ring.snapshots if visible else self._ring.good()
+        good = self._ring.snapshots
+        if not visible:
+            good = [s for s in self._ring.good() if self._level_was_good(s)]
         young = [s for s in self._ring.snapshots if s not in good and self._level_was_good(s)]
         places = [_place(s) for s in good if self._sound(s)]
         if self.archive is not None:
             taken = {step for step, *_ in places}
             places += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
         on_probation = [_place(s) for s in young if self._sound(s)]
-        repeatable = [step for step, *_ in (*places, *on_probation) if self._window.since(step) is not None]
+        # with parameters that came later, the steps from there on cannot be run again as they were
+        grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}
+        steps = [step for step, *_ in (*places, *on_probation) if step not in grown]
+        repeatable = [step for step in steps if self._window.since(step) is not None]
         return {
             "good": [list(p) for p in places],
             "young": [list(p) for p in on_probation],

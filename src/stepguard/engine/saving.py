@@ -183,13 +183,15 @@ class Saving:
 
     def _put_in(self, state: State) -> None:
         context, recovery = self._context, self._recovery
-        recovery.whole.put_back(state)
+        for trouble in recovery.whole.put_back(state):
+            self._say(trouble)
         own = put_together(state.facts["guard"], {})
         configured = context.history.configured_lr
         context.step, context.loss_scale = own["step"], own["loss_scale"]
         context.history = history_from(own["history"])
         context.history.configured_lr = configured
-        context.budget = budget_from(own["budget"])
+        # whoever starts the run again accepts what was lost: each attempt may lose its own share
+        context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
         context.resumed = True
         random_numbers = recovery.whole.random_numbers(state)
         recovery.whole.put_back_random_numbers(state)

@@ -73,7 +73,7 @@ def _applied(context: Context, recovery: Recovery, decision: Decision) -> Decisi
     if decision.new_scale is not None:
         context.loss_scale = decision.new_scale
     if decision.lr_factor is not None:
-        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.lr))
+        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.optimizer.param_groups))
     return decision
 
 
@@ -111,6 +111,7 @@ def exit_with_code_three() -> None:
         raise SystemExit(EXIT_HALTED)
 
     hook._stepguard = True  # type: ignore[attr-defined]
+    hook._previous = previous  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
