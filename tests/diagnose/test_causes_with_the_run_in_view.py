@@ -170,3 +170,9 @@ def test_autocast_seen_in_the_replay_counts_for_the_settings() -> None:
     where = origin("backward", "aten.mul", tensor("self", (4,), 0.0, 0.0), notes=("autocast=float16",))
     assert "SG801" in codes(where, facts=RunFacts(scaling="none"))
     assert "SG801" not in codes(where, facts=RunFacts(scaling="dynamic"))
+
+
+def test_spike_on_weights_that_stood_still_is_no_certain_divergence() -> None:
+    facts = RunFacts(losses=DIVERGED, committed=9, update_ratio=1e-12)
+    finding = found("SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(1e-12,), facts=facts)
+    assert finding.confidence <= 0.5

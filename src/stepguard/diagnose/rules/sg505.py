@@ -27,9 +27,19 @@ def _evidence(case: Case) -> Proof | None:
         return None
     if not confidence:
         return None
-    if case.impure or _number_explains(case):
+    if case.impure or _number_explains(case) or _stood_still(case):
         confidence = min(confidence, PLAUSIBLE)
     return Proof(confidence=confidence, evidence=_numbers(case), remedies=_bound_the_schedule(case))
+
+
+STILL = 1e-5
+"""Of their norm: an update so small moves no loss by itself."""
+
+
+def _stood_still(case: Case) -> bool:
+    """The last update hardly changed the weights, so it is not what made this loss."""
+    ratio = (case.verdict.evidence or {}).get("update_ratio", case.facts.update_ratio)
+    return case.verdict.kind in FINITE_ANOMALIES and isinstance(ratio, int | float) and ratio < STILL
 
 
 def _shown(case: Case) -> bool:
