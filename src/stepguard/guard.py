@@ -50,7 +50,7 @@ class Guard:
         config: GuardConfig | None = None,
     ) -> None:
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, config or GuardConfig())
-        self._shield = Shield(self._fault)
+        self._shield = Shield(self._fault, partial(self._context.say, "fault"))
         stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
         self._stepper = stepper(self._context, self._shield, self._recovery)

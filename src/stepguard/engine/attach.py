@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from stepguard.engine.late import LateUpdate, found_inf, takes_found_inf
 from stepguard.engine.micro import MicroBatches
 from stepguard.engine.overhear import Overheard
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
+from stepguard.engine.presumption import assess_or_presume
 from stepguard.engine.reader import Pending, Reader, count_labels
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
@@ -48,6 +50,7 @@ class Watcher:
         self.context, self.shield, self.recovery = context, shield, recovery
         self.arming = Arming(context)
         self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate, reruns=False)
+        self._assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
         recovery.after_rewind.append(self.reader.rewound)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
         self.capture = Capture(context.model, shield, self._model_called)
@@ -82,8 +85,8 @@ class Watcher:
         self.capture.off = True
         if self.micro.first:
             self.shield.call(None, self._step_begins)
-        self.shield.call(None, self.micro.add, loss_fn, batch)
-        self.heard.labels = self.shield.call(None, count_labels, batch, self.context)
+        self.shield.spare(None, self.micro.add, loss_fn, batch)
+        self.heard.labels = self.shield.spare(None, count_labels, batch, self.context)
 
     @contextmanager
     def _deaf(self) -> Iterator[None]:
@@ -99,12 +102,12 @@ class Watcher:
         with self.arming.paused():
             self.shield.call(None, self.reader.start)
             self.shield.call(None, self.heard.before_backward, root)
-        self.shield.call(None, self.arming.before_backward, root)
+        self.shield.spare(None, self.arming.before_backward, root)
 
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
         if not self._listening:
             return
-        self.shield.call(None, self.arming.after_backward, root)
+        self.shield.spare(None, self.arming.after_backward, root)
         self.shield.call(None, self.heard.after_backward, failed=failed)
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
@@ -136,7 +139,7 @@ class Watcher:
         """The loop is between two steps; a snapshot needs the last one closed."""
         if self.recovery.due():
             self._begin()
-        self.recovery.between()
+        self.shield.spare(None, self.recovery.between)
 
     # --- hooks -------------------------------------------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class Watcher:
             self.check()
             return None
         if needs_closure(optimizer):
-            self._undo = self.shield.call(None, UndoCopy, optimizer)
+            self._undo = self.shield.spare(None, UndoCopy, optimizer)
             checked: Callable[[], Any] = Repeated(self, closure)
         else:
             checked = wrapped_once(closure, self.check)
@@ -187,7 +190,7 @@ class Watcher:
     def _end_trace(self) -> None:
         """From here on the guard works, not the user."""
         self.arming.pause()
-        self.shield.call(None, self.arming.finish)
+        self.shield.spare(None, self.arming.finish)
 
     def check(self, *, again: bool = False) -> None:
         """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
@@ -205,21 +208,21 @@ class Watcher:
         self._judge(self._step(reading), reading, again=again)
         if not self.vetoing and self._undo is None:
             known = (self.context.optimizer, self.context.lr_ceiling, reading.least_norm)
-            risky = self.shield.call(False, risky_update, *known)
-            self._undo = self.shield.call(None, UndoCopy, self.context.optimizer) if risky else None
+            risky = self.shield.spare(False, risky_update, *known)
+            self._undo = self.shield.spare(None, UndoCopy, self.context.optimizer) if risky else None
 
     def _issue(self) -> Pending:
         self.reader.start()
         return self.reader.issue(self.heard.losses, self.heard.norm())
 
     def _judge(self, step: Step, reading: Reading, *, again: bool = False) -> None:
-        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+        reading, verdict = self._assess(step, reading)
         if again and verdict.kind in FINITE_KINDS:
             verdict = OK  # along a line search: such losses say nothing about the run
         if not again or verdict.bad:
             self._reading = reading
         if verdict.severity == "note":
-            self.shield.call(None, self.pipeline.note, reading, verdict)
+            self.shield.spare(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
             self._hidden.hide(needs_some=self._undo is not None)
             if verdict.kind not in FINITE_KINDS:
@@ -264,9 +267,9 @@ class Watcher:
             self._book(late.step, None, went_through=not bool(late.flag))
             return False
         late.step.scale = reading.scale or 1.0
-        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
+        reading, verdict = self._assess(late.step, reading)
         if verdict.severity == "note":
-            self.shield.call(None, self.pipeline.note, reading, verdict)
+            self.shield.spare(None, self.pipeline.note, reading, verdict)
         vetoed = late.vetoed(reading)
         if vetoed and not verdict.bad:
             self.hold.scaler_skipped()
@@ -297,18 +300,18 @@ class Watcher:
         """What was decided may change the schedule, so it is held as it is afterwards."""
         try:
             if incident is not None:
-                close.apply(self.context, self.recovery, incident)
+                self.shield.call(None, close.apply, self.context, self.recovery, incident)
         finally:
             if hold:
                 self.shield.call(None, self.hold.vetoed)
 
     def _committed(self) -> None:
         context, reading, step = self.context, self._reading, self._step(self._reading)
-        born = self.shield.call([], born_in_update, context) if self._undo is not None and reading is not None else []
+        born = self.shield.spare([], born_in_update, context) if self._undo is not None and reading is not None else []
         if born and self._undo is not None and reading is not None:
             self._undo.restore()
             reading = replace(reading, bad_state=tuple(born), state_born=True)
-            reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+            reading, verdict = self._assess(step, reading)
             self._reading = reading
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self._vetoed()
@@ -326,9 +329,9 @@ class Watcher:
             return
         if went_through:
             self.shield.call(None, close.committed, self.context, step, reading)
-            self.shield.call(None, self.recovery.committed, reading.step + 1)
+            self.shield.spare(None, self.recovery.committed, reading.step + 1)
         else:
-            self.shield.call(None, close.recorded, self.context, reading, went_through=False)
+            self.shield.spare(None, close.recorded, self.context, reading, went_through=False)
 
     def _end_step(self) -> None:
         self._reading, self._undo = None, None
@@ -339,7 +342,7 @@ class Watcher:
             self.context.step += 1
         self._timeline = self.context.budget.rewinds
         self.shield.call(None, self.context.buffers.remember)
-        self.shield.call(None, self.arming.begin)
+        self.shield.spare(None, self.arming.begin)
 
     def _rewound(self) -> bool:
         """Has the state been put back since this step's forward pass?"""

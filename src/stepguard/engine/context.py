@@ -10,8 +10,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +25,18 @@ from stepguard._errors import ConfigError
 from stepguard.detect import History
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
+from stepguard.engine.outputs import JournalOutput, LogOutput, TerminalOutput
 from stepguard.journal import Journal
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
-from stepguard.report.terminal import Terminal
 from stepguard.sentinel.gradients import finite
 from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.feed import Feed
 from stepguard.state.step import Step, unwrapped
+
+T = TypeVar("T")
 
 guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
@@ -57,9 +60,9 @@ class Context:
     history: History
     buffers: BufferKeeper
     roots: dict[str, nn.Module]
-    journal: Journal | None
-    human: HumanLog | None
-    terminal: Terminal
+    journal: JournalOutput | None
+    human: LogOutput | None
+    terminal: TerminalOutput
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
     outlet: Outlet = field(default_factory=Outlet)
@@ -139,6 +142,13 @@ class Context:
             self.journal.write(kind, fields)
         self.outlet.note(kind, fields)
 
+    def say(self, kind: str, summary: str, **facts: Any) -> None:
+        """One line in journal, readable log and terminal."""
+        self.note("note", {"step": self.step, "kind": kind, "summary": summary, **facts})
+        if self.human is not None:
+            self.human.note(summary, self.step, kind)
+        self.terminal.line(f"step {self.step}: {summary}")
+
 
 def build_context(
     model: nn.Module,
@@ -167,7 +177,7 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
+        terminal=TerminalOutput(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         resources=ExitStack(),
         loss_scale=config.loss_scale or 1.0,
     )
@@ -176,7 +186,11 @@ def build_context(
     context.resources.callback(agreement.close)
     guarded.add(optimizer)
     context.resources.callback(guarded.discard, optimizer)
-    _open_files(context)
+    try:
+        _open_files(context)
+    except BaseException:
+        context.resources.close()
+        raise
     return context
 
 
@@ -188,23 +202,41 @@ def bare_step(context: Context) -> Step:
 
 def _open_files(context: Context) -> None:
     config, rank = context.config, context.agreement.rank
+    context.terminal.told_by(partial(_output_lost, context, "terminal"))
     if borrowing():
         return
     if config.run_dir is not None:
-        context.journal = Journal(Path(config.run_dir), rank)
+        journal = _made("GuardConfig.run_dir", config.run_dir, lambda folder: Journal(folder, rank))
+        context.journal = JournalOutput(journal, partial(_output_lost, context, "journal"))
         context.resources.callback(context.journal.close)
         context.journal.write("run", _header(context))
     if config.human_log is not None:
-        context.human = HumanLog(Path(config.human_log), rank)
+        log = _made("GuardConfig.human_log", config.human_log, lambda folder: HumanLog(folder, rank))
+        context.human = LogOutput(log, partial(_output_lost, context, "log"))
         context.resources.callback(context.human.close)
     if config.sinks and rank == 0:
         context.outlet = Outlet(config.sinks)
-        context.outlet.say = partial(_sink_lost, context)
+        context.outlet.say = partial(_output_lost, context, "sink")
         context.resources.callback(context.outlet.close)
 
 
-def _sink_lost(context: Context, summary: str) -> None:
-    context.note("note", {"step": context.step, "kind": "sink", "summary": summary})
+def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> T:
+    """A folder that cannot be written from the start is a setting that cannot be meant."""
+    try:
+        return make(Path(folder))
+    except OSError as fault:
+        raise ConfigError(f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can.") from fault
+
+
+def _output_lost(context: Context, kind: str, summary: str) -> None:
+    """To every output that is left."""
+    context.note("note", {"step": context.step, "kind": kind, "summary": summary})
+    if kind == "sink":
+        return
+    if context.human is not None and kind != "log":
+        context.human.note(summary, context.step, kind)
+    if kind != "terminal":
+        context.terminal.line(f"step {context.step}: {summary}")
 
 
 def _header(context: Context) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
 from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
+from stepguard.engine.presumption import presumed_reading
 from stepguard.engine.record import record
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.runaway import blamed_on_update, ruined, stored_culprit, surfaces_only
@@ -112,9 +113,9 @@ class Pipeline:
         )
         try:
             incident = self._explain(incident, step)
-            incident = replace(incident, decision=self._decide(incident, step, committed))
+            incident = replace(incident, decision=self._decided(incident, step, committed))
         finally:
-            incident = record(context, incident, step)
+            incident = spare(incident, self._unexplained, record, context, incident, step)
         return incident
 
     def _name(self, step: Step, verdict: Verdict) -> str:
@@ -181,6 +182,13 @@ class Pipeline:
         told = agreement.together(look)[leader]
         return from_jsonable(Origin, told) if told else None
 
+    def _decided(self, incident: Incident, step: Step, committed: bool) -> Decision:
+        """A fault costs the better remedy; the step stays vetoed. Ranks decide together: there it is everybody's."""
+        if self._context.agreement.size > 1:
+            return self._decide(incident, step, committed)
+        refused = Decision(action="skip", reason="stepguard could not decide by a fault of its own")
+        return spare(refused, self._unexplained, self._decide, incident, step, committed)
+
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context = self._context
         reading = incident.reading
@@ -226,7 +234,8 @@ class Pipeline:
         """Every rank goes on with the reading of the worst one, so that all decide the same."""
         context = self._context
         if context.agreement.size == 1:
-            return examine(context, step, reading)
+            presumed = presumed_reading(context, reading)
+            return spare(presumed, self._unexplained, examine, context, step, reading)
 
         def look() -> dict[str, Any]:
             own = examine(context, step, reading)

@@ -22,12 +22,20 @@ def record(context: Context, incident: Incident, step: Step) -> Incident:
     context.incidents.append(incident)
     if context.journal is not None:
         context.journal.write_incident(incident)
-        write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
+        _write_folder(context, incident)
     if context.human is not None:
         context.human.incident(incident)
     context.outlet.incident(incident)
     context.terminal.incident(incident)
     return incident
+
+
+def _write_folder(context: Context, incident: Incident) -> None:
+    try:
+        write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
+    except Exception as fault:  # a full disk must not cost the veto, nor what else is told of the incident
+        summary = f"the folder of incident {incident.id} could not be written: {type(fault).__name__}: {fault}"
+        context.say("output", summary)
 
 
 def _folder(context: Context, incident: Incident) -> Path:
@@ -55,10 +63,10 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             limit_bytes=config.capsule_limit,
         )
     except Exception as fault:  # a full disk or an odd tensor must not cost the incident
-        context.note("note", {"step": incident.step, "kind": "capsule", "summary": f"no capsule: {fault}"})
+        context.say("capsule", f"no capsule of incident {incident.id}: {type(fault).__name__}: {fault}")
         return incident
     if not kept:
         summary = f"no capsule: the step is larger than {config.capsule_limit} bytes (GuardConfig.capsule_limit)"
-        context.note("note", {"step": incident.step, "kind": "capsule", "summary": summary})
+        context.say("capsule", summary)
         return incident
     return replace(incident, capsule=str(folder.relative_to(Path(str(config.run_dir)))))

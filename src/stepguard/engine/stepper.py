@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update
 from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
+from stepguard.engine.presumption import assess_or_presume
 from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
-from stepguard.records.verdict import OK, Verdict
+from stepguard.records.verdict import Verdict
 from stepguard.sentinel.gradients import clip, scale_gradients
 from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.undo import UndoCopy
@@ -35,6 +37,7 @@ class Stepper:
     def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
         self.context, self.shield, self.recovery = context, shield, recovery
         self.pipeline, self.reader = Pipeline(context, recovery), Reader(context)
+        self.assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
         recovery.after_rewind.append(self.reader.rewound)
         self._late: LateUpdate | None = None
 
@@ -60,7 +63,7 @@ class Stepper:
     def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step:
         """Remember what the step starts from."""
         context = self.context
-        self.recovery.between()
+        self.shield.spare(None, self.recovery.between)
         context.buffers.remember()
         self.reader.start()
         return Step(
@@ -107,7 +110,7 @@ class Stepper:
                 self._run_commit_hooks()
             return
         late.step.scale = reading.scale or self.context.loss_scale
-        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
+        reading, verdict = self.assess(late.step, reading)
         self._finish_late(late, reading, verdict)
 
     def _finish_late(self, late: LateUpdate, reading: Reading, verdict: Verdict) -> None:
@@ -115,7 +118,7 @@ class Stepper:
         if vetoed:
             late.take_back(context, calibrating=verdict.kind == "scale_calibration")
         if verdict.severity == "note":
-            self.shield.call(None, self.pipeline.note, reading, verdict)
+            self.shield.spare(None, self.pipeline.note, reading, verdict)
         if not verdict.bad:
             late.result.resolve(reading, committed=not vetoed)
             self._after(late.step, reading, went_through=not vetoed)
@@ -126,7 +129,7 @@ class Stepper:
             return
         self._after(late.step, reading, went_through=not vetoed, incident=incident)
         if incident is not None:
-            close.apply(context, self.recovery, incident)
+            self.shield.call(None, close.apply, context, self.recovery, incident)
             again = run_again(self, late.step, incident, late=True)
             if again is not None:
                 late.result.take_over(again)
@@ -145,9 +148,9 @@ class Stepper:
         if reading is None:
             return self._update_unguarded()
         step.scale = reading.scale or 1.0
-        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+        reading, verdict = self.assess(step, reading)
         if verdict.severity == "note":
-            self.shield.call(None, self.pipeline.note, reading, verdict)
+            self.shield.spare(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
             return self._refused(step, pending, reading, verdict)
         if verdict.kind == "scale_calibration":
@@ -167,15 +170,15 @@ class Stepper:
         context, result = self.context, result or StepResult()
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
-        risky = self.shield.call(False, risky_update, context.optimizer, context.lr_ceiling, reading.least_norm)
-        undo = self.shield.call(None, UndoCopy, context.optimizer) if risky else None
+        risky = self.shield.spare(False, risky_update, context.optimizer, context.lr_ceiling, reading.least_norm)
+        undo = self.shield.spare(None, UndoCopy, context.optimizer) if risky else None
         context.optimizer.step()
         if undo is not None:
-            born = self.shield.call([], born_in_update, context)
+            born = self.shield.spare([], born_in_update, context)
             if born:
                 undo.restore()
                 reading = replace(reading, bad_state=tuple(born), state_born=True)
-                reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+                reading, verdict = self.assess(step, reading)
                 return self._vetoed(step, reading, verdict)
         self.shield.call(None, self.reader.after_update)
         self._advance()
@@ -208,10 +211,10 @@ class Stepper:
         context = self.context
         context.buffers.restore()
         close.hold_scaler(context)
-        self.shield.call(None, close.recorded, context, reading, went_through=False)
+        self.shield.spare(None, close.recorded, context, reading, went_through=False)
         context.step += 1
         if incident is not None:
-            close.apply(context, self.recovery, incident)
+            self.shield.call(None, close.apply, context, self.recovery, incident)
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 
@@ -222,7 +225,7 @@ class Stepper:
         context, count = self.context, len(step.micro_batches)
         if count == 1 or context.agreement.size > 1 or reading.bad_state:
             return None
-        good = self.shield.call([], _good_micro_batches, step)
+        good = self.shield.spare([], _good_micro_batches, step)
         if not good or len(good) == count:
             return None
         close.hold_scaler(context)  # it has unscaled this step once already
@@ -232,7 +235,7 @@ class Stepper:
         left = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if pending is None or left is None:
             return None
-        left, verdict = self.shield.call((left, OK), self.pipeline.assess, step, left)
+        left, verdict = self.assess(step, left)
         fine = not verdict.bad and verdict.kind != "scale_calibration"
         return self._commit(step, pending, left, incident, result) if fine else None
 
@@ -264,10 +267,10 @@ class Stepper:
         if went_through:
             self._run_commit_hooks()
             self.shield.call(None, close.committed, context, step, reading)
-            self.shield.call(None, self.recovery.committed, reading.step + 1)
+            self.shield.spare(None, self.recovery.committed, reading.step + 1)
         else:
-            self.shield.call(None, close.recorded, context, reading, went_through=False)
-        self.shield.call(None, self._keep, step, reading, went_through, incident)
+            self.shield.spare(None, close.recorded, context, reading, went_through=False)
+        self.shield.spare(None, self._keep, step, reading, went_through, incident)
         if step.index == context.step:
             context.step += 1
 
