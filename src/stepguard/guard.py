@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import weakref
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
@@ -20,6 +22,7 @@ from stepguard.engine.attach import Watcher
 from stepguard.engine.closure import ClosureStepper, needs_closure
 from stepguard.engine.context import bare_step, build_context
 from stepguard.engine.examine import agreed_trouble
+from stepguard.engine.exceptions import ending, last_uncaught
 from stepguard.engine.intercept import offer
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
@@ -61,6 +64,9 @@ class Guard:
         self._recovery.duties += [self._saving, self._signals]
         self._watcher: Watcher | None = None
         self._closed = False
+        self._error: BaseException | None = None
+        if self._context.journal is not None:
+            self._context.resources.callback(atexit.unregister, atexit.register(partial(_died, weakref.ref(self))))
         if self._saving.has_store and self._context.config.on_signal == "save":
             self._signals.listen()
             self._context.resources.callback(self._signals.stop_listening)
@@ -218,6 +224,7 @@ class Guard:
                 self._signals.do()  # no further step will come
             self._shield.last(self._end)
         finally:
+            self._error = None
             self._context.resources.close()
 
     @property
@@ -258,7 +265,9 @@ class Guard:
 
     def _end(self) -> None:
         context = self._context
-        context.note("end", {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed})
+        fields = {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed}
+        error = ending(self._error)
+        context.note("end", {**fields, "error": error} if error else fields)
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
@@ -274,7 +283,22 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.ended_by(value)
         self.close()
+
+    def ended_by(self, error: BaseException | None) -> None:
+        """The run is ending by this exception: it goes on record, as an incident where it came in mid-step."""
+        self._error = error
+        if self._watcher is not None and self._watcher.capture.calls and not self._closed:
+            self._watcher.raised(error)
+
+
+def _died(guard: weakref.ref[Guard]) -> None:
+    """The process ends by an exception, and nobody has closed the guard."""
+    alive, error = guard(), last_uncaught()
+    if alive is not None and error is not None and not alive._closed:
+        alive.ended_by(error)
+        alive._shield.last(alive._end)
 
 
 def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:

@@ -17,6 +17,7 @@ import typer
 from stepguard._errors import EXIT_HALTED, EXIT_SCRIPT_FAILED, EXIT_USAGE, TrainingHalted
 
 if TYPE_CHECKING:
+    from stepguard.cli.volunteers import Volunteers
     from stepguard.guard import Guard
     from stepguard.records import GuardConfig
 
@@ -49,7 +50,7 @@ def run_script(script: str, arguments: list[str], config: GuardConfig, *, module
 
     _end_before_python()
     with Volunteers(config, _say) as volunteers, as_main(script, arguments, module=module) as start:
-        code = _run(start)
+        code = _run(start, volunteers)
     _say_how_it_ended(volunteers.guards, code)
     return code
 
@@ -64,7 +65,7 @@ def _end_before_python() -> None:
         atexit.register(gc.collect)
 
 
-def _run(start: Callable[[], None]) -> int:
+def _run(start: Callable[[], None], volunteers: Volunteers) -> int:
     try:
         start()
     except TrainingHalted:
@@ -72,6 +73,7 @@ def _run(start: Callable[[], None]) -> int:
     except SystemExit as ending:
         return _exit_code(ending.code)
     except BaseException as fault:
+        volunteers.ended_by(fault)
         _print_fault(fault)
         return EXIT_INTERRUPTED if isinstance(fault, KeyboardInterrupt) else EXIT_SCRIPT_FAILED
     return 0

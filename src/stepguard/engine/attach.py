@@ -6,6 +6,7 @@ a post-hook gives them back. The loss and the pre-clip norm are overheard (senti
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from stepguard.engine.capture import Capture
 from stepguard.engine.closure import Repeated, needs_closure, wrapped_once
 from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update
+from stepguard.engine.exceptions import Exceptions
 from stepguard.engine.hidden import HiddenGradients
 from stepguard.engine.hold import Hold
 from stepguard.engine.late import LateUpdate, found_inf, takes_found_inf
@@ -34,6 +36,8 @@ from stepguard.engine.reader import Pending, Reader, count_labels
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
+from stepguard.engine.watched import watched_step
+from stepguard.locate.raised import Attempt
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
 from stepguard.sentinel.risk import risky_update
@@ -53,7 +57,8 @@ class Watcher:
         self._assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
         recovery.after_rewind.append(self.reader.rewound)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
-        self.capture = Capture(context.model, shield, self._model_called)
+        self.exceptions = Exceptions(context, shield, self.pipeline)
+        self.capture = Capture(context.model, shield, self._model_called, self.raised)
         self.micro = MicroBatches(self._deaf)
         self._listening = True
         self.dropped = False
@@ -108,6 +113,8 @@ class Watcher:
         if not self._listening:
             return
         self.shield.spare(None, self.arming.after_backward, root)
+        if failed and (self.capture.calls or not self.micro.first):
+            self.raised(sys.exc_info()[1])
         self.shield.call(None, self.heard.after_backward, failed=failed)
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
@@ -140,6 +147,11 @@ class Watcher:
         if self.recovery.due():
             self._begin()
         self.shield.spare(None, self.recovery.between)
+
+    def raised(self, error: BaseException | None, attempt: Attempt | None = None) -> None:
+        """An exception passes through the model or its backward."""
+        with self.arming.paused():
+            self.exceptions.in_loop(self._step(None), error, attempt)
 
     # --- hooks -------------------------------------------------------------------------------------------------
 
@@ -355,20 +367,7 @@ class Watcher:
         self.micro.clear()
 
     def _step(self, reading: Reading | None) -> Step:
-        context = self.context
-        step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
-        if self.micro.complete(step, len(self.heard.losses)):
-            step.clip_norm, step.grads_gone = context.config.clip_norm, self.heard.clipped
-            step.scale = (reading.scale if reading is not None else None) or 1.0
-            return step
-        calls, step.model_fn = self.capture.calls, self.capture.model_fn()
-        if step.model_fn is not None:
-            # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1
-            step.micro_batches = tuple(call.as_batch() for call in calls)
-            step.rng, step.lines = [call.rng for call in calls], tuple(call.line for call in calls)
-        elif reading is not None:
-            step.scale = reading.scale or 1.0
-        return step
+        return watched_step(self.context, self.micro, self.capture, self.heard, reading)
 
     def finish(self) -> None:
         """The loop is over: nothing else takes back what it did after a vetoed last update."""

@@ -7,6 +7,7 @@ library in their place, and while torch compiles, exports, traces or transforms 
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -31,6 +32,7 @@ MOST_CALLS = 64
 """Forward calls of one step that are remembered; a loop that calls the model more often is not run again."""
 
 Told = Callable[[dict[str, Any]], None]
+Failed = Callable[[BaseException, Callable[[Any], object] | None], None]
 
 
 @dataclass(slots=True)
@@ -86,9 +88,9 @@ class Ear:
 class Capture:
     """Remembers the calls of one model since the last update."""
 
-    def __init__(self, model: nn.Module, shield: Shield, on_call: Told) -> None:
+    def __init__(self, model: nn.Module, shield: Shield, on_call: Told, on_error: Failed) -> None:
         self._model, self._shield = model, shield
-        self._on_call = on_call
+        self._on_call, self._on_error = on_call, on_error
         self._deaf = False
         self.off = False
         """A framework tells the micro-batches, so the whole step can be run again and calls need not be remembered."""
@@ -99,7 +101,7 @@ class Capture:
             self._wrap_compiled(compiled)
         else:
             self._undo.callback(model.register_forward_pre_hook(Ear(self._heard_call), with_kwargs=True).remove)
-            self._undo.callback(model.register_forward_hook(Ear(self._heard_return)).remove)
+            self._undo.callback(model.register_forward_hook(Ear(self._heard_return), always_call=True).remove)
 
     def clear(self) -> None:
         self.calls = []
@@ -135,6 +137,10 @@ class Capture:
         gradients = batch[OUTPUT_GRADIENT]
         return outputs, [gradients.get(i) for i in range(len(outputs))]
 
+    def _attempt(self) -> Callable[[Any], object] | None:
+        """The call that is under way again, on other arguments."""
+        return partial(self._run, self.calls[-1].positional) if self.calls and not self.off else None
+
     @contextmanager
     def _not_listening(self) -> Iterator[None]:
         before, self._deaf = self._deaf, True
@@ -148,7 +154,10 @@ class Capture:
             self._shield.call(None, self._called, module, args, kwargs)
 
     def _heard_return(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module.training and not (self._deaf or self.off) and self.calls:
+        error = _raised_by(module) if output is None else None
+        if error is not None and module.training and not self._deaf:
+            self._on_error(error, self._attempt())
+        elif module.training and not (self._deaf or self.off) and self.calls:
             self._shield.call(None, self._returned, output)
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -167,6 +176,17 @@ class Capture:
 
     def keep(self, gradients: OutputGradients, index: int, gradient: Tensor) -> None:
         self._shield.call(None, gradients.keep, index, gradient)
+
+
+def _raised_by(module: nn.Module) -> BaseException | None:
+    """The exception that is leaving this module; torch calls the hook with no output then."""
+    error = sys.exc_info()[1]
+    trace = error.__traceback__ if error is not None else None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "_call_impl" and trace.tb_frame.f_locals.get("self") is module:
+            return error
+        trace = trace.tb_next
+    return None
 
 
 def _received(capture: weakref.ref[Capture], gradients: OutputGradients, index: int, gradient: Tensor) -> None:

@@ -38,7 +38,14 @@ class ClosureStepper(Stepper):
         step.began = capture_rng()
         undo = UndoCopy(self.context.optimizer)
         evaluations = Evaluations(self, step)
-        self.context.optimizer.step(evaluations.closure)
+        try:
+            self.context.optimizer.step(evaluations.closure)
+        except Exception as error:
+            undo.restore()  # a line search may have moved the weights already
+            incident = self.exceptions.in_step(step, error)
+            if incident is None:
+                raise
+            return self.left_out(incident)
         reading = evaluations.first
         if evaluations.vetoed and reading is not None:
             return self._undone(step, undo, evaluations, reading)

@@ -186,11 +186,7 @@ def build_context(
     context.resources.callback(agreement.close)
     guarded.add(optimizer)
     context.resources.callback(guarded.discard, optimizer)
-    try:
-        _open_files(context)
-    except BaseException:
-        context.resources.close()
-        raise
+    _open_files(context)
     return context
 
 
@@ -201,6 +197,15 @@ def bare_step(context: Context) -> Step:
 
 
 def _open_files(context: Context) -> None:
+    """All of them or, with what else has been installed by then undone, none."""
+    try:
+        _open(context)
+    except BaseException:
+        context.resources.close()
+        raise
+
+
+def _open(context: Context) -> None:
     config, rank = context.config, context.agreement.rank
     context.terminal.told_by(partial(_output_lost, context, "terminal"))
     if borrowing():

@@ -102,8 +102,18 @@ class Pipeline:
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
         """Locate, diagnose, decide and record. The update has already been vetoed (or, `committed`, came too early)."""
+        incident = self.open_incident(step, reading, verdict)
+        try:
+            incident = self._explain(incident, step)
+            incident = replace(incident, decision=self._decided(incident, step, committed))
+        finally:
+            incident = self.close_incident(incident, step)
+        return incident
+
+    def open_incident(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
+        """What is known of a bad step before anything has been looked at."""
         context = self._context
-        incident = Incident(
+        return Incident(
             id=self._name(step, verdict),
             step=step.index,
             verdict=verdict,
@@ -111,12 +121,10 @@ class Pipeline:
             run=str(context.config.run_dir) if context.config.run_dir is not None else None,
             rank=context.agreement.rank,
         )
-        try:
-            incident = self._explain(incident, step)
-            incident = replace(incident, decision=self._decided(incident, step, committed))
-        finally:
-            incident = spare(incident, self._unexplained, record, context, incident, step)
-        return incident
+
+    def close_incident(self, incident: Incident, step: Step) -> Incident:
+        """On record, as far as that can be."""
+        return spare(incident, self._unexplained, record, self._context, incident, step)
 
     def _name(self, step: Step, verdict: Verdict) -> str:
         """After a rewind a step number comes again."""

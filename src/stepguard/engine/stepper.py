@@ -14,6 +14,7 @@ from stepguard.engine import settle as close
 from stepguard.engine.again import run_again
 from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update
+from stepguard.engine.exceptions import Exceptions
 from stepguard.engine.late import LateUpdate, takes_found_inf
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.presumption import assess_or_presume
@@ -39,6 +40,7 @@ class Stepper:
         self.pipeline, self.reader = Pipeline(context, recovery), Reader(context)
         self.assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
         recovery.after_rewind.append(self.reader.rewound)
+        self.exceptions = Exceptions(context, shield, self.pipeline)
         self._late: LateUpdate | None = None
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
@@ -46,13 +48,25 @@ class Stepper:
         step = self.shield.call(None, self.begin, loss_fn, micro_batches)
         if step is None:
             return self._unguarded(loss_fn, micro_batches)
-        losses = self.forward_backward(step)
+        try:
+            losses = self.forward_backward(step)
+        except Exception as error:
+            incident = self.exceptions.in_step(step, error)
+            if incident is None:
+                raise
+            return self.left_out(incident)
         pending = self.shield.call(None, self.reader.issue, losses)
         if pending is None:
             return self._update_unguarded()
         if takes_found_inf(self.context.optimizer):
             return self._update_late(step, pending)
         return self._update_now(step, pending)
+
+    def left_out(self, incident: Incident) -> StepResult:
+        """The policy goes on after an exception, without this step."""
+        self.shield.spare(None, close.recorded, self.context, incident.reading, went_through=False)
+        self.context.step += 1
+        return StepResult().resolve(incident.reading, committed=False, incident=incident)
 
     def between(self) -> None:
         """The loop is between two steps; what is to be done there needs the last one read."""

@@ -45,6 +45,10 @@ class Policy:
     bad_start: Literal["stop", "note"] = "stop"
     """When parameters, buffers or optimizer state are non-finite before the first step."""
 
+    exceptions: Literal["raise", "skip"] = "raise"
+    """An exception in the step, under `guard.step`: recorded and raised again, or recorded and the step left out,
+    within the budgets above. Ctrl+C, exits and exhausted memory are always raised."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple("note" if str(a) == "warn" else a for a in self.actions))
         for action in self.actions:
@@ -63,6 +67,7 @@ class Policy:
         if str(self.bad_start) == "warn":  # the word of earlier versions
             object.__setattr__(self, "bad_start", "note")
         _one_of("Policy.bad_start", self.bad_start, ("stop", "note"))
+        _one_of("Policy.exceptions", self.exceptions, ("raise", "skip"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
