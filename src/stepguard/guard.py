@@ -24,9 +24,11 @@ from stepguard.engine.context import bare_step, build_context
 from stepguard.engine.examine import agreed_trouble
 from stepguard.engine.exceptions import ending, last_uncaught
 from stepguard.engine.intercept import offer
+from stepguard.engine.record import record
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.saving import Saving
+from stepguard.engine.settle import apply
 from stepguard.engine.shield import Shield
 from stepguard.engine.signals import Signals
 from stepguard.engine.stepper import Stepper
@@ -154,11 +156,8 @@ class Guard:
 
     @property
     def good(self) -> bool:
-        """Is the loss about as low as it has been? Says nothing about stored tensors, see `trouble`."""
-        history = self._context.history
-        if history.best is None:
-            return True
-        return history.level <= history.best + self._context.config.spike_sigmas * history.spread
+        """Has the run kept what it learned, by its loss? Says nothing about stored tensors, see `trouble`."""
+        return not self._recovery.ruined
 
     def say(self, kind: str, summary: str) -> None:
         """One line to terminal, readable log and journal, such as a save that was refused."""
@@ -220,6 +219,7 @@ class Guard:
         try:
             self._finish()
             self._shield.call(None, self._last_look)
+            self._shield.last(self._record_what_is_left)
             if self._signals.due():
                 self._signals.do()  # no further step will come
             self._shield.last(self._end)
@@ -260,8 +260,12 @@ class Guard:
             return  # said already
         if self._context.step and not self.finite():
             incident = self._inner.pipeline.last_look(bare_step(self._context))
-            if incident is not None and incident.decision is not None and incident.decision.action == "rewind":
-                self._recovery.rewind()  # what is left behind is at least good
+            if incident is not None and not incident.stopped:
+                apply(self._context, self._recovery, incident)  # what is left behind is at least good
+
+    def _record_what_is_left(self) -> None:
+        if self._context.unrecorded is not None:
+            record(self._context, *self._context.unrecorded)
 
     def _end(self) -> None:
         context = self._context

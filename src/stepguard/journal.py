@@ -51,6 +51,15 @@ class Journal:
         self._file.close()
 
 
+def starts_in(run_dir: Path, rank: int = 0) -> int:
+    """How often a run was started in this folder, by its journal; a journal that cannot be read counts as none."""
+    try:
+        with journal_path(run_dir, rank).open("rb") as lines:
+            return sum(b'"type":"run"' in line for line in lines)
+    except OSError:
+        return 0
+
+
 STEP_FIELDS = ("step", "loss", "components", "followed", "grad_norm", "clip_factor", "scale", "lr", "labels", "seconds")
 
 

@@ -41,6 +41,7 @@ from guard.scenes import (
     quiet,
     state_of,
 )
+from stepguard import Policy
 from stepguard.engine.outputs import OutputLost
 from stepguard.engine.shield import GuardDisarmed, NotExplained, PartFailed
 from stepguard.journal import read_run
@@ -71,7 +72,7 @@ AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "deciding": (stepguard.engine.pipeline, "decide"),
     "planning": (stepguard.engine.recovery.Recovery, "plan"),
     "probation": (stepguard.engine.recovery.Recovery, "incident"),
-    "recording": (stepguard.engine.pipeline, "record"),
+    "recording": (stepguard.engine.record, "write_down"),
     "capsule": (stepguard.engine.record, "write_capsule"),
     "folder of the incident": (stepguard.engine.record, "write_file"),
     "journal": (stepguard.journal.Journal, "write_incident"),
@@ -179,7 +180,8 @@ def test_step_known_to_be_bad_stays_vetoed_whatever_fails_afterwards(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         monkeypatch.setattr(sys, "stderr", io.StringIO())
-        config = quiet(run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto")
+        whole = Policy(actions=("skip", "stop"))  # else the good samples of the step make their update
+        config = quiet(run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto", policy=whole)
         LOOPS[loop](scene, [bad], config)
     assert all(w.category in TOLD and "ArithmeticError" in str(w.message) for w in said)
     assert difference(dict(scene.model.state_dict()), before["model"]) == ""
@@ -223,13 +225,14 @@ def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
 ) -> None:
     scene, reference, bad = _scene("plain"), _scene("plain"), (poisoned(DATA[2]),)
     torch.manual_seed(3)
-    LOOPS[loop](reference, [STEPS[0], bad, STEPS[1], bad], quiet())
+    whole = Policy(actions=("skip", "stop"))  # a sample that is named would be left out of its step
+    LOOPS[loop](reference, [STEPS[0], bad, STEPS[1], bad], quiet(policy=whole))
     for module in (stepguard.engine.pipeline, stepguard.engine.arming):
         if hasattr(module, part):
             _failing(monkeypatch, (module, part), 0)
     torch.manual_seed(3)
     with pytest.warns(NotExplained, match=r"ArithmeticError.*still protected"):
-        LOOPS[loop](scene, [STEPS[0], bad, STEPS[1], bad], quiet(run_dir=tmp_path, locate=True))
+        LOOPS[loop](scene, [STEPS[0], bad, STEPS[1], bad], quiet(run_dir=tmp_path, locate=True, policy=whole))
     assert difference(state_of(scene), state_of(reference)) == ""
     record = read_run(tmp_path)
     assert [i.step for i in record.incidents] == [1, 3]

@@ -50,10 +50,10 @@ def _rates(scene: Scene) -> list[float]:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_three_skips_in_a_row_then_stop_with_the_weights_from_before(loop: str, fused: bool) -> None:
+def test_a_limit_of_skips_in_a_row_stops_with_the_weights_from_before(loop: str, fused: bool) -> None:
     scene, reference = _scene(fused=fused), _scene(fused=fused)
     with pytest.raises(TrainingHalted) as halted:
-        LOOPS[loop](scene, [GOOD, BAD, BAD, BAD, BAD, GOOD])
+        LOOPS[loop](scene, [GOOD, BAD, BAD, BAD, BAD, GOOD], quiet(policy=Policy(max_consecutive=3)))
     incident = halted.value.incident
     assert incident.step == 4 and incident.decision is not None
     assert incident.decision.action == "stop" and incident.decision.consecutive == 4
@@ -66,7 +66,8 @@ def test_three_skips_in_a_row_then_stop_with_the_weights_from_before(loop: str, 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_committed_step_resets_what_is_counted_in_a_row(loop: str, fused: bool) -> None:
     scene, reference = _scene(fused=fused), _scene(fused=fused)
-    LOOPS[loop](scene, [BAD, BAD, BAD, GOOD, BAD, BAD, BAD, GOOD])
+    policy = Policy(max_consecutive=3)
+    LOOPS[loop](scene, [BAD, BAD, BAD, GOOD, BAD, BAD, BAD, GOOD], quiet(policy=policy))
     bare(reference, [GOOD, GOOD])
     assert difference(state_of(scene), state_of(reference)) == ""
 
@@ -136,6 +137,38 @@ def test_result_of_a_skipped_step_says_so() -> None:
     assert results[1].loss != results[1].loss
 
 
+# --- how much may be lost ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("count", [4, 16, 64])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_bad_batches_in_a_row_cost_nothing_but_themselves(loop: str, count: int, fused: bool) -> None:
+    scene, reference = _scene(fused=fused), _scene(fused=fused)
+    before = [(DATA[i % 12],) for i in range(100)]
+    LOOPS[loop](scene, [*before, *[BAD] * count, GOOD, GOOD])
+    bare(reference, [*before, GOOD, GOOD])
+    assert difference(state_of(scene), state_of(reference)) == ""
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_run_stops_when_too_large_a_share_is_lost_and_keeps_the_weights_it_has(loop: str) -> None:
+    scene, reference = _scene(), _scene()
+    before = [(DATA[i % 12],) for i in range(40)]
+    with pytest.raises(TrainingHalted, match="of the samples of the last") as halted:
+        LOOPS[loop](scene, [*before, *[BAD] * 300])
+    decision = halted.value.incident.decision
+    assert decision is not None and decision.rewound_to is None
+    bare(reference, before)
+    assert difference(state_of(scene), state_of(reference)) == ""
+
+
+def test_run_that_never_had_a_good_step_stops_soon() -> None:
+    with pytest.raises(TrainingHalted) as halted:
+        stepped(_scene(), [BAD] * 100)
+    assert halted.value.incident.step == 31
+
+
 # --- a bad start ------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +210,7 @@ def test_bad_start_may_be_warned_about_once_and_trained_through(loop: str, fused
     config = quiet(policy=Policy(bad_start="warn"))
     found = LOOPS[loop](scene, [GOOD] * 6, config)
     warned = list(found) if loop == "watch" else [r.incident for r in found if r.incident is not None]
-    assert [(i.step, i.decision.action) for i in warned] == [(0, "warn")]
+    assert [(i.step, i.decision.action) for i in warned] == [(0, "note")]
     bare(reference, [GOOD] * 5)  # the first step only warns
     assert difference(state_of(scene), state_of(reference)) == ""
 
@@ -188,7 +221,7 @@ def test_bad_start_that_ruins_every_step_still_ends(loop: str) -> None:
     with torch.no_grad():
         next(scene.model.parameters()).fill_(NAN)
     with pytest.raises(TrainingHalted) as halted:
-        LOOPS[loop](scene, [GOOD] * 10, quiet(policy=Policy(bad_start="warn")))
+        LOOPS[loop](scene, [GOOD] * 10, quiet(policy=Policy(bad_start="warn", max_consecutive=3)))
     assert halted.value.incident.step == 3
 
 

@@ -93,6 +93,11 @@ def nan_moment(at: Scene) -> None:
     state["exp_avg" if "exp_avg" in state else "momentum_buffer"][0, 0] = NAN
 
 
+def ruined(batch: Batch) -> Batch:
+    """The same batch with no good sample in it."""
+    return batch[0] * NAN, batch[1]
+
+
 def decisions(guard: Guard) -> list[tuple[str, int | None, str | None]]:
     found = [incident.decision for incident in guard.incidents]
     return [(d.action, d.rewound_to, d.data) for d in found if d is not None]
@@ -143,7 +148,7 @@ def test_damaged_state_is_repaired_for_an_optimizer_that_evaluates_several_times
     bare(reference, steps)
     torch.manual_seed(5)
     guard, _ = run(damaged, steps, {13: nan_weight})
-    assert decisions(guard) == [("rewind", 4, "repeat")]
+    assert decisions(guard) == [("rewind", 12, "repeat")]
     assert difference(state_of(damaged), state_of(reference)) == ""
 
 
@@ -202,7 +207,7 @@ def raise_lr(at: Scene) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_jump_of_the_learning_rate_is_undone_with_what_it_did_to_the_weights(loop: str) -> None:
     at, data = scene("sgd"), learnable(70)
-    settings = config(snapshot_every=8, probation=10)
+    settings = config(snapshot_every=8, probation=10, anomalies="act")
     if loop == "step":
         guard, _ = run(at, grouped(data, 1), {40: raise_lr}, settings)
     else:
@@ -233,31 +238,30 @@ def test_watched_loop_goes_on_from_the_good_state_with_the_next_batch(optimizer:
     (decision,) = [incident.decision for incident in found]
     assert decision is not None and (decision.action, decision.data) == ("rewind", "skip")
     back = decision.rewound_to
-    assert back in (4, 8)
+    assert back == 12  # the newest state without the damage
     bare(reference, grouped(DATA[:back], 1))
     bare(reference, grouped(DATA[15:20], 1))
     assert difference(state_of(at), state_of(reference)) == ""
     assert guard.steps == back + 5
 
 
-def test_data_that_keeps_failing_ends_in_a_stop_after_every_place_was_tried_once() -> None:
-    at = scene()
-    steps = grouped([*DATA[:16], *[poisoned(DATA[0])] * 40], 1)
-    with pytest.raises(TrainingHalted) as halted:
+def test_data_that_keeps_failing_never_costs_good_weights() -> None:
+    at, reference = scene(), scene()
+    at.model[3].p = reference.model[3].p = 0.0
+    steps = grouped([*DATA[:16], *[ruined(DATA[0])] * 40], 1)
+    with pytest.raises(TrainingHalted, match="were left out"):
         run(at, steps)
-    decision = halted.value.incident.decision
-    assert decision is not None and decision.action == "stop"
-    assert "every remedy has been tried at step" in decision.reason or "rewinds used" in decision.reason
+    bare(reference, grouped(DATA[:16], 1))
+    assert difference(state_of(at), state_of(reference)) == ""
 
 
 def test_rewinds_of_one_trouble_go_further_back_each_time(tmp_path: Path) -> None:
     at = scene()
-    steps = grouped([*DATA[:22], *[poisoned(DATA[0])] * 40], 1)
     with pytest.raises(TrainingHalted):
-        run(at, steps, settings=config(run_dir=tmp_path))
+        run(at, grouped(DATA[:40], 1), dict.fromkeys(range(22, 40), nan_weight), config(run_dir=tmp_path))
     record = read_run(tmp_path)
     places = [note["to"] for note in record.notes if note["type"] == "rewind"]
-    assert len(places) >= 2 and places == sorted(set(places), reverse=True)
+    assert len(places) >= 2 and places == sorted(places, reverse=True) and len(set(places)) >= 2
     assert len({incident.id for incident in record.incidents}) == len(record.incidents)
     shown = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert shown.exit_code == 0 and "rewound from step" in shown.output
@@ -282,7 +286,9 @@ def test_reordered_window_runs_every_good_step_once_more_and_the_bad_one_never()
     at.loss = loss
     policy = Policy(actions=("rewind", "stop"), rewind_data="reorder")
     bad = poisoned(DATA[30])
-    guard, results = run(at, grouped([*DATA[:14], bad, *DATA[15:18]], 1), settings=config(policy=policy))
+    guard, results = run(
+        at, grouped([*DATA[:14], bad, *DATA[15:18]], 1), settings=config(policy=policy, snapshot_every=8)
+    )
     (place,) = [d[1] for d in decisions(guard)]
     marks = [float(batch[0].flatten()[1]) for batch in DATA]
     again = seen[15 : 15 + 14 - place]
@@ -390,10 +396,10 @@ def test_incident_begins_the_probation_anew() -> None:
     assert [s.standing for s in guard._recovery.ring.snapshots] == ["young", "young"]
 
 
-def test_snapshot_under_a_loss_that_rises_is_not_good() -> None:
+def test_snapshot_under_a_loss_that_rises_a_little_is_still_good() -> None:
     at = scene("sgd")
     at.loss = lambda s, b: nn.functional.cross_entropy(s.model(b[0]), b[1]) + b[2]
     data = [(*batch, torch.tensor(0.0 if i < 33 else 0.8)) for i, batch in enumerate(learnable(44))]
     guard, _ = run(at, grouped(data, 1), settings=config(snapshot_every=32, probation=10))
     assert not guard.incidents
-    assert [(s.step, s.standing) for s in guard._recovery.ring.snapshots] == [(32, "bad")]
+    assert [(s.step, s.standing) for s in guard._recovery.ring.snapshots] == [(32, "good")]

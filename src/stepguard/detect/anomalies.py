@@ -1,14 +1,14 @@
 """Finite anomalies: a jump of the loss, a slow rise, a learning rate nobody configured.
 
-They are suspicions. A suspicion becomes an incident only with evidence that the weights and not the data did it:
-an earlier batch, evaluated again on the present weights, has lost as much, and at least half of what the run had
-learned is gone.
+They are told, and by default that is all: hard data, a new task, a policy or a discriminator that moved look the same
+from outside. A loss that runs away is an incident, which needs more than a high loss: the last update changed the
+weights by a large part of their norm, or the loss has grown manifold twice in a row.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stepguard.detect.history import MATURE, History
 from stepguard.records.reading import Reading
@@ -21,12 +21,21 @@ NEWBORN, NEWBORN_SIGMAS = 3, 1000.0
 DRIFT_LEAST = 32
 """Losses a rise must last before it is called a drift."""
 DRIFT_SIGMAS = 4.0
-LOST_SHARE = 0.5
-"""Share of the progress since the first steps that must be gone before a finite anomaly is acted upon."""
-RUINED = 10.0
-"""Times the progress of the whole run an earlier batch has lost: the weights are hurt, whatever this batch says."""
+RUNAWAY = 10.0
+"""Times every loss remembered that a loss must be to count as running away."""
+RUNAWAY_BEFORE = 5.0
+"""Times every earlier loss that the loss of the step before must have been, where nothing is known of the update."""
+LARGE_UPDATE = 0.3
+"""Of the norm of the weights: a healthy update changes them by a thousandth."""
+LASTING = 3
+"""Suspicious steps in a row before the weights can be blamed."""
 WEIGHTS_SHARE = 0.5
-"""Of a rise, that may remain on older weights, for the present ones to be blamed."""
+"""Of a rise, that must be seen on an earlier batch too, and may remain on older weights, for the present ones to be
+blamed."""
+SAME_LOSS = 0.1
+"""Relative difference up to which a step still gives the loss it gave: dropout and kernels differ a little."""
+MOVED = 0.5
+"""Of their norm: how far the weights must have moved from a good state, where no step can be run again."""
 ZERO_STEPS = 5
 
 
@@ -42,7 +51,28 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
         return OK
     summary = f"loss {reading.judged_loss:.6g} is {excess:.3g} deviations above its usual {history.level:.6g}"
     evidence: dict[str, float | int | str] = {"loss": reading.judged_loss, "level": history.level, "deviations": excess}
-    return _weigh(Verdict(kind="spike", severity="suspicion", summary=summary, evidence=evidence), reading, history)
+    why = _runs_away(reading, history)
+    if not why:
+        return Verdict(kind="spike", severity="suspicion", summary=summary, evidence=evidence)
+    if reading.update_ratio is not None:
+        evidence["update_ratio"] = reading.update_ratio
+    return Verdict(kind="spike", severity="incident", summary=f"{summary}; {why}", evidence=evidence)
+
+
+def _runs_away(reading: Reading, history: History) -> str:
+    """What shows that the weights and not the data did it, in words; empty where nothing does."""
+    loss = reading.judged_loss
+    losses = list(history.losses)
+    largest = max(map(abs, losses))
+    if loss is None or not largest or loss < RUNAWAY * largest:
+        return ""
+    ratio = reading.update_ratio
+    if ratio is not None and ratio >= LARGE_UPDATE:
+        return f"the last update changed the weights by {ratio:.3g} of their norm"
+    earlier = max(map(abs, losses[:-1]), default=0.0)
+    if earlier and losses[-1] >= RUNAWAY_BEFORE * earlier:
+        return f"the loss before was already {losses[-1] / earlier:.3g} times every earlier one"
+    return ""
 
 
 def drift(reading: Reading, history: History) -> Verdict:
@@ -55,7 +85,7 @@ def drift(reading: Reading, history: History) -> Verdict:
         return OK
     summary = f"loss has risen by {rise:.4g} over {len(values)} steps ({rise / len(values):+.3g} a step)"
     evidence: dict[str, float | int | str] = {"rise": rise, "steps": len(values), "noise": noise}
-    return _weigh(Verdict(kind="drift", severity="suspicion", summary=summary, evidence=evidence), reading, history)
+    return Verdict(kind="drift", severity="suspicion", summary=summary, evidence=evidence)
 
 
 def trend(values: list[float]) -> tuple[float, float]:
@@ -100,49 +130,82 @@ def nothing_learned(reading: Reading, history: History) -> Verdict:
     return OK
 
 
-def _weigh(verdict: Verdict, reading: Reading, history: History) -> Verdict:
-    """Suspicion stays one until the loss of an earlier batch on the present weights is known."""
-    again = reading.repeat_loss
-    if again is None and history.jumped_lately(reading.step):
-        again = reading.judged_loss  # the learning rate jumped just before: evidence enough
-    if again is None:
-        return verdict
-    lost = _lost_share(again, history) if math.isfinite(again) else math.inf
-    evidence = {**(verdict.evidence or {}), "repeat_loss": again, "lost_share": lost}
-    now = again if reading.judged_loss is None else reading.judged_loss
-    enough = max(0.5 * (now - history.level), float(evidence.get("noise", 0.0)))
-    before = history.level if reading.repeat_before is None else reading.repeat_before
-    ruined = (again - before) / _progress(history) >= RUINED
-    if not math.isfinite(again) or ruined or (lost >= LOST_SHARE and again - before > enough):
-        summary = f"{verdict.summary}; an earlier batch now gives {again:.6g}: the weights are hurt"
-        return replace(verdict, severity="incident", summary=summary, evidence=evidence)
-    summary = f"{verdict.summary}; an earlier batch still gives {again:.6g}: the data did it"
-    return replace(verdict, severity="note", summary=summary, evidence=evidence)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """What was measured about a suspicious step, with `anomalies="act"` only; None where it could not be."""
+
+    lasting: int
+    """Suspicious steps in a row, this one included: as many different batches."""
+    earlier_then: float | None = None
+    """The loss of an earlier healthy batch when it was new."""
+    earlier_now: float | None = None
+    """The same batch on the present weights."""
+    own_then: float | None = None
+    """The loss of a step that began from a snapshot, when it ran."""
+    own_now: float | None = None
+    """The same step on the same weights, evaluated now: another number means that the loss function changed."""
+    older_loss: float | None = None
+    """This very batch on the weights of a good snapshot."""
+    older_step: int | None = None
+    moved: float | None = None
+    """Distance of the present weights from those of a good snapshot, over their norm."""
 
 
-def fared_better(verdict: Verdict, history: History, when: int, loss: float) -> Verdict:
-    """An incident, if this very batch gave a usual loss on the weights of that step.
-
-    Steps lie between, in which noisy training may well lose some on one batch: it takes more than all it ever gained.
-    """
-    evidence = dict(verdict.evidence or {})
-    now = float(evidence["loss"])
-    lost = _lost_share(now, history)
-    if lost < RUINED or not loss - history.level <= WEIGHTS_SHARE * (now - history.level):
-        return verdict
-    first = verdict.summary.partition("; ")[0]
-    summary = f"{first}; on the weights of step {when} this batch gives {loss:.6g}: some weights are hurt"
-    evidence |= {"older_loss": loss, "older_step": when, "lost_share": lost}
+def weights_did_it(verdict: Verdict, reading: Reading, history: History, signs: Signs) -> Verdict:
+    """An incident, if independent signs agree that the weights and neither the data nor the loss function did it."""
+    why_not = _first_doubt(verdict, reading, history, signs)
+    if why_not:
+        return replace(verdict, severity="note", summary=f"{verdict.summary}; {why_not}")
+    measured = {
+        "repeat_loss": signs.earlier_now,
+        "older_loss": signs.older_loss,
+        "older_step": signs.older_step,
+        "moved": signs.moved,
+    }
+    evidence = {**(verdict.evidence or {}), **{name: value for name, value in measured.items() if value is not None}}
+    summary = f"{verdict.summary}; {_blame(signs)}"
     return replace(verdict, severity="incident", summary=summary, evidence=evidence)
 
 
-def _progress(history: History) -> float:
-    """What the run has learned so far, in terms of its loss; never 0."""
-    assert history.best is not None
-    return max(history.began_at - history.best, history.spread)
+def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Signs) -> str:
+    """The first thing that speaks against blaming the weights; empty when all signs agree."""
+    loss = reading.judged_loss
+    if loss is None or history.best is None:
+        return "there is no loss to judge by"
+    if not verdict.bad and not loss > history.ruin_limit:
+        return "what the run has learned is not lost"
+    if not verdict.bad and signs.lasting < LASTING:
+        return f"it has lasted {signs.lasting} of {LASTING} steps"
+    if signs.earlier_now is None or signs.earlier_then is None:
+        return _doubt_from_outside(signs)
+    rise = loss - history.best
+    if math.isfinite(signs.earlier_now) and signs.earlier_now - signs.earlier_then < WEIGHTS_SHARE * rise:
+        return f"an earlier batch gives {signs.earlier_now:.6g} and gave {signs.earlier_then:.6g}: not the weights"
+    if signs.own_then is None or signs.own_now is None:
+        return "no earlier step can be run again on the weights it had"
+    if not math.isclose(signs.own_then, signs.own_now, rel_tol=SAME_LOSS, abs_tol=SAME_LOSS * rise):
+        return (
+            f"an earlier step, on the weights it had, gives {signs.own_now:.6g} and gave {signs.own_then:.6g}: "
+            "the loss function changed"
+        )
+    if signs.older_loss is None or not signs.older_loss - history.best <= WEIGHTS_SHARE * rise:
+        return "this batch is as hard for earlier weights"
+    return ""
 
 
-def _lost_share(loss: float, history: History) -> float:
-    """How many times that progress this loss would undo."""
-    assert history.best is not None
-    return (loss - history.best) / _progress(history)
+def _doubt_from_outside(signs: Signs) -> str:
+    """Where no step can be run again: only weights that are far from where they were good can be blamed."""
+    if signs.moved is None:
+        return "nothing is known of earlier weights"
+    if math.isfinite(signs.moved) and signs.moved < MOVED:
+        return f"the weights have moved by {signs.moved:.3g} of their norm since they were good"
+    return ""
+
+
+def _blame(signs: Signs) -> str:
+    if signs.earlier_now is not None and signs.older_loss is not None:
+        return (
+            f"an earlier batch gives {signs.earlier_now:.6g} and gave {signs.earlier_then:.6g}, and on the weights of "
+            f"step {signs.older_step} this batch gives {signs.older_loss:.6g}: the weights are hurt"
+        )
+    return f"the weights have moved by {signs.moved:.3g} of their norm since they were good"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -42,6 +43,12 @@ class History:
     committed: int = 0
     jumped_at: int | None = None
     """The last step whose learning rate was far above everything before."""
+    best_noise: float = 0.0
+    """How far one loss lay from the next when `best` was reached."""
+    near_best_at: int = 0
+    """Committed steps when the level was last near its best."""
+    ruined_at: int | None = None
+    """The step in which most of what the run had learned was found lost; None once the level is back."""
 
     def __post_init__(self) -> None:
         self.losses = deque(self.losses, maxlen=self.window)
@@ -69,13 +76,30 @@ class History:
         if len(self.first) < FIRST_LOSSES:
             self.first.append(loss)
         level = self.level
-        self.best = level if self.best is None else min(self.best, level)
+        if self.best is None or level < self.best:
+            self.best = level
+            self.best_noise = self.noise
+        self._judge_level(level, reading.step)
+
+    def _judge_level(self, level: float, step: int) -> None:
+        """Latch a sudden loss of what was learned, and let go once the level is back.
+
+        A loss that rises over many hundred steps (a value function whose targets grow) is not sudden, and one that
+        never fell (a policy's objective, a generator's loss) has nothing to lose: neither is a ruin.
+        """
+        if level <= self.near_best:
+            self.near_best_at = self.committed
+        if self.ruined_at is not None:
+            if level <= self.back_limit:
+                self.ruined_at = None
+        elif level > self.ruin_limit and (self.committed - self.near_best_at <= SUDDEN or not self.learned):
+            self.ruined_at = step
 
     def begin_anew(self) -> None:
         """Another loss from now on: what was usual says nothing about it. Learning rates and norms stay known."""
         self.losses.clear()
         self.first.clear()
-        self.best = self.last_loss = None
+        self.best = self.last_loss = self.ruined_at = None
 
     @property
     def level(self) -> float:
@@ -104,6 +128,40 @@ class History:
         floor = 0.1 * abs(centre) if len(values) >= MATURE else max(abs(centre), max(values) - min(values))
         return max(noise, floor, 1e-12)
 
+    @property
+    def noise(self) -> float:
+        """How far one loss lies from the next, whatever the trend."""
+        values = list(self.losses)
+        steps = [abs(b - a) for a, b in pairwise(values)]
+        return MAD_TO_SIGMA * median(steps) / math.sqrt(2.0) if steps else 0.0
+
+    @property
+    def learned(self) -> bool:
+        """Has the loss fallen so far that it measures progress? Not in a run that started converged."""
+        if self.best is None:
+            return False
+        progress = self.began_at - self.best
+        return progress >= LEARNED_SHARE * abs(self.began_at) and progress >= LEARNED_NOISE * self.best_noise
+
+    @property
+    def ruin_limit(self) -> float:
+        """The level above which what was learned is lost."""
+        assert self.best is not None
+        if not self.learned:
+            return self.began_at + FAR_ABOVE_START * max(abs(self.began_at), self.best_noise)
+        return self.best + RUIN_SHARE * (self.began_at - self.best)
+
+    @property
+    def back_limit(self) -> float:
+        """The level at which a ruined run counts as recovered."""
+        assert self.best is not None
+        return self.best + BACK_SHARE * (self.began_at - self.best) if self.learned else self.ruin_limit
+
+    @property
+    def near_best(self) -> float:
+        assert self.best is not None
+        return self.best + NEAR_SHARE * (self.began_at - self.best) + USUAL * self.best_noise
+
     def excess_lr(self, rates: tuple[float, ...]) -> int | None:
         """The first group that runs with far more than it was ever configured or seen with."""
         for group, rate in enumerate(rates):
@@ -128,6 +186,16 @@ LR_JUMP = 2.0
 """Times above every configured and seen learning rate."""
 LR_JUMP_MEMORY = 10
 """Steps for which a jump of the learning rate explains what follows."""
+LEARNED_SHARE = 0.3
+"""Of the loss it began at, that must have gone before the loss counts as a measure of what was learned."""
+LEARNED_NOISE = 8.0
+"""Times the noise of the loss that the progress must be."""
+RUIN_SHARE, BACK_SHARE, NEAR_SHARE = 0.75, 0.5, 0.25
+"""Of what was learned: lost when a run counts as ruined, still lost when it counts as back, and near the best."""
+FAR_ABOVE_START = 100.0
+"""Times the loss a run began at, for a run whose loss measures nothing."""
+SUDDEN = 128
+"""Committed steps within which a loss of what was learned is an accident, and not the way this run goes."""
 MATURE = 16
 """Losses from which on the noise can be told from the trend."""
 

@@ -27,8 +27,7 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
         lambda: _loss(reading),
         lambda: _gradient(reading, config),
         lambda: anomalies.impossible_lr(reading),
-        lambda: anomalies.spike(reading, history, config.spike_sigmas),
-        lambda: anomalies.drift(reading, history),
+        lambda: _anomaly(reading, history, config),
         lambda: anomalies.nothing_learned(reading, history),
         lambda: anomalies.lr_mismatch(reading, history),
     )
@@ -37,6 +36,17 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
         if verdict.kind != "ok":
             return verdict
     return OK
+
+
+def _anomaly(reading: Reading, history: History, config: GuardConfig) -> Verdict:
+    """A finite step that is unlike those before."""
+    if config.anomalies == "off":
+        return OK
+    if config.spike_sigmas is not None:
+        verdict = anomalies.spike(reading, history, config.spike_sigmas)
+        if verdict.kind != "ok":
+            return verdict
+    return anomalies.drift(reading, history)
 
 
 def alarming(reading: Reading) -> bool:

@@ -64,7 +64,7 @@ class ClosureStepper(Stepper):
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
         if incident is not None:
-            self.shield.call(None, close.apply, context, self.recovery, incident)
+            incident = self.shield.call(incident, close.apply, context, self.recovery, incident)
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import platform
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from stepguard.detect import History
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
 from stepguard.engine.outputs import JournalOutput, LogOutput, TerminalOutput
-from stepguard.journal import Journal
+from stepguard.journal import Journal, starts_in
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
@@ -69,6 +70,12 @@ class Context:
     """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
     incidents: list[Incident] = field(default_factory=list)
+    unrecorded: tuple[Incident, Step] | None = None
+    """An incident that is decided and neither applied nor on record yet."""
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    """Names this run in its checkpoints; a restored run goes on under the name it had."""
+    attempt: int = 1
+    """Which start in this run folder this process is."""
     commit_hooks: list[Callable[[], None]] = field(default_factory=list)
     step: int = 0
     """Index of the next optimizer step."""
@@ -212,6 +219,7 @@ def _open(context: Context) -> None:
         return
     if config.run_dir is not None:
         journal = _made("GuardConfig.run_dir", config.run_dir, lambda folder: Journal(folder, rank))
+        context.attempt = 1 + starts_in(Path(config.run_dir), rank)
         context.journal = JournalOutput(journal, partial(_output_lost, context, "journal"))
         context.resources.callback(context.journal.close)
         context.journal.write("run", _header(context))
@@ -252,6 +260,8 @@ def _header(context: Context) -> dict[str, Any]:
     settings["sinks"] = [repr(sink) for sink in context.config.sinks]
     return {
         "time": time.time(),
+        "run": context.run_id,
+        "attempt": context.attempt,
         "stepguard": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

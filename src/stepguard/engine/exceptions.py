@@ -11,6 +11,7 @@ import torch
 from stepguard._errors import StepguardError
 from stepguard.engine.context import Context
 from stepguard.engine.pipeline import Pipeline
+from stepguard.engine.record import record
 from stepguard.engine.shield import Shield
 from stepguard.locate.raised import Attempt, place_exception, traceback_origin, whole_attempt
 from stepguard.policy import Budget
@@ -74,7 +75,7 @@ class Exceptions:
         decision = self._decide(step, error, may_skip=may_skip)
         _complete(step)
         kept = step if repeatable(error) else replace(step, loss_fn=None)  # no memory to write a capsule with
-        incident = self._pipeline.close_incident(replace(incident, origin=origin, decision=decision), kept)
+        incident = record(self._context, replace(incident, origin=origin, decision=decision), kept)
         with contextlib.suppress(Exception):
             setattr(error, MARK, incident.id)
         return incident
@@ -93,7 +94,7 @@ class Exceptions:
         context, policy = self._context, self._context.config.policy
         if not may_skip or policy.exceptions != "skip":
             return _raised_again("the exception is raised again", context.budget)
-        context.budget = spent = context.budget.spend(step.index)
+        context.budget = spent = context.budget.spend(step.index).lose(1.0, policy)
         why_not = _why_not_skipped(error, context) or spent.exceeded(policy)
         if why_not:
             return _raised_again(f"no skip: {why_not}; the exception is raised again", spent)

@@ -1,4 +1,7 @@
-"""From a reading to an incident on record: judge, locate, diagnose, decide, record. Only ever adds to the incident."""
+"""From a reading to an incident on record: judge, locate, diagnose, decide. Only ever adds to the incident.
+
+What was decided is applied and recorded by `engine/settle.py`, in this order: what is told is what was done.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,33 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 from stepguard.detect import judge
-from stepguard.detect.anomalies import fared_better
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
 from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
+from stepguard.engine.partial_step import proven_guilty, share_of
 from stepguard.engine.presumption import presumed_reading
-from stepguard.engine.record import record
+from stepguard.engine.record import incident_folder, record
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.runaway import blamed_on_update, ruined, stored_culprit, surfaces_only
 from stepguard.engine.shield import spare
+from stepguard.engine.suspicion import Suspicion
 from stepguard.locate import locate
 from stepguard.policy import decide
-from stepguard.policy.decide import Situation
+from stepguard.policy.decide import Fault, Situation, goes_on
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.state.replay import gradients_came_back_finite, model_finite, reevaluate, rerun
+from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
-EXPLAINS = 0.5
-"""Share of a rise that a changed loss function must make up, for the weights to be left alone."""
-ASK_FIRST, ASK_AGAIN = 4, 8
-"""Suspicious steps in a row for which an earlier batch is evaluated again: the first few, then every eighth."""
+VERIFY_FROM = 2
+"""Bad steps in a row from which on the weights are verified on an earlier batch, wherever the bad value was born."""
 
 
 class Pipeline:
@@ -49,65 +52,30 @@ class Pipeline:
         """`reruns`: the guard runs the steps itself, so it can run them again for good."""
         self._context, self._recovery, self._find = context, recovery, find or locate
         self._reruns = reruns
-        self._suspicious = (-1, 0)
-        """The last suspicious step, and how many in a row there have been."""
+        self._suspicion = Suspicion(context, recovery, clips_itself=reruns)
 
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
-        """The verdict, with a closer look or a second measurement where the first one asks for it."""
+        """The verdict, with a closer look where the first one asks for it."""
         context = self._context
         if alarming(reading) and not reading.state_born:  # what the update made has been named, and undone
             reading = self._agree(step, reading)
         verdict = judge(reading, context.history, context.config)
-        if verdict.kind in FINITE_KINDS and context.agreement.mode == "spread":
-            # every rank sees its own loss only, and asking the others takes a collective that they do not join
-            return reading, replace(verdict, severity="note")
-        if verdict.severity != "suspicion":
-            return reading, verdict
-        again = self._repeat_loss() if self._worth_asking(reading) else None
-        if again is None:
-            return reading, replace(verdict, severity="note")
-        reading = replace(reading, repeat_loss=again[0], repeat_before=again[1])
-        verdict = judge(reading, context.history, context.config)
-        return reading, self._function_moved(reading, verdict) if verdict.bad else self._some_weights(step, verdict)
-
-    def _some_weights(self, step: Step, verdict: Verdict) -> Verdict:
-        """An earlier batch is as it was, but this one may be the first that uses the weights that are hurt.
-
-        Hard data are as hard for the weights of some steps ago. Several ranks would have to ask together; they do not.
-        """
-        context = self._context
-        known = verdict.kind == "spike" and step.whole and context.agreement.size == 1
-        then = self._recovery.on_older_weights(step) if known else None
-        return fared_better(verdict, context.history, *then) if then is not None else verdict
-
-    def _function_moved(self, reading: Reading, verdict: Verdict) -> Verdict:
-        """Not the weights but the loss function may have changed: then earlier weights fare as badly under it."""
-        context, recovery = self._context, self._recovery
-        told = context.agreement.together(lambda: {"then_and_now": recovery.on_its_own_weights()})
-        pairs = [tuple(facts["then_and_now"]) for facts in told if facts["then_and_now"] is not None]
-        if not any(explained(reading, then, now) for then, now in pairs):
-            return verdict
-        context.history.begin_anew()
-        context.anchor = None
-        first, (then, now) = verdict.summary.partition("; ")[0], pairs[0]
-        why = f"an earlier step, on the weights it had, gives {now:.6g} instead of {then:.6g}: the loss itself changed"
-        return replace(verdict, severity="note", summary=f"{first}; {why}")
-
-    def _worth_asking(self, reading: Reading) -> bool:
-        """After a shift of the data many steps in a row look suspicious: then only some of them are looked into."""
-        last, run = self._suspicious
-        run = run + 1 if reading.step == last + 1 else 1
-        self._suspicious = (reading.step, run)
-        return run <= ASK_FIRST or run % ASK_AGAIN == 0
+        if verdict.kind in FINITE_KINDS:
+            return self._suspicion.weigh(step, reading, verdict)
+        return reading, verdict
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
-        """Locate, diagnose, decide and record. The update has already been vetoed (or, `committed`, came too early)."""
-        incident = self.open_incident(step, reading, verdict)
+        """Locate, diagnose and decide. The update has already been vetoed (or, `committed`, came too early)."""
+        context, incident = self._context, self.open_incident(step, reading, verdict)
         try:
             incident = self._explain(incident, step)
             incident = replace(incident, decision=self._decided(incident, step, committed))
-        finally:
-            incident = self.close_incident(incident, step)
+        except BaseException:
+            record(context, incident, step)
+            raise
+        if incident.decision is not None and incident.decision.action == "note":
+            return record(context, incident, step)  # nothing is to be applied
+        context.unrecorded = (incident, step)
         return incident
 
     def open_incident(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
@@ -122,14 +90,16 @@ class Pipeline:
             rank=context.agreement.rank,
         )
 
-    def close_incident(self, incident: Incident, step: Step) -> Incident:
-        """On record, as far as that can be."""
-        return spare(incident, self._unexplained, record, self._context, incident, step)
-
     def _name(self, step: Step, verdict: Verdict) -> str:
-        """After a rewind a step number comes again."""
-        name, known = f"{step.index:08d}-{verdict.kind}", {incident.id for incident in self._context.incidents}
-        return next(n for n in chain([name], (f"{name}-{i}" for i in count(2))) if n not in known)
+        """A step number comes again after a rewind, and in a second run in the same folder."""
+        name = f"{step.index:08d}-{verdict.kind}"
+        known = {incident.id for incident in self._context.incidents}
+        candidates = chain([name], (f"{name}-{i}" for i in count(2)))
+        return next(n for n in candidates if n not in known and not self._on_disk(n))
+
+    def _on_disk(self, name: str) -> bool:
+        run_dir = self._context.config.run_dir
+        return run_dir is not None and incident_folder(Path(run_dir), name, self._context.agreement.rank).exists()
 
     def last_look(self, step: Step) -> Incident | None:
         """At the end of a run: were the parameters still finite after the last update?"""
@@ -148,6 +118,8 @@ class Pipeline:
         if context.human is not None:
             context.human.note(verdict.summary, reading.step, verdict.kind)
         context.terminal.note(verdict.summary, reading.step, verdict.kind)
+
+    # --- where and why -----------------------------------------------------------------------------------------
 
     def _explain(self, incident: Incident, step: Step) -> Incident:
         """Where and why. The place is part of the decision, which ranks take together: there a fault is everybody's."""
@@ -168,14 +140,34 @@ class Pipeline:
         self._recovery.say("unexplained", why)
 
     def _suspect_update(self, incident: Incident) -> Incident:
-        """Where float32 overflowed for no reason of its own: does an earlier batch, fine in its time, do so too?"""
-        if incident.origin is None or not surfaces_only(incident.origin):
+        """Are the weights themselves ruined? An earlier batch, fine in its time, then fails on them as well.
+
+        Asked where float32 overflowed for no reason of its own, and where one bad step follows another. A loss function
+        that has changed since fails on earlier weights too: then the weights are not to blame.
+        """
+        if incident.origin is None or not self._worth_verifying(incident):
             return incident
-        again = self._repeat_loss()
-        if again is None or not ruined(again):
+        again = self._suspicion.earlier_batch_now()
+        if again is None or not ruined(again) or self._loss_function_changed():
             return incident
         reading = replace(incident.reading, repeat_loss=again[0], repeat_before=again[1])
         return replace(incident, reading=reading, origin=blamed_on_update(incident.origin, reading))
+
+    def _worth_verifying(self, incident: Incident) -> bool:
+        if surfaces_only(incident.origin):
+            return True
+        origin, reading = incident.origin, incident.reading
+        explained = bool(reading.bad_inputs or reading.bad_state or reading.overflow)
+        by_batch = origin is not None and (origin.phase == "input" or bool(origin.samples))
+        repeated = self._context.budget.consecutive + 1 >= VERIFY_FROM
+        return repeated and incident.verdict.kind == "nonfinite_loss" and not (explained or by_batch)
+
+    def _loss_function_changed(self) -> bool:
+        """Does an earlier step fail now even on the weights it had?"""
+        if self._context.agreement.size > 1:
+            return False  # ranks would have to ask together
+        then_and_now = self._recovery.on_its_own_weights()
+        return then_and_now is not None and not math.isfinite(then_and_now[1])
 
     def _locate(self, step: Step, reading: Reading) -> Origin | None:
         """The worst rank looks, alone; then everybody knows."""
@@ -190,6 +182,8 @@ class Pipeline:
         told = agreement.together(look)[leader]
         return from_jsonable(Origin, told) if told else None
 
+    # --- what to do --------------------------------------------------------------------------------------------
+
     def _decided(self, incident: Incident, step: Step, committed: bool) -> Decision:
         """A fault costs the better remedy; the step stays vetoed. Ranks decide together: there it is everybody's."""
         if self._context.agreement.size > 1:
@@ -198,45 +192,46 @@ class Pipeline:
         return spare(refused, self._unexplained, self._decide, incident, step, committed)
 
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
-        context = self._context
-        reading = incident.reading
-        hurt = committed or (bool(reading.bad_state) and not reading.state_born) or stored_culprit(incident.origin)
-        lost = lost_share(incident.verdict)
-        by_chance = incident.origin is not None and incident.origin.reproduced is False and lost is None
+        context, recovery, reading = self._context, self._recovery, incident.reading
+        fault = self._fault(incident, committed)
+        by_chance = incident.origin is not None and incident.origin.reproduced is False and fault != "anomaly"
         again = self._reruns and step.whole
-        broken = hurt and lost is None
-        remedy, why_not = self._recovery.plan(transient=again and (by_chance or broken), visible=broken)
+        remedy, why_not = None, ""
+        if fault in ("state", "anomaly") or not goes_on(context.config.policy):
+            visible = fault != "anomaly" and not weights_ruined(incident.origin)
+            remedy, why_not = recovery.plan(transient=again and visible and fault == "state", visible=visible)
+        leave_out = proven_guilty(step, incident) if again and context.agreement.size == 1 else ""
         situation = Situation(
             step=incident.step,
-            hurt=hurt,
-            lost_share=lost,
-            remedy=remedy,
+            fault=fault,
+            remedy=remedy if fault != "anomaly" or context.config.anomalies == "act" else None,
             no_rewind=why_not,
-            can_retry=by_chance and again and not hurt and self._recovery.retried != step.index,
-            at_start=hurt and context.history.committed == 0 and not committed,
+            can_retry=by_chance and again and fault == "data" and recovery.retried != step.index,
+            at_start=fault == "state" and context.history.committed == 0 and not committed and bool(reading.bad_state),
+            leave_out=leave_out,
+            lost_share=share_of(step, incident) if leave_out else 1.0,
+            known=recovery.lost_before(step.index),
             new_scale=self._new_scale(step) if reading.overflow and context.config.loss_scale else None,
         )
         decision, context.budget = decide(situation, context.config.policy, context.budget)
-        self._recovery.incident(incident.step, hurt=hurt or lost is not None)
+        recovery.incident(incident.step, hurt=fault in ("state", "anomaly"))
         if situation.at_start and decision.action == "note":
             accept(context, reading.bad_state)
         return decision
+
+    def _fault(self, incident: Incident, committed: bool) -> Fault:
+        reading = incident.reading
+        if incident.verdict.kind in FINITE_KINDS:
+            return "anomaly"
+        damaged = bool(reading.bad_state) and not reading.state_born
+        if committed or damaged or stored_culprit(incident.origin) or weights_ruined(incident.origin):
+            return "state"
+        return "update" if reading.state_born or incident.verdict.kind == "lr_mismatch" else "data"
 
     def _new_scale(self, step: Step) -> float:
         """A static loss scale that works on every rank."""
         everybody = self._context.agreement.together(lambda: {"scale": working_scale(step)})
         return min(float(told["scale"]) for told in everybody)
-
-    def _repeat_loss(self) -> tuple[float, float] | None:
-        """The loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
-        anchor, sign = self._context.anchor, -1.0 if self._context.climbs else 1.0
-
-        def again() -> dict[str, Any]:
-            return {"again": (sign * reevaluate(anchor[0]), anchor[1]) if anchor is not None else None}
-
-        told = [facts["again"] for facts in self._context.agreement.together(again)]
-        known = [pair for pair in told if pair is not None]
-        return max(known, key=lambda pair: pair[0] - pair[1] if math.isfinite(pair[0]) else math.inf, default=None)
 
     def _agree(self, step: Step, reading: Reading) -> Reading:
         """Every rank goes on with the reading of the worst one, so that all decide the same."""
@@ -269,21 +264,12 @@ def own_trouble(step: Step, reading: Reading) -> int:
     return 1
 
 
-def explained(reading: Reading, then: float, now: float) -> bool:
-    """Does the change of the loss on unchanged weights make up half of the rise that was seen?"""
-    assert reading.repeat_loss is not None and reading.repeat_before is not None
-    sign = -1.0 if reading.climbs else 1.0
-    moved = sign * (now - then)
-    return math.isfinite(moved) and moved > 0 and moved >= EXPLAINS * (reading.repeat_loss - reading.repeat_before)
+def weights_ruined(origin: Origin | None) -> bool:
+    """Has an earlier batch, fine in its time, been seen to fail on the present weights?"""
+    return origin is not None and "weights_ruined" in origin.notes
 
 
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:
-    """A finite step on hurt weights that the policy only warns about, or nobody could decide on: the update goes on."""
+    """A finite step that is only told, or that nobody could decide on: the update goes on."""
     decision = incident.decision if incident is not None else None
     return verdict.kind in FINITE_KINDS and (decision is None or decision.action == "note")
-
-
-def lost_share(verdict: Verdict) -> float | None:
-    """For a finite anomaly: how many times what the run had learned is gone."""
-    share = (verdict.evidence or {}).get("lost_share")
-    return float(share) if verdict.kind in FINITE_KINDS and share is not None else None

@@ -40,8 +40,8 @@ class Planning:
     def plan(self, *, transient: bool, visible: bool) -> tuple[Remedy | None, str]:
         """The next remedy, the same on every rank; or why there is none.
 
-        `visible`: the damage is NaN or Inf. A snapshot without any is from before, so where no good one is left one
-        that is still on probation will do.
+        `visible`: the damage is NaN or Inf. Any snapshot without is from before, so the newest of them loses least.
+        Damage that cannot be seen asks for one that has proved good, else for one on probation from a good level.
         """
         everybody = self._context.agreement.together(partial(self._offer, visible))
         tried: list[Place] = []
@@ -86,15 +86,33 @@ class Planning:
     def _fetch(self, step: int) -> dict[str, Any]:
         state = self.archive.read(step) if self.archive is not None else None
         there = state is not None and not self._whole.misfit(state)
-        self._fetched = Snapshot(step, 0, state, {"anchor": None}) if there and state is not None else None
+        self._fetched = None
+        if state is not None and there:
+            self._fetched = Snapshot(step, 0, state, {"anchor": None, "ruined": False, "level": None})
         return {"there": there}
 
     def _offer(self, visible: bool) -> dict[str, Any]:
-        good = [(s.step, "snapshot", s.memory["timeline"]) for s in self._ring.good() if self._sound(s)]
-        taken = {step for step, *_ in good}
+        good = self._ring.snapshots if visible else self._ring.good()
+        young = [s for s in self._ring.snapshots if s not in good and self._level_was_good(s)]
+        places = [_place(s) for s in good if self._sound(s)]
         if self.archive is not None:
-            good += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
-        on_probation = [s for s in self._ring.snapshots if visible and s.standing == "young"]
-        young = [(s.step, "snapshot", s.memory["timeline"]) for s in on_probation if self._sound(s)]
-        repeatable = [step for step, *_ in (*good, *young) if self._window.since(step) is not None]
-        return {"good": [list(p) for p in good], "young": [list(p) for p in young], "repeatable": repeatable}
+            taken = {step for step, *_ in places}
+            places += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
+        on_probation = [_place(s) for s in young if self._sound(s)]
+        repeatable = [step for step, *_ in (*places, *on_probation) if self._window.since(step) is not None]
+        return {
+            "good": [list(p) for p in places],
+            "young": [list(p) for p in on_probation],
+            "repeatable": repeatable,
+        }
+
+    def _level_was_good(self, snapshot: Snapshot) -> bool:
+        """Was the loss where this run had been when the snapshot was taken?"""
+        level, history = snapshot.memory["level"], self._context.history
+        if level is None or history.best is None:
+            return not snapshot.memory["ruined"]
+        return bool(level <= history.back_limit)
+
+
+def _place(snapshot: Snapshot) -> tuple[int, str, int]:
+    return snapshot.step, "snapshot", snapshot.memory["timeline"]

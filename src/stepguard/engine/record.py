@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from stepguard.engine.context import Context
+from stepguard.engine.shield import spare
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
@@ -17,6 +19,12 @@ MOST_CAPSULES = 20
 
 
 def record(context: Context, incident: Incident, step: Step) -> Incident:
+    """On record, as far as that can be: the step stays vetoed whatever fails here."""
+    context.unrecorded = None
+    return spare(incident, partial(context.say, "output"), write_down, context, incident, step)
+
+
+def write_down(context: Context, incident: Incident, step: Step) -> Incident:
     """Everything that outlives the process first, the screen last."""
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
@@ -38,10 +46,14 @@ def _write_folder(context: Context, incident: Incident) -> None:
         context.say("output", summary)
 
 
+def incident_folder(run_dir: Path, name: str, rank: int) -> Path:
+    """Where an incident of this name goes."""
+    return run_dir / "incidents" / (f"{name}-rank{rank}" if rank else name)
+
+
 def _folder(context: Context, incident: Incident) -> Path:
     assert context.config.run_dir is not None
-    rank = f"-rank{incident.rank}" if incident.rank else ""
-    return Path(context.config.run_dir) / "incidents" / f"{incident.id}{rank}"
+    return incident_folder(Path(context.config.run_dir), incident.id, incident.rank)
 
 
 def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:

@@ -16,6 +16,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.planning import NOTHING_GOOD, Planning
 from stepguard.engine.window import Kept, Window
 from stepguard.policy.places import Remedy
+from stepguard.records import Incident
 from stepguard.sentinel.gradients import finite
 from stepguard.state.plain import put_together, take_apart
 from stepguard.state.replay import reevaluate
@@ -64,6 +65,9 @@ class Recovery:
         self.retried = -1
         """The last step that was run a second time."""
         self.after_commit: list[Callable[[int], None]] = []
+        self.before_stop: list[Callable[[Incident], None]] = []
+        self.lost_steps: set[int] = set()
+        """Steps that earlier attempts of this run left out."""
         self.after_rewind: list[Callable[[], None]] = []
         """Whoever holds numbers of the state that is gone."""
 
@@ -116,7 +120,12 @@ class Recovery:
         snapshot = self.ring.take(context.step, state, must=must)
         if snapshot is None:
             return None
-        snapshot.memory = {"anchor": context.anchor, "limit": context.history.limit, "timeline": context.budget.rewinds}
+        snapshot.memory = {
+            "anchor": context.anchor,
+            "level": context.history.level if context.history.losses else None,
+            "ruined": self.ruined,
+            "timeline": context.budget.rewinds,
+        }
         self._cadence.took(context.step, self._cadence.clock() - began)
         self.window.forget_before(min(s.step for s in (self.ring.good() or self.ring.snapshots)))
         return snapshot
@@ -161,7 +170,8 @@ class Recovery:
         """So many steps are done: has a snapshot come through its probation?"""
         for snapshot in self.ring.snapshots:
             if snapshot.standing == "young" and done - snapshot.watched_from >= self._context.config.probation:
-                snapshot.standing = "good" if self._as_usual(snapshot) else "bad"
+                snapshot.standing = "bad" if self.ruined or snapshot.memory["ruined"] else "good"
+                self.ring.keep_best()
         for tell in self.after_commit:
             tell(done)
 
@@ -172,20 +182,39 @@ class Recovery:
         for snapshot in self.ring.snapshots:
             if snapshot.standing == "young":
                 snapshot.standing = "bad" if hurt else "young"
+                snapshot.memory["hurt"] = hurt
                 snapshot.watched_from = step + 1
 
-    def _as_usual(self, snapshot: Snapshot) -> bool:
-        """Has the loss stayed where it was?"""
-        limit, history = snapshot.memory["limit"], self._context.history
-        return limit is None or not history.losses or history.level <= limit
+    @property
+    def ruined(self) -> bool:
+        """Is most of what this run had learned lost, by its loss? Not asked where nobody wants losses judged."""
+        return self._context.config.anomalies != "off" and self._context.history.ruined_at is not None
+
+    def worth_keeping(self, snapshot: Snapshot) -> bool:
+        """Can it be gone on from? Finite, and no incident found the weights hurt since."""
+        return snapshot.standing == "good" or (self._sound(snapshot) and not snapshot.memory.get("hurt"))
+
+    def moved_since_good(self) -> float | None:
+        """How far the weights are from the newest good snapshot, over their norm; None where there is none."""
+        good = next((s for s in self.ring.good() if self._sound(s)), None)
+        return self.whole.distance(good.state) if good is not None else None
+
+    def lost_before(self, step: int) -> bool:
+        """Did an earlier attempt of this run leave this step out?"""
+        return step in self.lost_steps
+
+    def leave(self, incident: Incident) -> None:
+        """The policy stops the run: whoever keeps states on disk saves the newest good one."""
+        for tell in self.before_stop:
+            tell(incident)
 
     def _sound(self, snapshot: Snapshot) -> bool:
         """Finite, but for what was never meant to be; looked at once, when it is needed."""
         if "sound" not in snapshot.memory:
             _wait()
             bad = {name for name, tensor in snapshot.state.tensors.items() if not finite(tensor)}
-            snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad) and not self.whole.misfit(snapshot.state)
-        return bool(snapshot.memory["sound"])
+            snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad)
+        return bool(snapshot.memory["sound"]) and not self.whole.misfit(snapshot.state)
 
     def meant_nonfinite(self, names: set[str]) -> set[str]:
         """Those of the tensors that have been accepted as they are: sentinels, and what `bad_start` let pass."""
@@ -210,7 +239,8 @@ class Recovery:
         """The newest snapshot's step and what this batch gives on its weights; None where there is none."""
         sign = -1.0 if self._context.climbs else 1.0
         for snapshot in reversed(self.ring.snapshots):
-            if snapshot.step < step.index and snapshot.standing != "bad" and self._sound(snapshot):
+            usable = snapshot.standing != "bad" and not snapshot.memory["ruined"]
+            if snapshot.step < step.index and usable and self._sound(snapshot):
                 with self.whole.lent(snapshot.state):
                     return snapshot.step, sign * reevaluate(step)
         return None
@@ -237,7 +267,7 @@ class Recovery:
         _wait()
         self.whole.put_back(snapshot.state)
         context = self._context
-        context.anchor = snapshot.memory["anchor"]
+        context.anchor = snapshot.memory.get("anchor")
         own = put_together(snapshot.state.facts["guard"], {})
         context.step, context.history = own["step"], history_from(own["history"])
         self.hurt_at, self.incident_at = None, min(self.incident_at, context.step - 1)

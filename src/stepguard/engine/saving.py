@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,21 @@ from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.intercept import borrowing
+from stepguard.engine.past_attempts import SAME_PLACE, Attempt, attempts_in, failed_starts
 from stepguard.engine.rates import compare_rates, scale_rates
 from stepguard.engine.recovery import Recovery
-from stepguard.policy import Budget
+from stepguard.policy.budget import budget_from
+from stepguard.records import Incident
 from stepguard.sentinel.gradients import finite
 from stepguard.state.plain import put_together
 from stepguard.state.snapshot import Snapshot
-from stepguard.state.store import Background, Health, Opened, Store
+from stepguard.state.store import Background, Entry, Health, Opened, Store
 from stepguard.state.whole import State, StateError
 
 RANKED = ("rng", "loader")
 """Facts that every rank has its own of."""
 
-AGAIN = (
-    "no later one has proved good since, and the same start tends to end in the same place; "
-    "see `stepguard report` for what went wrong, or restore an older one by its path"
-)
+LAST_GOOD, NEWEST = "last-good", "newest"
 
 
 class Saving:
@@ -41,6 +41,7 @@ class Saving:
         self._seen = -1
         recovery.after_commit.append(self.committed)
         recovery.after_rewind.append(self.rewound)
+        recovery.before_stop.append(self.stopping)
         if config.run_dir is not None and not borrowing():
             folder = Path(config.run_dir) / "checkpoints"
             self._store = Store(folder, keep=config.keep, keep_every=config.keep_every)
@@ -91,34 +92,41 @@ class Saving:
 
     def _why_not(self) -> str:
         """What speaks against the present state, in words; empty when it is good."""
-        context, history = self._context, self._context.history
+        context = self._context
+        history = context.history
         bad = stored_trouble(context)
         if bad:
             return f"{bad[0]} is not finite"
         hurt = self._recovery.hurt_at
         if hurt is not None and context.step - hurt <= context.config.probation:
             return f"the weights were hurt at step {hurt} and have not been good for {context.config.probation} steps"
-        if history.jumped_lately(context.step):
-            return f"the learning rate jumped at step {history.jumped_at}"
-        limit = history.limit
-        if limit is not None and history.level > limit:
-            return f"the loss has risen to {history.level:.6g}, up to {limit:.6g} is usual"
+        if self._recovery.ruined:
+            reached = f"{history.best:.6g} was reached before step {history.ruined_at}"
+            return (
+                f"the loss has risen to {history.level:.6g}, {reached} (GuardConfig(anomalies='off') judges no losses)"
+            )
         return ""
 
     def restore(self, which: str | Path) -> int:
         """Load a checkpoint; damaged ones are passed over and named. Returns the optimizer steps done."""
         store = self._needed("guard.restore()")
         self._background.wait()
-        opened = self._opened(store, which)
+        context = self._context
+        attempts = self._attempts()
+        opened = self._opened(store, self._not_the_same_wall(store, which, attempts))
         for passed in opened.passed_over:
             self._say(f"{passed.path} is passed over: {passed.reason}")
-        context = self._context
         difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
         self._put_in(State(opened.tensors, opened.facts))
-        before = self._starts_from(opened.path.name)
-        self._say(f"restored {opened.path}: {opened.step} optimizer steps are done", kind="restored")
-        if before:
-            self._say(f"this is start {before + 1} from {opened.path.name}: {AGAIN}")
+        context.run_id = opened.health.run or context.run_id
+        self._recovery.lost_steps = {step for attempt in attempts for step in attempt.lost_steps}
+        self._recovery.say(
+            "restored",
+            f"restored {opened.path}: {opened.step} optimizer steps are done",
+            checkpoint=opened.path.name,
+            run=context.run_id,
+        )
+        self._tell_newer(store, opened)
         if difference is not None:
             applied = context.config.resume_lr == "config"
             if applied:
@@ -126,13 +134,35 @@ class Saving:
             self._say(difference.story(applied=applied), kind="lr_mismatch")
         return context.step
 
-    def _starts_from(self, name: str) -> int:
-        """How often this run has been started from that checkpoint already."""
+    def _attempts(self) -> list[Attempt]:
         journal = self._context.journal
-        if journal is None:
-            return 0
-        with journal.path.open("rb") as lines:
-            return sum(b'"kind":"restored"' in line and f"/{name}:".encode() in line for line in lines)
+        return attempts_in(journal.path)[:-1] if journal is not None else []
+
+    def _not_the_same_wall(self, store: Store, which: str | Path, attempts: list[Attempt]) -> str | Path:
+        """An older checkpoint, where the last good one has led to a stop again and again."""
+        if which == NEWEST:
+            newest = next(iter(store.list()), None)
+            return newest.path if newest is not None else LAST_GOOD
+        if which != LAST_GOOD:
+            return which
+        good = [entry for entry in store.list() if entry.good]
+        fresh = [entry for entry in good if failed_starts(attempts, entry.path.name) < SAME_PLACE]
+        if not fresh or fresh[0] is good[0]:
+            return which
+        worn = good[0].path.name
+        starts = failed_starts(attempts, worn)
+        self._say(f"{worn} has led to a stop {starts} times: going back to {fresh[0].path.name}, which has not")
+        return fresh[0].path
+
+    def _tell_newer(self, store: Store, opened: Opened) -> None:
+        """A newer state that is whole and finite is not taken silently, and not passed over silently either."""
+        newer = [entry for entry in store.list() if not entry.good and entry.step > opened.step]
+        if newer:
+            level = f", loss {newer[0].health.level:.6g}" if newer[0].health.level is not None else ""
+            self._say(
+                f"{newer[0].path.name} is newer, whole and finite{level}, and not called good because the run had lost "
+                f"what it learned; guard.restore('newest') takes it"
+            )
 
     def _opened(self, store: Store, which: str | Path) -> Opened:
         """The same checkpoint on every rank: the first one chooses."""
@@ -157,7 +187,7 @@ class Saving:
         context.step, context.loss_scale = own["step"], own["loss_scale"]
         context.history = history_from(own["history"])
         context.history.configured_lr = configured
-        context.budget = Budget(**{**own["budget"], "recent": tuple(own["budget"]["recent"])})
+        context.budget = budget_from(own["budget"])
         context.resumed = True
         random_numbers = recovery.whole.random_numbers(state)
         recovery.whole.put_back_random_numbers(state)
@@ -173,12 +203,20 @@ class Saving:
         """Steps of the good checkpoints on disk."""
         assert self._store is not None
         self._background.wait()
-        return sorted({e.step for e in self._store.list() if e.health.good and e.step <= self._context.step})
+        return sorted({e.step for e in self._own_good() if e.step <= self._context.step})
+
+    def _own_good(self) -> list[Entry]:
+        """Good checkpoints of this run. Ranks share a folder, and the first one knows the run's name."""
+        assert self._store is not None
+        entries = [entry for entry in self._store.list() if entry.good]
+        if self._context.agreement.rank:
+            return entries
+        return [entry for entry in entries if entry.health.run == self._context.run_id]
 
     def read(self, step: int) -> State | None:
         """The state of that step; None, and a line, where it is damaged."""
         assert self._store is not None
-        entry = next((e for e in self._store.list() if e.step == step and e.health.good), None)
+        entry = next((e for e in self._own_good() if e.step == step), None)
         try:
             opened = self._store.open(entry.path) if entry is not None else None
         except StepguardError as fault:
@@ -218,24 +256,35 @@ class Saving:
             self._write(pending)
 
     def _write(self, pending: Snapshot | int) -> None:
-        if isinstance(pending, Snapshot):
-            pending.lent = False
-        snapshot = pending if isinstance(pending, Snapshot) and pending.standing == "good" else None
-        state = snapshot.state if snapshot is not None else None
-        told = self._context.agreement.together(lambda: {"good": state is not None, "own": self._own(state)})
-        if not all(t["good"] for t in told):
+        """A state that is whole and finite is written; `last-good` names it only if it is good."""
+        snapshot = pending if isinstance(pending, Snapshot) else None
+        if snapshot is not None:
+            snapshot.lent = False
+        kept = snapshot is not None and self._recovery.worth_keeping(snapshot)
+        good = kept and snapshot is not None and snapshot.standing == "good"
+        state = snapshot.state if snapshot is not None and kept else None
+        told = self._context.agreement.together(lambda: {"kept": kept, "good": good, "own": self._own(state)})
+        if not all(t["kept"] for t in told):
             self._say(f"the state of step {_step(pending)} has not proved good: no checkpoint of it")
         elif self._context.agreement.rank == 0 and snapshot is not None:
             self._complete(snapshot.state, told)
-            snapshot.lent = self._background.offer(
-                snapshot.step, snapshot.state.tensors, snapshot.state.facts, self._health()
-            )
+            health = replace(self._health(), good=all(t["good"] for t in told))
+            snapshot.lent = self._background.offer(snapshot.step, snapshot.state.tensors, snapshot.state.facts, health)
             self._lent = snapshot if snapshot.lent else None
 
     def rewound(self) -> None:
         """States that the run has gone back from are not saved."""
         if self._pending is not None and _step(self._pending) > self._context.step:
             self._pending = None
+
+    def stopping(self, incident: Incident) -> None:
+        """The policy stops the run: its newest good state goes to disk, so that a new start goes on from there."""
+        if self._store is None or self._context.agreement.size > 1:
+            return
+        try:
+            self._save_newest_good()
+        except Exception as fault:
+            self._say(f"nothing saved at the stop: {fault}")
 
     def leave(self) -> Path | None:
         """The process is about to end: save what is good. With several ranks only what is under way is finished."""
@@ -245,6 +294,10 @@ class Saving:
         if self._context.agreement.size > 1:
             self._say("several ranks are not saved at a signal; the last good checkpoint stays")
             return None
+        return self._save_newest_good()
+
+    def _save_newest_good(self) -> Path | None:
+        self._background.wait()
         saved, good = self.save(), self._recovery.ring.good()
         if saved is None and good:
             self._complete(good[0].state, [])
@@ -279,6 +332,7 @@ class Saving:
             steps_watched=self._context.config.probation,
             incidents=self._context.budget.total,
             good=True,
+            run=self._context.run_id,
         )
 
     def _needed(self, what: str) -> Store:

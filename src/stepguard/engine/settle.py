@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -10,8 +11,9 @@ import torch
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
 from stepguard.engine.rates import scale_rates
+from stepguard.engine.record import record
 from stepguard.engine.recovery import Recovery
-from stepguard.records import Incident, Reading
+from stepguard.records import Decision, Incident, Reading
 from stepguard.state.step import Step
 
 ANCHOR_EVERY = 16
@@ -47,21 +49,39 @@ def _young(context: Context) -> bool:
     return context.history.committed < ANCHOR_EVERY
 
 
-def apply(context: Context, recovery: Recovery, incident: Incident) -> None:
-    """Do what was decided. Skipping needs nothing more: the update never happened."""
+def apply(context: Context, recovery: Recovery, incident: Incident) -> Incident:
+    """Do what was decided, then record it, then stop the run if that was it. Skipping needs nothing more."""
     decision = incident.decision
-    if decision is None:
-        return
+    if decision is not None:
+        decision = _applied(context, recovery, decision)
+        incident = replace(incident, decision=decision)
+    if context.unrecorded is not None:
+        incident = record(context, incident, context.unrecorded[1])
+    if decision is not None and decision.action == "stop":
+        _stop(context, recovery, incident)
+    return incident
+
+
+def _applied(context: Context, recovery: Recovery, decision: Decision) -> Decision:
+    """A rewind that fails leaves a state nobody knows: then the run stops."""
     if decision.action == "rewind":
-        recovery.rewind()
+        try:
+            recovery.rewind()
+        except Exception as fault:
+            why = f"the rewind to step {decision.rewound_to} failed ({type(fault).__name__}: {fault})"
+            return replace(decision, action="stop", reason=why, rewound_to=None, data=None, lr_factor=None)
     if decision.new_scale is not None:
         context.loss_scale = decision.new_scale
     if decision.lr_factor is not None:
         scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.lr))
-    if decision.action == "stop":
-        context.terminal.halted(incident)
-        exit_with_code_three()
-        raise TrainingHalted(incident)
+    return decision
+
+
+def _stop(context: Context, recovery: Recovery, incident: Incident) -> None:
+    recovery.leave(incident)
+    context.terminal.halted(incident)
+    exit_with_code_three()
+    raise TrainingHalted(incident)
 
 
 def hold_scaler(context: Context) -> None:

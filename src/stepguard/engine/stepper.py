@@ -16,6 +16,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update
 from stepguard.engine.exceptions import Exceptions
 from stepguard.engine.late import LateUpdate, takes_found_inf
+from stepguard.engine.partial_step import good_micro_batches, micro_batch_words, without_samples
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.presumption import assess_or_presume
 from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
@@ -27,7 +28,6 @@ from stepguard.records.verdict import Verdict
 from stepguard.sentinel.gradients import clip, scale_gradients
 from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.undo import UndoCopy
-from stepguard.state.replay import rerun
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import LossFn, Step
 
@@ -139,21 +139,23 @@ class Stepper:
             return
         incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
         late.result.resolve(reading, committed=not (vetoed or rewinds(incident)), incident=incident)
-        if vetoed and self._went_on_without(late, reading, incident):
+        if vetoed and self._went_on_without(late, incident):
             return
         self._after(late.step, reading, went_through=not vetoed, incident=incident)
         if incident is not None:
-            self.shield.call(None, close.apply, context, self.recovery, incident)
+            decided = skipped_after_all(incident)
+            incident = self.shield.call(decided, close.apply, context, self.recovery, decided)
+            late.result.resolve(reading, committed=not (vetoed or rewinds(incident)), incident=incident)
             again = run_again(self, late.step, incident, late=True)
             if again is not None:
                 late.result.take_over(again)
 
-    def _went_on_without(self, late: LateUpdate, reading: Reading, incident: Incident | None) -> bool:
-        """The good micro-batches of a step that the device refused, one step late."""
-        if incident is None or not _skipped(incident):
+    def _went_on_without(self, late: LateUpdate, incident: Incident | None) -> bool:
+        """The good part of a step that the device refused, one step late."""
+        if incident is None or not leaves_out(incident):
             return False
         end = capture_rng()
-        partial = self._without_bad_micro_batches(late.step, reading, incident, late.result)
+        partial = self._from_the_rest(late.step, incident, late.result)
         restore_rng(end)
         return partial is not None
 
@@ -197,6 +199,8 @@ class Stepper:
         self.shield.call(None, self.reader.after_update)
         self._advance()
         self._after(step, reading, went_through=True, incident=incident)
+        if incident is not None and context.unrecorded is not None:
+            incident = self.shield.call(incident, close.apply, context, self.recovery, incident)
         return result.resolve(reading, committed=True, incident=incident)
 
     def _refused(self, step: Step, pending: Pending, reading: Reading, verdict: Verdict) -> StepResult:
@@ -213,11 +217,12 @@ class Stepper:
         self.context.buffers.restore()
         end = capture_rng()
         incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
-        if incident is not None and _skipped(incident):
-            partial = self._without_bad_micro_batches(step, reading, incident)
+        if incident is not None and leaves_out(incident):
+            partial = self._from_the_rest(step, incident)
             restore_rng(end)
             if partial is not None:
                 return partial
+            incident = skipped_after_all(incident)
         return self._drop(step, reading, incident)
 
     def _drop(self, step: Step, reading: Reading, incident: Incident | None) -> StepResult:
@@ -228,30 +233,42 @@ class Stepper:
         self.shield.spare(None, close.recorded, context, reading, went_through=False)
         context.step += 1
         if incident is not None:
-            self.shield.call(None, close.apply, context, self.recovery, incident)
+            incident = self.shield.call(incident, close.apply, context, self.recovery, incident)
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 
-    def _without_bad_micro_batches(
-        self, step: Step, reading: Reading, incident: Incident, result: StepResult | None = None
-    ) -> StepResult | None:
-        """Go on with the good micro-batches, renormalised by how many are left; None when that is not possible."""
-        context, count = self.context, len(step.micro_batches)
-        if count == 1 or context.agreement.size > 1 or reading.bad_state:
+    def _from_the_rest(self, step: Step, incident: Incident, result: StepResult | None = None) -> StepResult | None:
+        """Update from what is left without the guilty samples, else without the bad micro-batches; None if neither."""
+        rest = self.shield.call(None, without_samples, step, incident)
+        if rest is not None:
+            return self._commit_rest(rest, range(len(rest.micro_batches)), incident, result)
+        count = len(step.micro_batches)
+        if count == 1:
             return None
-        good = self.shield.spare([], _good_micro_batches, step)
+        good = self.shield.spare([], good_micro_batches, step)
         if not good or len(good) == count:
             return None
+        bad = [index for index in range(count) if index not in good]
+        return self._commit_rest(step, good, left_out(incident, micro_batch_words(bad, count)), result)
+
+    def _commit_rest(
+        self, step: Step, only: Sequence[int], incident: Incident, result: StepResult | None
+    ) -> StepResult | None:
+        """The update from these micro-batches, renormalised by how many are left."""
+        context = self.context
         close.hold_scaler(context)  # it has unscaled this step once already
-        losses = self.forward_backward(step, only=good)
-        scale_gradients(context.parameters, count / len(good))
+        losses = self.forward_backward(step, only=only)
+        if len(only) < len(step.micro_batches):
+            scale_gradients(context.parameters, len(step.micro_batches) / len(only))
         pending = self.shield.call(None, self.reader.issue, losses)
         left = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if pending is None or left is None:
             return None
         left, verdict = self.assess(step, left)
-        fine = not verdict.bad and verdict.kind != "scale_calibration"
-        return self._commit(step, pending, left, incident, result) if fine else None
+        if verdict.bad or verdict.kind == "scale_calibration":
+            context.buffers.restore()
+            return None
+        return self._commit(step, pending, left, incident, result)
 
     def _update_late(self, step: Step, pending: Pending) -> StepResult:
         """A fused optimizer takes the verdict on the device; the host reads it one step later."""
@@ -350,15 +367,19 @@ def rewinds(incident: Incident | None) -> bool:
     return incident is not None and incident.decision is not None and incident.decision.action == "rewind"
 
 
-def _skipped(incident: Incident) -> bool:
-    return incident.decision is not None and incident.decision.action == "skip"
+def leaves_out(incident: Incident) -> bool:
+    return incident.decision is not None and incident.decision.action == "leave_out"
 
 
-def _good_micro_batches(step: Step) -> list[int]:
-    """Those that are finite on their own."""
-    good = []
-    for index in range(len(step.micro_batches)):
-        again = rerun(step, micro=[index])
-        if again.grads_finite and all(loss - loss == 0.0 for loss in again.losses):
-            good.append(index)
-    return good
+def left_out(incident: Incident, what: str) -> Incident:
+    """The incident with the words for what was really left out."""
+    assert incident.decision is not None
+    return replace(incident, decision=replace(incident.decision, left_out=what))
+
+
+def skipped_after_all(incident: Incident) -> Incident:
+    """What was to be left out could not be cut out of the step: the whole of it was dropped."""
+    if not leaves_out(incident):
+        return incident
+    assert incident.decision is not None
+    return replace(incident, decision=replace(incident.decision, action="skip", left_out="the step"))

@@ -8,18 +8,23 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 FAR_ABOVE = 1e6
 """Times the smallest gradient whose square can be held: what is above it and has no square has lost it."""
 
 
-def update_ratio(optimizer: Optimizer, rates: Sequence[float]) -> float | None:
+def update_ratio(optimizer: Optimizer, rates: Sequence[float], last_norm: float | None = None) -> float | None:
     """Norm of the last update, made with `rates`, over the norm of its weights.
 
-    None where the optimizer does not remember enough. Only asked once something is wrong: it reads every parameter.
+    An optimizer without memory (plain SGD) made it of the last gradient, whose norm is `last_norm`. None where too
+    little is remembered. Only asked once something is wrong: it reads every parameter.
     """
     pairs = list(_updates(optimizer, rates))
+    if not pairs and last_norm is not None and type(optimizer) is SGD:
+        parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if _plain(p.data)]
+        total = _norm(parameters)
+        return max(rates, default=0.0) * last_norm / total if total else None
     moved, weights = (_norm([pair[side] for pair in pairs]) for side in (0, 1))
     ratio = moved / weights if weights else math.nan
     return ratio if math.isfinite(ratio) else None

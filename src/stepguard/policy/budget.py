@@ -1,12 +1,17 @@
-"""How many incidents a run has had, and how many it may still have."""
+"""How much a run has lost to bad steps, and how much it may still lose."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stepguard.records.settings import Policy
 
 PER = 1000
+LEAST_LOST = 32
+"""Lost steps before their share says anything: a bad stretch at the start of a run is not yet half of it."""
+MOST_REMEMBERED = 4096
+"""Lost steps that are remembered, whatever the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,22 +23,52 @@ class Budget:
     """Steps of the incidents within the last 1000 steps."""
     total: int = 0
     rewinds: int = 0
+    seen: int = 0
+    """Steps that were committed or lost so far."""
+    lost: tuple[tuple[int, float], ...] = ()
+    """For each bad step of the window: `seen` at that moment, and the share of its samples that was left out."""
 
     def spend(self, step: int) -> Budget:
         """One more incident."""
         recent = (*(s for s in self.recent if s > step - PER), step)
         return replace(self, consecutive=self.consecutive + 1, recent=recent, total=self.total + 1)
 
+    def lose(self, share: float, policy: Policy) -> Budget:
+        """A step of which this share of the samples was left out, 1 for all of it."""
+        seen = self.seen + 1
+        since = seen - policy.lost_window
+        kept = [entry for entry in self.lost if entry[0] > since]
+        return replace(self, seen=seen, lost=(*kept[-MOST_REMEMBERED:], (seen, share)))
+
     def committed(self) -> Budget:
         """A step went through."""
-        return self if self.consecutive == 0 else replace(self, consecutive=0)
+        return replace(self, consecutive=0, seen=self.seen + 1)
+
+    def lost_share(self, policy: Policy) -> float:
+        """Share of the samples of the last `lost_window` steps that was left out; 0 while too few say anything."""
+        if len(self.lost) < LEAST_LOST or not self.seen:
+            return 0.0
+        return sum(share for _, share in self.lost) / min(policy.lost_window, self.seen)
 
     def exceeded(self, policy: Policy) -> str:
         """Which limit the incidents so far break, in words; empty when none."""
-        if self.consecutive > policy.max_consecutive:
+        share = self.lost_share(policy)
+        if share > policy.max_lost_share:
+            window = min(policy.lost_window, self.seen)
+            allowed = f"{policy.max_lost_share:.0%} are allowed (Policy.max_lost_share)"
+            return f"{share:.0%} of the samples of the last {window} steps were left out, {allowed}"
+        if policy.max_consecutive is not None and self.consecutive > policy.max_consecutive:
             return f"{self.consecutive} incidents in a row, {policy.max_consecutive} are allowed"
-        if len(self.recent) > policy.max_per_1000:
+        if policy.max_per_1000 is not None and len(self.recent) > policy.max_per_1000:
             return f"{len(self.recent)} incidents within {PER} steps, {policy.max_per_1000} are allowed"
-        if self.total > policy.max_total:
+        if policy.max_total is not None and self.total > policy.max_total:
             return f"{self.total} incidents in this run, {policy.max_total} are allowed"
         return ""
+
+
+def budget_from(facts: dict[str, Any]) -> Budget:
+    """A budget that was written as plain containers; what another version wrote and this one does not know is left
+    out."""
+    known = {name: facts[name] for name in ("consecutive", "total", "rewinds", "seen") if name in facts}
+    lost = tuple((int(seen), float(share)) for seen, share in facts.get("lost", ()))
+    return Budget(**known, recent=tuple(facts.get("recent", ())), lost=lost)

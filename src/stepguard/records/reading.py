@@ -53,6 +53,8 @@ class Reading:
     """Loss of an earlier good batch on the present weights; only measured on suspicion."""
     repeat_before: float | None = None
     """What that same batch gave when it was new; without it a hard batch looks like hurt weights."""
+    update_ratio: float | None = None
+    """Norm of the last update over that of the weights; only measured on suspicion."""
     alarm: bool = False
     """Some rank reported a non-finite value."""
     bad_ranks: tuple[int, ...] = ()

@@ -16,16 +16,17 @@ ACTIONS: tuple[str, ...] = get_args(Action)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What to do about an incident: the actions are tried in order, each until its budget is used up."""
+    """What may be done about an incident, and how much may be lost. The fault decides which of the actions fits."""
 
-    actions: tuple[Action, ...] = ("retry", "skip", "rewind", "stop")
-    """In order of preference. `stop` is implied at the end: a run never goes on without a decision."""
-    max_consecutive: int = 3
-    """Incidents in a row that `skip`, `lower_lr` or `warn` may answer; a committed step resets the count."""
-    max_per_1000: int = 20
-    """Incidents within any 1000 steps."""
-    max_total: int = 100
-    """Incidents in the whole run."""
+    actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "rewind", "stop")
+    """What is allowed. A bad step on good weights is run again if it failed by chance, else what is proven guilty is
+    left out, else the step is skipped, in the order given here. Damaged state is rewound. `stop` is always allowed."""
+    max_consecutive: int | None = None
+    """Incidents in a row after which the run stops; None does not count. A committed step resets the count."""
+    max_per_1000: int | None = None
+    """Incidents within any 1000 steps after which the run stops; None does not count."""
+    max_total: int | None = None
+    """Incidents in the whole run after which it stops; None does not count."""
     max_rewinds: int = 3
     """Rewinds in the whole run."""
     rewind_data: Literal["skip", "reorder"] = "skip"
@@ -55,8 +56,10 @@ class Policy:
             _one_of("Policy.actions", action, ACTIONS)
         if not self.actions:
             raise ConfigError(f"Policy.actions is empty; give at least one of {_quoted(ACTIONS)}.")
-        for name in ("max_consecutive", "max_per_1000", "max_total", "max_rewinds"):
-            _count(f"Policy.{name}", getattr(self, name))
+        for name in ("max_consecutive", "max_per_1000", "max_total"):
+            if getattr(self, name) is not None:
+                _count(f"Policy.{name}", getattr(self, name))
+        _count("Policy.max_rewinds", self.max_rewinds)
         if not 0.0 < self.lr_factor < 1.0:
             raise ConfigError(f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5.")
         _one_of("Policy.rewind_data", self.rewind_data, ("skip", "reorder"))
@@ -115,8 +118,8 @@ class GuardConfig:
     """Target value that does not count as a label."""
     spike_window: int = 64
     """Losses remembered for the spike and drift tests."""
-    spike_sigmas: float = 6.0
-    """Robust deviations above the median that make a loss suspicious."""
+    spike_sigmas: float | None = 6.0
+    """Robust deviations above the median that make a loss worth a line; None looks for no spikes."""
     anomalies: Literal["note", "act", "off"] = "note"
     """What a finite anomaly (a jump or slow rise of the loss) leads to. `note`: it is told, nothing is done and none of
     your code runs again. `act`: a rewind, where independent signs show that the weights did it. `off`: nothing."""

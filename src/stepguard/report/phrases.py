@@ -163,9 +163,11 @@ def confidence(value: float) -> str:
 
 def budget(decision: Decision, policy: Policy | None = None) -> str:
     """How many incidents so far; of how many, where the policy is known."""
-    row, total = str(decision.consecutive), str(decision.total)
-    if policy is not None:
+    row = str(decision.consecutive)
+    total = str(decision.total)
+    if policy is not None and policy.max_consecutive is not None:
         row += f" of {policy.max_consecutive}"
+    if policy is not None and policy.max_total is not None:
         total += f" of {policy.max_total}"
     return f"{row} in a row, {total} in this run"
 

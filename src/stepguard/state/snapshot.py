@@ -18,6 +18,8 @@ SHARE_OF_FREE = 0.5
 """Of the memory that is free, where nobody sets a limit."""
 LEAST = 2
 """Snapshots that must fit: one that is good and one that may become so."""
+KEEPS_BEST = 3
+"""Snapshots that must fit for the best one to stay beside the newest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,13 @@ class Ring:
         self._room: int | None = None
         """How many fit, once the first state has been seen."""
         self.snapshots: list[Snapshot] = []
+        self._best: Snapshot | None = None
+        """The good one with the lowest level of the loss: it stays while there is room for three."""
+
+    def keep_best(self) -> None:
+        """A snapshot has become good: is its level the lowest? What `memory` calls `level` says."""
+        known = [s for s in self.snapshots if s.standing == "good" and s.memory.get("level") is not None]
+        self._best = min(known, key=lambda s: s.memory["level"], default=None)
 
     def too_small(self, state: State) -> str:
         """Why not even two copies of this state fit, in words; empty when they do."""
@@ -98,6 +107,8 @@ class Ring:
         """The oldest bad one, else the oldest good one if there is a newer, else perhaps a young one."""
         good = self.good()
         candidates = [s for s in self.snapshots if s.standing == "bad"] + good[:0:-1]
+        if self._room is None or self._room >= KEEPS_BEST:
+            candidates = [s for s in candidates if s is not self._best]
         if must:
             candidates += [s for s in self.snapshots if s.standing == "young"]
         free = next((s for s in candidates if not s.lent), None)

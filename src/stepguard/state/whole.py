@@ -6,6 +6,7 @@ Tensors are `model/NAME`, `module:ROOT/NAME`, `extra:OBJECT/NAME`, `optimizer/PA
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,6 +164,18 @@ class Whole:
         finally:
             for parameter, live in kept:
                 parameter.data = live
+
+    def distance(self, state: State) -> float | None:
+        """How far the trained parameters are from those of that moment, over the norm they had then."""
+        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        moved = then = 0.0
+        for prefix, name, parameter in self._parameters():
+            kept = state.tensors.get(prefix + name)
+            if id(parameter) in trained and kept is not None and kept.is_floating_point():
+                wide = kept.double()
+                moved += float((parameter.detach().to(wide) - wide).square().sum())
+                then += float(wide.square().sum())
+        return math.sqrt(moved / then) if then else None
 
     def random_numbers(self, state: State) -> RngState | None:
         """This rank's generators at that moment; None where the state has none for it."""

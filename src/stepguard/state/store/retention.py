@@ -1,4 +1,4 @@
-"""Which checkpoints may go, and their removal. The last good one never goes, however many bad ones came after it."""
+"""Which checkpoints may go, and their removal. The last good one and the best by loss never go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepguard.state.store.entries import Entry
 
 
 def superfluous(entries: Sequence[Entry], last_good: Path | None, keep: int, keep_every: int | None) -> list[Entry]:
-    """Of entries, newest first, those that are neither among the newest nor of a milestone nor the last good one.
+    """Of entries, newest first, those that are neither new, nor of a milestone, nor the last good one, nor the best.
 
     Checkpoints that are not good are counted apart, so that no number of them pushes a good one out.
     """
@@ -19,7 +19,15 @@ def superfluous(entries: Sequence[Entry], last_good: Path | None, keep: int, kee
     doubtful = [entry for entry in entries if not entry.good]
     kept = {entry.path for entry in (*good[:keep], *doubtful[:keep])}
     kept.update(_milestones(good, keep_every))
+    kept.update(_best(good))
     return [entry for entry in entries if entry.path not in kept and entry.path != last_good]
+
+
+def _best(good: Sequence[Entry]) -> set[Path]:
+    """Of the newest run, the good checkpoint with the lowest level of the loss."""
+    known = [entry for entry in good if entry.health.level is not None and entry.health.run == good[0].health.run]
+    best = min(known, key=lambda entry: entry.health.level or 0.0, default=None)
+    return {best.path} if best is not None else set()
 
 
 def _milestones(good: Sequence[Entry], keep_every: int | None) -> set[Path]:

@@ -44,7 +44,10 @@ class Health:
     steps_watched: Count
     incidents: Count
     good: bool
-    """Finite, within its history, and past its probation; only such a checkpoint can be the last good one."""
+    """Finite, past its probation, and not from a run that had lost what it learned; only such a checkpoint can be the
+    last good one."""
+    run: str = ""
+    """Which run saved it; another run in the same folder does not go back to it by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ class Store:
             raise
         self._publish(path, seal_digest, health)
         with suppress(OSError):
-            self._rotate()
+            self._rotate(health.run)
         return path
 
     def _fill(
@@ -179,8 +179,10 @@ class Store:
                 raise
             self.say(f"{path} is saved, but may not survive a power cut: the disk refused to sync ({fault.strerror}).")
 
-    def _rotate(self) -> None:
-        going = superfluous(self.list(), self._last_good(), self.keep, self.keep_every)
+    def _rotate(self, run: str) -> None:
+        """Of this run's own checkpoints; what another run left in the folder is not ours to remove."""
+        own = [entry for entry in self.list() if entry.health.run == run]
+        going = superfluous(own, self._last_good(), self.keep, self.keep_every)
         remove(self.folder, [entry.path for entry in going], self._disk, self.say)
 
     def _last_good(self) -> Path | None:
