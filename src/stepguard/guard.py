@@ -32,6 +32,7 @@ from stepguard.engine.settle import apply
 from stepguard.engine.shield import Shield
 from stepguard.engine.signals import Signals
 from stepguard.engine.stepper import Stepper
+from stepguard.engine.wiring import Wiring, building_for, check_config, check_optimizer, check_watched, owners
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.feed import Feed
 from stepguard.state.step import LossFn
@@ -54,7 +55,10 @@ class Guard:
         state: dict[str, Any] | None = None,
         config: GuardConfig | None = None,
     ) -> None:
-        self._context = build_context(model, optimizer, scheduler, scaler, modules, state, config or GuardConfig())
+        settings = check_config(config)
+        check_optimizer(model, optimizer, modules)
+        self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
+        self._wiring = Wiring(self._context)
         self._shield = Shield(self._fault, partial(self._context.say, "fault"))
         stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
@@ -66,6 +70,9 @@ class Guard:
         self._recovery.duties += [self._saving, self._signals]
         self._watcher: Watcher | None = None
         self._closed = False
+        self._entered = False
+        self._framework = building_for.get()
+        owners[self._context.optimizer] = weakref.ref(self)
         self._error: BaseException | None = None
         if self._context.journal is not None:
             self._context.resources.callback(atexit.unregister, atexit.register(partial(_died, weakref.ref(self))))
@@ -88,7 +95,14 @@ class Guard:
         if not micro_batches:
             raise ConfigError("guard.step got no batch; call guard.step(loss_fn, batch), or several micro-batches.")
         offer(self._context, loss_fn)
-        return self._stepper.run(loss_fn, micro_batches)
+        self._wiring.begin_step()
+        done = False
+        try:
+            result = self._stepper.run(loss_fn, micro_batches)
+            done = True
+            return result
+        finally:
+            self._wiring.end_step(done=done)
 
     def save(self) -> Path | None:
         """Seal the present state now. None: refused, because the state is not good; `last-good` stays as it is.
@@ -222,6 +236,7 @@ class Guard:
             self._shield.last(self._record_what_is_left)
             if self._signals.due():
                 self._signals.do()  # no further step will come
+            self._shield.spare(None, self._wiring.close)
             self._shield.last(self._end)
         finally:
             self._error = None
@@ -281,7 +296,18 @@ class Guard:
             context.human.fault(f"{type(fault).__name__}: {fault}")
         context.terminal.fault(f"{type(fault).__name__}: {fault}")
 
+    def in_use(self, framework: str) -> str:
+        """Why another guard cannot take the place of this one, in words; empty where it can."""
+        if self._closed:
+            return ""
+        if self._wiring.stepping:
+            return "which is in the middle of a step"
+        if self._entered:
+            return "in a `with` block that is still open"
+        return f"made by {self._framework}" if self._framework != framework else ""
+
     def __enter__(self) -> Guard:
+        self._entered = True
         return self
 
     def __exit__(
@@ -307,6 +333,21 @@ def _died(guard: weakref.ref[Guard]) -> None:
 
 def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`."""
+    check_watched(settings.get("config"))
+    return _watched(model, optimizer, **settings)
+
+
+def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
+    """For integrations: the guard belongs to the framework, whose own clipping `clip_norm` tells."""
+    token = building_for.set(framework)
+    try:
+        return _watched(model, optimizer, **settings)
+    finally:
+        building_for.reset(token)
+
+
+def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     guard = Guard(model, optimizer, **settings)
-    guard._watcher = Watcher(guard._context, guard._shield, guard._recovery)
+    guard._wiring.expect_own_steps()
+    guard._watcher = Watcher(guard._context, guard._shield, guard._recovery, guard._wiring)
     return guard

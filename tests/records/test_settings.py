@@ -17,7 +17,7 @@ from stepguard import ConfigError, GuardConfig, Policy
         (
             Policy,
             {"actions": ("repeat",)},
-            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'rewind', 'lower_lr', 'stop', 'note'",
+            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'rewind', 'lower_lr', 'stop'",
         ),
         (Policy, {"actions": ()}, "Policy.actions is empty"),
         (Policy, {"max_consecutive": -1}, "max_consecutive=-1 must be a whole number of at least 0"),
@@ -26,7 +26,7 @@ from stepguard import ConfigError, GuardConfig, Policy
         (Policy, {"max_rewinds": None}, "max_rewinds=None"),
         (Policy, {"lr_factor": 1.0}, "lr_factor=1.0 must lie between 0 and 1"),
         (Policy, {"lr_factor": math.nan}, "lr_factor=nan"),
-        (Policy, {"bad_start": "skip"}, "'skip' is not known; use one of 'stop', 'warn'"),
+        (Policy, {"bad_start": "skip"}, "'skip' is not known; use one of 'stop', 'note'"),
         (GuardConfig, {"clip_norm": 0.0}, "clip_norm=0.0 must be a finite number above 0"),
         (GuardConfig, {"clip_norm": math.inf}, "clip_norm=inf"),
         (GuardConfig, {"clip_norm": "1"}, "clip_norm='1'"),
@@ -39,6 +39,20 @@ from stepguard import ConfigError, GuardConfig, Policy
         (GuardConfig, {"policy": "skip"}, "policy='skip' is not a stepguard.Policy"),
         (GuardConfig, {"capsule": "some"}, "'some' is not known; use one of 'full', 'no-data', 'off'"),
         (GuardConfig, {"terminal": "loud"}, "'loud' is not known"),
+        (GuardConfig, {"terminal": None}, "None is not known; use one of 'auto', 'quiet'"),
+        (GuardConfig, {"run_dir": 3}, "run_dir=3 must be the path of a folder, or None"),
+        (GuardConfig, {"run_dir": " "}, "run_dir=' ' names no folder"),
+        (GuardConfig, {"human_log": True}, "human_log=True must be the path of a folder, or None"),
+        (GuardConfig, {"locate": "yes"}, "locate='yes' must be True or False"),
+        (GuardConfig, {"locate_budget": "6"}, "locate_budget='6' must be a finite number above 0"),
+        (GuardConfig, {"build": 7}, "build=7 must be a name, or None"),
+        (GuardConfig, {"build": "train.py"}, "build='train.py' must look like 'package.module:function'"),
+        (GuardConfig, {"labels_key": 0}, "labels_key=0 must be a name, or None"),
+        (GuardConfig, {"ignore_index": "none"}, "ignore_index='none' must be a whole number"),
+        (GuardConfig, {"sinks": []}, "sinks=[] must be a tuple"),
+        (GuardConfig, {"outliers": True}, "True is not known; use one of 'note', 'clip', 'skip'"),
+        (Policy, {"lr_factor": "0.5"}, "lr_factor='0.5' must be a number"),
+        (Policy, {"exceptions": "ignore"}, "'ignore' is not known; use one of 'raise', 'skip'"),
     ],
 )
 def test_wrong_setting_is_refused_with_the_way_out(cls: type, setting: dict[str, Any], message: str) -> None:
@@ -58,8 +72,8 @@ def test_settings_are_frozen_and_keyword_only(cls: type) -> None:
 
 
 def test_default_policy_runs_again_then_skips_then_rewinds_then_stops() -> None:
-    assert Policy().actions == ("retry", "skip", "rewind", "stop")
-    assert Policy().max_consecutive == 3
+    assert Policy().actions == ("retry", "leave_out", "skip", "rewind", "stop")
+    assert Policy().max_consecutive is None and Policy().max_lost_share == 0.5
     assert Policy().bad_start == "stop"
 
 

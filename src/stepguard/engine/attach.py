@@ -37,6 +37,7 @@ from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.engine.watched import watched_step
+from stepguard.engine.wiring import Wiring
 from stepguard.locate.raised import Attempt
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
@@ -50,8 +51,8 @@ from stepguard.state.step import LossFn, Step
 class Watcher:
     """Hooks of one guard on one optimizer, and its ear at the taps."""
 
-    def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
-        self.context, self.shield, self.recovery = context, shield, recovery
+    def __init__(self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring) -> None:
+        self.context, self.shield, self.recovery, self._wiring = context, shield, recovery, wiring
         self.arming = Arming(context)
         self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate, reruns=False)
         self._assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
@@ -115,7 +116,7 @@ class Watcher:
         self.shield.spare(None, self.arming.after_backward, root)
         if failed and (self.capture.calls or not self.micro.first):
             self.raised(sys.exc_info()[1])
-        self.shield.call(None, self.heard.after_backward, failed=failed)
+        self._wiring.backward(self.shield.call(False, self.heard.after_backward, failed=failed))
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         self.shield.call(None, self.heard.after_norm, tensors, norm)
@@ -211,6 +212,7 @@ class Watcher:
         if pending is None:
             self.context.agreement.stay(self.context.step, self.context.parameters)
             return
+        self._wiring.update(pending.norm)
         if takes_found_inf(self.context.optimizer):
             self.shield.call(None, self._flag, pending)
             return

@@ -167,7 +167,7 @@ def build_context(
     config: GuardConfig,
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
-    optimizer = _real_optimizer(optimizer)
+    optimizer = real_optimizer(optimizer)
     _check(model, optimizer, modules)
     _check_extra(extra)
     volunteers.pop(optimizer, lambda: None)()
@@ -280,7 +280,7 @@ def _schedule(scheduler: LRScheduler | None) -> str:
     return "" if scheduler is None else f"{type(scheduler).__name__} at {getattr(scheduler, 'last_epoch', 0)}"
 
 
-def _real_optimizer(optimizer: Optimizer) -> Optimizer:
+def real_optimizer(optimizer: Optimizer) -> Optimizer:
     """accelerate's wrapper has no hook lists of its own; the optimizer inside has."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks") else optimizer

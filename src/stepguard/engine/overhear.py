@@ -49,14 +49,16 @@ class Overheard:
         self.losses.append(MicroLoss(value, labels=self.labels))
         self._announce(value)
 
-    def after_backward(self, *, failed: bool) -> None:
-        """A backward that left this guard's gradients alone was somebody else's loss."""
+    def after_backward(self, *, failed: bool) -> bool:
+        """Did it reach this guard's gradients? A backward that left them alone was somebody else's loss."""
         if not self._heard:
-            return
+            return False
         self._heard = False
         self._at_end = self._gradient_marks()
-        if self.losses and (failed or self._at_end == self._at_start):
+        missed = failed or self._at_end == self._at_start
+        if self.losses and missed:
             self.losses.pop()
+        return not missed
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""
