@@ -27,8 +27,9 @@ from stepguard.engine.examine import born_in_update
 from stepguard.engine.exceptions import Exceptions
 from stepguard.engine.hidden import HiddenGradients
 from stepguard.engine.hold import Hold
-from stepguard.engine.late import LateUpdate, found_inf, takes_found_inf
+from stepguard.engine.late import LateUpdate, found_inf, read_later
 from stepguard.engine.micro import MicroBatches
+from stepguard.engine.outlier_step import keep_out_outliers
 from stepguard.engine.overhear import Overheard
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.presumption import assess_or_presume
@@ -188,8 +189,6 @@ class Watcher:
         else:
             self._committed()
 
-    # --- the parts of a step -----------------------------------------------------------------------------------
-
     def _begin(self) -> None:
         """The loop has come to the next update: close the last one first."""
         if self._begun:
@@ -213,7 +212,7 @@ class Watcher:
             self.context.agreement.stay(self.context.step, self.context.parameters)
             return
         self._wiring.update(pending.norm)
-        if takes_found_inf(self.context.optimizer):
+        if read_later(self.context):
             self.shield.call(None, self._flag, pending)
             return
         reading = self.shield.call(None, self.reader.complete, pending)
@@ -222,6 +221,7 @@ class Watcher:
         self._judge(self._step(reading), reading, again=again)
         if not self.vetoing and self._undo is None:
             known = (self.context.optimizer, self.context.lr_ceiling, reading.least_norm)
+            self._hidden.give_back_later(self.shield.spare(None, keep_out_outliers, self.context))
             risky = self.shield.spare(False, risky_update, *known)
             self._undo = self.shield.spare(None, UndoCopy, self.context.optimizer) if risky else None
 
@@ -375,8 +375,6 @@ class Watcher:
         """The loop is over: nothing else takes back what it did after a vetoed last update."""
         self.settle()
         self.shield.call(None, self.hold.take_back)
-
-    # --- veto --------------------------------------------------------------------------------------------------
 
     def _scaler_skipped(self, update: Update) -> None:
         """The scaler skipped by itself: the optimizer's hooks were never called."""

@@ -26,6 +26,7 @@ from stepguard._errors import ConfigError
 from stepguard.detect import History
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
+from stepguard.engine.outliers import Outliers
 from stepguard.engine.outputs import JournalOutput, LogOutput, TerminalOutput
 from stepguard.journal import Journal, starts_in
 from stepguard.policy import Budget
@@ -91,6 +92,8 @@ class Context:
     """The user's loader, where the guard was given it."""
     resumed: bool = False
     """A checkpoint was restored in this process."""
+    outliers: Outliers | None = None
+    """Gradients of single tensors, where `GuardConfig.outliers` asks for it."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
@@ -193,6 +196,8 @@ def build_context(
     context.resources.callback(agreement.close)
     guarded.add(optimizer)
     context.resources.callback(guarded.discard, optimizer)
+    if config.outliers is not None:
+        context.outliers = Outliers(config.outliers, roots, optimizer)
     _open_files(context)
     return context
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from stepguard.engine.closure import silence
@@ -14,6 +16,11 @@ class HiddenGradients:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._kept: list[tuple[Tensor, Tensor | None]] = []
+        self._later: Callable[[], None] | None = None
+
+    def give_back_later(self, give_back: Callable[[], None] | None) -> None:
+        """Single gradients that somebody else has taken away for this update."""
+        self._later = give_back
 
     def hide(self, *, needs_some: bool) -> None:
         """`needs_some`: a closure optimizer needs gradients to end on, so it gets zeros."""
@@ -28,3 +35,6 @@ class HiddenGradients:
         for parameter, gradient in self._kept:
             parameter.grad = gradient
         self._kept = []
+        if self._later is not None:
+            self._later()
+            self._later = None

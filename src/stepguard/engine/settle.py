@@ -24,6 +24,8 @@ def committed(context: Context, step: Step, reading: Reading) -> None:
     """The update went through and was healthy."""
     context.history.add(reading)
     context.budget = context.budget.committed()
+    if context.outliers is not None:
+        context.outliers.committed()
     if context.history.committed % ANCHOR_EVERY == 1 or context.anchor is None or _young(context):
         keep_anchor(context, step, reading)
     recorded(context, reading, went_through=True)

@@ -15,7 +15,8 @@ from stepguard.engine.again import run_again
 from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update
 from stepguard.engine.exceptions import Exceptions
-from stepguard.engine.late import LateUpdate, takes_found_inf
+from stepguard.engine.late import LateUpdate, read_later
+from stepguard.engine.outlier_step import keep_out_outliers
 from stepguard.engine.partial_step import good_micro_batches, micro_batch_words, without_samples
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
 from stepguard.engine.presumption import assess_or_presume
@@ -25,7 +26,7 @@ from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import Verdict
-from stepguard.sentinel.gradients import clip, scale_gradients
+from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
 from stepguard.sentinel.risk import risky_update
 from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.rng import capture_rng, restore_rng
@@ -58,7 +59,7 @@ class Stepper:
         pending = self.shield.call(None, self.reader.issue, losses)
         if pending is None:
             return self._update_unguarded()
-        if takes_found_inf(self.context.optimizer):
+        if read_later(self.context):
             return self._update_late(step, pending)
         return self._update_now(step, pending)
 
@@ -184,11 +185,17 @@ class Stepper:
         result: StepResult | None = None,
     ) -> StepResult:
         context, result = self.context, result or StepResult()
-        if context.config.clip_norm is not None and pending.norm is not None:
-            clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
+        give_back = self.shield.spare(None, keep_out_outliers, context)
+        norm, known = pending.norm, reading.grad_norm
+        if give_back is not None:
+            norm, known = gradient_norm([p.grad for p in context.parameters if p.grad is not None]), None
+        if context.config.clip_norm is not None and norm is not None:
+            clip(context.parameters, context.config.clip_norm, norm, known=known)
         risky = self.shield.spare(False, risky_update, context.optimizer, context.lr_ceiling, reading.least_norm)
         undo = self.shield.spare(None, UndoCopy, context.optimizer) if risky else None
         context.optimizer.step()
+        if give_back is not None:
+            give_back()
         if undo is not None:
             born = self.shield.spare([], born_in_update, context)
             if born:
