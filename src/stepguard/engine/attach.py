@@ -151,9 +151,10 @@ class Watcher:
         self.shield.spare(None, self.recovery.between)
 
     def raised(self, error: BaseException | None, attempt: Attempt | None = None) -> None:
-        """An exception passes through the model or its backward."""
-        with self.arming.paused():
-            self.exceptions.in_loop(self._step(None), error, attempt)
+        """An exception passes through the model or its backward, and not in a replay."""
+        if self._listening:
+            with self.arming.paused(), self._deaf():
+                self.exceptions.in_loop(self._step(None), error, attempt)
 
     # --- hooks -------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ class Exceptions:
 
     def in_loop(self, step: Step, error: BaseException | None, attempt: Attempt | None = None) -> None:
         """One passes through a watched loop, whose own business it is: it is told, and nothing is changed."""
-        if isinstance(error, Exception) and not isinstance(error, StepguardError) and not recorded(error):
+        ours = type(error).__module__.partition(".")[0] == "stepguard"  # a replay of another guard that was cut short
+        if isinstance(error, Exception) and not ours and not recorded(error):
             self._shield.spare(None, self._record, step, error, attempt, may_skip=False)
 
     def _take_back(self, step: Step) -> None:
