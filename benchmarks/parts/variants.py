@@ -84,9 +84,12 @@ def _hookless(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     kept = [dict(table) for table in tables]
     for table in tables:
         table.clear()
+    heard = vars(model).pop("_compiled_call_impl", None)
     try:
         yield
     finally:
+        if heard is not None:
+            vars(model)["_compiled_call_impl"] = heard
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
 

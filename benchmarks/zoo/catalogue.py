@@ -50,6 +50,8 @@ MORE = (
     "more_fields",
     "more_restarts",
     "more_calm",
+    "discarded",
+    "outside",
 )
 
 

@@ -10,11 +10,15 @@ StepguardError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepguard.records.incident import Incident
 
+_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
+_HERE = f"{Path(__file__).parent}/"
 EXIT_OK = 0
 EXIT_SCRIPT_FAILED = 1
 EXIT_USAGE = 2
@@ -50,5 +54,27 @@ class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the de
         super().__init__(incident)
         self.incident = incident
 
+    @property
+    def __traceback__(self) -> TracebackType | None:
+        """Only the user's frames, whoever prints them (hydra, click, a logger): it is their line that was stopped."""
+        return _without_ours(_TRACEBACK.__get__(self))
+
+    @__traceback__.setter
+    def __traceback__(self, trace: TracebackType | None) -> None:
+        _TRACEBACK.__set__(self, trace)
+
     def __str__(self) -> str:
         return f"training halted at step {self.incident.step}: {self.incident.summary}"
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """A copy of a traceback without the frames of this package."""
+    kept: list[TracebackType] = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_HERE):
+            kept.append(trace)
+        trace = trace.tb_next
+    copy: TracebackType | None = None
+    for frame in reversed(kept):
+        copy = TracebackType(copy, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return copy

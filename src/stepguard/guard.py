@@ -65,7 +65,9 @@ class Guard:
         self._stepper = stepper(self._context, self._shield, self._recovery)
         self._saving = Saving(self._context, self._recovery)
         if loader is not None:
-            self._context.feed = Feed(loader, self._between, partial(self._recovery.say, "loader"))
+            self._context.feed = Feed(
+                loader, self._between, partial(self._recovery.say, "loader"), lambda: self._context.step
+            )
         self._signals = Signals(self._leave, self.close, partial(self._recovery.say, "signal"))
         self._recovery.duties += [self._saving, self._signals]
         self._watcher: Watcher | None = None
@@ -191,6 +193,11 @@ class Guard:
     def steps(self) -> int:
         """Optimizer steps seen so far, vetoed ones included."""
         return self._context.step
+
+    @property
+    def name(self) -> str:
+        """Which optimizer of which model this is, for a process with several guards."""
+        return self._context.name
 
     @property
     def rank(self) -> int:

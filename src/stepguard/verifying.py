@@ -25,9 +25,24 @@ def verify(
     """Verify a checkpoint file, a checkpoint folder, or everything below a folder.
 
     Reads `.pt` `.pth` `.bin` `.ckpt` (both formats of torch.save, plain pickles), safetensors, sharded and transformers
-    folders, DCP folders and sealed checkpoints. What is wrong is in `.problems`; only a missing path raises.
+    folders, DCP folders and sealed checkpoints. What is wrong is in `.problems`. A path that does not exist, or that
+    holds nothing that is a checkpoint, raises ConfigError: nothing was verified, so nothing is good.
     With `lr`, a checkpoint whose base learning rate is another one has a problem of kind `lr`.
     """
+    found = verify_or_empty(path, lr=lr, plan=plan, progress=progress)
+    if not found.leaves and not found.problems:
+        raise ConfigError(nothing_in(path))
+    return found
+
+
+def verify_or_empty(
+    path: str | Path,
+    *,
+    lr: float | None = None,
+    plan: Plan | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Verification:
+    """The same, for those who want to tell about several paths before they complain about an empty one."""
     where = Path(path)
     if not where.exists() and not where.is_symlink():
         raise ConfigError(f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run directory.")
@@ -35,6 +50,11 @@ def verify(
         raise ConfigError(f"lr={lr!r} is no learning rate; give a positive number.")
     found = check(where, plan=plan, progress=progress)
     return found if lr is None else with_lr(found, lr)
+
+
+def nothing_in(where: str | Path) -> str:
+    """For a folder without a checkpoint."""
+    return f"nothing to verify in {where}: it holds no checkpoint; give the folder or file of one."
 
 
 def with_lr(found: Verification, lr: float) -> Verification:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from cli.journals import run_stepguard, write_run
@@ -16,6 +17,7 @@ from stepguard.records import Reading
 
 def _healthy(folder: Path, steps: int = 12) -> Path:
     journal = Journal(folder)
+    journal.write("run", {"stepguard": "0.1.0"})
     for step in range(steps):
         journal.write_step(Reading(step=step, loss=2.0 - step / 10, grad_norm=0.5, lr=(1e-4,)), committed=True)
     journal.close()
@@ -53,10 +55,32 @@ def test_live_gives_its_verdict_as_exit_code(tmp_path: Path) -> None:
     assert "unhealthy" in failed.stdout
 
 
-def test_live_once_shows_a_run_that_has_not_begun(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["live", str(tmp_path / "later"), "--once", "--json"])
+def test_live_once_shows_a_run_that_has_not_made_a_step(tmp_path: Path) -> None:
+    run = _healthy(tmp_path / "run", steps=0)
+    done = CliRunner().invoke(app, ["live", str(run), "--once", "--json"])
     assert done.exit_code == 0
-    assert json.loads(done.stdout) == {"verdict": "waiting", "steps": 0, "incidents": 0, "stages": []}
+    expected = {"verdict": "waiting", "steps": 0, "incidents": 0, "concerns": [], "stages": []}
+    assert json.loads(done.stdout) == expected
+
+
+@pytest.mark.parametrize("name", ["typo", "typo/journal.jsonl", "."])
+def test_live_once_of_what_is_no_run_is_exit_code_2(tmp_path: Path, name: str) -> None:
+    done = CliRunner().invoke(app, ["live", str(tmp_path / name), "--once"])
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
+
+
+def test_live_of_a_file_that_is_no_journal_is_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "vit.py").write_text("import torch\n")
+    done = CliRunner().invoke(app, ["live", str(tmp_path / "vit.py"), "--once"])
+    assert done.exit_code == 2 and "is no journal of stepguard" in done.stderr
+    assert CliRunner().invoke(app, ["live", "/dev/zero", "--once"]).exit_code == 2
+
+
+def test_live_ends_with_a_newline_and_says_which_value_there_is_not(tmp_path: Path) -> None:
+    run = _healthy(tmp_path / "run")
+    done = run_stepguard("live", str(run), "--once", "--stage", "0-10: nosuch<3")
+    assert done.returncode == 1 and done.stdout.endswith("unhealthy\n")
+    assert "no step of this run has a value named 'nosuch'; it has loss" in " ".join(done.stdout.split())
 
 
 def test_live_follows_lines_that_come_later_and_takes_no_half_line(tmp_path: Path) -> None:
@@ -72,7 +96,7 @@ def test_live_follows_lines_that_come_later_and_takes_no_half_line(tmp_path: Pat
         with path.open("a") as file:
             file.write(pieces.pop(0))
 
-    assert follow(follower, [], 4, once=False, quiet=True, wait=wait) == "healthy"
+    assert follow(follower, [], 4, once=False, quiet=True, wait=wait).verdict == "healthy"
     assert seen == [3, 3]
     assert follower.record.torn == 0
 
@@ -81,7 +105,7 @@ def test_live_ends_quietly_on_ctrl_c(tmp_path: Path) -> None:
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    assert follow(Follower(tmp_path / "run"), [], None, once=False, quiet=True, wait=interrupted) == "waiting"
+    assert follow(Follower(tmp_path / "run"), [], None, once=False, quiet=True, wait=interrupted).verdict == "waiting"
 
 
 def test_a_stage_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:

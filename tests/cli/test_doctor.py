@@ -83,6 +83,11 @@ def statuses(found: Examination) -> dict[str, str]:
     return {section.title: section.status for section in found.sections}
 
 
+def test_folder_with_nothing_to_examine_is_exit_code_2(project: Path) -> None:
+    done = invoke("run")
+    assert done.exit_code == 2 and "nothing to examine in run" in done.stderr and "--build" in done.stderr
+
+
 def test_sections_without_input_say_what_to_give(project: Path) -> None:
     found = examine(Path("run"), config=None, build=None, watch=["*alpha*"])
     assert [section.title for section in found.sections] == TITLES
@@ -165,6 +170,7 @@ def test_code_outside_the_project_is_not_imported(project: Path) -> None:
 
 
 def test_json_has_all_sections(project: Path) -> None:
+    saved.save_zip(project / "run" / "model.pt", {"w.weight": torch.rand(4, 4)})
     done = invoke("run", "--json")
     data = json.loads(done.stdout)
     assert [section["title"] for section in data["sections"]] == TITLES and data["status"] == "fine"

@@ -70,6 +70,15 @@ def test_missing_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "give a run directory" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["report", "plot"])
+@pytest.mark.parametrize("text", ["import torch\nmodel = 1\n", "", '{"a": 1}\n[]\n'])
+def test_file_that_is_no_journal_is_one_line_and_exit_code_2(tmp_path: Path, text: str, command: str) -> None:
+    (tmp_path / "vit.py").write_text(text)
+    done = CliRunner().invoke(app, [command, str(tmp_path / "vit.py")])
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "is no journal of stepguard" in done.stderr
+
+
 def test_journal_of_a_newer_version_is_one_line(run: Path) -> None:
     (run / "journal.jsonl").write_text('{"v":999,"type":"step"}\n')
     done = run_stepguard("report", str(run))

@@ -67,10 +67,22 @@ def test_missing_path_is_exit_code_2(tmp_path: Path) -> None:
     assert done.exit_code == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
 
 
-def test_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
+def test_folder_without_checkpoints_is_exit_code_2_and_never_success(good: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = invoke(tmp_path / "empty")
-    assert done.exit_code == 0 and "no checkpoint found" in done.stdout
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "nothing to verify in" in done.stderr
+    (tmp_path / "empty" / "notes.txt").write_text("no checkpoint")
+    assert invoke(tmp_path / "empty").exit_code == 2
+
+
+def test_empty_folder_among_others_is_told_beside_their_result(good: Path, bad: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = invoke(good, tmp_path / "empty")
+    assert done.exit_code == 2 and "1 good" in done.stdout and "nothing to verify in" in done.stderr
+    assert invoke(bad, tmp_path / "empty").exit_code == 4
+    data = json.loads(invoke(good, tmp_path / "empty", "--json").stdout)
+    assert data["ok"] is False and data["paths"][0]["ok"] is True
 
 
 def test_other_learning_rate_is_exit_code_5(good: Path, tmp_path: Path) -> None:

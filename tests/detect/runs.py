@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -36,11 +35,6 @@ def played(losses: Iterable[float]) -> History:
     history = History()
     play(losses, history)
     return history
-
-
-def weigh(seen: Reading, history: History, *, now: float, before: float | None) -> Verdict:
-    """The second judgement, once an earlier batch has been evaluated again on the present weights."""
-    return judge(replace(seen, repeat_loss=now, repeat_before=before), history, CONFIG)
 
 
 def healthy(kind: str, seed: int, steps: int = 300) -> list[float]:

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def _capture(model: nn.Module) -> Any:
-    (capture,) = [hook._hear.__self__ for hook in model._forward_hooks.values()]
+    (capture,) = model._compiled_call_impl.hearers  # type: ignore[union-attr]
     return capture
 
 

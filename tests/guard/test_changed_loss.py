@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,9 @@ STEPS, SWITCH = 60, 30
 DATA = batches(STEPS, size=8)
 
 
-def train(optimizer: torch.optim.Optimizer, model: nn.Module, loss: object, *, guarded: bool) -> list[Incident]:
+def train(
+    optimizer: torch.optim.Optimizer, model: nn.Module, loss: object, *, guarded: bool, anomalies: Any = "act"
+) -> list[Incident]:
     """Every step once; `loss` is called with the batch and the number of the step."""
     now = [0]
 
@@ -24,7 +28,7 @@ def train(optimizer: torch.optim.Optimizer, model: nn.Module, loss: object, *, g
         return loss(batch, now[0])  # type: ignore[operator]
 
     if guarded:
-        with Guard(model, optimizer, config=quiet(snapshot_every=5)) as guard:
+        with Guard(model, optimizer, config=quiet(snapshot_every=5, anomalies=anomalies)) as guard:
             for now[0], batch in enumerate(DATA):
                 guard.step(loss_fn, batch)
             return list(guard.incidents)
@@ -58,7 +62,7 @@ def test_weights_that_are_hurt_while_the_loss_stays_the_same_are_still_an_incide
     torch.manual_seed(0)
     model = plain_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Guard(model, optimizer, config=quiet(snapshot_every=5)) as guard:
+    with Guard(model, optimizer, config=quiet(snapshot_every=5, anomalies="act")) as guard:
         for step, batch in enumerate(DATA):
             if step == SWITCH:
                 with torch.no_grad():
@@ -67,7 +71,7 @@ def test_weights_that_are_hurt_while_the_loss_stays_the_same_are_still_an_incide
             guard.step(lambda b: F.cross_entropy(model(b[0]), b[1]), batch)
             if guard.incidents:
                 break
-    assert [(i.step, i.verdict.kind) for i in guard.incidents] == [(SWITCH, "spike")]
+    assert [(i.step, i.verdict.kind) for i in guard.incidents] == [(SWITCH + 2, "spike")]
 
 
 def test_reward_that_rises_is_what_was_asked_for() -> None:

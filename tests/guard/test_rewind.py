@@ -286,9 +286,8 @@ def test_reordered_window_runs_every_good_step_once_more_and_the_bad_one_never()
     at.loss = loss
     policy = Policy(actions=("rewind", "stop"), rewind_data="reorder")
     bad = poisoned(DATA[30])
-    guard, results = run(
-        at, grouped([*DATA[:14], bad, *DATA[15:18]], 1), settings=config(policy=policy, snapshot_every=8)
-    )
+    settings = config(policy=policy, snapshot_every=8)
+    guard, results = run(at, grouped([*DATA[:14], bad, *DATA[15:18]], 1), settings=settings)
     (place,) = [d[1] for d in decisions(guard)]
     marks = [float(batch[0].flatten()[1]) for batch in DATA]
     again = seen[15 : 15 + 14 - place]

@@ -54,10 +54,10 @@ def with_bad_step(at: int) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_sink_hears_every_step_and_the_incident_before_its_step(loop: str) -> None:
+def test_a_sink_hears_every_step_and_the_incident_once_it_is_dealt_with(loop: str) -> None:
     memory = Memory()
     LOOPS[loop](scene(), with_bad_step(2)[:4], quiet(sinks=(memory,)))
-    assert memory.heard == ["step 0", "step 1", "incident 2", "step 2 skipped", "step 3", "end", "close"]
+    assert memory.heard == ["step 0", "step 1", "step 2 skipped", "incident 2", "step 3", "end", "close"]
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -71,18 +71,18 @@ def test_trap_incident_that_does_not_read_back(tmp_path: Path) -> None:
     assert math.isnan(record.incidents[0].reading.micro_losses[1])
 
 
-def test_trap_nan_that_enters_the_running_statistics_and_blinds_them() -> None:
+def test_trap_nan_that_enters_the_running_statistics_and_blinds_them(tmp_path: Path) -> None:
     model = plain_net()
     scene = Scene(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=lambda s, b: s.model(b[0]).square().mean())
-    with Guard(model, scene.optimizer, config=quiet(policy=stepguard.Policy(max_total=10**6))) as guard:
+    with Guard(model, scene.optimizer, config=quiet(run_dir=tmp_path)) as guard:
         for index in range(60):
             guard.step(scene.loss_fn, poisoned(DATA[0]) if index % 3 == 2 else DATA[0])
         history = guard._context.history
         assert len(history.losses) == 40 and all(map(math.isfinite, [*history.losses, history.spread, history.level]))
         with torch.no_grad():
             model[2].weight.mul_(100)
-        with pytest.raises(TrainingHalted, match="the weights are hurt"):  # a blinded detector would pass it
-            guard.step(scene.loss_fn, DATA[0])
+        guard.step(scene.loss_fn, DATA[0])
+        assert [note["kind"] for note in read_run(tmp_path).notes] == ["spike"]  # a blinded detector would pass it
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -213,7 +213,7 @@ def test_trap_where_replaced_by_a_multiplication_with_zero(
 
 def test_trap_left_out_micro_batch_is_not_multiplied_by_zero() -> None:
     scene = _scene()
-    stepped(scene, [(DATA[0], poisoned(DATA[1]))])
+    stepped(scene, [(DATA[0], (DATA[1][0] * NAN, DATA[1][1]))])
     assert all(p.grad is not None and p.grad.isfinite().all() for p in scene.model.parameters())
     assert all(p.isfinite().all() for p in scene.model.parameters())
 

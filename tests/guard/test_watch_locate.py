@@ -212,7 +212,7 @@ def test_the_second_incident_is_placed_by_the_live_trace(
     assert second.findings[0].code == code
     notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]
     assert len(notes) == 1
-    assert notes[0].startswith("tracing the next 200 steps")
+    assert notes[0].startswith("tracing the next 20 steps, then every 10th up to 200")
 
 
 def test_a_value_born_in_the_data_code_before_the_model_is_input() -> None:
@@ -248,8 +248,8 @@ def _arm_at_the_start() -> Callable[[int, nn.Module], None]:
         tracing = [m for m in _get_current_dispatch_mode_stack() if "LiveTracer" in type(m).__name__]
         assert len(tracing) == (1 if step else 0)
         if step == 0:
-            hook = next(iter(model._forward_pre_hooks.values()))
-            hook._hear.__self__._on_call.__self__.arming._arm(0)  # type: ignore[attr-defined]
+            (capture,) = model._compiled_call_impl.hearers  # type: ignore[union-attr]
+            capture._on_call.__self__.arming._arm(0)
 
     return during
 
@@ -384,3 +384,46 @@ def test_a_model_compiled_in_place_is_heard_and_placed() -> None:
     torch._dynamo.reset()
     (incident,) = guard.incidents
     assert (origin(incident).source, origin(incident).samples) == (line("forward"), (3,))
+
+
+# --- what placing may cost ----------------------------------------------------------------------------------------
+
+
+class Graph(nn.Module):
+    """Attention over the neighbours: it takes all nodes or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.runs = 0
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        self.runs += 1
+        h = self.inner(x)
+        return torch.softmax((h @ h.T).masked_fill(edges == 0, -math.inf), -1) @ h  # graph
+
+
+def test_a_whole_graph_is_placed_in_a_few_runs_at_every_incident() -> None:
+    torch.manual_seed(0)
+    model, nodes, runs = Graph(), 300, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        for step in range(6):
+            edges = torch.eye(nodes)
+            edges[7] = float(step not in (2, 4))
+            before = model.runs
+            optimizer.zero_grad()
+            model(torch.randn(nodes, 8), edges).pow(2).mean().backward()
+            optimizer.step()
+            runs.append(model.runs - before)
+    assert [origin(incident).source for incident in guard.incidents] == [line("graph")] * 2
+    assert [runs[step] for step in (0, 1, 3, 5)] == [1] * 4
+    assert runs[2] <= 8
+    assert runs[4] <= 4  # and nothing of what was in vain is tried again
+
+
+def test_the_budget_of_the_settings_is_the_one_that_counts() -> None:
+    model = Net()
+    config = GuardConfig(terminal="quiet", locate_budget=2.5)
+    with stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=1e-3), config=config) as guard:
+        assert guard._context.effort.steps == 2.5

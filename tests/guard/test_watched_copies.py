@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,15 +32,19 @@ class Net(nn.Module):
 def watched_model() -> Any:
     model = Net()
     guard = stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet"))
+    assert _hears(model)
     yield model
     guard.close()
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
+    assert "_compiled_call_impl" not in vars(model)
 
 
-def _hooks_of_ours(model: nn.Module) -> list[Any]:
-    hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
-    return [h for h in hooks if "stepguard" in getattr(type(h), "__module__", "") + getattr(h, "__module__", "")]
+def _hears(model: nn.Module) -> bool:
+    return "stepguard" in type(vars(model).get("_compiled_call_impl")).__module__
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    hooked = [value for module in model.modules() for name, value in vars(module).items() if "hooks" in name]
+    return [hooks for hooks in hooked if hooks]
 
 
 def _saved(model: nn.Module) -> nn.Module:
@@ -54,15 +59,85 @@ def _saved(model: nn.Module) -> nn.Module:
     "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), _saved], ids=["deepcopy", "pickle", "save"]
 )
 def test_a_copy_carries_no_hook_of_ours_and_works(watched_model: nn.Module, duplicate: Any) -> None:
-    assert len(_hooks_of_ours(watched_model)) == 2
     twin = duplicate(watched_model)
-    assert not _hooks_of_ours(twin)
+    assert vars(twin).keys() == vars(Net()).keys()
+    assert not _hooks(twin)
+    assert not _hooks(watched_model)
     x, scale = torch.randn(6, 4), torch.ones(6)
     assert torch.equal(twin(x, scale), watched_model(x, scale))
 
 
-def test_a_pickle_can_be_read_where_stepguard_is_not_installed(watched_model: nn.Module) -> None:
-    assert b"stepguard" not in pickle.dumps(watched_model)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_saved_model_is_the_same_file_as_without_a_guard(steps: int) -> None:
+    def saved(guarded: bool) -> bytes:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) if guarded else nullcontext():
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.ones(6, 4), torch.ones(6)).sum().backward()
+                optimizer.step()
+            file = io.BytesIO()
+            torch.save(model, file)
+        return file.getvalue()
+
+    assert saved(guarded=True) == saved(guarded=False)
+
+
+def test_a_saved_model_loads_under_the_safe_globals_of_the_script() -> None:
+    model = nn.Linear(3, 1)
+    with stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")):
+        file = io.BytesIO()
+        torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Linear]):
+        assert torch.equal(torch.load(file, weights_only=True).weight, model.weight)
+
+
+class KeepsItsWholeDict(Net):
+    def __getstate__(self) -> Any:
+        return vars(self)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_a_model_that_pickles_its_whole_dict_still_leaves_us_out(duplicate: Any) -> None:
+    model = KeepsItsWholeDict()
+    with stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")):
+        twin = duplicate(model)
+    assert twin._compiled_call_impl is None
+    assert torch.equal(twin(torch.ones(2, 4), torch.ones(2)), model(torch.ones(2, 4), torch.ones(2)))
+
+
+def test_a_replica_that_shares_the_attributes_runs_its_own_forward(watched_model: nn.Module) -> None:
+    replica: Any = watched_model._replicate_for_data_parallel()
+    replica.forward = lambda x: x + 1  # as DataParallel gives each its own parameters
+    assert torch.equal(replica(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_guards_on_one_model_either_may_close_first(first: int) -> None:
+    model = Net()
+    halves = [list(model.inner.parameters()), list(model.outer.parameters())]
+    config = GuardConfig(terminal="quiet")
+    guards = [stepguard.watch(model, torch.optim.SGD(half, lr=0.1), config=config) for half in halves]
+    guards[first].close()
+    assert _hears(model)
+    guards[1 - first].close()
+    assert vars(model).keys() == vars(Net()).keys()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_watched_model_can_be_scripted_and_traced(watched_model: nn.Module) -> None:
+    args = torch.randn(6, 4), torch.ones(6)
+    watched_model.eval()
+    traced = torch.jit.trace(watched_model, args)  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(*args), watched_model(*args))
+    linear = nn.Linear(4, 3)
+    with stepguard.watch(linear, torch.optim.SGD(linear.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")):
+        assert torch.equal(torch.jit.script(linear)(args[0]), linear(args[0]))
 
 
 def test_saving_the_output_does_not_warn(watched_model: nn.Module) -> None:

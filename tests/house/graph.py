@@ -11,7 +11,7 @@ PACKAGE = "stepguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_errors",),
     ("records",),
-    ("detect", "diagnose", "policy", "report", "journal"),
+    ("detect", "diagnose", "policy", "report", "journal", "ledger"),
     ("sentinel", "state", "numerics"),
     ("locate", "preflight"),
     ("engine",),

@@ -90,3 +90,85 @@ def test_import_of_a_framework_would_be_caught_even_if_it_may_fail(tmp_path: Pat
 
 def test_exit_code_of_the_program_is_seen(tmp_path: Path) -> None:
     assert run_code(tmp_path, "import sys; sys.exit(3)").code == 3
+
+
+KINDS = {
+    "guard": "stepguard.Guard(model, optimizer, config=config)",
+    "watch": "stepguard.watch(model, optimizer, config=config)",
+}
+UNMOVED = """
+import math, random
+import numpy, torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+def states():
+    kind, keys, position, *gauss = numpy.random.get_state()
+    return random.getstate(), (keys.tolist(), position, gauss), torch.get_rng_state().tolist()
+
+
+def moved(what):
+    now = states()
+    print(what, [name for name, a, b in zip(("random", "numpy", "torch"), before, now) if a != b])
+
+
+before = states()
+import stepguard
+config = stepguard.GuardConfig({settings})
+guard = {build}
+moved("built")
+for x in (torch.ones(4, 3), torch.full((4, 3), math.nan)):
+    if {watched}:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    else:
+        guard.step(lambda x: model(x).pow(2).mean(), x)
+    moved("stepped")
+moved(f"told of {{len(guard.incidents)}} incident")
+guard.close()
+moved("closed")
+"""
+
+
+@pytest.mark.parametrize("settings", ["", "run_dir='run', human_log='log', checkpoint_every=1"], ids=["bare", "files"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_guard_draws_from_no_random_generator_of_the_program(tmp_path: Path, kind: str, settings: str) -> None:
+    code = UNMOVED.format(build=KINDS[kind], watched=kind == "watch", settings=settings)
+    (tmp_path / "train.py").write_text(code)
+    seen = run_code(tmp_path, "import runpy; runpy.run_path('train.py')")
+    assert "stepguard" in seen.stderr  # a panel was printed
+    words = ["built", "stepped", "stepped", "told of 1 incident", "closed"]
+    assert seen.stdout.splitlines() == [f"{word} []" for word in words]
+
+
+WARNING = """
+import math, warnings
+import torch
+from torch import nn
+import stepguard
+
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss(x):
+    warnings.warn("said once a run")
+    return model(x).pow(2).mean()
+
+
+with stepguard.Guard(model, optimizer) as guard:
+    for step in range(6):
+        guard.step(loss, torch.full((4, 3), math.nan if step % 2 else 1.0))
+print(len(guard.incidents))
+"""
+
+
+def test_a_warning_shown_once_is_not_shown_again_after_an_incident(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WARNING)
+    seen = run_code(tmp_path, "import runpy; runpy.run_path('train.py')")
+    assert seen.stderr.count("UserWarning: said once a run") == 1
+    assert seen.stdout.split() == ["3"]

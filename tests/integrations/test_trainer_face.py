@@ -42,6 +42,7 @@ def test_after_training_nothing_is_left_on_model_and_optimizer(tmp_path: Path) -
         assert inner not in guarded
         assert not inner._optimizer_step_pre_hooks and not inner._optimizer_step_post_hooks
         assert not made.model._forward_pre_hooks and not made.model._forward_hooks
+        assert "_compiled_call_impl" not in vars(made.model)
     assert made.optimizer._is_overflow is False
 
 

@@ -80,3 +80,15 @@ def test_rows_of_heads_and_tokens_lead_to_samples() -> None:
     assert suspects_from_rows([2, 3], 8, 4) == [1]
     assert suspects_from_rows([0, 1], 3, 4) == []
     assert suspects_from_rows([], 0, 4) == []
+
+
+def test_sample_of_a_list_of_images_is_the_image_and_not_its_channel() -> None:
+    images = [noise(3, 4 + k, 4) for k in range(5)]
+    images[4][1, 2, 2] = math.nan
+
+    def loss(model: nn.Module, batch: tuple[list[Tensor], Tensor]) -> Tensor:
+        seen, target = batch
+        return (model(torch.stack([image.mean((1, 2)) for image in seen])) - target).pow(2).mean()
+
+    origin = find(Case(nn.Linear(3, 1), (images, noise(5, 1)), loss, "forward", None, "aten.mean"))
+    assert origin.samples == (4,)

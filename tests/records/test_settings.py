@@ -71,9 +71,10 @@ def test_settings_are_frozen_and_keyword_only(cls: type) -> None:
         cls(None)
 
 
-def test_default_policy_runs_again_then_skips_then_rewinds_then_stops() -> None:
+def test_default_policy_leaves_out_what_is_bad_and_stops_by_share() -> None:
     assert Policy().actions == ("retry", "leave_out", "skip", "rewind", "stop")
-    assert Policy().max_consecutive is None and Policy().max_lost_share == 0.5
+    assert Policy().max_consecutive is None
+    assert Policy().max_lost_share == 0.5
     assert Policy().bad_start == "stop"
 
 

@@ -73,11 +73,11 @@ class Bar:
 
 
 def verified(paths: Sequence[Path], lr: float | None = None) -> list[Verification]:
-    """Each path verified, with a bar over all of them."""
-    from stepguard.verifying import verify
+    """Each path verified, with a bar over all of them; one that holds nothing stays without parts."""
+    from stepguard.verifying import verify_or_empty
 
     with Bar("verifying") as bar:
-        return [verify(path, lr=lr, plan=bar.plan, progress=bar.advance) for path in paths]
+        return [verify_or_empty(path, lr=lr, plan=bar.plan, progress=bar.advance) for path in paths]
 
 
 def show(found: Sequence[Verification]) -> None:

@@ -1,4 +1,4 @@
-"""`stepguard quarantine DIR`: move the bad checkpoints out of the way, and only those."""
+"""`stepguard quarantine DIR`: move the bad checkpoints out of the way, and only those; `--data`: list bad samples."""
 
 from __future__ import annotations
 
@@ -9,22 +9,45 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_USAGE, ConfigError
+from stepguard.cli.bad_samples import show_bad_samples
 
 if TYPE_CHECKING:
     from stepguard.state.quarantine import Move
 
 
 def quarantine(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with checkpoints, at any depth.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder with checkpoints, at any depth; with --data a run folder.")
+    ],
     undo: Annotated[bool, typer.Option("--undo", help="Put back everything that was moved.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be moved, move nothing.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="List the samples that the run in DIR went on without; move nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="With --data: write their indices or ids to FILE, one a line."),
+    ] = None,
+    unproven: Annotated[
+        bool, typer.Option("--unproven", help="With --out: also samples of bad batches in which none is proven.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
     """Move corrupt checkpoints to DIR/quarantine, with a list of reasons; good ones are never touched."""
     if undo and dry_run:
         raise ConfigError("--undo and --dry-run exclude each other.")
+    if data and (undo or dry_run):
+        raise ConfigError("--data only lists samples; leave out --undo and --dry-run.")
+    if not data and (out is not None or unproven):
+        raise ConfigError("--out and --unproven belong to --data.")
+    if unproven and out is None:
+        raise ConfigError("--unproven says what --out writes; give --out FILE.")
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give the one that holds the checkpoints.")
+        what = "a run directory" if data else "the one that holds the checkpoints"
+        raise ConfigError(f"{folder} is no folder; give {what}.")
+    if data:
+        show_bad_samples(folder, as_json=as_json, out=out, unproven=unproven)
+        return
     raise typer.Exit(_undo(folder, as_json) if undo else _move(folder, dry_run, as_json))
 
 

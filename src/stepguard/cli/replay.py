@@ -41,7 +41,7 @@ def replay(
         typer.echo(dumps(to_plain(incident)))
     reproduced = incident.origin is not None and bool(incident.origin.reproduced)
     if not reproduced and not as_json:
-        _say_not_reproduced(capsule)
+        _say_not_reproduced(capsule, incident)
     raise typer.Exit(EXIT_OK if reproduced else EXIT_SCRIPT_FAILED)
 
 
@@ -69,9 +69,11 @@ def _enter_debugger(step: Step, incident: Incident) -> None:
     debugger.interaction(None, trace)
 
 
-def _say_not_reproduced(capsule: str) -> None:
+def _say_not_reproduced(capsule: str, incident: Incident) -> None:
     from stepguard.state.capsule import read_capsule
 
-    typer.echo("stepguard: not reproduced: the same step is finite here.", err=True)
+    notes = incident.origin.notes if incident.origin is not None else ()
+    departs = [note.partition("=")[2] for note in notes if note.startswith("departs=")]
+    typer.echo(f"stepguard: not reproduced: {departs[0] if departs else 'the same step is finite here'}.", err=True)
     for difference in read_capsule(Path(capsule)).differences():
         typer.echo(f"stepguard: {difference}", err=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_PREFLIGHT, ConfigError
+from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_PREFLIGHT, EXIT_USAGE, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stepguard.records.verification import Verification
 
 
 def verify(
@@ -27,14 +32,26 @@ def verify(
     from stepguard.cli.checking import as_plain, show, verified
     from stepguard.cli.settings_file import configured_rate
     from stepguard.records.codec import dumps
+    from stepguard.verifying import nothing_in
 
     if lr is not None and config is not None:
         raise ConfigError("--lr and --config exclude each other; give one of them.")
     found = verified(paths, configured_rate(config) if config is not None else lr)
+    empty = [each for each in found if not each.leaves]
     if as_json:
-        typer.echo(dumps({"ok": all(each.ok for each in found), "paths": [as_plain(each) for each in found]}))
-    else:
+        ok = not empty and all(each.ok for each in found)
+        typer.echo(dumps({"ok": ok, "paths": [as_plain(each) for each in found]}))
+    elif len(empty) < len(found) or any(each.problems for each in found):
         show(found)
+    for each in empty:
+        typer.echo(f"stepguard: error: {nothing_in(each.path)}", err=True)
+    raise typer.Exit(_exit_code(found, empty))
+
+
+def _exit_code(found: Sequence[Verification], empty: Sequence[Verification]) -> int:
+    """What is corrupt comes first; a folder without a checkpoint is no success."""
     if any(each.corrupt for each in found):
-        raise typer.Exit(EXIT_CORRUPT)
-    raise typer.Exit(EXIT_OK if all(each.ok for each in found) else EXIT_PREFLIGHT)
+        return EXIT_CORRUPT
+    if empty:
+        return EXIT_USAGE
+    return EXIT_OK if all(each.ok for each in found) else EXIT_PREFLIGHT

@@ -40,6 +40,8 @@ class Volunteers:
 
     def __init__(self, config: GuardConfig, complain: Callable[[str], None]) -> None:
         self.guards: list[Guard] = []
+        self.refused = 0
+        """Optimizers that could not be guarded, each told with its reason."""
         self._config, self._complain = config, complain
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -164,6 +166,7 @@ class Volunteers:
             )
         except Exception as fault:  # the script must run, guarded or not
             self._refused.add(optimizer)
+            self.refused += 1
             self._complain(f"{type(optimizer).__name__} is not guarded: {type(fault).__name__}: {fault}")
             return
         self.guards.append(guard)

@@ -51,7 +51,7 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
         return OK
     summary = f"loss {reading.judged_loss:.6g} is {excess:.3g} deviations above its usual {history.level:.6g}"
     evidence: dict[str, float | int | str] = {"loss": reading.judged_loss, "level": history.level, "deviations": excess}
-    why = _runs_away(reading, history)
+    why = _runs_away(reading, history) or _has_diverged(reading, history)
     if not why:
         return Verdict(kind="spike", severity="suspicion", summary=summary, evidence=evidence)
     if reading.update_ratio is not None:
@@ -85,7 +85,30 @@ def drift(reading: Reading, history: History) -> Verdict:
         return OK
     summary = f"loss has risen by {rise:.4g} over {len(values)} steps ({rise / len(values):+.3g} a step)"
     evidence: dict[str, float | int | str] = {"rise": rise, "steps": len(values), "noise": noise}
+    why = _has_diverged(reading, history)
+    if why:
+        return Verdict(kind="drift", severity="incident", summary=f"{summary}; {why}", evidence=evidence)
     return Verdict(kind="drift", severity="suspicion", summary=summary, evidence=evidence)
+
+
+def worth_measuring(reading: Reading, history: History) -> bool:
+    """Is the loss so high that the weights are looked at? That reads every parameter, so not for every spike."""
+    loss = reading.judged_loss
+    if loss is None or not history.losses:
+        return False
+    return loss >= RUNAWAY * max(map(abs, history.losses)) or history.level > history.far_limit
+
+
+def _has_diverged(reading: Reading, history: History) -> str:
+    """A level far above the start, on weights that have left where they were; empty where that is not shown."""
+    if not history.level > history.far_limit:
+        return ""
+    moved, ratio = reading.weights_moved, reading.update_ratio
+    if moved is not None and not moved < MOVED:
+        return f"the run began at {history.began_at:.6g}, and its weights have moved by {moved:.3g} of their norm"
+    if ratio is not None and ratio >= LARGE_UPDATE:
+        return f"the run began at {history.began_at:.6g}, and the last update was {ratio:.3g} of the weights' norm"
+    return ""
 
 
 def trend(values: list[float]) -> tuple[float, float]:
@@ -179,7 +202,7 @@ def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Si
     if signs.earlier_now is None or signs.earlier_then is None:
         return _doubt_from_outside(signs)
     rise = loss - history.best
-    if math.isfinite(signs.earlier_now) and signs.earlier_now - signs.earlier_then < WEIGHTS_SHARE * rise:
+    if not _rose_too(signs.earlier_then, signs.earlier_now, rise, history):
         return f"an earlier batch gives {signs.earlier_now:.6g} and gave {signs.earlier_then:.6g}: not the weights"
     if signs.own_then is None or signs.own_now is None:
         return "no earlier step can be run again on the weights it had"
@@ -191,6 +214,14 @@ def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Si
     if signs.older_loss is None or not signs.older_loss - history.best <= WEIGHTS_SHARE * rise:
         return "this batch is as hard for earlier weights"
     return ""
+
+
+def _rose_too(then: float, now: float, rise: float, history: History) -> bool:
+    """Has an earlier batch lost as much, or manifold what it gave?"""
+    if not math.isfinite(now):
+        return True
+    enough = min(WEIGHTS_SHARE * rise, RUNAWAY * max(abs(then), history.best_noise))
+    return now - then >= enough
 
 
 def _doubt_from_outside(signs: Signs) -> str:

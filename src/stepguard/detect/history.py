@@ -30,6 +30,8 @@ class History:
     last_loss: float | None = None
     configured_lr: tuple[float, ...] = ()
     """What the groups were set to when the guard was built, or what the user says they should be."""
+    first_lr: tuple[float, ...] = ()
+    """What the first step of the run used."""
     top_lr: tuple[float, ...] = ()
     """The highest learning rate each group has run with."""
     rates: deque[tuple[float, ...]] = field(default_factory=deque)
@@ -60,6 +62,7 @@ class History:
         self.committed += 1
         if self.excess_lr(reading.lr) is not None:
             self.jumped_at = reading.step
+        self.first_lr = self.first_lr or reading.lr
         self.top_lr = _highest(self.top_lr, reading.lr)
         self.rates.append(reading.lr)
         if reading.grad_norm is not None and math.isfinite(reading.grad_norm):
@@ -94,12 +97,6 @@ class History:
                 self.ruined_at = None
         elif level > self.ruin_limit and (self.committed - self.near_best_at <= SUDDEN or not self.learned):
             self.ruined_at = step
-
-    def begin_anew(self) -> None:
-        """Another loss from now on: what was usual says nothing about it. Learning rates and norms stay known."""
-        self.losses.clear()
-        self.first.clear()
-        self.best = self.last_loss = self.ruined_at = None
 
     @property
     def level(self) -> float:
@@ -148,8 +145,13 @@ class History:
         """The level above which what was learned is lost."""
         assert self.best is not None
         if not self.learned:
-            return self.began_at + FAR_ABOVE_START * max(abs(self.began_at), self.best_noise)
+            return self.far_limit
         return self.best + RUIN_SHARE * (self.began_at - self.best)
+
+    @property
+    def far_limit(self) -> float:
+        """A level that no run comes to by learning something else."""
+        return self.began_at + FAR_ABOVE_START * max(abs(self.began_at), self.best_noise)
 
     @property
     def back_limit(self) -> float:

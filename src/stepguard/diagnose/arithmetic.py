@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from stepguard.diagnose.case import Case, elements, has_zero, high, low, met, reach
-from stepguard.diagnose.ops import COUNTED, MEASURED, NORM_LAYERS, PRODUCTS, STATISTICS
+from stepguard.diagnose.ops import COUNTED, CURVED, MEASURED, NORM_LAYERS, PRODUCTS, STATISTICS
 from stepguard.records import Operand
 
 DIVISIONS = {"div": ("other", 1), "true_divide": ("other", 1), "divide": ("other", 1), "floor_divide": ("other", 1)}
@@ -107,15 +107,18 @@ MASK_NAMES = ("mask", "label", "valid", "length")
 def counts_nothing(case: Case, divisor: Operand) -> bool:
     """Is the zero divisor a count or a mask's sum, so that the mean runs over no element?"""
     made_by = (case.note("denominator_from") or "").removeprefix("aten.").rstrip("_")
-    if made_by in MEASURED or case.op not in ("div", "true_divide", "reciprocal", "mul"):
+    if made_by in MEASURED | CURVED or case.op not in ("div", "true_divide", "reciprocal", "mul"):
         return False
+    if low(divisor) < 0 or fractional(divisor) or case.has("denominator_fractional"):
+        return False  # counts are whole and never negative
+    if case.has("denominator_learned"):
+        return False  # nor do they depend on weights
     root = (case.note("denominator_root") or "").lower()
     whole_type = "int" in divisor.dtype or "bool" in divisor.dtype
     if whole_type or any(word in root for word in MASK_NAMES):
         return True
     nothing_above = case.op == "reciprocal" or has_zero(case.argument("self", 0)) or case.has("numerator", "zero")
-    whole = elements(divisor) > 1 and high(divisor) >= 1 and not fractional(divisor) and low(divisor) == 0
-    whole = whole and not case.has("denominator_fractional")
+    whole = elements(divisor) > 1 and high(divisor) >= 1 and low(divisor) == 0
     if made_by in COUNTED:
         return (nothing_above or case.phase == "loss") and (whole or reach(divisor) == 0)
     if elements(divisor) == 1:

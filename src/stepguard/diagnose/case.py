@@ -57,6 +57,16 @@ class Case:
                 return value.strip()
         return None
 
+    def notes(self, key: str) -> list[str]:
+        """Every value of a note that may be there several times."""
+        found = self.origin.notes if self.origin else ()
+        return [note.partition("=")[2] for note in found if note.partition("=")[0] == key]
+
+    @property
+    def impure(self) -> bool:
+        """The loss function was seen to depend on more than its batch."""
+        return self.note("moves") is not None or self.note("losses") is not None
+
     def number(self, key: str) -> float | None:
         """The value of a note as a number; None where there is none."""
         try:

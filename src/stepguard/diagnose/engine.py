@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.run_facts import RunFacts
@@ -22,4 +24,13 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
     found = (rule.examine(case) for rule in RULES)
     proven = [finding for finding in found if finding is not None and finding.confidence >= LEAST_CONFIDENCE]
     proven.sort(key=lambda finding: (-finding.confidence, finding.code))
-    return tuple(proven[:MOST_FINDINGS])
+    return tuple(_with_way(finding, case) for finding in proven[:MOST_FINDINGS])
+
+
+def _with_way(finding: Finding, case: Case) -> Finding:
+    """How a NaN of the forward passed a finite loss."""
+    dropped_by = case.note("discarded_by")
+    if dropped_by is None:
+        return finding
+    way = f"{dropped_by} left the NaN out of the loss further on; its gradient, 0 times NaN, was not left out"
+    return replace(finding, evidence=(*finding.evidence, way))

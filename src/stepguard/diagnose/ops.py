@@ -43,3 +43,10 @@ COUNTED = words("sum nansum count_nonzero numel len size ne eq gt ge lt le any b
 """What a divisor that counts something is made by."""
 MEASURED = words("std var std_mean var_mean linalg_vector_norm norm amax amin max min abs sub sqrt mul pow prod clamp")
 """What a divisor that measures something is made by."""
+CURVED = words(
+    """
+    log log2 log10 log1p exp exp2 expm1 sqrt rsqrt sin cos tan tanh sigmoid erf atan softplus relu div true_divide
+    reciprocal mean _softmax softmax rand randn uniform cumprod lerp
+    """
+)
+"""What no count comes out of, whatever it was made from."""

@@ -16,6 +16,10 @@ class RunFacts:
     """Learning rate of each group in recent steps, oldest first; the bad step's own rates come last."""
     configured_lr: tuple[float, ...] = ()
     """What the user's configuration says each group should run with, at most."""
+    first_lr: tuple[float, ...] = ()
+    """Learning rate of each group in the first step of the run."""
+    initial_lr: tuple[float | None, ...] = ()
+    """What each group's schedule declares as its highest rate (`initial_lr`, `max_lr`); None without a schedule."""
     losses: tuple[float, ...] = ()
     """Finite losses of recent committed steps, oldest first."""
     grad_norms: tuple[float, ...] = ()

@@ -36,6 +36,47 @@ class Jump:
         return f"group {self.group} runs with lr {self.now:.4g}, {times}{against} ({self.before:.4g}){when}"
 
 
+CLIMB = 2.0
+"""Times above the first rate, or the declared one, from which on the schedule is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Climb:
+    """A learning rate that has grown step by step since the run began."""
+
+    group: int
+    first: float
+    now: float
+    steps: int | None
+    declared: float | None
+    """What the schedule calls its highest rate; None without a schedule."""
+
+    @property
+    def runaway(self) -> bool:
+        """Above everything that was declared: a warm-up without an end."""
+        return self.declared is not None and self.declared > 0 and self.now > CLIMB * self.declared
+
+    @property
+    def sentence(self) -> str:
+        over = f" over {self.steps} steps" if self.steps else ""
+        said = f"the learning rate of group {self.group} has grown from {self.first:.4g} to {self.now:.4g}{over}"
+        if self.declared:
+            said += f" and is {self.now / self.declared:.3g} times initial_lr ({self.declared:.4g})"
+        return said
+
+
+def lr_climb(case: Case) -> Climb | None:
+    """The group whose rate has grown most since the first step; None when no rate has grown much."""
+    begun = case.facts.first_lr or (case.facts.lr_history[0] if case.facts.lr_history else ())
+    found = []
+    for group, (first, now) in enumerate(zip(begun, case.reading.lr, strict=False)):
+        declared = case.facts.initial_lr[group] if group < len(case.facts.initial_lr) else None
+        climb = Climb(group, first, now, case.facts.committed, declared)
+        if (first > 0 and now > CLIMB * first) or climb.runaway:
+            found.append(climb)
+    return max(found, key=lambda climb: (climb.runaway, climb.now), default=None)
+
+
 def lr_jump(case: Case) -> Jump | None:
     """The largest unexplained rise of a learning rate; None when every rate followed its schedule."""
     found = [jump for jump in (_in_history(case), _over_configured(case), _in_verdict(case)) if jump is not None]

@@ -12,21 +12,35 @@ from torch import Tensor
 from stepguard.engine.closure import needs_closure
 from stepguard.engine.context import Context, bare_step
 from stepguard.locate import locate
-from stepguard.locate.live import LiveTrace, busy
+from stepguard.locate.live import LiveTrace
+from stepguard.locate.recorder import present_recorder, shared_recorder
 from stepguard.records import Origin, Reading
 from stepguard.state.step import Step
 
 ARMED_STEPS = 200
-"""Steps that are traced after the last bad one; each costs several times an ordinary step."""
+"""Steps after the last bad one during which the loop is traced, each of the first ones, then some."""
+IN_A_ROW, THEN_EVERY = 20, 10
+MOST_FUTILE = 3
+"""Traced bad steps whose place the trace did not show either, after which no more are traced."""
+COMPILED = "compiled code runs in this process, and tracing would replace it by other arithmetic"
+WATCH_THE_COMPILED = (
+    ". No call of the model was heard: give stepguard.watch what torch.compile returned, and bad values born in the "
+    "model are placed by a replay"
+)
 SETTLED_PHASES = ("state", "optimizer", "checkpoint")
 
 
 class Arming:
-    """Owns the live trace of one watcher, which tells it about calls of the model and backward passes."""
+    """Says which steps of one watcher are traced, and tells their trace about calls of the model and backward passes.
+
+    The tracer itself is one for all guards of the process (locate/recorder).
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._left = 0
+        self._since: int | None = None
+        """Steps since the loop is to be traced; None while it is not."""
+        self._futile = 0
         self._running: LiveTrace | None = None
         self._finished: LiveTrace | None = None
 
@@ -34,29 +48,35 @@ class Arming:
 
     def locate(self, step: Step, reading: Reading) -> Origin:
         """The replay's answer if it is complete, else that of the live trace; if neither is, arm."""
-        origin = locate(step, reading)
+        origin = locate(step, reading, self._context.effort)
         if step.whole or placed(origin) or reading.overflow:
             return origin
         seen = self._finished.origin(step, reading) if self._finished is not None else None
         if seen is not None and (seen.op is not None or seen.tensor is not None):
-            self._left = ARMED_STEPS if self._left else 0
+            self._since = 0 if self._since is not None else None
             return seen
-        self._arm(reading.step)
+        self._futile += self._finished is not None
+        self._arm(reading.step, unheard=not step.micro_batches)
         return origin
 
-    def _arm(self, step: int) -> None:
-        why_not = self._why_not()
+    def _arm(self, step: int, *, unheard: bool = False) -> None:
+        """`unheard`: no call of the model was heard either."""
+        why_not = self._why_not(unheard)
         if why_not:
             self._say(step, f"the next bad step cannot be traced: {why_not}")
-        elif not self._left:
-            self._say(step, f"tracing the next {ARMED_STEPS} steps, slower, so that the next bad one can be placed")
-        self._left = 0 if why_not else ARMED_STEPS
+        elif self._since is None:
+            which = f"the next {IN_A_ROW} steps, then every {THEN_EVERY}th up to {ARMED_STEPS}"
+            self._say(step, f"tracing {which}, slower, so that the next bad one can be placed")
+        self._since = None if why_not else 0
+        self._context.effort.begin_tracing()
 
-    def _why_not(self) -> str:
+    def _why_not(self, unheard: bool) -> str:
         if needs_closure(self._context.optimizer):
             return "the optimizer evaluates the loss several times a step"
         if _anything_compiled():
-            return "compiled code runs in this process, and tracing would replace it by other arithmetic"
+            return COMPILED + (WATCH_THE_COMPILED if unheard else "")
+        if self._futile >= MOST_FUTILE:
+            return f"{self._futile} bad steps were traced, and none of them showed where it was born"
         return ""
 
     def _say(self, step: int, summary: str) -> None:
@@ -67,23 +87,54 @@ class Arming:
 
     def begin(self) -> None:
         """An update is done: everything up to the next one is the next step."""
-        if not self._left:
-            return
-        self._left -= 1
-        if not self._left:
-            self._finished = None
-            self._say(self._context.step, f"no longer tracing: {ARMED_STEPS} steps without another bad one")
-        elif not busy():
-            self._running = LiveTrace(bare_step(self._context))
-            self._running.enter()
+        trace = self._next_trace()
+        self._context.effort.tracing = trace is not None
+        self._running = trace
+        if trace is not None:
+            trace.enter()
+        self._working(on=False)
+
+    def _next_trace(self) -> LiveTrace | None:
+        if self._since is None:
+            return None
+        self._since += 1
+        limit = self._context.effort
+        if self._since >= ARMED_STEPS:
+            self._disarm(f"{ARMED_STEPS} steps without another bad one")
+            return None
+        if limit.tracing_too_long:
+            self._disarm(f"it has taken as long as {limit.tracing_limit:g} more steps")
+            return None
+        if self._since > IN_A_ROW and self._since % THEN_EVERY:
+            return None
+        recorder = shared_recorder()
+        if recorder is None:
+            return None
+        self._working(on=True)  # the first one to trace has just made the recorder
+        return LiveTrace(bare_step(self._context), recorder)
+
+    def _disarm(self, why: str) -> None:
+        self._since = None
+        self._let_go()
+        self._say(self._context.step, f"no longer tracing: {why}")
+
+    def _let_go(self) -> None:
+        """Of the trace of the step before."""
+        if self._finished is not None:
+            self._finished.release()
+        self._finished = None
 
     def pause(self) -> None:
-        """Before work of the guard's own."""
-        if self._running is not None:
-            self._running.exit()
+        """Before work of this guard's own, which belongs to nobody's step."""
+        self._working(on=True)
+
+    def _working(self, *, on: bool) -> bool:
+        recorder = present_recorder()
+        return recorder.work(id(self), on=on) if recorder is not None else False
 
     def finish(self) -> None:
         """The gradients are there: this step's trace is complete, and that of the step before is of no more use."""
+        self._let_go()
         self._finished, self._running = self._running, None
         if self._finished is not None:
             self._finished.finish()
@@ -91,16 +142,18 @@ class Arming:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Work of the guard's own in the middle of the user's step."""
-        self.pause()
+        already = self._working(on=True)
         try:
             yield
         finally:
-            if self._running is not None:
-                self._running.enter()
+            self._working(on=already)
 
     def close(self) -> None:
-        self.pause()
-        self._running, self._finished, self._left = None, None, 0
+        self._let_go()
+        if self._running is not None:
+            self._running.release()
+        self._running, self._since = None, None
+        self._working(on=False)
 
     def model_called(self, arguments: Mapping[str, Any]) -> None:
         if self._running is not None:
@@ -111,9 +164,9 @@ class Arming:
         if self._running is not None:
             self._running.before_backward(root)
 
-    def after_backward(self, root: Tensor) -> None:
+    def after_backward(self, *, ours: bool) -> None:
         if self._running is not None:
-            self._running.after_backward(root)
+            self._running.after_backward(ours=ours)
 
 
 def placed(origin: Origin) -> bool:

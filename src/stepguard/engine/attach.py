@@ -81,11 +81,10 @@ class Watcher:
         resources.callback(self.capture.close)
         resources.callback(listen(self))
         resources.callback(self.arming.close)
-        resources.callback(optimizer.register_step_pre_hook(self._before).remove)
-        resources.callback(optimizer.register_step_post_hook(self._after).remove)
+        outside: Any = torch.compiler.disable  # of the graph, where `optimizer.step` is compiled
+        resources.callback(optimizer.register_step_pre_hook(outside(self._before)).remove)
+        resources.callback(optimizer.register_step_post_hook(outside(self._after)).remove)
         shield.call(None, context.buffers.remember)
-
-    # --- taps --------------------------------------------------------------------------------------------------
 
     def begin_micro(self, loss_fn: LossFn, batch: Any) -> None:
         """A framework is about to run one micro-batch; the calls of the model need not be remembered then."""
@@ -114,10 +113,11 @@ class Watcher:
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
         if not self._listening:
             return
-        self.shield.spare(None, self.arming.after_backward, root)
         if failed and (self.capture.calls or not self.micro.first):
             self.raised(sys.exc_info()[1])
-        self._wiring.backward(self.shield.call(False, self.heard.after_backward, failed=failed))
+        ours = self.shield.call(False, self.heard.after_backward, failed=failed)
+        self._wiring.backward(ours)
+        self.shield.spare(None, self.arming.after_backward, ours=ours)
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         self.shield.call(None, self.heard.after_norm, tensors, norm)
@@ -156,10 +156,10 @@ class Watcher:
             with self.arming.paused(), self._deaf():
                 self.exceptions.in_loop(self._step(None), error, attempt)
 
-    # --- hooks -------------------------------------------------------------------------------------------------
-
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         self._begin()
+        if self.recovery.due():  # the root module was not called, only its methods or its children
+            self.shield.call(None, self.recovery.before_update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and self._rewound():
             self._hidden.hide(needs_some=self._undo is not None)

@@ -1,16 +1,15 @@
 """What a watched model was called with, and the gradient its output got: enough to run the model's part again.
 
-Two hooks sit on the root module only. A copy or pickle of the model carries a harmless function of the standard
-library in their place, and while torch compiles, exports, traces or transforms a function they do nothing.
+No hook is put on the module (engine/module_calls.py). While torch compiles, exports, traces or transforms a function,
+nothing is remembered.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from stepguard.engine.module_calls import hear_again, hear_calls
 from stepguard.engine.shield import Shield
 from stepguard.locate.source import Line, user_line
 from stepguard.state.batch import OUTPUT_GRADIENT
@@ -68,23 +68,6 @@ class ModelCall:
         return {**self.arguments, OUTPUT_GRADIENT: dict(self.gradients.held)}
 
 
-class Ear:
-    """A hook that turns into nothing when the module it sits on is copied or pickled."""
-
-    def __init__(self, hear: Callable[..., None]) -> None:
-        self._hear = hear
-
-    def __call__(self, *seen: Any) -> None:
-        if torch.is_grad_enabled() and not _being_transformed():
-            self._hear(*seen)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return nullcontext().__exit__
-
-    def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")
-
-
 class Capture:
     """Remembers the calls of one model since the last update."""
 
@@ -95,33 +78,15 @@ class Capture:
         self.off = False
         """A framework tells the micro-batches, so the whole step can be run again and calls need not be remembered."""
         self.calls: list[ModelCall] = []
-        self._undo = ExitStack()
-        compiled: Any = getattr(model, "_compiled_call_impl", None)
-        if compiled is not None:
-            self._wrap_compiled(compiled)
-        else:
-            self._undo.callback(model.register_forward_pre_hook(Ear(self._heard_call), with_kwargs=True).remove)
-            self._undo.callback(model.register_forward_hook(Ear(self._heard_return), always_call=True).remove)
+        self._stop = hear_calls(model, self)
 
     def clear(self) -> None:
+        """A step is over."""
         self.calls = []
+        self._stop = hear_again(self._model, self, self._stop)
 
     def close(self) -> None:
-        self._undo.close()
-
-    def _wrap_compiled(self, compiled: Callable[..., Any]) -> None:
-        """After `model.compile()` hooks would be compiled too, and hear nothing. Copies never carry this attribute."""
-        model: Any = self._model
-        call, answer = Ear(self._heard_call), Ear(self._heard_return)
-
-        def heard(*args: Any, **kwargs: Any) -> Any:
-            call(model, args, kwargs)
-            output = compiled(*args, **kwargs)
-            answer(model, args, output)
-            return output
-
-        model._compiled_call_impl = heard
-        self._undo.callback(setattr, model, "_compiled_call_impl", compiled)
+        self._stop()
 
     def model_fn(self) -> ModelFn | None:
         """Runs the model on one of the calls so far; None where it cannot be run as it was."""
@@ -149,16 +114,25 @@ class Capture:
         finally:
             self._deaf = before
 
-    def _heard_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training and not (self._deaf or self.off):
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model is about to run."""
+        if self._hears(module):
             self._shield.call(None, self._called, module, args, kwargs)
 
-    def _heard_return(self, module: nn.Module, args: Any, output: Any) -> None:
-        error = _raised_by(module) if output is None else None
-        if error is not None and module.training and not self._deaf:
+    def raised(self, module: nn.Module, error: Exception) -> None:
+        """The model has raised instead."""
+        if module.training and not self._deaf and torch.is_grad_enabled() and not _being_transformed():
             self._on_error(error, self._attempt())
-        elif module.training and not (self._deaf or self.off) and self.calls:
+
+    def returned(self, module: nn.Module, output: Any) -> None:
+        """The model has run."""
+        if self.calls and self._hears(module):
             self._shield.call(None, self._returned, output)
+
+    def _hears(self, module: nn.Module) -> bool:
+        if self._deaf or self.off or not module.training:
+            return False
+        return torch.is_grad_enabled() and not _being_transformed()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         names = argument_names(module, len(args))
@@ -176,17 +150,6 @@ class Capture:
 
     def keep(self, gradients: OutputGradients, index: int, gradient: Tensor) -> None:
         self._shield.call(None, gradients.keep, index, gradient)
-
-
-def _raised_by(module: nn.Module) -> BaseException | None:
-    """The exception that is leaving this module; torch calls the hook with no output then."""
-    error = sys.exc_info()[1]
-    trace = error.__traceback__ if error is not None else None
-    while trace is not None:
-        if trace.tb_frame.f_code.co_name == "_call_impl" and trace.tb_frame.f_locals.get("self") is module:
-            return error
-        trace = trace.tb_next
-    return None
 
 
 def _received(capture: weakref.ref[Capture], gradients: OutputGradients, index: int, gradient: Tensor) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ from stepguard.engine.outlet import Outlet
 from stepguard.engine.outliers import Outliers
 from stepguard.engine.outputs import JournalOutput, LogOutput, TerminalOutput
 from stepguard.journal import Journal, starts_in
+from stepguard.ledger import Ledger
+from stepguard.locate.effort import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
@@ -40,8 +43,8 @@ from stepguard.state.step import Step, unwrapped
 
 T = TypeVar("T")
 
-guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that already have a guard in this process, so that `stepguard run` does not add a second one."""
+guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers that already have a guard in this process, and the number of each, from 0."""
 volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
 """Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard comes."""
 
@@ -67,6 +70,8 @@ class Context:
     terminal: TerminalOutput
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    name: str = ""
+    """Which guard this is, where a process has several."""
     outlet: Outlet = field(default_factory=Outlet)
     """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
@@ -90,6 +95,8 @@ class Context:
     """Extremes of every buffer before the first step, on the device until something is wrong."""
     feed: Feed | None = None
     """The user's loader, where the guard was given it."""
+    ledger: Ledger | None = None
+    """Where lost samples are written down; made with the first loss."""
     resumed: bool = False
     """A checkpoint was restored in this process."""
     outliers: Outliers | None = None
@@ -98,6 +105,8 @@ class Context:
     """A healthy step and its loss, to tell hurt weights from hard data."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
+    effort: Effort = field(default_factory=Effort)
+    """What placing an incident may cost."""
     last_read: float = field(default_factory=time.perf_counter)
     _given: list[Tensor] = field(default_factory=list)
     """The optimizer's parameters when `_ordered` was made."""
@@ -176,6 +185,7 @@ def build_context(
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
+    number, name = _name(optimizer, roots[""])
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -187,19 +197,37 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=TerminalOutput(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
+        terminal=_terminal(config, agreement.rank, name),
         resources=ExitStack(),
+        name=name,
         loss_scale=config.loss_scale or 1.0,
+        effort=Effort(config.locate_budget),
     )
     configured = config.lr
     context.history.configured_lr = tuple(configured or lr for lr in context.lr)
     context.resources.callback(agreement.close)
-    guarded.add(optimizer)
-    context.resources.callback(guarded.discard, optimizer)
+    _register(context, number)
     if config.outliers is not None:
         context.outliers = Outliers(config.outliers, roots, optimizer)
     _open_files(context)
     return context
+
+
+def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
+    """The first free number, and what to call a guard among several."""
+    number = next(number for number in count() if number not in guarded.values())
+    return number, f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+
+
+def _register(context: Context, number: int) -> None:
+    guarded[context.optimizer] = number
+    context.resources.callback(guarded.pop, context.optimizer, None)
+
+
+def _terminal(config: GuardConfig, rank: int, name: str) -> TerminalOutput:
+    """Says which guard speaks, where there are several."""
+    quiet = config.terminal == "quiet"
+    return TerminalOutput(quiet=quiet, rank=rank, policy=config.policy, whose=lambda: name if len(guarded) > 1 else "")
 
 
 def bare_step(context: Context) -> Step:

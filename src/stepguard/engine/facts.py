@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from stepguard.diagnose import RunFacts
 from stepguard.engine.context import Context
 from stepguard.engine.updates import lost_squares, update_ratio
@@ -16,6 +19,8 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
     return RunFacts(
         lr_history=(*history.rates, reading.lr),
         configured_lr=history.configured_lr,
+        first_lr=history.first_lr,
+        initial_lr=tuple(_initial(group) for group in optimizer.param_groups),
         update_ratio=update_ratio(optimizer, history.rates[-1]) if history.rates else None,
         lost_squares=lost_squares(optimizer),
         losses=tuple(history.losses),
@@ -36,3 +41,10 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
 def _outlier(context: Context) -> tuple[int, str, float] | None:
     seen = context.outliers.committed_one if context.outliers is not None else None
     return (seen.step, seen.name, seen.norm / seen.usual) if seen is not None else None
+
+
+def _initial(group: Mapping[str, Any]) -> float | None:
+    """The highest rate that the group's schedule declares; None where there is no schedule."""
+    declared = [group.get(key) for key in ("initial_lr", "max_lr")]
+    known = [float(rate) for rate in declared if isinstance(rate, int | float)]
+    return max(known, default=None)

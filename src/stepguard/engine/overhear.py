@@ -50,15 +50,15 @@ class Overheard:
         self._announce(value)
 
     def after_backward(self, *, failed: bool) -> bool:
-        """Did it reach this guard's gradients? A backward that left them alone was somebody else's loss."""
+        """Was it this guard's loss? A backward that left its gradients alone was somebody else's."""
         if not self._heard:
             return False
         self._heard = False
         self._at_end = self._gradient_marks()
-        missed = failed or self._at_end == self._at_start
-        if self.losses and missed:
+        ours = not failed and self._at_end != self._at_start
+        if self.losses and not ours:
             self.losses.pop()
-        return not missed
+        return ours
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepguard.locate.batch import sample_count, subset
+from stepguard.engine import leave_out
+from stepguard.locate.batch import sample_count
 from stepguard.records import Incident
 from stepguard.state.replay import rerun
 from stepguard.state.step import Step
@@ -32,7 +33,7 @@ def _sample_words(step: Step, incident: Incident) -> str:
     if origin is None or not origin.samples:
         return ""
     micro = origin.micro_batch or 0
-    if len(origin.samples) >= sample_count(step.micro_batches[micro]):
+    if not _can_go(step.micro_batches[micro], origin.samples):
         return ""
     plural = "s" if len(origin.samples) > 1 else ""
     rows = ", ".join(map(str, origin.samples))
@@ -51,7 +52,7 @@ def share_of(step: Step, incident: Incident) -> float:
     """Share of the step's samples that is lost without what is proven guilty."""
     origin = incident.origin
     counts = [max(sample_count(batch), 1) for batch in step.micro_batches]
-    if origin is not None and origin.samples:
+    if origin is not None and origin.samples and _can_go(step.micro_batches[origin.micro_batch or 0], origin.samples):
         return len(origin.samples) / sum(counts)
     guilty = incident.reading.bad_micro_batches or (0,)
     return sum(counts[index] for index in guilty) / sum(counts)
@@ -63,14 +64,18 @@ def without_samples(step: Step, incident: Incident) -> Step | None:
     if origin is None or not origin.samples:
         return None
     micro = origin.micro_batch or 0
-    count = sample_count(step.micro_batches[micro])
-    keep = [row for row in range(count) if row not in origin.samples]
-    if not keep:
-        return None
     batches: list[Any] = list(step.micro_batches)
-    batches[micro] = subset(batches[micro], keep, count)
+    batches[micro] = leave_out.without_samples(batches[micro], origin.samples)
+    if batches[micro] is None:
+        return None
     rest = replace(step, micro_batches=tuple(batches))
     return rest if _finite(rest, range(len(batches))) else None
+
+
+def _can_go(batch: Any, samples: Sequence[int]) -> bool:
+    """Is something left without these samples, and can the batch be cut safely?"""
+    count = leave_out.samples_in(batch)
+    return count is not None and len(samples) < count
 
 
 def good_micro_batches(step: Step) -> list[int]:
@@ -79,5 +84,8 @@ def good_micro_batches(step: Step) -> list[int]:
 
 
 def _finite(step: Step, micro: Sequence[int]) -> bool:
-    again = rerun(step, micro=micro)
+    try:
+        again = rerun(step, micro=micro)
+    except Exception:  # the user's code cannot take such a batch
+        return False
     return again.grads_finite and all(loss - loss == 0.0 for loss in again.losses)

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from stepguard.detect import judge
+from stepguard.detect.anomalies import MOVED
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
 from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
+from stepguard.engine.lost import naming
 from stepguard.engine.partial_step import proven_guilty, share_of
 from stepguard.engine.presumption import presumed_reading
 from stepguard.engine.record import incident_folder, record
@@ -50,7 +52,8 @@ class Pipeline:
         reruns: bool = True,
     ) -> None:
         """`reruns`: the guard runs the steps itself, so it can run them again for good."""
-        self._context, self._recovery, self._find = context, recovery, find or locate
+        self._context, self._recovery = context, recovery
+        self._find = naming(context, find or (lambda step, reading: locate(step, reading, context.effort)))
         self._reruns = reruns
         self._suspicion = Suspicion(context, recovery, clips_itself=reruns)
 
@@ -193,18 +196,21 @@ class Pipeline:
 
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context, recovery, reading = self._context, self._recovery, incident.reading
-        fault = self._fault(incident, committed)
+        ruined_weights = weights_ruined(incident.origin) or self._diverged(reading)
+        fault = self._fault(incident, committed, ruined_weights)
         by_chance = incident.origin is not None and incident.origin.reproduced is False and fault != "anomaly"
         again = self._reruns and step.whole
         remedy, why_not = None, ""
-        if fault in ("state", "anomaly") or not goes_on(context.config.policy):
-            visible = fault != "anomaly" and not weights_ruined(incident.origin)
+        may_act = fault == "anomaly" and self._suspicion.proven
+        if fault == "state" or may_act or (fault != "anomaly" and not goes_on(context.config.policy)):
+            visible = fault != "anomaly" and not ruined_weights
             remedy, why_not = recovery.plan(transient=again and visible and fault == "state", visible=visible)
         leave_out = proven_guilty(step, incident) if again and context.agreement.size == 1 else ""
         situation = Situation(
             step=incident.step,
             fault=fault,
-            remedy=remedy if fault != "anomaly" or context.config.anomalies == "act" else None,
+            remedy=remedy,
+            may_act=may_act,
             no_rewind=why_not,
             can_retry=by_chance and again and fault == "data" and recovery.retried != step.index,
             at_start=fault == "state" and context.history.committed == 0 and not committed and bool(reading.bad_state),
@@ -219,14 +225,24 @@ class Pipeline:
             accept(context, reading.bad_state)
         return decision
 
-    def _fault(self, incident: Incident, committed: bool) -> Fault:
+    def _diverged(self, reading: Reading) -> bool:
+        """Had the loss run far above everything, on weights that left where they were, before it became non-finite?"""
+        history = self._context.history
+        by_batch = bool(reading.bad_inputs) or reading.overflow
+        if by_batch or not history.losses or not history.level > history.far_limit or self._context.agreement.size > 1:
+            return False
+        moved = self._recovery.moved_since_good()
+        return moved is not None and not moved < MOVED
+
+    def _fault(self, incident: Incident, committed: bool, ruined_weights: bool) -> Fault:
         reading = incident.reading
         if incident.verdict.kind in FINITE_KINDS:
             return "anomaly"
         damaged = bool(reading.bad_state) and not reading.state_born
-        if committed or damaged or stored_culprit(incident.origin) or weights_ruined(incident.origin):
+        if committed or damaged or stored_culprit(incident.origin) or ruined_weights:
             return "state"
-        return "update" if reading.state_born or incident.verdict.kind == "lr_mismatch" else "data"
+        made_by_update = reading.state_born and not reading.bad_state[0].startswith("buffer:")
+        return "update" if made_by_update or incident.verdict.kind == "lr_mismatch" else "data"
 
     def _new_scale(self, step: Step) -> float:
         """A static loss scale that works on every rank."""

@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 from stepguard.engine.context import Context
 from stepguard.engine.window import Window
+from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.places import Place, Remedy, choose
 from stepguard.state.snapshot import Ring, Snapshot
 from stepguard.state.whole import State, Whole
-
-NOTHING_GOOD = "no good snapshot or checkpoint to go back to"
 
 
 class Archive(Protocol):
@@ -92,7 +91,9 @@ class Planning:
         return {"there": there}
 
     def _offer(self, visible: bool) -> dict[str, Any]:
-        good = self._ring.snapshots if visible else self._ring.good()
+        good = self._ring.snapshots
+        if not visible:
+            good = [s for s in self._ring.good() if self._level_was_good(s)]
         young = [s for s in self._ring.snapshots if s not in good and self._level_was_good(s)]
         places = [_place(s) for s in good if self._sound(s)]
         if self.archive is not None:

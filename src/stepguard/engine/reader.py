@@ -183,6 +183,7 @@ class Reader:
         shared = numbers[pending.micro + len(parts) + len(rest) : end]
         now = time.perf_counter()
         seconds, context.last_read = now - context.last_read, now
+        context.effort.took(seconds)
         norm = rest.get("norm")
         return Reading(
             step=pending.index,

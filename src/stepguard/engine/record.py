@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from stepguard.engine.context import Context
+from stepguard.engine.lost import note_lost
 from stepguard.engine.shield import spare
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
@@ -31,6 +32,7 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
     if context.journal is not None:
         context.journal.write_incident(incident)
         _write_folder(context, incident)
+    note_lost(context, step, incident)
     if context.human is not None:
         context.human.incident(incident)
     context.outlet.incident(incident)

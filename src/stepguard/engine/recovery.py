@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from stepguard.detect.history import LR_JUMP, history_facts, history_from
 from stepguard.engine.context import Context
-from stepguard.engine.planning import NOTHING_GOOD, Planning
+from stepguard.engine.planning import Planning
 from stepguard.engine.window import Kept, Window
+from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.places import Remedy
 from stepguard.records import Incident
 from stepguard.sentinel.gradients import finite
@@ -30,6 +31,22 @@ class Duty(Protocol):
 
     def due(self) -> bool: ...
     def do(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Losses, lower is better; each was evaluated."""
+
+    step: int
+    """Of the snapshot."""
+    then: float
+    """The earlier step when it ran."""
+    again: float
+    """The earlier step on the same weights, now."""
+    now: float
+    """The earlier step on the present weights."""
+    this_then: float
+    """The present step on the weights of the snapshot."""
 
 
 class Recovery:
@@ -52,6 +69,8 @@ class Recovery:
         self._off = "" if config.snapshots else "GuardConfig.snapshots is 0"
         self._seen = -1
         self._replaying = False
+        self._midstep = False
+        """A forward pass has run since the buffers were remembered."""
         self.planning = Planning(context, self.whole, self.ring, self.window, self._sound)
         self.start: Snapshot | None = None
         """Where the last rewind went."""
@@ -93,6 +112,17 @@ class Recovery:
             if duty.due():
                 duty.do()
 
+    def before_update(self) -> None:
+        """The last moment before a step's update, for a loop that showed none before its forward.
+
+        Weights, optimizer and schedule are still those from between the steps; the buffers are taken as remembered.
+        """
+        self._midstep = True
+        try:
+            self.between()
+        finally:
+            self._midstep = False
+
     def _snapshot_due(self) -> bool:
         step = self._context.step
         if step == self._seen or self._off or not self.wanted:
@@ -133,6 +163,8 @@ class Recovery:
     def present(self) -> State:
         """The state as it is now, the guard's own included; its tensors are the live ones."""
         context, state = self._context, self.whole.gather()
+        if self._midstep:
+            state.tensors = context.buffers.as_remembered(state.tensors)
         own = {
             "step": context.step,
             "history": history_facts(context.history),
@@ -235,14 +267,18 @@ class Recovery:
                     return kept.loss, reevaluate(kept.step)
         return None
 
-    def on_older_weights(self, step: Step) -> tuple[int, float] | None:
-        """The newest snapshot's step and what this batch gives on its weights; None where there is none."""
+    def compared_with_best(self, step: Step) -> Compared | None:
+        """An earlier step and this one on the best weights this run had, and that step on the present ones."""
         sign = -1.0 if self._context.climbs else 1.0
-        for snapshot in reversed(self.ring.snapshots):
-            usable = snapshot.standing != "bad" and not snapshot.memory["ruined"]
-            if snapshot.step < step.index and usable and self._sound(snapshot):
-                with self.whole.lent(snapshot.state):
-                    return snapshot.step, sign * reevaluate(step)
+        levelled = [s for s in self.ring.good() if s.memory["level"] is not None and not s.memory["ruined"]]
+        for snapshot in sorted(levelled, key=lambda s: float(s.memory["level"])):
+            kept = self.window.at(snapshot.step) if snapshot.step < step.index else None
+            if kept is None or kept.loss is None or not self._sound(snapshot):
+                continue
+            with self.whole.lent(snapshot.state):
+                own_now = sign * reevaluate(kept.step)
+                this_then = sign * reevaluate(step)
+            return Compared(snapshot.step, sign * kept.loss, own_now, sign * reevaluate(kept.step), this_then)
         return None
 
     # --- going back --------------------------------------------------------------------------------------------

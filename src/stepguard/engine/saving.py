@@ -11,6 +11,7 @@ from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.intercept import borrowing
+from stepguard.engine.lost import honour_ledger
 from stepguard.engine.past_attempts import SAME_PLACE, Attempt, attempts_in, failed_starts
 from stepguard.engine.rates import compare_rates, scale_rates
 from stepguard.engine.recovery import Recovery
@@ -119,6 +120,7 @@ class Saving:
         difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
         self._put_in(State(opened.tensors, opened.facts))
         context.run_id = opened.health.run or context.run_id
+        honour_ledger(context)
         self._recovery.lost_steps = {step for attempt in attempts for step in attempt.lost_steps}
         self._recovery.say(
             "restored",
@@ -187,7 +189,8 @@ class Saving:
         context.step, context.loss_scale = own["step"], own["loss_scale"]
         context.history = history_from(own["history"])
         context.history.configured_lr = configured
-        context.budget = budget_from(own["budget"])
+        # whoever starts the run again accepts what was lost: each attempt may lose its own share
+        context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
         context.resumed = True
         random_numbers = recovery.whole.random_numbers(state)
         recovery.whole.put_back_random_numbers(state)

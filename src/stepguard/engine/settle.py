@@ -113,6 +113,7 @@ def exit_with_code_three() -> None:
         raise SystemExit(EXIT_HALTED)
 
     hook._stepguard = True  # type: ignore[attr-defined]
+    hook._previous = previous  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.detect import judge
-from stepguard.detect.anomalies import LASTING, Signs, weights_did_it
+from stepguard.detect.anomalies import LASTING, Signs, weights_did_it, worth_measuring
 from stepguard.engine.context import Context
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.updates import update_ratio
@@ -33,16 +33,19 @@ class Suspicion:
         self._last = -1
         self._in_a_row = 0
         self._told_at: int | None = None
+        self.proven = False
+        """The last incident may be acted upon: the signs agree that the weights are hurt."""
 
     def weigh(self, step: Step, reading: Reading, verdict: Verdict) -> tuple[Reading, Verdict]:
         """A note, or an incident: a loss that runs away is told as one, and acted upon only where that is asked for."""
         context = self._context
+        self.proven = False
         self._count(reading.step)
         if context.agreement.mode == "spread":
             # every rank sees its own loss only, and asking the others takes a collective that they do not join
             return reading, replace(verdict, severity="note")
-        if verdict.kind == "spike":
-            reading = replace(reading, update_ratio=self._update_ratio())
+        if worth_measuring(reading, context.history):
+            reading = self._measured(reading)
             verdict = judge(reading, context.history, context.config)
         if context.config.anomalies == "act":
             return self._prove(step, reading, verdict)
@@ -59,19 +62,16 @@ class Suspicion:
     def _told_lately(self, step: int) -> bool:
         return self._told_at is not None and 0 <= step - self._told_at < TOLD_FOR
 
-    def _update_ratio(self) -> float | None:
-        """How large the last update was; the largest over the ranks, so that all judge alike."""
+    def _measured(self, reading: Reading) -> Reading:
+        """How large the last update was and how far the weights have come; the largest over the ranks."""
+        told = self._context.agreement.together(self._measure)
+        return replace(reading, update_ratio=_largest(told, "ratio"), weights_moved=_largest(told, "moved"))
+
+    def _measure(self) -> dict[str, Any]:
         context = self._context
-        history = context.history
-        if not history.rates:
-            return None
-        last_norm = self._last_used_norm()
-
-        def measured() -> dict[str, Any]:
-            return {"ratio": update_ratio(context.optimizer, history.rates[-1], last_norm)}
-
-        told = [facts["ratio"] for facts in context.agreement.together(measured)]
-        return max((ratio for ratio in told if ratio is not None), default=None)
+        rates = context.history.rates
+        ratio = update_ratio(context.optimizer, rates[-1], self._last_used_norm()) if rates else None
+        return {"ratio": ratio, "moved": self._recovery.moved_since_good()}
 
     def _last_used_norm(self) -> float | None:
         """Norm of the gradient that the last update was made of, where clipping is known."""
@@ -85,6 +85,7 @@ class Suspicion:
         signs = self._signs(step, reading, verdict)
         proven = weights_did_it(verdict, reading, context.history, signs)
         reading = replace(reading, repeat_loss=signs.earlier_now, repeat_before=signs.earlier_then)
+        self.proven = proven.bad
         if proven.bad or not verdict.bad or self._told_lately(reading.step):
             return reading, proven
         self._told_at = reading.step
@@ -99,19 +100,17 @@ class Suspicion:
         asks = verdict.bad or (lost and self._in_a_row >= LASTING)
         if not asks or self._context.agreement.size > 1:
             return signs
-        earlier = self.earlier_batch_now()
-        if earlier is None or not step.whole:
-            return replace(signs, moved=self._recovery.moved_since_good())
-        own = self._recovery.on_its_own_weights()
-        older = self._recovery.on_older_weights(step)
+        found = self._recovery.compared_with_best(step) if step.whole else None
+        if found is None:
+            return replace(signs, moved=reading.weights_moved)
         return replace(
             signs,
-            earlier_now=earlier[0],
-            earlier_then=earlier[1],
-            own_then=own[0] if own is not None else None,
-            own_now=own[1] if own is not None else None,
-            older_step=older[0] if older is not None else None,
-            older_loss=older[1] if older is not None else None,
+            earlier_then=found.then,
+            earlier_now=found.now,
+            own_then=found.then,
+            own_now=found.again,
+            older_step=found.step,
+            older_loss=found.this_then,
         )
 
     def earlier_batch_now(self) -> tuple[float, float] | None:
@@ -128,6 +127,10 @@ class Suspicion:
         told = [facts["again"] for facts in context.agreement.together(again)]
         known = [pair for pair in told if pair is not None]
         return max(known, key=_rise, default=None)
+
+
+def _largest(told: list[dict[str, Any]], name: str) -> float | None:
+    return max((facts[name] for facts in told if facts[name] is not None), default=None)
 
 
 def _rise(pair: tuple[float, float]) -> float:

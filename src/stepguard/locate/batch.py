@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stepguard.state.batch import OUTPUT_GRADIENT
+from stepguard.state.rows import keep_rows, row_count
 
 Change = Callable[[str, Tensor], Tensor]
 
@@ -101,7 +102,10 @@ def repaired(batch: Any, names: frozenset[str]) -> Any:
 
 
 def sample_count(batch: Any) -> int:
-    """Leading size of the first tensor that has one, else the length of the first list; 0 where there is none."""
+    """What its parts agree on, else the leading size of the first tensor that has one; 0 where there is none."""
+    agreed = row_count(batch)
+    if agreed is not None:
+        return agreed
     for _, tensor in named_tensors(batch):
         if tensor.dim():
             return int(tensor.shape[0])
@@ -110,6 +114,9 @@ def sample_count(batch: Any) -> int:
 
 def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
     """The batch with only these samples. Tensors and lists whose leading size is not `count` stay as they are."""
+    recorded_call = isinstance(batch, Mapping) and OUTPUT_GRADIENT in batch
+    if not recorded_call and row_count(batch) == count:
+        return keep_rows(batch, keep, count)
     chosen = torch.tensor(keep, dtype=torch.long)
 
     def pick(name: str, tensor: Tensor) -> Tensor:

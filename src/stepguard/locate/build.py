@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stepguard.locate import batch as batches
 from stepguard.locate import source, stored
+from stepguard.locate.attributes import KEPT, bad_numbers, kept_tensors
 from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
@@ -18,7 +19,7 @@ from stepguard.locate.walk import Found
 from stepguard.records.origin import Operand, Origin, Phase
 from stepguard.state.step import Step
 
-PHASES: dict[str, Phase] = {"batch": "input", "param": "state", "buffer": "state", "opt": "state"}
+PHASES: dict[str, Phase] = {"batch": "input", "param": "state", "buffer": "state", "opt": "state", "attr": "state"}
 
 
 def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
@@ -30,6 +31,8 @@ def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
     notes = [*(["uninitialised"] if call.blank else []), *call.notes, *found.notes, *_setting(step, traced)]
     if call.node is not None and call.stage == "forward":
         notes.append("inner_grad")
+    if call.number is not None:
+        notes += [fact("attribute", name) for name, _ in bad_numbers(step.named_roots())][:1]
     return _with_source(
         Origin(
             step=step.index,
@@ -56,9 +59,11 @@ def _stored_origin(found: Found, traced: Traced, replayer: Replayer) -> Origin:
     if tensor is not None:
         operand = stored.operand_of(name, tensor)
         operands, notes = (operand,), [*stored.elements(tensor, operand), *notes]
-    known = name.partition(":")[0] in PHASES
+    known = name.partition(":")[0] in PHASES and not name.startswith(KEPT)
     if not known:
         notes.append(fact("constant", "nan" if found.birth.out.nan else "inf"))
+    if name.startswith(KEPT):
+        notes.append(fact("attribute", name.removeprefix(KEPT)))
     phase = PHASES.get(name.partition(":")[0]) or (_phase(user, traced.tracer) if user else "loss")
     origin = Origin(
         step=replayer.step.index,
@@ -82,11 +87,14 @@ def _tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
         return replayer.parameters.get(path)
     if kind == "buffer":
         return replayer.buffers.get(path)
+    if name.startswith(KEPT):
+        return dict(kept_tensors(replayer.step.named_roots())).get(name)
     return dict(batches.named_tensors(replayer.step.micro_batches[micro])).get(name)
 
 
 def _setting(step: Step, traced: Traced) -> list[str]:
     notes = [fact("scale", float(step.scale))] if step.scale != 1.0 else []
+    notes += [fact("autocast", traced.tracer.autocast)] if traced.tracer.autocast is not None else []
     notes += [fact("collectives", "local")] if traced.tracer.local_collectives else []
     notes += [fact("unseen", name) for name in sorted(traced.tracer.unseen)]
     batch = step.micro_batches[traced.micro_batch]

@@ -64,8 +64,12 @@ class Call:
     """Chooses elements by a condition: where, masked_fill, indexing by a boolean mask."""
     numeric: bool = True
     """Gives at least one tensor that could hold a NaN; a comparison does not."""
+    pointwise: bool = False
+    """Works element by element."""
     reduces: bool = False
     """Combines elements into fewer."""
+    number: str | None = None
+    """A Python number among the arguments of an arithmetic operation that is NaN or infinite: `other:nan`."""
     vanished: float | None = None
     """A constant argument, an epsilon for instance, that is 0 in the dtype of the output."""
     blank: bool = False

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.locate import batch as batches
-from stepguard.locate import partial, samples, stored, update
+from stepguard.locate import impurity, partial, samples, stored, update
+from stepguard.locate.agreement import departure
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
+from stepguard.locate.effort import MOST_FRUITLESS, Effort, OutOfTimeError
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.partial import ModelReplayer
@@ -22,16 +24,23 @@ from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 
+UNCUT = "no sample can be told: your code takes this batch whole or not at all"
 MOST_REPAIRS = 3
 """Stored tensors that may turn out innocent before the search settles for what it has."""
 
 
-def locate(step: Step, reading: Reading) -> Origin:
-    """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found them."""
+def locate(step: Step, reading: Reading, effort: Effort | None = None) -> Origin:
+    """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found them.
+
+    `effort` bounds the time, and is the same for all incidents of a run: it remembers what was in vain.
+    """
+    effort = effort if effort is not None else Effort()
+    effort.begin(on_host=all(p.device.type == "cpu" for p in step.model.parameters()))
     try:
-        return _locate(step, reading)
+        origin = _locate(step, reading, effort)
     except ReplayError as failure:
         return stored.evidence_origin(step, reading, fact("replay-error", str(failure)[:200]))
+    return replace(origin, notes=(*origin.notes, *effort.cut)) if effort.cut else origin
 
 
 def locate_update(step: Step, reading: Reading) -> Origin:
@@ -51,7 +60,7 @@ def finite_unscaled(step: Step) -> bool | None:
             return None
 
 
-def _locate(step: Step, reading: Reading) -> Origin:
+def _locate(step: Step, reading: Reading, effort: Effort) -> Origin:
     if reading.state_born:
         in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
         return written_origin(step, reading) if in_forward else update.update_origin(step, reading)
@@ -66,10 +75,14 @@ def _locate(step: Step, reading: Reading) -> Origin:
     reason = no_replay(step)
     if reason is not None:
         return stored.evidence_origin(step, reading, fact("no-replay", reason))
-    with untouched(step) as keeper:
-        if step.model_only:
-            return _replay_model(ModelReplayer(step, keeper), reading)
-        return _replay(Replayer(step, keeper), reading)
+    with untouched(step) as keeper, impurity.own_state(step) as own:
+        kind = ModelReplayer if step.model_only else Replayer
+        replayer = kind(step, keeper, effort)
+        replayer.own = own
+        if isinstance(replayer, ModelReplayer):
+            return _replay_model(replayer, reading)
+        origin = _replay(replayer, reading)
+        return impurity.told(origin, own) if origin.reproduced is False else origin
 
 
 def finite_step(reading: Reading) -> bool:
@@ -131,6 +144,9 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
         return stored.state_origin(step, reading)
     if reading.overflow:
         origin = replace(origin, notes=(*origin.notes, fact("overflow", "scale")))
+    otherwise = departure(reading, micro, replayer)
+    if otherwise is not None:
+        return replace(origin, reproduced=False, notes=(*origin.notes, "not-reproduced", fact("departs", otherwise)))
     return _name_samples(replayer, traced, found, origin)
 
 
@@ -146,6 +162,9 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | 
     for _ in range(MOST_REPAIRS):
         if found is None or not found.birth.op.startswith("batch"):
             break
+        if not replayer.effort.affords(2.0 / len(replayer.step.micro_batches)):
+            replayer.effort.leave_out(f"the proof that {found.birth.op} alone is to blame")
+            return traced, found
         innocent |= {found.birth.op}
         mended = batches.repaired(batch, innocent)
         _accumulate(replayer, accumulated)
@@ -192,8 +211,10 @@ def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     origin = stored.evidence_origin(replayer.step, reading)
     if compiled_only(replayer):
         return replace(origin, reproduced=True, method="replay", notes=(*origin.notes, "compiled-only"))
-    steady = "transient" if repeats(replayer) else "nondeterministic"
-    return replace(origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced", steady))
+    differ = impurity.different_losses(replayer)
+    steady = "transient" if not differ and repeats(replayer) else "nondeterministic"
+    notes = (*origin.notes, "not-reproduced", steady, *differ)
+    return replace(origin, reproduced=False, method="replay", notes=notes)
 
 
 def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Origin) -> Origin:
@@ -203,10 +224,35 @@ def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Orig
         return origin
     batch = replayer.step.micro_batches[traced.micro_batch]
     trial = samples.Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
-    guilty = samples.guilty_samples(trial, _suspects(found, origin, batch, trial.count))
+    guilty = _search_samples(trial, _suspects(found, origin, batch, trial.count), origin, batch, replayer.effort)
     if not guilty:
-        return replace(origin, notes=(*origin.notes, fact("samples", "confounded"))) if trial.count > 1 else origin
+        not_shown = trial.count < 2 or replayer.effort.cut
+        return origin if not_shown else replace(origin, notes=(*origin.notes, fact("samples", "confounded")))
     return replace(origin, samples=guilty, notes=(*origin.notes, *_contrast(batch, guilty, trial.count)))
+
+
+def _search_samples(
+    trial: samples.Trial, suspects: list[int], origin: Origin, batch: Any, effort: Effort
+) -> tuple[int, ...]:
+    """The guilty samples, unless earlier incidents have shown that none can be told, or the time is up."""
+    kind = tuple((name, tensor.dim(), tensor.dtype) for name, tensor in batches.named_tensors(batch))
+    place = (origin.phase, origin.op, origin.node, origin.source, origin.tensor)
+    if kind in effort.whole_only:
+        effort.cut.append(UNCUT)
+        return ()
+    if effort.in_vain(place):
+        effort.cut.append(f"no sample was searched for: none could be told at this place {MOST_FRUITLESS} times before")
+        return ()
+    guilty: tuple[int, ...] = ()
+    try:
+        guilty = samples.guilty_samples(trial, suspects)
+    except OutOfTimeError:
+        effort.leave_out("the search for the guilty samples")
+    if trial.whole_only:
+        effort.whole_only.add(kind)
+        effort.cut.append(UNCUT)
+    effort.searched(place, found=bool(guilty))
+    return guilty
 
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"

@@ -63,6 +63,8 @@ def measure(birth: Birth) -> None:
     call.output = summarise("out", birth.out, index)
     broken = call.output.nan + call.output.posinf + call.output.neginf
     call.notes.append(fact("bad", f"{broken}/{max(1, birth.out.numel())}"))
+    if call.number is not None:
+        call.notes.append(fact("number", call.number))
     for gather in (_division, _argument, _growth, _infinities, _gradient, rowfacts.rows, _precision, _stored_huge):
         call.notes += gather(birth)
 
@@ -76,10 +78,27 @@ def _division(birth: Birth) -> list[str]:
         return [fact("denominator_value", below)] if abs(below) < 1e-6 else []
     notes = [fact("denominator", "zero"), *_lineage(birth, name, "denominator")]
     read = birth.read(name)
+    if read is not None and _learned(read.maker):
+        notes.append("denominator_learned")
     if read is not None and numeric(read.tensor) and not _whole(read.tensor):
         notes.append("denominator_fractional")
     above = birth.at("tensor1" if name == "tensor2" else "self") if name != "self" else None
     return [*notes, fact("numerator", "zero")] if above == 0.0 else notes
+
+
+def _learned(maker: Call) -> bool:
+    """Was it computed from parameters, with no comparison in between? A count of predictions has one."""
+    seen: set[int] = set()
+    stack = [maker]
+    while stack:
+        one = stack.pop()
+        if id(one) in seen or not one.numeric:
+            continue
+        if one.op.startswith("param:"):
+            return True
+        seen.add(id(one))
+        stack.extend(one.parents)
+    return False
 
 
 def _whole(tensor: Tensor) -> bool:

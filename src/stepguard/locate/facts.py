@@ -8,6 +8,7 @@ Where the value went
     selected_against=aten.sqrt        the forward operation of that branch, when its value itself was bad
     absorbed=forward         it vanished in the forward (loss finite) and came back as NaN in the backward
     absorbed_by=aten.erf     the operation that swallowed it
+    discarded_by=aten.index  a NaN of the forward was left out of the loss by this selection; its gradient was not
     then=aten._softmax       the operation that first turned a born infinity into NaN
     recomputed               only seen in the second forward of a checkpointed block
     inner_grad               born in a gradient that the forward itself computes (gradient penalty, forces)
@@ -18,6 +19,7 @@ What the operation did, at the bad element (ROLE is denominator, argument or exp
     ROLE_root=batch:mask     the only stored tensor it was computed from, if that is one batch tensor
     eps_vanished=1e-08       an epsilon on the way to that operand is 0 in float16
     denominator=zero         division by exactly 0          numerator=zero    0 / 0
+    denominator_fractional   some divisors are no whole numbers           denominator_learned   computed from weights
     denominator_value=1e-40  tiny, not zero
     argument=zero|negative   of log, sqrt, pow, rsqrt, a variance        argument_value=-2.5
     out_of_domain=1.02       acos, asin, atanh, acosh, erfinv
@@ -35,11 +37,14 @@ What the operation did, at the bad element (ROLE is denominator, argument or exp
     bad=3/40                 non-finite elements of the output
     uninitialised            torch.empty memory was read before it was written
     constant=nan             a tensor from outside model and batch was already bad
+    attribute=head.center    ... and it is this one, kept by a module outside its parameters and buffers
+    number=other:nan         a Python number given to the operation is NaN, or infinite where one computes with it
 
 Precision
     half                     operands or output are float16 or bfloat16
     dtype_limit=65504        largest number of the output's dtype
     finite_in=float32        the same operation on the same operands is finite in this wider dtype
+    autocast=float16         the autocast context that the forward pass ran in
     scale=65536              loss scale of the step         overflow=scale    it is finite at scale 1
     eps=1e-08 eps_underflow  the optimizer's epsilon, and that it is 0 in the parameter's dtype
     finite_norm=1e+21        norm of the gradients in float64, where float32 overflows
@@ -57,6 +62,9 @@ Replay
     not-reproduced           the replay is clean
     transient                ... and run again it gives the same bits each time
     nondeterministic         ... but run again it gives different bits, so the step itself is unsteady
+    losses=0.31 and 0.74     ... and these finite losses of two replays are too far apart for rounding
+    moves=the number `n`     state of the loss function's own that a replay changes
+    departs=...              the replay is bad in another way than the step was: +inf then, -inf now
     no-replay=reason         none was possible              replay-error=TypeError: ...   the user's code failed in it
     untraced                 bad again, but no operation of the trace explains it
     unseen=aten.name         results of this operator could not be looked at

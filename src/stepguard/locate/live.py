@@ -6,119 +6,112 @@ collective runs exactly once, as it would have, and the random numbers are left 
 
 from __future__ import annotations
 
-import os
+import copy
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch import Tensor, nn
 
 from stepguard.locate import batch as batches
-from stepguard.locate.birth import Invocation
+from stepguard.locate.attributes import kept_tensors
 from stepguard.locate.build import origin_of
 from stepguard.locate.calls import Call
-from stepguard.locate.finite import Flaws, plain
+from stepguard.locate.finite import plain
 from stepguard.locate.modules import ModuleSpans
+from stepguard.locate.recorder import Recorder, token
 from stepguard.locate.replay import Ran, Replayer, Traced
-from stepguard.locate.tracer import Tracer
 from stepguard.locate.walk import Found, Walk
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
-from stepguard.state import collectives
 from stepguard.state.step import Step
 
-MOST_CALLS = 200_000
-"""Operations of one step that are remembered; a long validation between two updates must not fill the memory."""
 SEEN_LIVE = "seen as it happened: the step ran under the tracer"
 
 
-class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
-    """A tracer that may be wrong but never in the way: a fault of its own ends the trace, not the user's step."""
+class OwnSpans(ModuleSpans):
+    """What was recorded for all guards, as one of them sees it."""
 
-    def __init__(self, modules: ModuleSpans) -> None:
-        super().__init__(modules)
-        self.fault: Exception | None = None
-        self._process = os.getpid()
+    def __init__(self, roots: Mapping[str, nn.Module], recorded: ModuleSpans) -> None:
+        super().__init__(roots)
+        self._recorded = recorded
+        self._foreign = tuple(token(m) for prefix, root in roots.items() if prefix for m in root.modules())
 
-    @property
-    def deaf(self) -> bool:
-        """Full, broken, or in a data loader's worker process that inherited it."""
-        return self.fault is not None or len(self.calls) >= MOST_CALLS or os.getpid() != self._process
+    def created(self, sequence: int) -> str | None:
+        return self._recorded.created(sequence)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.deaf or func.namespace in collectives.NAMESPACES:
-            return func(*args, **kwargs)
-        seen = None
-        try:
-            seen = self._look(func, args, kwargs)
-        except Exception as fault:
-            self.fault = fault
-        result = func(*args, **kwargs)
-        if seen is not None:
-            try:
-                self._record(seen, result)
-            except Exception as fault:
-                self.fault = fault
-        return result
+    def belongs_to_model(self, name: str | None) -> bool:
+        return name is not None and name not in self._foreign
 
-    def _judge(self, call: Call, made_by: Invocation, out: Tensor, found: Flaws) -> None:
-        # measuring a birth may run the operation again in a wider dtype: a random one must not draw
-        state = torch.get_rng_state()
-        try:
-            super()._judge(call, made_by, out, found)
-        finally:
-            torch.set_rng_state(state)
+    def spelled(self, name: str | None) -> str | None:
+        """The guard's own name of a module; None for what belongs to another guard's model."""
+        return None if name is None else self.names.get(int(name.removeprefix("#")))
 
 
 class LiveTrace:
     """One step of a watched loop, from the end of one update to the beginning of the next."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, recorder: Recorder) -> None:
+        self._recorder, self.tracer = recorder, recorder.tracer
+        self.first = recorder.tracer.seen
+        """Number of this step's first call."""
         roots = step.named_roots()
-        self._spans = ModuleSpans(roots)
-        self.tracer = LiveTracer(self._spans)
+        recorder.know(roots)
+        self._roots = roots
+        self._stored: list[tuple[Call, str]] = []
+        """This guard's names for tensors that no operation made."""
         self._parameters = {
             f"{prefix}.{name}".strip("."): p for prefix, root in roots.items() for name, p in root.named_parameters()
         }
+        for name, tensor in kept_tensors(roots):
+            self.tracer.store(name, tensor)
         for name, parameter in self._parameters.items():
-            self.tracer.store(f"param:{name}", parameter)
+            self._store(f"param:{name}", parameter)
         for prefix, root in roots.items():
             for name, buffer in root.named_buffers():
-                self.tracer.store(f"buffer:{f'{prefix}.{name}'.strip('.')}", buffer)
+                maker = self.tracer.maker_of(buffer)
+                if maker is None or maker.stage == "stored":
+                    self._store(f"buffer:{f'{prefix}.{name}'.strip('.')}", buffer)
         self._losses: list[Call] = []
+        self._root: Call | None = None
+        """Maker of what the present backward starts from."""
         self._gradients: list[Call] = []
         self._first_model_call: int | None = None
-        self._entered = ExitStack()
+
+    def _store(self, name: str, tensor: Tensor) -> None:
+        self._stored.append((self.tracer.store(name, tensor), name))
 
     # --- while the user's code runs ----------------------------------------------------------------------------
 
     def enter(self) -> None:
-        self._entered.enter_context(self._spans)
-        self.tracer.__enter__()  # type: ignore[no-untyped-call]
-        self._entered.callback(leave, self.tracer)
+        self._recorder.begin(self)
 
     def exit(self) -> None:
-        self._entered.close()
+        self._recorder.end(self)
+
+    def release(self) -> None:
+        """What was recorded is of no more use."""
+        self._recorder.release(self)
 
     def model_called(self, arguments: Mapping[str, Any]) -> None:
         """The batch is what the model is called with, unless an operation of this step made it."""
         if self._first_model_call is None:
-            self._first_model_call = len(self.tracer.calls)
+            self._first_model_call = self.tracer.seen
         for name, tensor in batches.named_tensors(dict(arguments)):
-            if self.tracer.maker_of(tensor) is None:
-                self.tracer.store(name, tensor)
+            maker = self.tracer.maker_of(tensor)
+            if maker is None:
+                self._store(name, tensor)
+            elif maker.op.startswith("batch"):
+                self._stored.append((maker, name))  # another guard's model has been called with it
 
     def before_backward(self, root: Tensor) -> None:
-        maker = self.tracer.maker_of(root) if root.numel() == 1 else None
-        if maker is not None:
-            self._losses.append(maker)
+        self._root = self.tracer.maker_of(root) if root.numel() == 1 else None
         self.tracer.stage = "backward"
 
-    def after_backward(self, root: Tensor) -> None:
+    def after_backward(self, *, ours: bool) -> None:
+        """`ours`: the backward reached this guard's parameters."""
+        if ours and self._root is not None:
+            self._losses.append(self._root)
         self.tracer.stage = "forward"
 
     def finish(self) -> None:
@@ -132,22 +125,44 @@ class LiveTrace:
 
     def origin(self, step: Step, reading: Reading) -> Origin | None:
         """Where the first harmful value was born; None when the trace does not show it."""
-        found = self._walk()
-        if found is None or self.tracer.fault is not None:
+        if self.tracer.fault is not None:
             return None
+        tracer = self._own_tracer()
+        found = self._walk(tracer)
+        if found is None:
+            return None
+        if found.birth.stage == "stored":
+            found = replace(found, birth=replace(found.birth, op=self._own_name(found.birth)))
         step = replace(step, micro_batches=step.micro_batches or ({},), scale=1.0)
-        traced = Traced(Ran(loss_finite=not _bad(self._losses)), self.tracer, 0)
+        traced = Traced(Ran(loss_finite=not _bad(self._losses)), tracer, 0)
         origin = origin_of(found, traced, Replayer(step, step.buffers))
         if origin.phase == "loss" and self._before_the_model(found.consumer or found.birth):
             origin = replace(origin, phase="input")
         micro = reading.bad_micro_batches[0] if reading.bad_micro_batches else None
-        return replace(origin, method="live", reproduced=None, micro_batch=micro, notes=(*origin.notes, SEEN_LIVE))
+        module = tracer.modules.spelled(origin.module)
+        notes = (*origin.notes, SEEN_LIVE)
+        return replace(origin, module=module, method="live", reproduced=None, micro_batch=micro, notes=notes)
 
-    def _walk(self) -> Found | None:
+    def _own_tracer(self) -> Any:
+        """The recorded calls of this step, with this guard's names for modules and stored tensors."""
+        tracer = copy.copy(self.tracer)
+        tracer.calls = [call for call in tracer.calls if call.index >= self.first]
+        tracer.modules = OwnSpans(self._roots, self._recorder.spans)
+        return tracer
+
+    def _own_name(self, stored: Call) -> str:
+        """What this guard calls a tensor; one that only another guard knows is a constant here."""
+        for call, name in self._stored:
+            if call is stored:
+                return name
+        held = ((name, p) for name, p in self._parameters.items() if self.tracer.maker_of(p) is stored)
+        return next((f"param:{name}" for name, _ in held), "constant")
+
+    def _walk(self, tracer: Any) -> Found | None:
         losses, gradients = _bad(self._losses), _bad(self._gradients)
         if losses:
-            return Walk(self.tracer, losses).from_loss()
-        return Walk(self.tracer, gradients).from_gradients() if gradients else None
+            return Walk(tracer, losses).from_loss()
+        return Walk(tracer, gradients).from_gradients() if gradients else None
 
     def _before_the_model(self, call: Call) -> bool:
         first = self._first_model_call
@@ -156,21 +171,3 @@ class LiveTrace:
 
 def _bad(calls: list[Call]) -> list[Call]:
     return [call for call in calls if call.out]
-
-
-def busy() -> bool:
-    """Is somebody else's dispatch mode active? Two that are not nested would leave each other on the stack."""
-    return bool(_get_current_dispatch_mode_stack())
-
-
-def leave(mode: TorchDispatchMode) -> None:
-    """Take a mode off the stack wherever it is: the user's code may have entered others since."""
-    stack = list(_get_current_dispatch_mode_stack())
-    if mode not in stack:
-        return
-    above = stack[stack.index(mode) + 1 :]
-    for other in reversed(above):
-        other.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    for other in above:
-        other.__enter__()  # type: ignore[no-untyped-call]

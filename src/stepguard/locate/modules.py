@@ -53,6 +53,10 @@ class ModuleSpans:
         within = [span for span in self._spans if span.first <= sequence < span.end]
         return min(within, key=lambda span: span.end - span.first).name if within else None
 
+    def forget_before(self, sequence: int) -> None:
+        """Drop what was created before the autograd node of this number."""
+        self._spans = [span for span in self._spans if span.end > sequence]
+
     def belongs_to_model(self, name: str | None) -> bool:
         """False outside every module and in an extra module such as a criterion."""
         return name is not None and name.partition(".")[0] not in self.extra

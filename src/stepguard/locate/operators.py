@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,6 +18,16 @@ MASKED = frozenset(
     "aten." + name for name in ("where", "masked_fill", "masked_fill_", "masked_select", "masked_scatter")
 )
 INDEXED = frozenset("aten." + name for name in ("index", "index_put", "index_put_", "_unsafe_index"))
+WRITES_CONSTANTS = frozenset(
+    "aten." + name
+    for name in (
+        *("where", "masked_fill", "masked_fill_", "fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"),
+        *("clamp", "clamp_", "clamp_min", "clamp_max", "clamp_min_", "clamp_max_", "hardtanh", "nan_to_num"),
+        *("constant_pad_nd", "arange", "index_fill", "index_fill_", "linspace", "threshold", "_cdist_forward"),
+        *("norm", "linalg_vector_norm", "_foreach_norm", "linalg_matrix_norm", "scatter", "scatter_", "histc"),
+    )
+)
+"""Operators for which an infinite number is an ordinary argument: a mask, an open bound, the order of a norm."""
 BLANK = frozenset("aten." + name for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
 OVERWRITES = frozenset(
     "aten." + name
@@ -67,7 +78,16 @@ class Operator:
     def reads(self, name: str) -> bool:
         """Does the operator look at what this argument held before?"""
         root = name.partition("[")[0]
+        if self.name.endswith("_like") or self.name.startswith("aten.new_"):
+            return False  # only the shape is of interest
         return root not in self.writes or not (self.name in OVERWRITES or root == "out")
+
+    def odd_number(self, numbers: list[tuple[str, float]]) -> str | None:
+        """A number that makes the result bad by itself: any NaN, or an infinity where one computes with it."""
+        for name, value in numbers:
+            if math.isnan(value) or (math.isinf(value) and self.name not in WRITES_CONSTANTS):
+                return f"{name}:{value}"
+        return None
 
     def selects(self, entries: list[Entry]) -> bool:
         """Does it choose elements by a condition?"""

@@ -71,7 +71,7 @@ class ModelReplayer(Replayer):
         return [name for name, tensor in named_tensors(self.step.micro_batches[call]) if tensor.grad_fn is not None]
 
     def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
-        self._keeper.restore()
+        self.put_back()
         restore_rng(self.step.rng[min(micro, len(self.step.rng) - 1)])
         assert self.step.model_fn is not None
         backward = backward and self.came_back_finite(micro)

@@ -5,16 +5,20 @@ Frames of this file mark where the user's code begins, see `source`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepguard.locate import batch as batches
+from stepguard.locate.attributes import kept_tensors
+from stepguard.locate.effort import Effort
 from stepguard.locate.finite import all_finite, numeric
 from stepguard.locate.modules import ModuleSpans
+from stepguard.locate.own_state import OwnState
 from stepguard.locate.tracer import Tracer
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import restore_rng
@@ -32,6 +36,9 @@ class Ran:
     loss_finite: bool
     grads_finite: bool = True
     loss: Tensor | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the loss."""
+    bad_gradients: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -50,8 +57,13 @@ class Traced:
 class Replayer:
     """Runs micro-batches of one step, inside `untouched`."""
 
-    def __init__(self, step: Step, keeper: BufferKeeper) -> None:
+    def __init__(self, step: Step, keeper: BufferKeeper, effort: Effort | None = None) -> None:
         self.step = step
+        self.own: OwnState | None = None
+        """What the loss function keeps for itself: put back before every run, so that all of them are alike."""
+        self.first_traced: Ran | None = None
+        """What the first trace gave, before anything in the batch was repaired."""
+        self.effort = effort if effort is not None else Effort()
         self._keeper = keeper
         roots = step.named_roots()
         self.parameters = {
@@ -72,6 +84,8 @@ class Replayer:
         spans = ModuleSpans(self.step.named_roots())
         tracer = self.tracer(spans)
         own = batches.duplicate(self.step.micro_batches[micro] if batch is None else batch)
+        for name, tensor in kept_tensors(self.step.named_roots()):
+            tracer.store(name, tensor)
         for name, tensor in batches.named_tensors(own):
             tracer.store(name, tensor)
         for name, parameter in self.parameters.items():
@@ -80,13 +94,20 @@ class Replayer:
                 tracer.store(f"grad:{name}", parameter.grad)
         for name, buffer in self.buffers.items():
             tracer.store(f"buffer:{name}", buffer)
-        with self._eagerly(True), spans:
+        with self.effort.first_trace(), self._eagerly(True), spans:
             ran = self._run(micro, own, backward, tracer)
+        self.first_traced = self.first_traced or ran
         return Traced(ran, tracer, micro)
 
     def tracer(self, spans: ModuleSpans) -> Tracer:
         """What traces; a subclass may put in another."""
         return Tracer(spans)
+
+    def put_back(self) -> None:
+        """Everything a run may have changed, but for gradients and random numbers."""
+        self._keeper.restore()
+        if self.own is not None:
+            self.own.restore()
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters.values():
@@ -104,15 +125,16 @@ class Replayer:
         return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
     def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
-        self._keeper.restore()
+        self.put_back()
         restore_rng(self.step.rng[min(micro, len(self.step.rng) - 1)])
         assert self.step.loss_fn is not None
         try:
             with ExitStack() as stack:
                 if tracer is not None:
                     stack.enter_context(tracer)
-                loss = total_loss(self.step.loss_fn(batch))
-                ran = Ran(loss_finite=all_finite(loss), loss=loss.detach())
+                given = self.step.loss_fn(batch)
+                loss = total_loss(given)
+                ran = Ran(loss_finite=all_finite(loss), loss=loss.detach(), parts=_parts(given))
                 if backward and ran.loss_finite and loss.requires_grad:
                     if tracer is not None:
                         tracer.stage = "backward"
@@ -121,5 +143,12 @@ class Replayer:
         except Exception as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         if backward and ran.loss_finite:
-            ran.grads_finite = not self.bad_gradients()
+            ran.bad_gradients = tuple(self.bad_gradients())
+            ran.grads_finite = not ran.bad_gradients
         return ran
+
+
+def _parts(given: Any) -> dict[str, float]:
+    if not isinstance(given, Mapping):
+        return {}
+    return {str(name): float(part.detach()) for name, part in given.items()}

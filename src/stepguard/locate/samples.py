@@ -25,11 +25,14 @@ class Trial:
         self._batch = batch
         self._backward = backward
         self.count = batches.sample_count(batch)
+        self.whole_only = False
+        """The user's code cannot take this batch with any part left out."""
 
     def bad(self, keep: Sequence[int]) -> bool | None:
-        """True or False; None when the user's code cannot take such a batch."""
+        """True or False; None when the user's code cannot take such a batch. Raises OutOfTimeError."""
         if not keep:
             return None
+        self._replayer.effort.require(len(keep) / self.count / len(self._replayer.step.micro_batches))
         self._replayer.clear_gradients()
         chosen = batches.subset(self._batch, list(keep), self.count)
         try:
@@ -94,4 +97,12 @@ def _bisect(trial: Trial) -> list[int]:
 
 
 def _one_by_one(trial: Trial, group: Sequence[int]) -> list[int]:
-    return next(([sample] for sample in group if trial.bad(trial.without([sample])) is False), [])
+    """Neither half runs. A batch that does not run without a single sample either, as a graph, cannot be cut at all."""
+    for sample in group[:MOST_GUILTY]:
+        verdict = trial.bad(trial.without([sample]))
+        if verdict is None:
+            trial.whole_only = True
+            return []
+        if verdict is False:
+            return [sample]
+    return []

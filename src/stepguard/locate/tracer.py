@@ -30,6 +30,7 @@ MOST_MEASURED = 32
 EXACT_ELEMENTS = 20_000_000
 """Elements that may be compared position by position before the trace falls back to whole tensors."""
 MOST_SPOTS = 16
+READS_A_NUMBER = "aten._local_scalar_dense"
 LEAST_HALF = 2.0**-25
 """Numbers up to this round to 0 in float16."""
 
@@ -42,15 +43,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.modules = modules
         self.stage: Stage = stage
         self.calls: list[Call] = []
+        self.forgotten = 0
+        """Calls before the first of `calls` that were dropped."""
         self.lines: dict[int, Line] = {}
         """The user's line that created the autograd node of this number."""
         self.owners: dict[int, Call] = {}
         """The forward call that created the autograd node of this number."""
         self.unseen: set[str] = set()
         """Operators whose results could not be looked at."""
+        self.autocast: str | None = None
+        """The dtype of the first autocast context that was met in the forward pass."""
         self.local_collectives = False
         """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
+        self._bad_number: Call | None = None
+        """Who made the last bad value that was read as a Python number."""
         self._last_sequence = -1
         self._measured = 0
         self._exact_left = EXACT_ELEMENTS
@@ -62,6 +69,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         wild = name.startswith("param:") or not mask_like(tensor) if found else False
         call = Call(index=-1, op=name, stage="stored", out=found, tame=bool(found) and not found.nan and not wild)
         call.born = bool(found) and not call.tame
+        call.numeric = numeric(tensor)
         self._makers[storage_key(tensor)] = call
         return call
 
@@ -91,13 +99,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
         """What goes in, before the operation runs; None for what is of no interest."""
         operator = describe(func)
+        if operator.name == READS_A_NUMBER:
+            self._number_read(args[0])
         if operator.views or operator.name in TESTS:
             return None
         entries = operator.entries(args, kwargs)
+        if self.autocast is None and self.stage == "forward":
+            self.autocast = _autocast(entries)
         reads = [self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)]
         numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
         return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, operator.selects(entries))
+
+    def _number_read(self, tensor: Tensor) -> None:
+        """`.item()`: a bad number that is used later on comes from here."""
+        maker = self._makers.get(storage_key(tensor))
+        if maker is not None and maker.out and numeric(tensor) and flaws(tensor):
+            self._bad_number = maker
 
     def _read(self, entry: Entry, operator: Operator) -> Read:
         tensor = entry.value
@@ -118,6 +136,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.parents = tuple(read.maker for read in used)
         call.flawed = tuple(read.maker for read in used if read.flaws)
         call.selects = made_by.selects
+        call.pointwise = operator.pointwise
+        call.number = operator.odd_number(made_by.numbers)
         call.blank = operator.name in BLANK
         written = [
             read.tensor if read.live is None else read.live
@@ -137,7 +157,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _place(self, name: str) -> Call:
         """A call with its stage, module, node and line."""
-        call = Call(index=len(self.calls), op=name, stage=self.stage)
+        call = Call(index=self.forgotten + len(self.calls), op=name, stage=self.stage)
         self.calls.append(call)
         node: Any = torch._C._current_autograd_node()
         sequence = sequence_number()
@@ -171,12 +191,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         why = explain(reads, [number for _, number in made_by.numbers], out, found, exact)
         call.causes = (*call.causes, *(read.maker for read in why.causes))
         call.out, call.tame, call.born = found, why.tame and not call.causes, why.born
+        if call.number is not None and self._bad_number is not None:
+            call.causes, call.number = (*call.causes, self._bad_number), None
+            call.tame = call.born = False
         call.shape = tuple(out.shape)
         if call.stage == "backward" and (call.born or any(c.stage != "backward" for c in call.causes)):
             self._poisoned_nodes.add(call.sequence)
         in_poisoned_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
         call.reduces = call.op not in MOVES and any(out.numel() < read.tensor.numel() for read in reads)
-        telling = call.born or in_poisoned_node or (call.tame and call.reduces)
+        telling = call.born or in_poisoned_node or (call.tame and (call.reduces or call.number is not None))
         if telling and self._measured < MOST_MEASURED:
             self._measured += 1
             call.rows, call.spots = _positions(out, why.where)
@@ -198,6 +221,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if call.out and old is not call:
                 call.causes = (*call.causes, *(() if old.tame or old in call.causes else (old,)))
         self._makers[key] = call
+
+
+def _autocast(entries: list[Entry]) -> str | None:
+    """The dtype that autocast computes in, where it is on for the device of these tensors."""
+    device = next((e.value.device.type for e in entries if isinstance(e.value, Tensor)), None)
+    if device is None or not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
 def _partial(tensor: Tensor) -> bool:

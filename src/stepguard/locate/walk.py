@@ -1,9 +1,10 @@
 """From the bad loss or gradient back to the operation where the first harmful value was born.
 
 Only bad values that explain bad values are followed, so an infinity that was absorbed is never blamed. When only the
-gradient is bad, a value born in the forward pass is the origin if it was swallowed there (erf, clamp, gather), and the
-backward node is the origin if the forward had deselected it by a condition: the forward is right by intention then,
-and it is the gradient of the unselected branch that hurts.
+gradient is bad, a value born in the forward pass is the origin if it was swallowed there (erf, clamp, gather) or if it
+is a NaN that indexing or a mask dropped later on. The backward node is the origin if the forward had deselected the
+value by a condition on the function's own argument, as in `where(x > 0, sqrt(x), 0)`, or if it was only infinite: the
+forward is right by intention then, and it is the gradient of the unselected branch that hurts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
 SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 """A mask is added to what was learned; an infinity that multiplies it is a weight."""
 MOST_UPSTREAM = 32
+MOST_BLOCKS = 64
+"""Births whose gradients are compared."""
 
 
 @dataclass(slots=True)
@@ -71,28 +74,55 @@ class Walk:
     def _from_backward(self, root: Call) -> Found:
         made = self._tracer.owners.get(root.sequence)
         if made is not None and made.harmful and _same_place(made, root):
+            first = min((call for call in ancestors(made) if call.born), key=lambda call: call.index, default=None)
             if self._deselected(made):
+                if first is not None and self._born_to_be_dropped(first):
+                    return self._finish(first, self._dropping(first))
                 return self._finish(root, [fact("where", "unselected")])
-            earlier = [call for call in ancestors(made) if call.born]
-            if earlier:
-                return self._finish(min(earlier, key=lambda call: call.index), self._absorption(made))
+            if first is not None:
+                return self._finish(first, self._absorption(made))
         siblings = [call for call in self._chain.values() if call.sequence == root.sequence]
         unselected = any(self._upstream_deselected(call) for call in siblings)
         return self._finish(root, [fact("where", "unselected")] if unselected else [])
 
     def _from_forward(self, root: Call) -> Found:
-        first = self._original(root)
+        first = min(map(self._original, self._forward_births(root)), key=lambda call: call.index)
         if self._deselected(first):
-            late = self._gradient_of([root.sequence, first.sequence])
-            if late is not None:
-                return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
+            if self._born_to_be_dropped(first):
+                return self._finish(first, self._dropping(first))
+            found = self._first_unselected(root)
+            if found is not None:
+                return found
         return self._finish(first, self._absorption(first))
+
+    def _first_unselected(self, root: Call) -> Found | None:
+        """Of several blocks that deselect a bad value, the one whose gradient goes bad first: backward, the last."""
+        pairs = []
+        for call in self._forward_births(root):
+            first = self._original(call)
+            late = self._gradient_of([call.sequence, first.sequence]) if self._deselected(first) else None
+            if late is not None:
+                pairs.append((late, first))
+        if not pairs:
+            return None
+        late, first = min(pairs, key=lambda pair: pair[0].index)
+        born_backward = [call for call in self._chain.values() if call.born and call.stage == "backward"]
+        earliest = min(born_backward, key=lambda call: call.index, default=late)
+        if earliest.index < late.index and earliest.sequence != late.sequence:
+            return self._from_backward(earliest)
+        return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
+
+    def _forward_births(self, root: Call) -> list[Call]:
+        """Everything born in the forward that the bad gradient goes back to; of a recomputed block, the second run."""
+        born = [call for call in self._chain.values() if call.born and call.stage == "forward"]
+        return [root, *sorted((call for call in born if call is not root), key=lambda call: call.index)[:MOST_BLOCKS]]
 
     def _original(self, call: Call) -> Call:
         """A checkpointed block runs twice: the first run is what the user means."""
         if "recomputed" not in call.notes:
             return call
-        same = (c for c in self._tracer.calls if (c.op, c.line) == (call.op, call.line))
+        place = (call.op, call.line, call.module)  # blocks of one class share their lines
+        same = (c for c in self._tracer.calls if (c.op, c.line, c.module) == place)
         return next((c for c in same if c.born and c.index < call.index), call)
 
     def _frontier(self, call: Call) -> list[Call]:
@@ -113,6 +143,19 @@ class Walk:
     def _deselected(self, call: Call) -> bool:
         edge = self._frontier(call)
         return bool(edge) and all(reader.selects for reader in edge)
+
+    def _born_to_be_dropped(self, birth: Call) -> bool:
+        """A NaN that the forward made by itself and dropped later: not a function kept from its own pole by `where`."""
+        if not birth.out.nan or birth.stage != "forward":
+            return False
+        argument = {id(real_maker(parent)) for parent in birth.parents}
+        choosing = [reader for reader in self._frontier(birth) if reader.selects]
+        kept_from_pole = birth.pointwise and all(argument & _asked_by(reader) for reader in choosing)
+        return not kept_from_pole
+
+    def _dropping(self, birth: Call) -> list[str]:
+        """Which operations left the NaN out of the loss."""
+        return [fact("discarded_by", reader.op) for reader in self._frontier(birth)[:1]]
 
     def _upstream_deselected(self, root: Call) -> bool:
         """Did the 0 that met an infinite derivative come from a condition that left this element out?"""
@@ -163,8 +206,9 @@ class Walk:
                 seen.add(id(call))
                 tame.append(call)
                 stack.extend(call.flawed)
+        by_number = [c for c in tame if c.number is not None]
         reducing = [c for c in tame if c.reduces]
-        found = min(reducing or tame, key=lambda c: c.index, default=None)
+        found = min(by_number or reducing or tame, key=lambda c: c.index, default=None)
         return None if found is None else self._as_data(found) or self._finish(found, ["tame_inf"])
 
     def _as_data(self, birth: Call) -> Found | None:
@@ -232,6 +276,23 @@ def _condition_of(call: Call) -> list[str]:
     while asked is not None and not asked.numeric and asked.parents:
         asked = real_maker(asked.parents[0])
     return [fact("chosen_by", asked.op)] if asked is not None and asked.stage != "stored" else []
+
+
+def _asked_by(call: Call) -> set[int]:
+    """The computed values that the condition of a selection looked at, behind comparisons and logic."""
+    stack = [parent for parent in call.parents if not parent.numeric]
+    seen: set[int] = set()
+    asked: set[int] = set()
+    while stack:
+        one = stack.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.numeric:
+            asked.add(id(one))
+        else:
+            stack.extend(real_maker(parent) for parent in one.parents)
+    return asked
 
 
 def _joins(call: Call) -> bool:

@@ -14,6 +14,8 @@ Fault = Literal["data", "state", "update", "anomaly"]
 """`data`: born in the batch, the forward, the loss or the backward, on weights that are good. `state`: a parameter,
 buffer or optimizer slot is damaged. `update`: the optimizer made it. `anomaly`: everything is finite."""
 
+NOTHING_GOOD = "no good snapshot or checkpoint to go back to"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -25,8 +27,10 @@ class Situation:
     """The state was bad before the guard's first step."""
     remedy: Remedy | None = None
     """Where a rewind would go, and what it would do there; None where there is nothing left to try."""
-    no_rewind: str = "no good snapshot or checkpoint to go back to"
+    no_rewind: str = NOTHING_GOOD
     """Why there is none."""
+    may_act: bool = False
+    """For an anomaly: the user asked for rewinds, and the weights were shown to be hurt."""
     can_retry: bool = False
     """The replay of the step is clean and the state is untouched: the same step may well succeed now."""
     leave_out: str = ""
@@ -53,8 +57,7 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
 
 def _anomaly(situation: Situation, policy: Policy, spent: Budget) -> tuple[Decision, Budget]:
     """A finite run is never halted: it is rewound where that is proven and possible, else told."""
-    why_not = _why_no_rewind(situation, policy, spent)
-    if not why_not:
+    if situation.may_act and not _why_no_rewind(situation, policy, spent):
         return _choose("rewind", situation, policy, spent)
     return _choose("note", situation, policy, spent)
 
@@ -98,7 +101,7 @@ def _why_no_rewind(situation: Situation, policy: Policy, spent: Budget) -> str:
     if "rewind" not in policy.actions:
         return "Policy.actions has no 'rewind'"
     if situation.remedy is None:
-        return situation.no_rewind
+        return situation.no_rewind or NOTHING_GOOD
     if spent.rewinds >= policy.max_rewinds:
         return f"{spent.rewinds} rewinds used, {policy.max_rewinds} are allowed (Policy.max_rewinds)"
     return ""

@@ -30,8 +30,9 @@ class Incident:
 
     @property
     def stopped(self) -> bool:
-        """Did this incident end the run?"""
-        return self.decision is not None and self.decision.action == "stop"
+        """Did the policy end the run with it? An exception of the user's ends it by itself, if nobody catches it."""
+        raised = self.verdict.kind == "exception"
+        return self.decision is not None and self.decision.action == "stop" and not raised
 
     @property
     def summary(self) -> str:
@@ -52,6 +53,7 @@ def _place(origin: Origin) -> str:
         f"in {origin.module}" if origin.module else "",
         f"at {origin.source}" if origin.source else "",
         "sample " + ", ".join(map(str, origin.samples)) if origin.samples else "",
+        f"({', '.join(origin.rows)})" if origin.rows else "",
     ]
     where = " ".join(part for part in parts if part)
     return f"{origin.phase}: {where}" if where else origin.phase

@@ -54,6 +54,8 @@ class Origin:
     """`batch:x`, `param:NAME`, `buffer:NAME`, `opt:SLOT` where a stored tensor is the culprit."""
     samples: tuple[int, ...] = ()
     """Indices in the batch, each confirmed by leaving it out; empty when none could be confirmed."""
+    rows: tuple[str, ...] = ()
+    """Who the samples are, in the order of `samples`: `row 48211` of the data set, `id a.png`; empty: not known."""
     micro_batch: int | None = None
     rank: int | None = None
     inputs: tuple[Operand, ...] = ()

@@ -55,6 +55,8 @@ class Reading:
     """What that same batch gave when it was new; without it a hard batch looks like hurt weights."""
     update_ratio: float | None = None
     """Norm of the last update over that of the weights; only measured on suspicion."""
+    weights_moved: float | None = None
+    """Distance of the weights from those of the last good snapshot, over their norm; only measured on suspicion."""
     alarm: bool = False
     """Some rank reported a non-finite value."""
     bad_ranks: tuple[int, ...] = ()

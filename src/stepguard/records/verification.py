@@ -31,7 +31,8 @@ ProblemKind = Literal[
     "loss",
     "lr",
 ]
-"""`hostile`: reading it with pickle would run code. `global`: an unknown class that pickle would import."""
+"""`hostile`: loading it with pickle could run code. `global`: a class outside of the list of what checkpoints need; an
+error where pickle would call it, a warning where it would only be imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from io import StringIO
 from typing import Any, Literal
 
 from rich.table import Table
-from rich.text import Text
 
 from stepguard.records.codec import dumps, to_jsonable
 from stepguard.report import phrases, screen
 from stepguard.report.summary import Record, RunSummary, summarize
+from stepguard.report.unbroken import Name, Unbroken
 
 Better = Literal["first", "second", "same", "unknown"]
 TAIL = 0.1
@@ -92,13 +92,13 @@ def render_terminal(comparison: Comparison, *, width: int = 100, colour: bool = 
     """The table as text; what is better off is green."""
     console = screen.paper(width=width, colour=colour)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("", _short(comparison.first), _short(comparison.second)):
-        table.add_column(heading, overflow="fold")
+    for heading in ("", *_headings(comparison.first, comparison.second)):
+        table.add_column(Name(heading))
     for row in comparison.rows:
         marks = {"first": ("green", ""), "second": ("", "green")}.get(row.better, ("", ""))
-        table.add_row(Text(row.aspect, style="cyan"), Text(row.first, style=marks[0]), Text(row.second, style=marks[1]))
+        table.add_row(Unbroken(row.aspect, "cyan"), Unbroken(row.first, marks[0]), Unbroken(row.second, marks[1]))
     for name, (mine, other) in comparison.settings.items():
-        table.add_row(Text(name, style="cyan"), _setting(mine), _setting(other))
+        table.add_row(Unbroken(name, "cyan"), Unbroken(_setting(mine)), Unbroken(_setting(other)))
     console.print(table)
     assert isinstance(console.file, StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
@@ -153,8 +153,18 @@ def _differing(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _setting(value: Any) -> Text:
-    return Text("default" if value is None else str(value))
+def _setting(value: Any) -> str:
+    return "default" if value is None else str(value)
+
+
+def _headings(first: str, second: str) -> tuple[str, str]:
+    """The folders of the runs; with what is above them where they have the same name."""
+    short = _short(first), _short(second)
+    return short if short[0] != short[1] else (_folder(first), _folder(second))
+
+
+def _folder(journal: str) -> str:
+    return journal.replace("\\", "/").rpartition("/journal")[0] or journal
 
 
 def _short(journal: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from io import StringIO
 
 from rich.console import Console
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from stepguard.records.examination import Examination, Section
 from stepguard.report import screen
+from stepguard.report.unbroken import Unbroken, titled
 
 STYLES = {"fine": "green", "warning": "yellow", "failed": "bold red", "corrupt": "bold red", "not checked": "dim"}
 
@@ -24,8 +24,7 @@ def render_examination(found: Examination, *, width: int, colour: bool, unicode:
 
 
 def paint_examination(console: Console, found: Examination, *, unicode: bool = True) -> None:
-    title = Text(f"stepguard doctor: {found.path}", style="bold")
-    console.print(Rule(title, characters="─" if unicode else "-", style="dim", align="left"))
+    console.print(titled(f"stepguard doctor: {found.path}", width=console.width, unicode=unicode))
     for number, section in enumerate(found.sections, start=1):
         _section(console, number, section)
 
@@ -44,8 +43,8 @@ def _section(console: Console, number: int, section: Section) -> None:
 def _indented(console: Console, section: Section) -> None:
     grid = Table.grid(padding=(0, 0, 0, 0))
     grid.add_column(width=4)
-    grid.add_column(overflow="fold")
+    grid.add_column()
     for line in section.lines:
-        grid.add_row("", Text(line))
+        grid.add_row("", Unbroken(line))
     if section.lines:
         console.print(grid)

@@ -10,47 +10,85 @@ from rich.table import Table
 from rich.text import Text
 
 from stepguard.report import phrases
+from stepguard.report.health import Concern, concerns
 from stepguard.report.stages import Outcome
 from stepguard.report.summary import Record, RunSummary
+from stepguard.report.unbroken import Unbroken
 
-Verdict = Literal["waiting", "healthy", "unhealthy", "stopped"]
+Verdict = Literal["waiting", "healthy", "attention", "unhealthy", "stopped"]
 SHOWN = 48
 """Steps drawn as bars."""
 LAST_INCIDENTS = 3
 STYLES = {"waiting": "dim", "passed": "green", "failed": "bold red"}
-ENDED = {"healthy": "bold green", "unhealthy": "bold red", "stopped": "bold red", "waiting": "dim"}
+ENDED = {
+    "healthy": "bold green",
+    "attention": "bold yellow",
+    "unhealthy": "bold red",
+    "stopped": "bold red",
+    "waiting": "dim",
+}
+WEIGHTS = {"attention": "yellow", "unhealthy": "bold red"}
 
 
-def judge_run(record: Record, outcomes: Sequence[Outcome], wanted: int | None) -> Verdict:
-    """After `wanted` steps, at the end of the run, or as soon as a stage has failed."""
-    if any(incident.stopped for incident in record.incidents):
+def judge_run(
+    record: Record,
+    outcomes: Sequence[Outcome],
+    wanted: int | None,
+    told: Sequence[Concern] | None = None,
+    *,
+    now: bool = False,
+) -> Verdict:
+    """After `wanted` steps, at the end of the run, or as soon as a stage has failed.
+
+    `told` is what `health` holds against the run. With `now` a run that goes on is judged as well, if only to its
+    disadvantage: whether it is healthy is not known before.
+    """
+    told = concerns(record) if told is None else told
+    if _stopped(record):
         return "stopped"
     if any(outcome.state == "failed" for outcome in outcomes):
         return "unhealthy"
     over = any(line.get("type") == "end" for line in record.notes)
-    if not over and (wanted is None or len(record.steps) < wanted):
-        return "waiting"
     undecided = any(outcome.state == "waiting" for outcome in outcomes)
-    if undecided and not over:
-        return "waiting"
-    return "unhealthy" if undecided or (not outcomes and _still_bad(record)) else "healthy"
+    enough = wanted is not None and len(record.steps) >= wanted
+    if not over and (undecided or not enough):
+        return _worst(told) if now and told else "waiting"
+    if undecided:
+        return "unhealthy"
+    if outcomes:  # what the user asked for holds; only what is plainly broken counts beside it
+        told = [concern for concern in told if concern.weight == "unhealthy"]
+    return _worst(told) if told else "healthy"
 
 
-def _still_bad(record: Record) -> bool:
-    """Without stages: most of the last steps were dropped."""
-    tail = record.steps[-SHOWN:]
-    return bool(tail) and sum(not line.get("committed", True) for line in tail) > len(tail) // 2
+def _worst(told: Sequence[Concern]) -> Verdict:
+    return "unhealthy" if any(concern.weight == "unhealthy" for concern in told) else "attention"
 
 
-def screenful(record: Record, summary: RunSummary, outcomes: Sequence[Outcome], verdict: Verdict) -> RenderableType:
+def _stopped(record: Record) -> bool:
+    """By its policy, and not started again since."""
+    last = record.incidents[-1] if record.incidents else None
+    if last is None or not last.stopped:
+        return False
+    return not record.steps or record.steps[-1]["step"] in (last.step - 1, last.step)
+
+
+def screenful(
+    record: Record,
+    summary: RunSummary,
+    outcomes: Sequence[Outcome],
+    verdict: Verdict,
+    told: Sequence[Concern] = (),
+) -> RenderableType:
     """Everything, for a `rich.live.Live` or a plain print."""
     parts: list[RenderableType] = [_numbers(record, summary)]
     if outcomes:
         parts.append(_stages(outcomes))
+        parts.extend(Unbroken(f" {outcome.note}", "yellow") for outcome in outcomes if outcome.note)
     for incident in record.incidents[-LAST_INCIDENTS:]:
         text = f" step {incident.step}: {incident.verdict.summary}"
         done = f", {phrases.ACTION_DONE.get(incident.decision.action, '')}" if incident.decision else ""
-        parts.append(Text(text + done, style="red"))
+        parts.append(Unbroken(text + done, "red"))
+    parts.extend(Unbroken(f" {concern.text}", WEIGHTS[concern.weight]) for concern in told)
     parts.append(Text(f" {verdict}", style=ENDED[verdict]))
     return Group(*parts)
 
@@ -58,7 +96,7 @@ def screenful(record: Record, summary: RunSummary, outcomes: Sequence[Outcome], 
 def _numbers(record: Record, summary: RunSummary) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="cyan", no_wrap=True, min_width=10)
-    grid.add_column(overflow="fold")
+    grid.add_column()
     last = record.steps[-1] if record.steps else {}
     steps = f"{summary.steps:,} seen, {summary.committed:,} committed, {summary.skipped:,} skipped"
     rows = [("step", f"{last.get('step', '-')}  ({steps})")]
@@ -72,7 +110,7 @@ def _numbers(record: Record, summary: RunSummary) -> RenderableType:
         rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step"))
     rows.append(("incidents", str(len(record.incidents))))
     for name, value in rows:
-        grid.add_row(f" {name}", Text(value))
+        grid.add_row(f" {name}", Unbroken(value))
     return grid
 
 
@@ -82,5 +120,7 @@ def _stages(outcomes: Sequence[Outcome]) -> RenderableType:
         table.add_column(heading)
     for outcome in outcomes:
         value = phrases.number(outcome.value)
-        table.add_row(f" {outcome.stage}", outcome.condition, value, Text(outcome.state, style=STYLES[outcome.state]))
+        table.add_row(
+            f" {outcome.stage}", Unbroken(outcome.condition), value, Text(outcome.state, style=STYLES[outcome.state])
+        )
     return table

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from stepguard.records import Incident, Operand, Origin, Policy, Reading, Remedy
 from stepguard.report import phrases
+from stepguard.report.unbroken import Unbroken
 
 LABEL_WIDTH = 7
 MOST_EVIDENCE = 4
@@ -30,10 +31,13 @@ _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 Section = tuple[str, RenderableType]
 
 
-def paint_incident(console: Console, incident: Incident, *, policy: Policy | None = None, unicode: bool = True) -> None:
-    """Print the whole panel; sections without data are left out."""
+def paint_incident(
+    console: Console, incident: Incident, *, policy: Policy | None = None, unicode: bool = True, whose: str = ""
+) -> None:
+    """Print the whole panel; sections without data are left out. `whose`: the guard's name, where there are several."""
     line = "━" if unicode else "-"
     title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
+    title += f" ({whose})" if whose else ""
     console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
     console.print(_rows(_sections(incident, policy, unicode)))
     for position, remedy in enumerate(_first_remedies(incident)):
@@ -81,12 +85,12 @@ def _sections(incident: Incident, policy: Policy | None, unicode: bool) -> Itera
 
 
 def _what(incident: Incident) -> RenderableType:
-    lines: list[RenderableType] = [Text(incident.verdict.summary or phrases.verdict_title(incident.verdict.kind))]
+    lines: list[RenderableType] = [Unbroken(incident.verdict.summary or phrases.verdict_title(incident.verdict.kind))]
     numbers = _numbers(incident.reading)
     if numbers:
-        lines.append(Text(numbers, style="dim"))
+        lines.append(Unbroken(numbers, "dim"))
     if len(incident.reading.bad_grads) > 1:
-        lines.append(Text(f"bad gradients: {phrases.first_few(incident.reading.bad_grads, 4)}", style="dim"))
+        lines.append(Unbroken(f"bad gradients: {phrases.first_few(incident.reading.bad_grads, 4)}", "dim"))
     return Group(*lines)
 
 
@@ -101,7 +105,7 @@ def _numbers(reading: Reading) -> str:
 
 
 def _where(origin: Origin, unicode: bool) -> RenderableType:
-    lines: list[RenderableType] = [Text(f"{origin.phase}: {phrases.place(origin)}".rstrip(": "))]
+    lines: list[RenderableType] = [Unbroken(f"{origin.phase}: {phrases.place(origin)}".rstrip(": "))]
     if origin.context:
         lines.append(Padding(_source(origin, unicode), (0, 0, 0, 2)))
     values = [*origin.inputs[:MOST_OPERANDS], *([origin.output] if origin.output is not None else [])]
@@ -109,8 +113,8 @@ def _where(origin: Origin, unicode: bool) -> RenderableType:
         lines.append(Padding(_values(origin, values), (0, 0, 0, 2)))
     culprits = phrases.culprits(origin)
     if culprits:
-        lines.append(Text(culprits))
-    lines.extend(Text(sentence, style="dim") for sentence in _certainty(origin))
+        lines.append(Unbroken(culprits))
+    lines.extend(Unbroken(sentence, "dim") for sentence in _certainty(origin))
     return Group(*lines)
 
 
@@ -121,7 +125,7 @@ def _values(origin: Origin, values: list[Operand]) -> Table:
     for position, value in enumerate(values):
         is_output = value is origin.output
         name = "output" if is_output else value.name or f"input {position}"
-        table.add_row(name, Text(phrases.operand(value), style="" if value.finite else "yellow"))
+        table.add_row(name, Unbroken(phrases.operand(value), "" if value.finite else "yellow"))
     return table
 
 
@@ -129,9 +133,20 @@ def _certainty(origin: Origin) -> Iterator[str]:
     if origin.reproduced is True:
         yield "the replay shows it again"
     elif origin.reproduced is False:
-        yield "the replay does not show it again: transient"
+        yield _not_again(origin)
     # notes without a blank are tokens for the rules (`where:unselected`), not sentences
-    yield from (note for note in origin.notes if " " in note)
+    yield from (note for note in origin.notes if " " in note and not note.startswith(FOR_THE_RULES))
+
+
+def _not_again(origin: Origin) -> str:
+    if any(note.startswith("departs=") for note in origin.notes):
+        return "the replay is bad as well, but in another way"
+    impure = any(note.startswith(("moves=", "losses=")) for note in origin.notes)
+    return "the replay does not show it again" + ("" if impure else ": transient")
+
+
+FOR_THE_RULES = ("moves=", "losses=", "departs=")
+"""Notes with words in them that a finding says better."""
 
 
 def _source(origin: Origin, unicode: bool) -> RenderableType:
@@ -155,10 +170,10 @@ def _why(incident: Incident) -> RenderableType:
     finding = incident.findings[0]
     title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
     title.append(f"({phrases.confidence(finding.confidence)})", style="dim")
-    lines = [title, *(Text(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE])]
+    lines = [Unbroken(title), *(Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE])]
     others = [f"{other.code} {other.title}" for other in incident.findings[1:3]]
     if others:
-        lines.append(Text(f"less likely: {'; '.join(others)}", style="dim"))
+        lines.append(Unbroken(f"less likely: {'; '.join(others)}", "dim"))
     return Group(*lines)
 
 
@@ -166,14 +181,14 @@ def _done(incident: Incident, policy: Policy | None) -> RenderableType:
     decision = incident.decision
     assert decision is not None
     done = phrases.ACTION_DONE.get(decision.action, decision.action)
-    lines = [Text.assemble((done, "bold"), f": {phrases.effect(incident)}".rstrip(": "))]
+    lines = [Unbroken(Text.assemble((done, "bold"), f": {phrases.effect(incident)}".rstrip(": ")))]
     if decision.reason:
-        lines.append(Text(decision.reason))
+        lines.append(Unbroken(decision.reason))
     if decision.lr_factor is not None:
-        lines.append(Text(f"every learning rate times {decision.lr_factor:g}"))
+        lines.append(Unbroken(f"every learning rate times {decision.lr_factor:g}"))
     if decision.new_scale is not None:
-        lines.append(Text(f"loss scale is now {decision.new_scale:g}"))
-    lines.append(Text(phrases.budget(decision, policy), style="dim"))
+        lines.append(Unbroken(f"loss scale is now {decision.new_scale:g}"))
+    lines.append(Unbroken(phrases.budget(decision, policy), "dim"))
     return Group(*lines)
 
 
@@ -184,7 +199,7 @@ def _first_remedies(incident: Incident) -> tuple[Remedy, ...]:
 def _paint_remedy(console: Console, position: int, remedy: Remedy) -> None:
     note = SAFETY_NOTES.get(remedy.safety, "")
     title = Text.assemble(f"{position + 1}. {remedy.title}", (f" ({note})" if note else "", "dim"))
-    console.print(_rows([("TO DO" if position == 0 else "", title)]))
+    console.print(_rows([("TO DO" if position == 0 else "", Unbroken(title))]))
     snippet = dedent(remedy.snippet).strip("\n")
     for line in highlighted(snippet) if snippet else ():
         _whole(console, Text.assemble(" " * (LABEL_WIDTH + 6), line))

@@ -141,12 +141,28 @@ def culprits(origin: Origin) -> str:
     """Sample, micro-batch and rank, where they could be confirmed."""
     parts = []
     if origin.samples:
-        parts.append(f"{'sample' if len(origin.samples) == 1 else 'samples'} {first_few(origin.samples)}")
+        parts.append(f"{'sample' if len(origin.samples) == 1 else 'samples'} {first_few(origin.samples)}{_who(origin)}")
     if origin.micro_batch is not None:
         parts.append(f"micro-batch {origin.micro_batch}")
     if origin.rank is not None:
         parts.append(f"rank {origin.rank}")
     return ", ".join(parts)
+
+
+def _who(origin: Origin) -> str:
+    """` = row 48211 of the data set`, where the loader or the batch says who the samples are."""
+    if not origin.rows:
+        return ""
+    named = first_few((shortened(row, 40) for row in origin.rows), 4)
+    return f" = {named}" + (" of the data set" if origin.rows[0].startswith("row ") else "")
+
+
+def shortened(text: str, most: int) -> str:
+    """Long names keep both ends: paths and ids differ at the end, and begin with what they are."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
 def first_few(items: Iterable[object], most: int = 8) -> str:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from stepguard.records.preflight import Outcome, Preflight, Status
 from stepguard.report import screen
+from stepguard.report.unbroken import Name, Unbroken, titled
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "precision": ("precision", "scaler"),
@@ -69,19 +70,19 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
 
 
 def _title(console: Console, text: str, unicode: bool) -> None:
-    console.print(Rule(Text(text, style="bold"), characters="─" if unicode else "-", style="dim", align="left"))
+    console.print(titled(text, width=console.width, unicode=unicode))
 
 
 def _state(result: Preflight) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column(overflow="fold")
+    grid.add_column()
     before = ""
     for name, value in result.facts:
-        grid.add_row(f" {name}" if name != before else "", Text(value))
+        grid.add_row(f" {name}" if name != before else "", Unbroken(value))
         before = name
     text, style = ALIGNED[result.alignment]
-    lines = [Text(text, style=style), *(Text(why, style="dim") for why in result.alignment_why)]
+    lines = [Unbroken(text, style), *(Unbroken(why, "dim") for why in result.alignment_why)]
     grid.add_row(" status", Group(*lines))
     return grid
 
@@ -89,17 +90,17 @@ def _state(result: Preflight) -> RenderableType:
 def _table(outcomes: Iterable[Outcome]) -> RenderableType:
     table = Table.grid(padding=(0, 1, 0, 0), expand=True)
     table.add_column(width=5, no_wrap=True)
-    table.add_column(width=ID_WIDTH, overflow="fold")
-    table.add_column(ratio=1, overflow="fold")
+    table.add_column(width=ID_WIDTH)
+    table.add_column(ratio=1)
     for outcome in outcomes:
         word, style = STYLES[outcome.status]
         quiet = outcome.status in ("pass", "not_applicable")
-        lines = [Text(sentence, style="dim" if quiet else "") for sentence in outcome.evidence]
+        lines = [Unbroken(sentence, "dim" if quiet else "") for sentence in outcome.evidence]
         if not quiet:
-            lines.insert(0, Text(f"expected: {outcome.title}", style=style))
+            lines.insert(0, Unbroken(f"expected: {outcome.title}", style))
         if outcome.fix:
-            lines.append(Text.assemble(("fix: ", "bold cyan"), outcome.fix))
-        table.add_row(Text(f" {word}", style=style), Text(outcome.id), Group(*lines))
+            lines.append(Unbroken(Text.assemble(("fix: ", "bold cyan"), outcome.fix)))
+        table.add_row(Text(f" {word}", style=style), Name(outcome.id), Group(*lines))
     return table
 
 
@@ -110,7 +111,7 @@ def _missing(outcomes: Iterable[Outcome]) -> RenderableType:
         wanted.setdefault(outcome.evidence[0] if outcome.evidence else "", []).append(outcome.id)
     lines: list[RenderableType] = []
     for give, ids in wanted.items():
-        lines += [Text(f" {give}"), Padding(Text(", ".join(ids), style="dim"), (0, 0, 0, 4))]
+        lines += [Unbroken(f" {give}"), Padding(Unbroken(", ".join(ids), "dim"), (0, 0, 0, 4))]
     return Group(*lines)
 
 

@@ -7,7 +7,6 @@ from io import StringIO
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +14,7 @@ from stepguard.report import phrases, screen
 from stepguard.report.run_words import counts, further_commands, heading, lead_up, shorten, what_was_done
 from stepguard.report.summary import IncidentGroup, RunSummary
 from stepguard.report.timeline import Event
+from stepguard.report.unbroken import Unbroken, titled
 
 STYLES = {"info": "", "note": "yellow", "incident": "bold red", "good": "green"}
 
@@ -49,15 +49,15 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
 
 
 def _title(console: Console, text: str, unicode: bool) -> None:
-    console.print(Rule(Text(text, style="bold"), characters="─" if unicode else "-", style="dim", align="left"))
+    console.print(titled(text, width=console.width, unicode=unicode))
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="cyan", min_width=6)
-    grid.add_column(overflow="fold")
+    grid.add_column()
     for name, value in rows:
-        grid.add_row(f" {name}", Text(value))
+        grid.add_row(f" {name}", Unbroken(value))
     return grid
 
 
@@ -77,7 +77,7 @@ def _table(groups: Sequence[IncidentGroup]) -> RenderableType:
 def _details(console: Console, position: int, group: IncidentGroup) -> None:
     console.print()
     title = Table.grid(padding=(0, 1, 0, 0))
-    title.add_row(Text(f" {position}.", style="dim"), Text(group.summary or phrases.verdict_title(group.verdict)))
+    title.add_row(Text(f" {position}.", style="dim"), Unbroken(group.summary or phrases.verdict_title(group.verdict)))
     console.print(title)
     where = ", ".join(part for part in (group.where, group.culprits) if part)
     sure = f" ({phrases.confidence(group.confidence)})" if group.confidence is not None else ""
@@ -105,5 +105,5 @@ def _chain(events: Sequence[Event], unicode: bool) -> RenderableType:
         if left_out and position == len(shown) // 2:
             chain.add_row("", then, Text(f"{phrases.count(left_out, 'event')} left out", style="dim"))
         mark = then if position else first
-        chain.add_row(f" {event.steps}", mark, Text(event.text, style=STYLES[event.weight]))
+        chain.add_row(f" {event.steps}", mark, Unbroken(event.text, STYLES[event.weight]))
     return chain

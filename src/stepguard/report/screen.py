@@ -13,6 +13,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from stepguard.report._random import same_random_numbers
+
 WIDEST = 110
 """Longer lines are hard to read, however wide the window is."""
 NARROWEST = 40
@@ -79,7 +81,8 @@ def paper(*, width: int, colour: bool, record: bool = False) -> Console:
 def draw(stream: TextIO, paint: Callable[[Console], None]) -> str:
     """What `paint` prints, as text that fits this stream: its width, its colours, no trailing blanks."""
     console = paper(width=columns(stream), colour=wants_colour(stream))
-    paint(console)
+    with same_random_numbers():
+        paint(console)
     assert isinstance(console.file, StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
 
@@ -87,11 +90,13 @@ def draw(stream: TextIO, paint: Callable[[Console], None]) -> str:
 def put(text: str, stream: TextIO) -> None:
     """Write above whatever progress bar is on the screen. A terminal that is gone never ends a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    safe = text.encode(encoding, "replace").decode(encoding)
+    told = text if takes_unicode(stream) else text.replace("…", "~")
+    safe = told.encode(encoding, "replace").decode(encoding)
     with contextlib.suppress(OSError, ValueError):
         live = _rich_console_with_live_bar(stream)
         if live is not None:
-            live.print(Text.from_ansi(safe.rstrip("\n")), soft_wrap=True)
+            with same_random_numbers():
+                live.print(Text.from_ansi(safe.rstrip("\n")), soft_wrap=True)
             return
         with _tqdm_bars_cleared(stream):
             stream.write(safe)

@@ -58,6 +58,8 @@ class Outcome:
     condition: str
     state: State
     value: float | None = None
+    note: str = ""
+    """Why there is no number, where steps have come and none of them has it."""
 
 
 def parse_stage(text: str) -> Stage:
@@ -97,10 +99,26 @@ def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> O
         state = "passed" if holds else "failed"
     elif value is not None and not holds and condition.name in COUNTS and condition.sign in ("<", "<=", "="):
         state = "failed" if value > condition.limit else "waiting"
-    return Outcome(stage=str(stage), condition=str(condition), state=state, value=value)
+    note = _no_such_value(record, condition.name) if value is None else ""
+    return Outcome(stage=str(stage), condition=str(condition), state=state, value=value, note=note)
+
+
+def _no_such_value(record: Record, name: str) -> str:
+    """Not while the run has not begun: then nobody knows what it will have."""
+    known = list(dict.fromkeys(found for line in record.steps for found in _names(line)))
+    if not known or name in known:
+        return ""
+    return f"no step of this run has a value named {name!r}; it has {', '.join([*known, *COUNTS, 'fall'])}"
+
+
+def _names(line: StepLine) -> list[str]:
+    named = [*(line.get("components") or ()), *(line.get("followed") or ())]
+    return [name for name in LEVELS if line.get(name) is not None] + named
 
 
 COUNTS = ("incidents", "skipped")
+LEVELS = ("loss", "grad_norm", "clip_factor", "scale", "lr", "seconds")
+"""Numbers that a step's line may have, whatever the user names or follows."""
 
 
 def _value(record: Record, stage: Stage, name: str) -> float | None:

@@ -23,9 +23,17 @@ class Terminal:
     """Prints to stderr on rank 0 only. Never raises for a stream that is closed or gone."""
 
     def __init__(
-        self, stream: TextIO | None = None, quiet: bool = False, rank: int = 0, *, policy: Policy | None = None
+        self,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        rank: int = 0,
+        *,
+        policy: Policy | None = None,
+        whose: Callable[[], str] = str,
     ) -> None:
+        """`whose` gives the name of the guard that speaks, and nothing where it is the only one."""
         self._stream = stream
+        self._whose = whose
         self._silent = quiet or rank != 0
         self._policy = policy
         self._kinds: Counter[tuple[str, ...]] = Counter()
@@ -41,7 +49,8 @@ class Terminal:
         self._answers[answer] += 1
         self._shown.add(incident.id)
         if self._kinds[kind] == 1:
-            self._paint(partial(paint_incident, incident=incident, policy=self._policy, unicode=self._unicode))
+            known = partial(paint_incident, incident=incident, policy=self._policy, whose=self._whose())
+            self._paint(partial(known, unicode=self._unicode))
         else:
             self._line(_repeat(incident, self._kinds[kind], again=self._answers[answer] > 1), "bold red")
 
@@ -83,10 +92,10 @@ class Terminal:
         return self._stream if self._stream is not None else sys.stderr
 
     def _line(self, text: str, style: str) -> None:
+        whose = self._whose()
+        speaker = f"stepguard ({whose}): " if whose else "stepguard: "
         # soft-wrapped: one line stays one line in a log, whatever the window's width
-        self._paint(
-            lambda console: console.print(Text.assemble(("stepguard: ", "bold"), (text, style)), soft_wrap=True)
-        )
+        self._paint(lambda console: console.print(Text.assemble((speaker, "bold"), (text, style)), soft_wrap=True))
 
     def _paint(self, paint: Callable[[Console], None]) -> None:
         if not self._silent:

@@ -9,7 +9,7 @@ a buffer registered under a new name during the step stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,16 @@ class BufferKeeper:
     def changing(self) -> bool:
         """Has a forward pass changed a buffer since `remember`? A norm layer is presumed to have."""
         return self._changed_layout() or any(c.silent or c.moved for c in self._copies)
+
+    def as_remembered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors by name, with what `remember` took in the place of every live buffer."""
+        taken = {copy.live.data_ptr(): copy.saved for copy in self._copies if copy.live.numel()}
+
+        def before(tensor: Tensor) -> Tensor:
+            saved = taken.get(tensor.data_ptr()) if tensor.numel() else None
+            return saved if saved is not None and saved.shape == tensor.shape else tensor
+
+        return {name: before(tensor) for name, tensor in tensors.items()}
 
     def remembered(self, buffer: Tensor) -> Tensor:
         """What `remember` took of this buffer; itself where nothing was taken."""

@@ -7,19 +7,30 @@ that were already delivered are fetched again and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from stepguard.state.delivered import Delivered, Found, Recent
+from stepguard.state.indices import Index, Overheard
+from stepguard.state.passing import Passing, Place
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_apart, rng_together
 
 
 class Feed:
     """Iterate over this in place of the loader. `between` is called before each batch is fetched."""
 
-    def __init__(self, loader: Any, between: Callable[[], None], say: Callable[[str], None]) -> None:
-        self._loader, self._between, self._say = loader, between, say
+    def __init__(
+        self,
+        loader: Any,
+        between: Callable[[], None],
+        say: Callable[[str], None],
+        step: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`step` tells which step a batch is delivered for."""
+        self._loader, self._between, self._say, self._step = loader, between, say, step
+        self._recent, self._passing = Recent(), Passing(say)
         self._begun: dict[str, Any] | None = None
         """What the present pass over the data began with; None outside of one."""
         self._goal: tuple[dict[str, Any], RngState | None] | None = None
@@ -37,8 +48,13 @@ class Feed:
                 batch = next(iterator)
             except StopIteration:
                 break
+            number = self.delivered
             self.delivered += 1
+            if self._passing.passes_over((self.epoch, number), iterator):
+                continue
+            self._recent.add(batch, self.epoch, number, self._step(), iterator.raw)
             yield batch
+        self._passing.tell()
         self._begun, self.delivered = None, 0
         self.epoch += 1
 
@@ -50,6 +66,42 @@ class Feed:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def indices_of(self, batch: Any) -> list[Index] | None:
+        """Where the samples of a batch are in the data set, for the last batches delivered and slices of them.
+
+        None where the loader does not know: a data set without indices, a batch that is not (made of) one of these.
+        """
+        found = self._recent.find(batch)
+        indices = found.indices if found is not None else None
+        return list(indices) if indices is not None else None
+
+    def where(self, batch: Any) -> tuple[int, int] | None:
+        """The pass over the data and the number in it, both from 0, of one of the last batches."""
+        found = self._recent.find(batch)
+        return (found.delivered.epoch, found.delivered.number) if found is not None else None
+
+    def find(self, batch: Any) -> Found | None:
+        """The batch among the last ones delivered, or the one it is a slice of."""
+        return self._recent.find(batch)
+
+    def of_step(self, step: int) -> list[Delivered]:
+        """The batches that were delivered for a step, in order, as far back as is remembered."""
+        return self._recent.of_step(step)
+
+    def pass_over(
+        self,
+        batches: Collection[Place],
+        *,
+        causes: Mapping[Place, str] | None = None,
+        indices: Mapping[Place, Collection[Index]] | None = None,
+    ) -> None:
+        """Do not deliver these batches again, each given as (pass, number in it). The position still counts them.
+
+        `indices` says which samples are in a batch: one that is made of others is delivered. Without it a batch is
+        known by its number, and only in the pass the loader is at: later ones may come in another order.
+        """
+        self._passing.expect(batches, self.epoch, causes or {}, indices or {})
 
     def position(self) -> dict[str, Any]:
         """Where the loop is, in plain values and tensors."""
@@ -67,30 +119,29 @@ class Feed:
     def _keeps_itself(self) -> bool:
         return all(callable(getattr(self._loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
-    def _from_start(self) -> Iterator[Any]:
+    def _from_start(self) -> Overheard:
         self.delivered = 0
         self._begun = {"rng": _plain(capture_rng()), "generators": [g.get_state() for g in self._generators()]}
-        iterator: Iterator[Any] = iter(self._loader)
-        return iterator
+        return Overheard(self._loader)
 
-    def _go(self, position: dict[str, Any], random_numbers: RngState | None) -> Iterator[Any]:
+    def _go(self, position: dict[str, Any], random_numbers: RngState | None) -> Overheard:
         self._begun, self.delivered = position["begun"], int(position["delivered"])
         if position["state"] is not None and self._keeps_itself():
             self._loader.load_state_dict(position["state"])
             if getattr(self._loader, "num_workers", 0):
                 self._say("the loader continues at its own position; random numbers inside its workers begin anew")
-            iterator: Iterator[Any] = iter(self._loader)
+            iterator = Overheard(self._loader)
         else:
             iterator = self._skip(position["begun"])
         if random_numbers is not None:
             restore_rng(random_numbers)
         return iterator
 
-    def _skip(self, begun: dict[str, Any]) -> Iterator[Any]:
+    def _skip(self, begun: dict[str, Any]) -> Overheard:
         restore_rng(_together(begun["rng"]))
         for generator, state in zip(self._generators(), begun["generators"], strict=False):
             generator.set_state(state)
-        iterator: Iterator[Any] = iter(self._loader)
+        iterator = Overheard(self._loader)
         fetched = sum(1 for _ in zip(range(self.delivered), iterator, strict=False))
         self._say(self._story(fetched))
         return iterator

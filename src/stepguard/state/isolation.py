@@ -32,8 +32,7 @@ def untouched(step: Step) -> Iterator[BufferKeeper]:
         stack.enter_context(_kept_parameters(_parameters(step)))
         stack.enter_context(_kept_modes(roots))
         stack.enter_context(_no_synchronisation(step.model))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(_no_warnings())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if distributed():
@@ -66,6 +65,23 @@ def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
             parameter.grad = grad
             if hooks:
                 parameter._post_accumulate_grad_hooks.update(hooks)
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What warns in a replay has warned in the step already.
+
+    Not `catch_warnings`, which makes Python forget what it has shown: each warning would come once more afterwards.
+    """
+    silence = ("ignore", None, Warning, None, 0)
+    before: Any = warnings.filters
+    before.insert(0, silence)
+    try:
+        yield
+    finally:
+        present: Any = warnings.filters
+        for filters in (before, present):
+            filters[:] = [one for one in filters if one is not silence]
 
 
 @contextmanager

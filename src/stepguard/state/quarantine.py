@@ -24,7 +24,7 @@ from stepguard.state.checking.tree import QUARANTINE, Place, find
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
-UNPROVEN = frozenset({"limit", "unreadable", "format", "link", "lr"})
+UNPROVEN = frozenset({"limit", "unreadable", "format", "link", "lr", "global"})
 """Errors that say that a file could not be judged, not that it is bad."""
 PIECE = 1 << 20
 MOST_REASONS = 10

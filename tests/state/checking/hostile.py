@@ -19,6 +19,9 @@ def text(value: str) -> bytes:
     return b"\x8c" + bytes([len(data)]) + data
 
 
+PROTOCOL = b"\x80\x04"
+
+
 def command(canary: Path) -> str:
     return f"touch {canary}"
 
@@ -90,7 +93,64 @@ RUNS_CODE: dict[str, Callable[[Path], bytes]] = {
 }
 """Opcode or trick -> a pickle that would run code with `pickle.load`."""
 
-PROTOCOL = b"\x80\x04"
+_UNUSUAL = """
+    os.system posix.system nt.system posix.execv builtins.exec builtins.getattr builtins.compile __builtin__.apply
+    operator.attrgetter operator.methodcaller _operator.attrgetter functools.partial functools.reduce
+    _codecs.lookup codecs.open importlib.import_module importlib._bootstrap._load runpy._run_code runpy.run_path
+    webbrowser.open webbrowser.get pip.main pip._internal.cli.main.main timeit.timeit timeit.Timer pydoc.pipepager
+    cProfile.run cProfile.runctx profile.Profile bdb.Bdb bdb.Bdb.run pdb.run trace.Trace doctest.debug_script
+    idlelib.pyshell.ModifiedInterpreter.runcode idlelib.run.Executive.runcode lib2to3.pgen2.grammar.Grammar.loads
+    logging.config.listen logging.FileHandler _osx_support._read_output
+    distutils.file_util.write_file ensurepip._run_pip
+    asyncio.unix_events._UnixSubprocessTransport._start code.InteractiveInterpreter.runcode types.CodeType
+    zipimport.zipimporter sqlite3.connect shelve.open dbm.open ctypes.CDLL test.support.script_helper.assert_python_ok
+    torch.load torch.serialization.load torch.hub.load torch.jit.load torch.ops.load_library
+    torch.utils.collect_env.run torch._dynamo.guards.GuardBuilder.get torch._inductor.codecache.compile_file
+    torch.fx.graph_module.reduce_graph_module torch.jit.unsupported_tensor_ops.execWrapper
+    torch.utils._config_module.ConfigModule.load_config torch.utils.data.datapipes.utils.decoder.basichandlers
+    torch.distributed.checkpoint.filesystem.os.system torch.nn.functional.importlib.import_module
+    torch.nn.modules.module.torch.os.system torch.optim.optimizer.Optimizer.step torch.nn.modules.module.F.torch.load
+    numpy.f2py.compile numpy.f2py.crackfortran.myeval numpy.testing._private.utils.runstring numpy.load numpy.memmap
+    numpy.ctypeslib.load_library paramiko.ProxyCommand sh.Command some_library.run_it
+"""
+UNUSUAL_NAMES = _UNUSUAL.split()
+"""Functions that run code, open files or fetch something, under names that a list of bad names would hardly have."""
+
+
+def by_name(full: str) -> bytes:
+    """Called with a text. The module ends where the last part that is spelled as one does."""
+    module, _, name = full.rpartition(".")
+    for inside in (".os.", ".importlib.", ".torch.", ".F."):
+        if full.startswith("torch.") and inside in full:
+            module, _, rest = full.partition(inside)
+            name = inside.strip(".") + "." + rest
+    return PROTOCOL + text(module) + text(name) + b"\x93" + text("x") + b"\x85R."
+
+
+def by_nested_storage(canary: Path) -> bytes:
+    """A pickle inside a storage's bytes, which torch loads with everything allowed, and whose value nobody uses."""
+    inner = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}." + by_reduce(canary) + b"\x80\x02]."
+    raw = b"B" + struct.pack("<I", len(inner)) + inner
+    return PROTOCOL + text("torch.storage") + text("_load_from_bytes") + b"\x93" + raw + b"\x85R0N."
+
+
+def by_rebuilding(canary: Path) -> bytes:
+    """torch's own function that calls the function it is given."""
+    call = text("torch._tensor") + text("_rebuild_from_type_v2") + b"\x93"
+    given = text("some_library") + text("run_it") + b"\x93" + text("t") + text(command(canary)) + b"\x85N"
+    return PROTOCOL + call + b"(" + given + b"tR."
+
+
+def by_changing_a_class(canary: Path) -> bytes:
+    """BUILD on a class, not on an object of it."""
+    return PROTOCOL + b"ccollections\nOrderedDict\nN}" + text("__setitem__") + b"cbuiltins\nlist\ns\x86b."
+
+
+RUNS_CODE |= {
+    "pickle in a storage": by_nested_storage,
+    "torch's rebuilding": by_rebuilding,
+    "changed class": by_changing_a_class,
+}
 GREEDY: dict[str, bytes] = {
     "bytes of 8 GB": PROTOCOL + b"\x8e" + struct.pack("<Q", 8 << 30) + b".",
     "text of 4 GB": PROTOCOL + b"X" + struct.pack("<I", 0xFFFFFFFF) + b".",
@@ -99,6 +159,7 @@ GREEDY: dict[str, bytes] = {
     "integer of 2 GB": PROTOCOL + b"\x8b" + struct.pack("<i", 0x7FFFFFFF) + b".",
     "negative integer size": PROTOCOL + b"\x8b" + struct.pack("<i", -5) + b".",
     "frame of 2**60": PROTOCOL + b"\x95" + struct.pack("<Q", 1 << 60) + b"\x8e" + struct.pack("<Q", 1 << 60),
+    "frame of 300 bytes in 30": PROTOCOL + b"\x95" + struct.pack("<Q", 300) + b"]" + b"N0" * 10 + b".",
     "no end of a line": b"V" + b"a" * 200_000,
     "a million digits": b"I" + b"9" * 60_000 + b"\n.",
     "stack without end": PROTOCOL + b"]" * 1_500_000 + b".",

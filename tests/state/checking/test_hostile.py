@@ -38,13 +38,42 @@ def test_pickle_that_would_run_code_is_named_and_does_not_run(tmp_path: Path, tr
     assert "nothing was run" in next(p.detail for p in found.errors if p.kind == "hostile")
 
 
+@pytest.mark.parametrize("name", hostile.UNUSUAL_NAMES)
+def test_function_that_no_checkpoint_needs_is_refused_whatever_it_is_called(tmp_path: Path, name: str) -> None:
+    found = verify(tmp_path / "model.pt", hostile.in_zip(hostile.by_name(name)))
+    (error,) = found.errors
+    assert error.kind in ("hostile", "global") and f"names {name}, which a checkpoint" in error.detail
+    assert found.corrupt
+
+
+def test_everything_of_the_standard_library_that_is_not_listed_is_refused(tmp_path: Path) -> None:
+    """A list of bad names is never complete: this goes through all modules there are."""
+    modules = sorted(sys.stdlib_module_names - {"builtins"})
+    content = (
+        hostile.PROTOCOL
+        + b"]"
+        + b"".join(hostile.text(module) + hostile.text("anything") + b"\x93)Ra" for module in modules)
+    )
+    found = verify(tmp_path / "model.pt", content + b".")
+    assert kinds(found) == {"hostile"} and f"{len(modules) - 20} more" in found.errors[-1].detail
+
+
+def test_value_of_an_own_class_is_told_and_not_moved_away(tmp_path: Path) -> None:
+    """An Enum of a project is rebuilt by a call: nobody can see what it does, and it is no damage either."""
+    from stepguard.state.quarantine import is_bad
+
+    found = verify(tmp_path / "model.pt", hostile.in_zip(hostile.by_name("my_project.settings.Mode")))
+    assert kinds(found) == {"global"} and "save its value instead" in found.errors[0].detail
+    assert not is_bad(found)
+
+
 def test_hostile_pickles_would_really_import_what_is_reported(tmp_path: Path) -> None:
     """The bytes are well formed: the standard library finds the same names in them."""
     import pickletools
 
     for trick, make in hostile.RUNS_CODE.items():
         words = {str(argument) for _, argument, _ in pickletools.genops(make(tmp_path / "canary"))}
-        if trick != "EXT1":
+        if trick not in ("EXT1", "pickle in a storage", "changed class"):
             found = verify(tmp_path / "x.pt", make(tmp_path / "canary"))
             detail = next(p.detail for p in found.errors if p.kind == "hostile")
             assert any(all(part in detail for part in word.split()) for word in words if word != "None"), trick

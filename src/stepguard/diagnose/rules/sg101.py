@@ -13,7 +13,10 @@ def _evidence(case: Case) -> Proof | None:
     if case.origin is not None and (case.phase == "input" or (named and case.tensor in case.reading.bad_inputs)):
         which = case.tensor or ", ".join(case.reading.bad_inputs) or "an input"
         return Proof(confidence=CERTAIN, evidence=(_holds(case, which), case.confirmed_samples))
-    if case.note("constant") is not None:
+    number = case.note("number")
+    if number is not None and not case.unselected:
+        return Proof(confidence=0.95, evidence=_number(case, number))
+    if case.note("constant") is not None and case.note("attribute") is None:
         text = f"a tensor from outside model and batch was already {case.note('constant')} when {case.place} read it"
         return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
     if not case.reading.bad_inputs:
@@ -24,6 +27,14 @@ def _evidence(case: Case) -> Proof | None:
     if case.verdict.kind == "nonfinite_input":
         return Proof(confidence=HINT, evidence=(listed, f"but the first harmful value was born in {case.place}"))
     return None
+
+
+def _number(case: Case, number: str) -> tuple[str, ...]:
+    argument, _, value = number.partition(":")
+    first = f"{case.place} was given the number {argument}={value}: a Python number from outside model and batch"
+    kept_as = case.note("attribute")
+    where = f"the attribute `{kept_as}` of the model is {value}" if kept_as else ""
+    return first, where, "every tensor that went in is finite" if case.finite_inputs else ""
 
 
 def _holds(case: Case, which: str) -> str:
@@ -45,7 +56,8 @@ RULE = Rule(
     title="non-finite input",
     what=prose(
         """
-        A tensor of the batch contains NaN or Inf before the model has done anything with it.
+        A tensor of the batch contains NaN or Inf before the model has done anything with it. The same code is
+        given to a number from outside: a loss weight or a temperature that is NaN when it is multiplied in.
         """
     ),
     why=prose(
@@ -53,14 +65,16 @@ RULE = Rule(
         Missing values read as NaN (CSV, rolling means, sensor gaps), a division or logarithm during
         preprocessing, a fill value that overflowed on conversion, or a file that was damaged or decoded
         wrongly. One such element is enough: the mean over the batch makes the loss NaN, and backward makes
-        every gradient NaN.
+        every gradient NaN. A number goes bad in Python: a schedule that divides 0.0 by 0.0, `math.inf - math.inf`,
+        a metric of an empty epoch used as a weight, a setting read as `nan`.
         """
     ),
     how=prose(
         """
         Once a step is bad, every floating-point tensor of the batch is scanned. The rule fires when the bad
         value that reached the loss is one of them; the sample is confirmed by leaving it out. NaN in the
-        batch that never reaches the loss (masked targets) is not reported.
+        batch that never reaches the loss (masked targets) is not reported. A number is named when an operation
+        of the replay was given it and no tensor explains the result.
         """
     ),
     evidence=_evidence,

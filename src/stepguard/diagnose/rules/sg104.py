@@ -99,7 +99,7 @@ def _from_batch(case: Case) -> Proof | None:
     divisor = zero_divisor(case)
     if divisor is not None and counts_nothing(case, divisor):
         return None
-    value = next((o for o in case.inputs if o.index is not None), case.inputs[0])
+    value = divisor or next((o for o in case.inputs if o.index is not None), case.inputs[0])
     text = f"{case.place} got {spell(met(value)[0])}{at_index(value)}, which is computed from `{root}` alone"
     rounded = case.short and any(o.zeros for o in case.inputs)  # more likely 0 by rounding than in the data
     confidence = 0.94 if log_argument(case) is not None and not rounded else 0.8

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 from stepguard.diagnose.arithmetic import DIVISIONS, counts_nothing, zero_divisor
-from stepguard.diagnose.case import Case, has_zero, low
+from stepguard.diagnose.case import Case, has_zero, low, reach
 from stepguard.diagnose.ops import NORM_LAYERS, words
 from stepguard.diagnose.rule import HINT, LIKELY, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Operand, Remedy
 
 TINY = 1e-30
+TINY_NUMBER = 1e-6
 SOLVES = words(
     """
     linalg_solve_triangular triangular_solve linalg_solve _linalg_solve_ex linalg_solve_ex cholesky_solve
@@ -27,7 +28,7 @@ def _evidence(case: Case) -> Proof | None:
         return None
     divisor = zero_divisor(case)
     if divisor is not None:
-        confidence = HINT if counts_nothing(case, divisor) else LIKELY if case.absorbed else STRONG
+        confidence = HINT if counts_nothing(case, divisor) else LIKELY if case.absorbed and case.makes_inf else STRONG
         return Proof(confidence=confidence, evidence=(*_numbers(case, divisor), case.confirmed_samples))
     return _no_epsilon(case) or _inside(case) or _singular(case) or _tiny(case)
 
@@ -81,10 +82,19 @@ def _tiny(case: Case) -> Proof | None:
     if not divides or divisor is None or case.short or not case.finite_inputs:
         return None
     small = divisor.value if divisor.value is not None else low(divisor)
-    if math.isnan(small) or abs(small) >= (TINY if exponent is None else TINY ** (-1 / low(exponent))):
+    least = TINY if exponent is None else TINY ** (-1 / low(exponent))
+    if math.isnan(small) or not (abs(small) < least or _tiny_number(case, divisor)):
         return None
     text = f"{case.place} divided by {spell(small)}{at_index(divisor)}: so small that the quotient overflows"
     return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
+
+
+def _tiny_number(case: Case, divisor: Operand) -> bool:
+    """A Python number, such as a temperature annealed to almost 0, that outweighs what it divides."""
+    above = case.argument("self", 0)
+    if case.op != "div" or above is None or divisor.shape or divisor.dtype != "float" or not divisor.value:
+        return False
+    return abs(divisor.value) <= TINY_NUMBER and 1 / abs(divisor.value) >= reach(above)
 
 
 RULE = Rule(

@@ -29,6 +29,12 @@ def _evidence(case: Case) -> Proof | None:
         return Proof(confidence=0.9, evidence=(first, f"the smallest positive number there is {_smallest(case)}"))
     if zero is None:
         return None
+    vanished = case.number("eps_vanished")
+    if vanished is not None:
+        first = (
+            f"{spell(vanished)}, on the way to this operand, is 0 in {case.dtype}: {_smallest(case)} is its smallest"
+        )
+        return Proof(confidence=0.96, evidence=(first, _consequence(case, zero), case.confirmed_samples))
     rounded = (
         f"in {case.dtype} everything up to {_smallest(case)} / 2 is 0, and next to 1 everything below {_ulp(case)}"
     )

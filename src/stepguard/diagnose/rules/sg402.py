@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from stepguard.diagnose.case import Case, has_zero
-from stepguard.diagnose.rule import CERTAIN, Proof, Rule, code, prose
+from stepguard.diagnose.rule import CERTAIN, LIKELY, Proof, Rule, code, prose
+from stepguard.diagnose.rules.sg204 import PAIR_NODES, SOFTMAX_NODES
 from stepguard.diagnose.wording import describe
 from stepguard.records import Operand, Remedy
 
@@ -14,7 +15,10 @@ def _evidence(case: Case) -> Proof | None:
     if case.unselected:
         operands = [describe(o) for o in case.inputs if o.dtype][:2]
         numbers = f"{case.place} computes a branch that `where` discards"
-        return Proof(confidence=CERTAIN, evidence=(numbers, SENTENCE, *operands, case.confirmed_samples))
+        # the slope of a log-sum over nothing but -inf is NaN whatever gradient comes in
+        by_itself = case.node in SOFTMAX_NODES | PAIR_NODES
+        confidence = LIKELY if by_itself else CERTAIN
+        return Proof(confidence=confidence, evidence=(numbers, SENTENCE, *operands, case.confirmed_samples))
     if case.phase != "backward" or not case.loss_finite or case.note("absorbed") is not None:
         return None
     return _discarded(case)
@@ -52,7 +56,9 @@ RULE = Rule(
     how=prose(
         """
         The loss is finite, the gradient is not, and the node that made NaN got a zero gradient for elements
-        whose forward value is discarded by a where, masked_fill or index further on.
+        whose forward value is discarded by a where, masked_fill or index further on. The condition looks at the
+        function's own argument, or the discarded value is infinite at most. A NaN that the forward made for another
+        reason (a fully masked row, 0 / 0) and dropped later is reported where it was made, under its own code.
         """
     ),
     evidence=_evidence,

@@ -18,7 +18,7 @@ def _evidence(case: Case) -> Proof | None:
         return None
     if case.phase == "backward":
         return _in_backward(case)
-    if not case.absorbed or not case.forward:
+    if not case.absorbed or not case.forward or not case.makes_inf:
         return None
     swallowed_by = (case.note("absorbed_by") or "").removeprefix("aten.").rstrip("_")
     if (case.op in POLES and not (case.short and overflow(case))) or (case.op in LOGS and swallowed_by in SATURATING):

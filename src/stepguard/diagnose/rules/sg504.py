@@ -6,7 +6,7 @@ from stepguard.diagnose.arithmetic import overflow
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.ops import EXPONENTIALS
 from stepguard.diagnose.rule import CERTAIN, LIKELY, PLAUSIBLE, Proof, Rule, code, prose
-from stepguard.diagnose.trends import lr_jump, lr_not_a_number
+from stepguard.diagnose.trends import lr_climb, lr_jump, lr_not_a_number
 from stepguard.records import Remedy
 
 FINITE_ANOMALIES = ("spike", "drift")
@@ -37,9 +37,10 @@ def _confidence(case: Case) -> float:
 
 
 def _consequence(case: Case) -> tuple[str, ...]:
-    update = case.facts.update_ratio
+    update, climb = case.facts.update_ratio, lr_climb(case)
+    grown = climb.sentence if climb is not None and climb.runaway else ""
     ratio = f"the last update changed the weights by {update:.3g} of their norm" if update is not None else ""
-    return case.verdict.summary, ratio
+    return grown, case.verdict.summary, ratio
 
 
 RULE = Rule(

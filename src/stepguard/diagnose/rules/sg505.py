@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import overflow
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, code, prose
+from stepguard.diagnose.rule import LIKELY, PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.rules.sg103 import EXTREME_INPUT, EXTREME_OPERAND
 from stepguard.diagnose.rules.sg504 import FINITE_ANOMALIES
-from stepguard.diagnose.trends import growth, lr_jump, lr_not_a_number, rising
+from stepguard.diagnose.trends import growth, lr_climb, lr_jump, lr_not_a_number, rising
 from stepguard.diagnose.wording import spell
 from stepguard.records import Remedy
 
@@ -18,14 +18,45 @@ def _evidence(case: Case) -> Proof | None:
     if jumped or (norm_overflowed and not rising(case)):
         return None
     if case.verdict.kind in FINITE_ANOMALIES or norm_overflowed or case.has("weights_ruined"):
-        confidence = 0.92
-    elif overflow(case) and not case.short:
+        confidence = 0.92 if norm_overflowed or _shown(case) else LIKELY
+    elif overflow(case) and not case.narrow:  # bfloat16 has the range of float32
         confidence = _overflowed(case)
     elif case.phase == "optimizer" and rising(case):
         confidence = 0.85
     else:
         return None
-    return Proof(confidence=confidence, evidence=_numbers(case)) if confidence else None
+    if not confidence:
+        return None
+    if case.impure or _number_explains(case):
+        confidence = min(confidence, PLAUSIBLE)
+    return Proof(confidence=confidence, evidence=_numbers(case), remedies=_bound_the_schedule(case))
+
+
+def _shown(case: Case) -> bool:
+    """Something was measured that speaks for the weights: an earlier batch, older weights, the update, the rate."""
+    said = case.verdict.evidence or {}
+    measured = any(key in said for key in ("repeat_loss", "older_loss", "update_ratio", "moved"))
+    climb = lr_climb(case)
+    return measured or case.reading.repeat_loss is not None or (climb is not None and climb.runaway)
+
+
+EXTREME_NUMBER = 1e6
+"""A factor that no loss function means: a temperature annealed to almost 0, or its reciprocal."""
+
+
+def _number_explains(case: Case) -> bool:
+    """A Python number that went in is extreme by itself: it, and not the weights, may be what ran away."""
+    numbers = [abs(o.value) for o in case.inputs if not o.shape and o.value and o.dtype in ("float", "int")]
+    return any(value >= EXTREME_NUMBER or value <= 1 / EXTREME_NUMBER for value in numbers)
+
+
+def _bound_the_schedule(case: Case) -> tuple[Remedy, ...]:
+    climb = lr_climb(case)
+    if climb is None or not climb.runaway:
+        return ()
+    title = "Let the schedule end: this rate is above everything that was declared and still grows"
+    snippet = "schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup_steps))"
+    return (Remedy(title=title, snippet=snippet, safety="changes-training"),)
 
 
 def _overflowed(case: Case) -> float:
@@ -33,7 +64,7 @@ def _overflowed(case: Case) -> float:
     if abs(case.number("batch_max") or 0.0) >= EXTREME_INPUT or case.facts.committed == 0:
         return 0.0  # the batch, or the weights as they came: no step has been taken yet
     if rising(case):
-        return 0.9
+        return 0.95 if case.short else 0.9  # what bfloat16 cannot hold, float32 can only just hold
     return 0.7 if case.magnitude >= EXTREME_OPERAND and not case.confirmed_samples else 0.0
 
 
@@ -50,11 +81,20 @@ def _numbers(case: Case) -> tuple[str, ...]:
         )
     if facts.update_ratio is not None:
         said.append(f"the last update changed the weights by {facts.update_ratio:.3g} of their norm; 0.001 is usual")
-    if case.reading.lr:
-        said.append(f"lr is {', '.join(spell(rate) for rate in case.reading.lr)} and did not jump")
+    said.append(_rates(case))
+    if case.impure:
+        moved = ", ".join(case.notes("moves")) or "its losses differ"
+        said.append(f"but the loss function changes by itself ({moved})")
     if overflow(case):
         said.append(f"{case.place} overflowed on operands up to {case.magnitude:.3g}, which no sample explains")
     return tuple(said)
+
+
+def _rates(case: Case) -> str:
+    climb = lr_climb(case)
+    if climb is not None:
+        return climb.sentence
+    return f"lr is {', '.join(spell(rate) for rate in case.reading.lr)} and did not jump" if case.reading.lr else ""
 
 
 RULE = Rule(

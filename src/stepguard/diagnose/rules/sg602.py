@@ -9,6 +9,24 @@ from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
+    return _kept_outside(case) or _buffer(case)
+
+
+def _kept_outside(case: Case) -> Proof | None:
+    """A tensor that a module keeps as a plain attribute: nobody saves it and nobody puts it back."""
+    attribute = case.note("attribute")
+    if attribute is None or case.note("constant") is None:
+        return None
+    owner, _, name = attribute.rpartition(".")
+    which = f"module `{owner}`" if owner else "the model"
+    first = f"`self.{name}` of {which} was already non-finite when {case.place} read it"
+    bad = next((operand for operand in case.inputs if not operand.finite), None)
+    amount = describe(bad, f"self.{name}") if bad is not None else ""
+    kept = f"it is a tensor kept by {which} outside its buffers: no checkpoint holds it and no gradient repairs it"
+    return Proof(confidence=0.95, evidence=(first, amount, kept))
+
+
+def _buffer(case: Case) -> Proof | None:
     stored = [name for name in case.reading.bad_state if name.startswith("buffer:")]
     named = case.tensor.startswith("buffer:")
     if not named and (not stored or case.tensor or (case.origin is not None and case.phase != "state")):

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, code, prose
+from stepguard.diagnose.rule import LIKELY, Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe
 from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
     if case.phase != "checkpoint":
-        return None
+        return _brought_in(case)
     which = f"`{case.tensor}` in the checkpoint is not usable" if case.tensor else "the checkpoint is not usable"
     bad = next((o for o in (*case.inputs, case.output) if o is not None and not o.finite), None)
     problem = case.note("problem")
     said = f"{problem}" if problem else case.verdict.summary
     return Proof(confidence=0.95, evidence=(which, describe(bad) if bad is not None else "", said))
+
+
+def _brought_in(case: Case) -> Proof | None:
+    """State that was loaded in this process and is bad before its first step has come out of the checkpoint so."""
+    fresh = case.facts.resumed and case.facts.committed == 0
+    if not fresh or case.phase != "state" or not case.tensor or case.reading.state_born:
+        return None
+    text = f"`{case.tensor}` is non-finite before the first step of a run whose state was loaded from a checkpoint"
+    return Proof(confidence=LIKELY, evidence=(text, "no step of this process has changed it"))
 
 
 RULE = Rule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, code, prose
+from stepguard.diagnose.rule import LIKELY, Proof, Rule, code, prose
 from stepguard.records import Remedy
 
 
@@ -12,7 +12,12 @@ def _evidence(case: Case) -> Proof | None:
         return None
     if case.origin.reproduced is not False and not case.has("not_reproduced"):
         return None
+    if case.impure:
+        return _not_a_function(case)
+    departs = case.note("departs")
     first = "the same step, replayed with the same weights, batch, buffers and random numbers, is finite"
+    if departs is not None:
+        first = f"replayed with the same weights, batch, buffers and random numbers, it is bad otherwise: {departs}"
     ranks = ", ".join(map(str, case.reading.bad_ranks))
     where = f"it was seen on rank {ranks} only: look at that device first" if ranks else ""
     grads = (
@@ -24,27 +29,52 @@ def _evidence(case: Case) -> Proof | None:
     return Proof(confidence=0.9, evidence=(first, again, case.verdict.summary, grads, where))
 
 
+def _not_a_function(case: Case) -> Proof:
+    """Nothing else need be wrong than that the second call of the loss function was not the first."""
+    moved = ", ".join(case.notes("moves"))
+    shown = case.note("losses") is not None or case.note("departs") is not None
+    first = f"not reproduced: the loss function is {'' if shown else 'probably '}not a function of its batch"
+    seen = f"running the step again changes {moved}, which no replay can put back to before the step" if moved else ""
+    losses = case.note("losses")
+    differ = f"two replays of the same step give the losses {losses}" if losses else ""
+    departs = case.note("departs") or ""
+    rest = "hardware or a race cannot be told from that; they are the less likely cause"
+    return Proof(
+        confidence=LIKELY,
+        evidence=(first, seen, differ, departs, case.verdict.summary, rest),
+        remedies=(
+            Remedy(title="Draw from torch's, numpy's or Python's global generator: those are restored for a replay"),
+            Remedy(title="Keep counters and running values in buffers of a module, and advance them after the step"),
+        ),
+    )
+
+
 RULE = Rule(
     code="SG702",
     title="not reproduced: transient (hardware, race)",
     what=prose(
         """
-        The step was bad, its exact replay is not. The numbers were right the second time, so the code and the
-        data are probably innocent.
+        The step was bad, its replay is not, or is bad in another way (-inf where +inf was seen). Either the loss
+        function depends on more than its batch, or the numbers were right the second time and code and data are
+        probably innocent.
         """
     ),
     why=prose(
         """
-        A device returned wrong results (silent data corruption, overheating, a failing board), memory was
-        read before an asynchronous copy had finished, another thread changed the batch, a custom kernel races
-        or reads uninitialised memory.
+        First of all: the loss function is not a function of its batch. It draws from a generator of its own, counts
+        its calls, anneals a temperature, keeps running values in a list or an attribute; the replay then computes
+        something else. If it is pure: a device returned wrong results (silent data corruption, overheating, a
+        failing board), memory was read before an asynchronous copy had finished, another thread changed the batch,
+        a custom kernel races or reads uninitialised memory.
         """
     ),
     how=prose(
         """
-        The bad step is replayed with weights, batch, buffers and RNG restored. A step that only then is
-        finite has no cause that a replay could show. Randomness that is not torch's (numpy, a library's own
-        generator) can look the same.
+        The bad step is replayed with weights, batch, buffers and RNG restored, and the kind of the loss (nan, +inf,
+        -inf), of its named parts and the broken gradients are compared. Where they differ, the step runs again twice:
+        finite losses that differ, or generators, counters, lists and tensors of the loss function that move, show a
+        loss function that depends on more than its batch, and that is said first. Otherwise the step has no cause
+        that a replay could show.
         """
     ),
     evidence=_evidence,

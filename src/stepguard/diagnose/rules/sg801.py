@@ -16,15 +16,20 @@ def _evidence(case: Case) -> Proof | None:
     return Proof(confidence=0.85 if alone else PLAUSIBLE, evidence=said)
 
 
+def _real(case: Case) -> str | None:
+    """What autocast computes in: told by the run, or seen in the replay."""
+    return case.facts.autocast_dtype or case.note("autocast")
+
+
 def _disagrees(case: Case) -> str:
-    wanted, real = case.facts.configured_dtype, case.facts.autocast_dtype
+    wanted, real = case.facts.configured_dtype, _real(case)
     if wanted is None or plain(wanted) == plain(real or "float32"):
         return ""
     return f"{plain(wanted)} is configured, but inside the step autocast gives {plain(real or 'float32')}"
 
 
 def _unscaled(case: Case) -> str:
-    real = plain(case.facts.autocast_dtype or "")
+    real = plain(_real(case) or "")
     if real not in NARROW or case.facts.scaling != "none":
         return ""
     return f"autocast runs in {real} without a loss scale: gradients below 6e-08 are 0"

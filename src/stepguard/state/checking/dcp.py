@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepguard.records.verification import Role
+from stepguard.records.verification import ProblemKind, Role
 from stepguard.state.checking import contents, roles
 from stepguard.state.checking.damage import Damaged, Notes, listed
 from stepguard.state.checking.files import Progress, check_file
@@ -18,6 +18,8 @@ from stepguard.state.checking.source import Window
 from stepguard.state.checking.torchfile import read_value, read_zip, report_names
 
 METADATA = ".metadata"
+PIECES = ".distcp"
+"""Ending of the files with the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class Item:
 
 def check_dcp(folder: Path, progress: Progress) -> list[Layout]:
     """All layouts of the folder, `.metadata` first."""
+    if (folder / METADATA).is_symlink():
+        return [_refused(folder, "link", f"{METADATA} is a link; it was not followed")]
+    if not (folder / METADATA).exists():
+        return [_refused(folder, "missing", _never_finished(folder))]
     items: list[Item] = []
 
     def read(window: Window, layout: Layout, role: Role | None) -> None:
@@ -44,6 +50,18 @@ def check_dcp(folder: Path, progress: Progress) -> list[Layout]:
 
     first = check_file(folder / METADATA, progress, read=read)
     return [first, *_check_files(folder, items, first.notes, progress, first.whole)]
+
+
+def _refused(folder: Path, kind: ProblemKind, detail: str) -> Layout:
+    layout = Layout(folder / METADATA, "DCP", 0, Notes(str(folder)))
+    layout.notes.add(kind, detail)
+    return layout
+
+
+def _never_finished(folder: Path) -> str:
+    """torch writes `.metadata` last, so a folder without one cannot be loaded."""
+    pieces = listed([path.name for path in sorted(folder.glob(f"*{PIECES}"))])
+    return f"has no {METADATA}, which is written last: the save of {pieces} never finished, and it cannot be loaded"
 
 
 def _check_files(folder: Path, items: list[Item], notes: Notes, progress: Progress, whole: bool) -> list[Layout]:
@@ -61,7 +79,7 @@ def _check_files(folder: Path, items: list[Item], notes: Notes, progress: Progre
         else:
             layouts.append(check_file(folder / name, progress, read=_reader(held)))
     if whole:
-        for path in sorted(folder.glob("*.distcp")):
+        for path in sorted(folder.glob(f"*{PIECES}")):
             if path.name not in files:
                 notes.add("index", f"{path.name} is not named by {METADATA}", severity="warning")
     return layouts

@@ -19,12 +19,12 @@ STOP = ord(".")
 
 
 def read_pickle(
-    source: Window, persistent: Callable[[Any], Any], names: dict[Global, None], reference: Callable[..., Any]
+    source: Window, persistent: Callable[[Any], Any], names: dict[Global, bool], reference: Callable[..., Any]
 ) -> Any:
     """The value of the stream that begins where `source` stands; leaves it right behind the STOP.
 
     `persistent` gives the value of a persistent id, `reference` that of a name with its arguments, and `names` takes
-    every name the stream refers to.
+    every name the stream refers to, with whether the stream calls it.
     """
     state = State(source, persistent, names, reference)
     table, stack, byte = operations.TABLE, state.stack, source.byte

@@ -13,6 +13,8 @@ from stepguard.state.checking.source import Window
 
 PLAIN_KEYS = (str, int, float, bool, type(None), bytes, Global, Made)
 HIGHEST_PROTOCOL = 5
+REBUILT_BY = Global("torch._tensor", "_rebuild_from_type_v2")
+"""Its arguments are a function, a class, and the arguments of that function."""
 
 
 class State:
@@ -24,7 +26,7 @@ class State:
         self,
         source: Window,
         persistent: Callable[[Any], Any],
-        names: dict[Global, None],
+        names: dict[Global, bool],
         reference: Callable[[Any, tuple[Any, ...]], Any],
     ) -> None:
         self.source, self.persistent, self.names, self.reference = source, persistent, names, reference
@@ -54,14 +56,24 @@ class State:
         if not isinstance(module, str) or not isinstance(name, str):
             raise Damaged("malformed", f"a global is named by {type(module).__name__} and {type(name).__name__}")
         found = Global(module, name)
-        self.names[found] = None
+        self.names.setdefault(found, False)
         return found
 
-    def make(self, what: Any, arguments: Any) -> None:
-        """Where pickle would call something."""
+    def make(self, what: Any, arguments: Any, *, calls: bool = True) -> None:
+        """Where pickle would call something; with `calls=False` it would only make an empty object of a class."""
+        if calls:
+            self._called(what, arguments)
         if not isinstance(arguments, tuple) or not isinstance(what, Global | Made):
             raise Damaged("malformed", f"the pickle calls {type(what).__name__} with {type(arguments).__name__}")
         self.stack.append(self.reference(what, arguments))
+
+    def _called(self, what: Any, arguments: Any) -> None:
+        """Remember what is called, also by way of the one rebuilding function that calls another."""
+        while isinstance(what, Global):
+            self.names[what] = True
+            if what != REBUILT_BY or not isinstance(arguments, tuple) or len(arguments) < 3:
+                return
+            what, arguments = arguments[0], arguments[2]
 
 
 def _number(layout: str) -> Callable[[State], int]:
@@ -163,8 +175,13 @@ def _quoted(state: State) -> str:
     return text[1:-1]
 
 
-def _skip(count: int) -> Callable[[State], None]:
-    return lambda state: state.source.skip(count)
+def _frame(state: State) -> None:
+    """Frames only say how much is read at once, but one that claims more than there is was cut off or made up."""
+    count = _U8(state)
+    if count > state.source.left:
+        raise Damaged(
+            "torn", f"a frame at byte {state.source.tell():,} claims {count:,} bytes, {state.source.left:,} are left"
+        )
 
 
 def _protocol(state: State) -> None:
@@ -290,11 +307,17 @@ def _reduce(state: State) -> None:
     state.make(what, arguments)
 
 
+def _new_object(state: State) -> None:
+    """`cls.__new__(cls, *arguments)`: no constructor runs, and a function is no class."""
+    arguments, what = state.pop(), state.pop()
+    state.make(what, arguments, calls=False)
+
+
 def _new_object_with_keywords(state: State) -> None:
     keywords, arguments, what = state.pop(), state.pop(), state.pop()
     if not isinstance(arguments, tuple):
         raise Damaged("malformed", f"an object is made with a {type(arguments).__name__} of arguments")
-    state.make(what, (*arguments, keywords))
+    state.make(what, (*arguments, keywords), calls=False)
 
 
 def _instance(state: State) -> None:
@@ -313,6 +336,8 @@ def _object(state: State) -> None:
 def _build(state: State) -> None:
     given = state.pop()
     target = state.stack[-1]
+    if isinstance(target, Global):
+        raise Damaged("hostile", f"the pickle would change {target} itself, for the whole program; nothing was run")
     if isinstance(target, Made):
         target.state = given
     elif hasattr(target, "take_state"):
@@ -356,11 +381,11 @@ _BY_CODE: dict[str | int, Callable[[State], None]] = {
     "g": _get(lambda state: int(_text_line(state))), "h": _get(_U1), "j": _get(_U4),
     "p": _put(lambda state: int(_text_line(state))), "q": _put(_U1), "r": _put(_U4),
     0x94: lambda state: state.keep(len(state.memo)),
-    "c": _global, 0x93: _stack_global, "R": _reduce, 0x81: _reduce, 0x92: _new_object_with_keywords,
+    "c": _global, 0x93: _stack_global, "R": _reduce, 0x81: _new_object, 0x92: _new_object_with_keywords,
     "i": _instance, "o": _object, "b": _build,
     0x82: _extension(_U1), 0x83: _extension(_U2), 0x84: _extension(_I4),
     "P": _persistent_line, "Q": _persistent,
-    0x80: _protocol, 0x95: _skip(8), 0x97: _out_of_band, 0x98: lambda state: None,
+    0x80: _protocol, 0x95: _frame, 0x97: _out_of_band, 0x98: lambda state: None,
 }  # fmt: skip
 TABLE = {ord(code) if isinstance(code, str) else code: act for code, act in _BY_CODE.items()}
 """Byte -> what it does."""

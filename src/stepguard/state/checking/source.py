@@ -130,19 +130,30 @@ class Clamped(io.RawIOBase):
 
 @contextmanager
 def opened(path: Path) -> Iterator[Window]:
-    """The whole file. Anything but a regular file is refused before a byte is read."""
+    """The whole file. Anything but a regular file is refused, and a device is not even opened."""
     try:
+        refuse_special(path.stat().st_mode)
         # O_NONBLOCK: opening a FIFO nobody writes to must not wait
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         raise Damaged("unreadable", f"cannot be opened: {error.strerror}") from error
     try:
         facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            raise Damaged("unreadable", f"is {KINDS.get(stat.S_IFMT(facts.st_mode), 'no file')}, not a file")
+        refuse_special(facts.st_mode)  # it may have been exchanged since
         yield Window(descriptor, 0, facts.st_size, path)
     finally:
         os.close(descriptor)
+
+
+def refuse_special(mode: int) -> None:
+    """A FIFO, a socket, a device or a folder, by its mode."""
+    if not stat.S_ISREG(mode):
+        raise Damaged("unreadable", f"is {special(mode)}, not a file")
+
+
+def special(mode: int) -> str:
+    """`a device`, for a message."""
+    return KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def _pread(descriptor: int, size: int, position: int) -> bytes:

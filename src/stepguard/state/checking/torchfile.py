@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,13 @@ from stepguard.state.checking.source import Window, opened
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
+DEEPEST_NESTED = 3
+NEEDLESS = "which a checkpoint of tensors does not need"
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+Names = dict[Global, bool]
+"""What a pickle refers to, and whether it calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +96,7 @@ def _read_nested(window: Window, layout: Layout, leaf: Leaf, raw: Raw) -> None:
     if raw.start < 0:
         layout.notes.add("format", "is written in protocol 2 and was not scanned", tensor=leaf.name, severity="warning")
         return
-    inner = Window(window.descriptor, raw.start, raw.size, window.path)
-    if inner.at(0, len(LEGACY_START)) != LEGACY_START:
-        raise Damaged("format", f"{leaf.name} holds bytes that are no old torch.save; nested archives are not followed")
-    value, names, places = _legacy_parts(inner)
-    report_names(layout, names)
+    value, _, places = _legacy_parts(Window(window.descriptor, raw.start, raw.size, window.path))
     if not isinstance(value, Storage) or not isinstance(leaf.record, TensorRecord):
         raise Damaged("malformed", f"{leaf.name} is made of a {type(value).__name__}")
     tensor = leaf.record
@@ -112,8 +117,9 @@ def _read_legacy(window: Window, layout: Layout, role: Role | None, prefix: str)
     return held
 
 
-def _legacy_parts(window: Window) -> tuple[Any, dict[Global, None], dict[str, Stored]]:
-    names: dict[Global, None] = {}
+def _legacy_parts(window: Window, depth: int = 0) -> tuple[Any, Names, dict[str, Stored]]:
+    names: Names = {}
+    nested = Nested()
     storages: dict[str, Storage] = {}
 
     def persistent(pid: Any) -> Any:
@@ -122,10 +128,12 @@ def _legacy_parts(window: Window) -> tuple[Any, dict[Global, None], dict[str, St
         storage = storage_of(pid)
         return storages.setdefault(storage.key, storage)
 
-    magic, protocol, _, value, keys = (read_pickle(window, persistent, names, reference) for _ in range(5))
+    magic, protocol, _, value, keys = (read_pickle(window, persistent, names, nested.reference) for _ in range(5))
     if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL or not isinstance(keys, list):
         raise Damaged("malformed", "its first pickles are not those of torch.save")
-    return value, names, _legacy_storages(window, keys, storages)
+    places = _legacy_storages(window, keys, storages)
+    nested.take_names(window, names, depth)
+    return value, names, places
 
 
 def _legacy_storages(window: Window, keys: list[Any], storages: dict[str, Storage]) -> dict[str, Stored]:
@@ -143,16 +151,58 @@ def _legacy_storages(window: Window, keys: list[Any], storages: dict[str, Storag
     return places
 
 
-def read_value(window: Window) -> tuple[Any, dict[Global, None]]:
+def read_value(window: Window) -> tuple[Any, Names]:
     """The value of a pickle, and every name it refers to."""
-    names: dict[Global, None] = {}
+    names: Names = {}
+    nested = Nested()
     storages: dict[str, Storage] = {}
 
     def persistent(pid: Any) -> Storage:
         storage = storage_of(pid)
         return storages.setdefault(storage.key, storage)
 
-    return read_pickle(window, persistent, names, reference), names
+    value = read_pickle(window, persistent, names, nested.reference)
+    nested.take_names(window, names)
+    return value, names
+
+
+class Nested:
+    """Byte strings that torch would load as pickles of their own (`torch.storage._load_from_bytes`), used or not."""
+
+    def __init__(self) -> None:
+        self._found: list[Raw] = []
+
+    def reference(self, what: Any, arguments: tuple[Any, ...]) -> Any:
+        """As `shapes.reference`."""
+        value = reference(what, arguments)
+        if isinstance(value, Storage) and value.nested is not None:
+            self._found.append(value.nested)
+        return value
+
+    def take_names(self, window: Window, names: Names, depth: int = 0) -> None:
+        """Every name that they refer to, as if it stood in the stream itself."""
+        if self._found and depth >= DEEPEST_NESTED:
+            raise Damaged("limit", f"pickles are nested more than {DEEPEST_NESTED} deep")
+        for raw in self._found:
+            with _bytes_of(window, raw) as inner:
+                if inner.at(0, len(LEGACY_START)) != LEGACY_START:
+                    raise Damaged(
+                        "format", "it holds bytes that torch would load, and that are no old torch.save; not followed"
+                    )
+                for name, called in _legacy_parts(inner, depth + 1)[1].items():
+                    names[name] = names.get(name, False) or called
+
+
+@contextmanager
+def _bytes_of(window: Window, raw: Raw) -> Iterator[Window]:
+    """A byte string where it lies in the file, or the copy of one that protocol 2 wrote as a text."""
+    if raw.data is None or raw.start >= 0:
+        yield Window(window.descriptor, raw.start, raw.size, window.path)
+        return
+    with tempfile.TemporaryFile() as copy:
+        copy.write(raw.data)
+        copy.flush()
+        yield Window(copy.fileno(), 0, raw.size, window.path)
 
 
 def read_inert(path: Path) -> Any:
@@ -171,20 +221,29 @@ def read_inert(path: Path) -> Any:
             value, names, _ = _legacy_parts(window)
         else:
             value, names = read_value(window)
-    hostile = [str(name) for name in names if globals_known.trust(name) == "hostile"]
+    hostile = [str(name) for name, called in names.items() if globals_known.trust(name, called=called) == "hostile"]
     if hostile:
-        raise Damaged("hostile", f"loading it with pickle would import {listed(hostile)} and could run code")
+        raise Damaged("hostile", f"it names {listed(hostile)}, {NEEDLESS}; loading it with pickle could run code")
     return value
 
 
-def report_names(layout: Layout, names: dict[Global, None]) -> None:
-    """Names that would be imported by a pickle that runs code."""
-    trusted = {name: globals_known.trust(name) for name in names}
-    for name in (name for name, trust in trusted.items() if trust == "hostile"):
-        layout.notes.add("hostile", f"loading it with pickle would import {name} and could run code; nothing was run")
-    unknown = [str(name) for name, trust in trusted.items() if trust == "unknown"]
+def report_names(layout: Layout, names: Names) -> None:
+    """Every name that is not one a checkpoint needs, by what it would do."""
+    trusted: dict[globals_known.Trust, list[str]] = {}
+    for name, called in names.items():
+        trusted.setdefault(globals_known.trust(name, called=called), []).append(str(name))
+    for runs in trusted.get("hostile", ()):
+        detail = f"names {runs}, {NEEDLESS}; loading it with pickle could run code; nothing was run"
+        layout.notes.add("hostile", detail)
+    for made in trusted.get("calls", ()):
+        detail = (
+            f"names {made}, {NEEDLESS}; loading it with pickle would call it with arguments from the file. Where it is "
+            "a class of your own, save its value instead"
+        )
+        layout.notes.add("global", detail)
+    unknown = trusted.get("unknown")
     if unknown:
-        detail = f"loading it with pickle would import {listed(unknown)}; here they are left as records"
+        detail = f"names {listed(unknown)}, {NEEDLESS}; loading it with pickle would import them; here they are records"
         layout.notes.add("global", detail, severity="warning")
 
 

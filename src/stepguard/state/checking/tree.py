@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from stepguard.records.verification import Problem
-from stepguard.state.checking.dcp import METADATA
+from stepguard.state.checking.dcp import METADATA, PIECES
 from stepguard.state.checking.files import SUFFIXES, is_checkpoint_name, may_be_checkpoint
 from stepguard.state.checking.sealed import check_store
 from stepguard.state.checking.shards import NUMBERED
+from stepguard.state.checking.source import special
 from stepguard.state.store.entries import LAST_GOOD
 from stepguard.state.store.seal import SEAL
 
@@ -93,7 +94,7 @@ def whole_folder(folder: Path, files: list[Path]) -> Place | None:
     members = [path for path in files if path.suffix.lower() in SUFFIXES]
     if SEAL in names:
         return _folder(folder, "sealed", files)
-    if METADATA in names:
+    if METADATA in names or any(name.endswith(PIECES) for name in names):
         return _folder(folder, "DCP", files)
     if any("_model_states" in name or name.startswith("zero_pp_rank_") for name in names):
         return _folder(folder, "DeepSpeed", members)
@@ -149,12 +150,20 @@ def _listing(folder: Path, found: Found) -> tuple[list[Path], list[Path]] | None
 
 
 def _follow(link: Path, found: Found) -> bool:
-    """Only into the blobs of the same Hugging Face cache. A target inside the folder is seen by itself."""
+    """Only into the blobs of the same Hugging Face cache. A target inside the folder is seen by itself.
+
+    A link in the place of a seal stays: the folder is a checkpoint, and its reader refuses the link.
+    """
     target = Path(os.path.realpath(link))
     if link.parent.parent.name == "snapshots" and target.is_relative_to(link.parent.parent.parent.resolve() / "blobs"):
         return target.is_file()
+    if link.name in (SEAL, METADATA):
+        return True
     looks_like_one = link.suffix.lower() in SUFFIXES or target.is_dir()
-    if looks_like_one and not target.is_relative_to(found.root.resolve()):
+    if looks_like_one and target.exists() and not target.is_file() and not target.is_dir():
+        detail = f"is a link to {special(target.stat().st_mode)}; it was not opened"
+        found.problems.append(Problem(file=str(link), kind="link", detail=detail))
+    elif looks_like_one and not target.is_relative_to(found.root.resolve()):
         found.warn(link, "link", f"is a link out of the folder, to {target.name!r}; it was not followed")
     elif looks_like_one and not target.exists():
         found.warn(link, "link", "is a link to nothing")

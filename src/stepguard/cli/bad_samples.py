@@ -1,0 +1,62 @@
+"""`stepguard quarantine --data RUN`: the samples a run went on without, and a list of them for a sampler."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from stepguard._errors import ConfigError, JournalError
+
+if TYPE_CHECKING:
+    from stepguard.report.quarantined import Suspect
+
+
+def show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: bool) -> None:
+    """Print the ledger of a run, or write the samples to leave out to a file, one a line."""
+    from stepguard.ledger import read_ledger
+    from stepguard.records.codec import dumps
+    from stepguard.report import quarantined, screen
+
+    if not any(run.glob("journal*.jsonl")) and not any(run.glob("bad_samples*.jsonl")):
+        raise ConfigError(f"{run} is no run folder: it holds neither a journal.jsonl nor a bad_samples.jsonl.")
+    try:
+        entries, unread = read_ledger(run)
+    except OSError as error:
+        raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
+    steps = _steps_seen(run)
+    if as_json:
+        typer.echo(dumps(quarantined.as_json(str(run), entries, unread, steps)))
+    else:
+        stream = sys.stdout
+        text = quarantined.render_ledger(str(run), entries, unread, steps, screen.columns(stream))
+        screen.put(text, stream)
+    if out is not None:
+        _write(out, quarantined.suspects(entries), unproven=unproven)
+
+
+def _write(path: Path, found: Sequence[Suspect], *, unproven: bool) -> None:
+    listed = [suspect for suspect in found if suspect.proven or unproven]
+    names = [str(s.index if s.index is not None else s.id) for s in listed]
+    try:
+        path.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}.") from error
+    left = len(found) - len(listed)
+    rest = f"; {left} more are in bad batches, none of them proven (--unproven lists them too)" if left else ""
+    typer.echo(f"wrote {len(names)} to {path}{rest}", err=True)
+
+
+def _steps_seen(run: Path) -> int:
+    """Step lines of the journals, of all ranks and attempts."""
+    count = 0
+    for path in run.glob("journal*.jsonl"):
+        try:
+            with path.open("rb") as lines:
+                count += sum(b'"type":"step"' in line for line in lines)
+        except OSError:
+            continue
+    return count

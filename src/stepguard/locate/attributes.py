@@ -1,0 +1,46 @@
+"""Tensors and numbers that a module keeps outside its parameters and buffers: `self.center`, a hidden state, a list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+KEPT = "attr:"
+"""Begins the name under which the trace knows such a tensor; not a name of the public contract."""
+MOST_ITEMS = 64
+"""Entries of a list or dict that are looked at."""
+
+
+def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Name (`attr:head.center`) and tensor, also inside lists, tuples and dicts."""
+    for path, module in _modules(roots):
+        for key, value in vars(module).items():
+            if not key.startswith("_"):
+                yield from _inside(f"{KEPT}{path}.{key}".replace(":.", ":"), value)
+
+
+def bad_numbers(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
+    """Plain numbers on modules that are NaN or infinite."""
+    for path, module in _modules(roots):
+        for key, value in vars(module).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{path}.{key}".strip("."), value
+
+
+def _modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, root in roots.items():
+        for name, module in root.named_modules():
+            yield f"{prefix}.{name}".strip("."), module
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{i}]", item) for i, item in enumerate(value[:MOST_ITEMS]) if isinstance(item, Tensor))
+    elif isinstance(value, dict):
+        items = list(value.items())[:MOST_ITEMS]
+        yield from ((f"{name}[{key!r}]", item) for key, item in items if isinstance(item, Tensor))

@@ -1,0 +1,218 @@
+"""What `stepguard live` holds against a run, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepguard.journal import RunRecord
+from stepguard.records import Decision, Incident, Reading, Verdict
+from stepguard.report.health import concerns, silence
+from stepguard.report.live_view import judge_run
+
+END = {"type": "end", "armed": True}
+
+
+def journal(losses: Sequence[float], *, over: bool = True, **every: Any) -> RunRecord:
+    """A run of these losses; `every` goes into each step's line."""
+    record = RunRecord(path=Path("run"))
+    usual = {"grad_norm": 0.5, "lr": [1e-3], "committed": True, "seconds": 0.1}
+    record.steps = [{"step": n, "loss": loss, **usual, **every} for n, loss in enumerate(losses)]
+    record.notes = [END] if over else []
+    return record
+
+
+def verdict(record: RunRecord) -> str:
+    return judge_run(record, (), None)
+
+
+def said(record: RunRecord) -> str:
+    return "; ".join(concern.text for concern in concerns(record))
+
+
+def learning(steps: int, seed: int = 0, start: float = 2.3, floor: float = 0.3) -> list[float]:
+    draw = random.Random(seed)
+    return [(floor + (start - floor) * math.exp(-5 * n / steps)) * draw.lognormvariate(0, 0.15) for n in range(steps)]
+
+
+def policy_gradient(steps: int, seed: int) -> list[float]:
+    """REINFORCE: around 0, of both signs, with rare large values."""
+    draw = random.Random(seed)
+    return [draw.gauss(0, 1) * (1 + 3 * n / steps) * (20 if draw.random() < 0.02 else 1) for n in range(steps)]
+
+
+def q_learning(steps: int, seed: int) -> list[float]:
+    """The loss rises with the values that are learned, and jumps with each new target network."""
+    draw = random.Random(seed)
+    return [0.02 + 4 * n / steps * draw.lognormvariate(0, 0.6) * (3 if n % 100 < 5 else 1) for n in range(steps)]
+
+
+def generator(steps: int, seed: int) -> list[float]:
+    """A GAN's generator against its opponent."""
+    draw = random.Random(seed)
+    phase = draw.random() * 6
+    return [1.2 + 0.8 * math.sin(phase + n / 25) + 0.3 * draw.gauss(0, 1) for n in range(steps)]
+
+
+def critic(steps: int, seed: int) -> list[float]:
+    """A Wasserstein critic: negative, down and slowly up again."""
+    draw = random.Random(seed)
+    return [-8 * math.exp(-n / steps) + 0.8 * draw.gauss(0, 1) + math.sin(n / 40) for n in range(steps)]
+
+
+def actor(steps: int, seed: int) -> list[float]:
+    """The loss of an actor is minus a growing return."""
+    draw = random.Random(seed)
+    return [-100 * n / steps + 10 * draw.gauss(0, 1) for n in range(steps)]
+
+
+def restarts(steps: int, seed: int) -> list[float]:
+    """Warm restarts of the learning rate."""
+    draw = random.Random(seed)
+    return [loss + (0.3 if n % 50 < 8 else 0) + 0.05 * draw.gauss(0, 1) for n, loss in enumerate(learning(steps, seed))]
+
+
+def converged(steps: int, seed: int) -> list[float]:
+    """Fine-tuning of what is learned already: next to nothing, with hard batches."""
+    draw = random.Random(seed)
+    return [1e-3 * draw.lognormvariate(0, 2.0) for _ in range(steps)]
+
+
+HEALTHY: dict[str, Callable[[int, int], list[float]]] = {
+    "classifier": learning,
+    "policy gradient": policy_gradient,
+    "q-learning": q_learning,
+    "generator": generator,
+    "critic": critic,
+    "actor": actor,
+    "restarts": restarts,
+    "converged": converged,
+}
+
+
+@pytest.mark.parametrize("steps", [12, 60, 300, 1200])
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_runs_stay_healthy_whatever_their_loss_looks_like(kind: str, steps: int) -> None:
+    for seed in range(20):
+        record = journal(HEALTHY[kind](steps, seed))
+        assert verdict(record) == "healthy", (seed, said(record))
+
+
+def exploding(steps: int) -> list[float]:
+    return [2.3 * 1.7**n for n in range(steps)]
+
+
+def gone_again(steps: int) -> list[float]:
+    half = learning(steps * 3 // 4)
+    return half + [2.0 + 0.1 * math.sin(n) for n in range(steps - len(half))]
+
+
+@pytest.mark.parametrize("steps", [20, 60, 300])
+def test_run_whose_loss_has_run_away_is_never_healthy(steps: int) -> None:
+    for losses in (exploding(steps), [0.54, *[2.7e7] * steps], learning(steps) + [2.9e13] * 20):
+        record = journal(losses)
+        assert verdict(record) == "unhealthy" and "run away" in said(record)
+
+
+@pytest.mark.parametrize("steps", [60, 300, 1200])
+def test_half_of_what_was_learned_gone_again_asks_for_attention(steps: int) -> None:
+    record = journal(gone_again(steps))
+    assert verdict(record) == "attention" and "what was learned is gone again" in said(record)
+
+
+def test_one_bad_stretch_that_is_over_is_no_concern() -> None:
+    losses = learning(300)
+    losses[150:160] = [5.0] * 10
+    assert verdict(journal(losses)) == "healthy"
+
+
+def test_learning_rate_of_0_in_every_group_asks_for_attention() -> None:
+    assert "learning rate is 0" in said(journal(learning(60), lr=[0.0, 0.0]))
+    assert verdict(journal(learning(60), lr=[0.0, 1e-5])) == "healthy"
+    schedule_ends = journal(learning(60))
+    schedule_ends.steps[-1]["lr"] = [0.0]
+    assert verdict(schedule_ends) == "healthy"
+
+
+def test_run_that_stands_still_asks_for_attention() -> None:
+    assert "every gradient" in said(journal(learning(60), grad_norm=0.0))
+    assert "to the last bit" in said(journal([0.693147] * 60))
+    assert verdict(journal([0.0] * 60, grad_norm=0.0)) == "healthy"
+
+
+def test_gradient_that_is_clipped_away_asks_for_attention() -> None:
+    assert "clipping leaves" in said(journal(learning(60), clip_factor=1e-9))
+    assert verdict(journal(learning(60), clip_factor=0.01)) == "healthy"
+
+
+def test_run_without_a_step_is_not_healthy() -> None:
+    assert verdict(journal([])) == "unhealthy"
+    assert verdict(journal([], over=False)) == "waiting"
+
+
+def test_disarmed_guard_asks_for_attention() -> None:
+    record = journal(learning(60))
+    record.notes = [{"type": "fault", "step": 12, "error": "OSError: no space"}, END]
+    assert verdict(record) == "attention" and "since step 12: OSError" in said(record)
+    record.notes = [{"type": "end", "armed": False}]
+    assert verdict(record) == "attention"
+
+
+def test_loss_that_is_committed_though_it_is_not_finite_is_unhealthy() -> None:
+    record = journal([*learning(60), *[math.nan] * 8])
+    assert verdict(record) == "unhealthy" and "not finite" in said(record)
+
+
+def test_run_that_ended_with_an_exception_is_unhealthy() -> None:
+    record = journal(learning(20))
+    raised = Verdict(kind="nonfinite_loss", severity="incident", summary="IndexError: index 7 is out of bounds")
+    object.__setattr__(raised, "kind", "exception")
+    record.incidents = [Incident(id="20", step=20, verdict=raised, reading=Reading(step=20))]
+    assert verdict(record) == "unhealthy" and "IndexError" in said(record)
+
+
+def test_steps_without_labels_ask_for_attention() -> None:
+    record = journal(learning(60))
+    record.notes = [{"type": "note", "kind": "no_labels", "step": n} for n in range(60)] + [END]
+    assert verdict(record) == "attention"
+
+
+def test_scaler_that_looks_for_its_scale_is_healthy() -> None:
+    record = journal(learning(9))
+    for line in record.steps[:6]:
+        line.update(committed=False, scale=65536.0)
+    assert verdict(record) == "healthy"
+    never = journal([1.0] * 60, committed=False, scale=65536.0)
+    assert verdict(never) == "unhealthy"
+
+
+def test_silence_is_long_only_beside_what_the_run_is_used_to() -> None:
+    running = journal(learning(60), over=False)
+    assert silence(running, 59) is None
+    concern = silence(running, 3600)
+    assert concern is not None and "3,600 s" in concern.text and "0.1 s" in concern.text
+    running.steps[30]["seconds"] = 1200.0  # an evaluation
+    assert silence(running, 3600) is None
+    assert silence(journal(learning(60)), 1e9) is None
+
+
+def test_run_that_goes_on_is_judged_only_to_its_disadvantage() -> None:
+    bad, good = journal(exploding(60), over=False), journal(learning(60), over=False)
+    assert judge_run(bad, (), None) == "waiting"
+    assert judge_run(bad, (), None, now=True) == "unhealthy"
+    assert judge_run(good, (), None, now=True) == "waiting"
+
+
+def test_run_that_was_started_again_after_a_stop_is_not_stopped() -> None:
+    record = journal(learning(60))
+    stop = Incident(id="9", step=9, verdict=Verdict(kind="spike", severity="incident"), reading=Reading(step=9))
+    record.incidents = [replace(stop, decision=Decision(action="stop"))]
+    assert verdict(record) == "healthy"
+    record.steps = record.steps[:10]
+    assert verdict(record) == "stopped"

@@ -1,0 +1,325 @@
+"""The indices behind a batch: overheard without changing what is delivered, or any random number."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from stepguard.state.feed import Feed
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+SIZE, BATCH = 22, 4
+
+
+class Noisy(Dataset[Tensor]):
+    """Says its index and draws from all three generators, as augmentations do."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, list):
+            return torch.stack([self[i] for i in index])
+        return torch.tensor([index, float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class Buckets:
+    """A batch sampler of the user's own, which fills the same list again and again."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for start in (8, 0, 16, 3):
+            batch[:] = [start, start + 2, start + 1]
+            yield batch
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Tensors:
+    """A sampler that yields tensors."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.randperm(SIZE)
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "shuffle": lambda: DataLoader(Noisy(), BATCH, shuffle=True),
+    "in order": lambda: DataLoader(Noisy(), BATCH),
+    "generator": lambda: DataLoader(Noisy(), BATCH, shuffle=True, generator=_generator()),
+    "drop last": lambda: DataLoader(Noisy(), BATCH, shuffle=True, drop_last=True),
+    "one by one": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
+    "batches as keys": lambda: DataLoader(
+        Noisy(), batch_size=None, sampler=BatchSampler(RandomSampler(Noisy()), BATCH, drop_last=False)
+    ),
+    "own batch sampler": lambda: DataLoader(Noisy(), batch_sampler=Buckets()),
+    "list of batches": lambda: DataLoader(Noisy(), batch_sampler=[[3, 1], [0, 7, 5]]),
+    "sampler of tensors": lambda: DataLoader(Noisy(), BATCH, sampler=Tensors()),
+    "distributed": lambda: DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), 2, 1)),
+    "workers": lambda: DataLoader(Noisy(), BATCH, shuffle=True, num_workers=2),
+    "workers, generator": lambda: DataLoader(Noisy(), BATCH, shuffle=True, num_workers=2, generator=_generator()),
+    "workers, one by one": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True, num_workers=2),
+    "workers, own batch sampler": lambda: DataLoader(Noisy(), batch_sampler=[[8, 2], [1, 3, 5], [0]], num_workers=1),
+    "persistent workers": lambda: DataLoader(Noisy(), BATCH, shuffle=True, num_workers=2, persistent_workers=True),
+    "stateful": lambda: StatefulDataLoader(Noisy(), BATCH, shuffle=True),
+    "stateful, own batch sampler": lambda: StatefulDataLoader(Noisy(), batch_sampler=Buckets()),
+    "stateful, workers": lambda: StatefulDataLoader(Noisy(), BATCH, shuffle=True, num_workers=2),
+}
+
+
+def _seed() -> None:
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+
+
+def _feed(loader: Any, said: list[str] | None = None, step: Callable[[], int] = lambda: 0) -> Feed:
+    return Feed(loader, lambda: None, (said if said is not None else []).append, step)
+
+
+def _rng(loader: Any) -> list[Any]:
+    own = getattr(loader, "generator", None)
+    numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+    return [*numbers, own.get_state().tolist() if own is not None else None]
+
+
+def _passes(iterable: Any, loader: Any) -> list[Any]:
+    """Two passes with a draw of the loop's own between batches, and every random state after each batch."""
+    _seed()
+    seen: list[Any] = []
+    for _ in range(2):
+        for batch in iterable:
+            seen.append((batch.tolist(), torch.rand(1).tolist(), _rng(loader)))
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_and_random_numbers_are_those_of_the_bare_loader(kind: str) -> None:
+    _seed()
+    bare = KINDS[kind]()
+    expected = _passes(bare, bare)
+    _seed()
+    loader = KINDS[kind]()
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    assert _passes(_feed(loader), loader) == expected
+    assert loader.sampler is sampler and loader.batch_sampler is batch_sampler
+    del bare, loader
+    gc.collect()  # workers end with their loader
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_indices_are_those_the_batch_was_made_of(kind: str) -> None:
+    _seed()
+    feed = _feed(KINDS[kind]())
+    for _ in range(2):
+        for batch in feed:
+            made_of = batch.reshape(-1, 4)[:, 0].int().tolist()
+            assert feed.indices_of(batch) == made_of
+    del feed
+    gc.collect()
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "workers", "stateful", "stateful, own batch sampler", "stateful, workers"])
+def test_indices_are_known_after_going_to_a_position(kind: str) -> None:
+    _seed()
+    feed = _feed(KINDS[kind]())
+    iterator = iter(feed)
+    next(iterator), next(iterator)
+    position = feed.position()
+    rest = [batch.reshape(-1, 4)[:, 0].int().tolist() for batch in iterator]
+    other = _feed(KINDS[kind]())
+    other.go_to(position, None)
+    assert [other.indices_of(batch) for batch in other] == rest
+    del feed, other, iterator
+    gc.collect()
+
+
+def test_nothing_of_the_guard_stays_in_a_loader_with_persistent_workers() -> None:
+    _seed()
+    loader = KINDS["persistent workers"]()
+    feed = _feed(loader)
+    for _ in feed:
+        break
+    assert loader._iterator._index_sampler is loader.batch_sampler
+    bare = [batch.reshape(-1, 4)[:, 0].int().tolist() for batch in loader]
+    assert sorted(index for batch in bare for index in batch) == list(range(SIZE))
+    assert all(feed.indices_of(batch) == batch.reshape(-1, 4)[:, 0].int().tolist() for batch in feed)
+    del feed, loader
+    gc.collect()
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(SIZE)
+
+
+class Doubled(DataLoader[Any]):
+    """Its own way to iterate: nobody knows which batch comes from which indices."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch
+            yield batch.clone()
+
+
+class Words(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: str) -> Tensor:
+        return torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(Stream(), BATCH),
+        Doubled(Noisy(), BATCH),
+        [torch.zeros(2)],
+        DataLoader(Noisy(), BATCH, num_workers=1, in_order=False),
+    ],
+    ids=["iterable data set", "own iteration", "list", "out of order"],
+)
+def test_no_indices_where_nobody_knows_them(loader: Any) -> None:
+    feed = _feed(loader)
+    places = [(feed.indices_of(batch), feed.where(batch)) for batch in feed]
+    assert places == [(None, (0, number)) for number in range(len(places))]
+
+
+def test_keys_of_a_data_set_by_name_are_its_indices() -> None:
+    feed = _feed(DataLoader(Words(), batch_sampler=[["a", "b"], ["c"]]))
+    assert [feed.indices_of(batch) for batch in feed] == [["a", "b"], ["c"]]
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: {"inputs": x, "more": {"labels": y, "scale": 1.0}},
+        lambda x, y: [y],
+        lambda x, y: Pair(x, y),
+        lambda x, y: {"x": x.to("cpu"), "mask": torch.ones(4)},
+    ],
+)
+def test_batch_that_the_loop_has_packed_anew_is_known_by_its_tensors(again: Callable[[Tensor, Tensor], Any]) -> None:
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.rand(12, 2), torch.rand(12)), 4, shuffle=True)
+    feed = _feed(loader)
+    for number, (x, y) in enumerate(feed):
+        whole = feed.indices_of((x, y))
+        assert whole is not None and sorted(whole) != whole
+        assert feed.indices_of(again(x, y)) == whole and feed.where(again(x, y)) == (0, number)
+
+
+def test_every_micro_batch_of_a_step_is_known() -> None:
+    feed = _feed(DataLoader(Noisy(), BATCH, shuffle=True))
+    batches = list(feed)
+    assert [feed.indices_of(b) for b in batches] == [b[:, 0].int().tolist() for b in batches]
+
+
+@pytest.mark.parametrize("part", [slice(4, 8), slice(0, 3), slice(5, None, 3)])
+def test_slice_of_a_batch_has_the_indices_of_its_rows(part: slice) -> None:
+    feed = _feed(DataLoader(Noisy(), 11, shuffle=True))
+    for batch in feed:
+        assert feed.indices_of({"x": batch[part]}) == batch[part][:, 0].int().tolist()
+        assert feed.indices_of(batch[:, 1:]) is None
+
+
+def test_stranger_is_not_taken_for_a_batch() -> None:
+    feed = _feed(DataLoader(Noisy(), BATCH))
+    for batch in feed:
+        assert feed.indices_of(batch.clone()) is None and feed.where(batch * 2) is None
+    assert feed.indices_of("text") is None
+
+
+def test_tensor_that_all_batches_share_tells_nothing() -> None:
+    mask = torch.ones(3)
+    feed = _feed([{"mask": mask, "x": torch.rand(3)} for _ in range(3)])
+    first, second, _ = list(feed)
+    assert feed.where({"mask": mask}) is None
+    assert (feed.where(first), feed.where({"x": second["x"], "mask": mask})) == ((0, 0), (0, 1))
+
+
+def test_no_batch_is_kept_alive() -> None:
+    feed = _feed(DataLoader(Noisy(), BATCH))
+    iterator = iter(feed)
+    first = next(iterator)
+    gone = weakref.ref(first)
+    del first
+    next(iterator)
+    assert gone() is None
+
+
+def test_batches_are_remembered_by_the_step_they_were_delivered_for() -> None:
+    step = [0]
+    feed = _feed(DataLoader(Noisy(), BATCH), step=lambda: step[0])
+    for number, _ in enumerate(feed):
+        step[0] = (number + 1) // 2
+    assert [each.number for each in feed.of_step(1)] == [2, 3]
+    assert feed.of_step(9) == []
+
+
+class Broken:
+    def __iter__(self) -> Iterator[list[int]]:
+        raise ValueError("no order today")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_sampler_that_fails_leaves_the_loader_as_it_was() -> None:
+    broken = Broken()
+    loader = DataLoader(Noisy(), batch_sampler=broken)
+    with pytest.raises(ValueError, match="no order today"):
+        next(iter(_feed(loader)))
+    assert loader.batch_sampler is broken
+
+
+class Loud(dict[str, Tensor]):
+    """A container of the user's own: none of its code runs for being remembered."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("iterated")
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError("asked")
+
+
+class Silent:
+    def __init__(self, x: Tensor) -> None:
+        object.__setattr__(self, "x", x)
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize("kind", [Loud, Silent])
+def test_remembering_a_batch_runs_no_code_of_its_class(kind: Any) -> None:
+    x = torch.rand(3)
+    feed = _feed([kind({"x": x}) if kind is Loud else kind(x)])
+    for batch in feed:
+        assert feed.where(batch) == feed.where({"again": x}) == (0, 0)
