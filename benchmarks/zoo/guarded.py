@@ -14,6 +14,8 @@ from benchmarks.zoo.case import Batch, Case, Expected, Scene
 from benchmarks.zoo.plain import autocast, make_scaler
 from benchmarks.zoo.trace import flaws
 
+CONTROL_STEPS = 256
+"""A healthy control runs at least so long: longer than anything a guard remembers of its run."""
 PARTS = ("detect", "place", "sample", "cause", "source", "survive")
 
 
@@ -49,6 +51,8 @@ def score(case: Case) -> Row:
     """Run the case under the guard and mark the answer."""
     row = Row(case=case.name, group=case.group, control=case.control)
     scene, began = case.build(False), time.perf_counter()
+    if case.control:
+        scene.steps = max(scene.steps, CONTROL_STEPS)
     meant = [b for b in scene.model.buffers() if any(flaws(b))]
     try:
         with tempfile.TemporaryDirectory() as run_dir:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
 from stepguard.engine.attach import Watcher
-from stepguard.engine.closure import ClosureStepper, needs_closure
+from stepguard.engine.closure import ClosureStepper, takes_closure
 from stepguard.engine.context import bare_step, build_context
+from stepguard.engine.epochs import EpochSchedule
 from stepguard.engine.examine import agreed_trouble
 from stepguard.engine.exceptions import ending, last_uncaught
 from stepguard.engine.intercept import offer
@@ -48,7 +50,7 @@ class Guard:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: GradScaler | None = None,
         modules: dict[str, nn.Module] | None = None,
         loader: Any = None,
@@ -60,7 +62,7 @@ class Guard:
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
         self._wiring = Wiring(self._context)
         self._shield = Shield(self._fault, partial(self._context.say, "fault"))
-        stepper = ClosureStepper if needs_closure(self._context.optimizer) else Stepper
+        stepper = ClosureStepper if takes_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
         self._stepper = stepper(self._context, self._shield, self._recovery)
         self._saving = Saving(self._context, self._recovery)
@@ -68,6 +70,9 @@ class Guard:
             self._context.feed = Feed(
                 loader, self._between, partial(self._recovery.say, "loader"), lambda: self._context.step
             )
+        self._epochs: EpochSchedule | None = None
+        if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
+            self._schedule_by_epoch(self._context.feed)
         self._signals = Signals(self._leave, self.close, partial(self._recovery.say, "signal"))
         self._recovery.duties += [self._saving, self._signals]
         self._watcher: Watcher | None = None
@@ -259,6 +264,24 @@ class Guard:
         else:
             self._stepper.settle()
 
+    def _schedule_by_epoch(self, feed: Feed | None) -> None:
+        if feed is None:
+            raise ConfigError(
+                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data ends; give "
+                "stepguard.Guard(..., loader=loader) and iterate over guard.loader, or use scheduler_every=None and "
+                "call scheduler.step() in your loop."
+            )
+        self._epochs = EpochSchedule(self._context, feed)
+        feed.after_pass.append(self._pass_ended)
+        self._recovery.after_commit.append(self._epochs.committed)
+        self._recovery.after_rewind.append(self._epochs.rewound)
+
+    def _pass_ended(self) -> None:
+        """The schedule moves only once the last step of the pass has been read."""
+        if self._epochs is not None and not self._closed:
+            self._settle()
+            self._epochs.passed()
+
     def _between(self) -> None:
         """The loop asks for its next batch."""
         if not self._closed:
@@ -354,6 +377,9 @@ def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings
 
 
 def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
+    config = settings.get("config")
+    if isinstance(config, GuardConfig):
+        settings["config"] = replace(config, scheduler_every=None)  # the loop advances its schedule itself
     guard = Guard(model, optimizer, **settings)
     guard._wiring.expect_own_steps()
     guard._watcher = Watcher(guard._context, guard._shield, guard._recovery, guard._wiring)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from benchmarks.zoo.case import Case
 from benchmarks.zoo.catalogue import KNOWN, chosen, load
-from benchmarks.zoo.guarded import score
+from benchmarks.zoo.guarded import CONTROL_STEPS, score
 from benchmarks.zoo.prove import problems
+
+from stepguard import GuardConfig
 
 CASES = list(load().values())
 INCIDENTS = [case for case in CASES if not case.control]
@@ -44,6 +46,12 @@ def test_incident_is_named_and_survived(case: Case) -> None:
 def test_healthy_run_raises_no_alarm(case: Case) -> None:
     row = score(case)
     assert row.right, f"{row.false_alarms} alarms: {row.findings} {row.said} {row.error}"
+
+
+def test_controls_run_longer_than_a_guard_remembers() -> None:
+    config = GuardConfig()
+    memories = (config.spike_window, config.probation, config.policy.lost_window)
+    assert max(memories) + 32 <= CONTROL_STEPS
 
 
 def test_every_case_names_public_threads() -> None:

@@ -169,7 +169,7 @@ def test_other_scalers_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_two_optimizers_of_one_model_have_a_guard_each(fused: bool) -> None:
+def test_two_optimizers_of_one_backward_pass_take_one_decision(fused: bool) -> None:
     def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         model = calm_net()
         return model, [
@@ -188,9 +188,11 @@ def test_two_optimizers_of_one_model_have_a_guard_each(fused: bool) -> None:
     guards = [stepguard.watch(model, optimizer, config=QUIET) for optimizer in optimizers]
     for batch in (DATA[0], poisoned(DATA[1]), DATA[2]):
         step(model, optimizers, batch)
-    assert [[i.step for i in guard.incidents] for guard in guards] == [[1], [1]]
+    said = [[i.step for i in guard.incidents] for guard in guards]
     for guard in guards:
         guard.close()
+    # one incident; only a fused optimizer, whose verdict stays on the device, finds the bad loss again by itself
+    assert said == ([[1], [1]] if fused else [[1], []])
     reference, theirs = build()
     for batch in (DATA[0], DATA[2]):
         step(reference, theirs, batch)

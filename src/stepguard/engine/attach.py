@@ -1,106 +1,77 @@
 """`watch`: the loop stays as it is, and the guard reads and vetoes inside `optimizer.step()`.
 
 A pre-hook on the optimizer reads the gradients and, if they are bad, hides them, so that the update has nothing to do;
-a post-hook gives them back. The loss and the pre-clip norm are overheard (sentinel/taps).
+a post-hook gives them back and undoes what the update did all the same. The loss and the pre-clip norm are overheard
+(sentinel/taps).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine import settle as close
-from stepguard.engine.arming import Arming
-from stepguard.engine.capture import Capture
-from stepguard.engine.closure import Repeated, needs_closure, wrapped_once
+from stepguard.engine.closure import Repeated, evaluates_again, inner_optimizer, needs_closure, wrapped_once
 from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update
-from stepguard.engine.exceptions import Exceptions
-from stepguard.engine.hidden import HiddenGradients
-from stepguard.engine.hold import Hold
-from stepguard.engine.late import LateUpdate, found_inf, read_later
-from stepguard.engine.micro import MicroBatches
+from stepguard.engine.late import found_inf, read_later
+from stepguard.engine.late_watch import LateWatching
 from stepguard.engine.outlier_step import keep_out_outliers
-from stepguard.engine.overhear import Overheard
-from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
-from stepguard.engine.presumption import assess_or_presume
-from stepguard.engine.reader import Pending, Reader, count_labels
+from stepguard.engine.peers import Watching
+from stepguard.engine.pipeline import FINITE_KINDS, let_through
+from stepguard.engine.reader import Pending, count_labels
 from stepguard.engine.recovery import Recovery
-from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
-from stepguard.engine.watched import watched_step
 from stepguard.engine.wiring import Wiring
-from stepguard.locate.raised import Attempt
 from stepguard.records import Incident, Reading
-from stepguard.records.verdict import OK, Verdict
+from stepguard.records.verdict import OK
 from stepguard.sentinel.risk import risky_update
-from stepguard.sentinel.taps import Update, listen
-from stepguard.sentinel.undo import UndoCopy
-from stepguard.state.buffers import BufferKeeper
-from stepguard.state.step import LossFn, Step
+from stepguard.sentinel.taps import Update, inside_backward, listen
+from stepguard.state.step import LossFn, Step, unwrapped
+from stepguard.state.undo import UndoCopy
+
+IN_BACKWARD = "its optimizer steps inside the backward pass: a guard for each parameter would keep the whole model"
 
 
-class Watcher:
+class Watcher(LateWatching):
     """Hooks of one guard on one optimizer, and its ear at the taps."""
 
     def __init__(self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring) -> None:
-        self.context, self.shield, self.recovery, self._wiring = context, shield, recovery, wiring
-        self.arming = Arming(context)
-        self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate, reruns=False)
-        self._assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
-        recovery.after_rewind.append(self.reader.rewound)
-        self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
-        self.exceptions = Exceptions(context, shield, self.pipeline)
-        self.capture = Capture(context.model, shield, self._model_called, self.raised)
-        self.micro = MicroBatches(self._deaf)
-        self._listening = True
-        self.dropped = False
-        """The last update was vetoed, as far as is known by now: a fused one is read later."""
-        self._reading: Reading | None = None
-        self._incident: Incident | None = None
-        self.vetoing = False
-        """This step has been found bad: its update must not happen."""
-        self._hidden = HiddenGradients(context)
-        self._undo: UndoCopy | None = None
-        self._late: LateUpdate | None = None
-        self._own_flag = False
-        self._begun = False
-        """The update before this one has been closed."""
-        self._timeline = 0
-        """Rewinds before this step began: gradients from before a rewind belong to weights that are gone."""
+        super().__init__(context, shield, recovery, wiring)
+        self._stepping = False
+        """The guarded optimizer's own step is running."""
+        self._follows = False
+        """One that has already been refused this step was why."""
+        self._with: Watching | None = None
+        """Another optimizer of the same backward pass, whose incident this update is dropped for."""
         optimizer, resources = context.optimizer, context.resources
         resources.callback(self.capture.close)
         resources.callback(listen(self))
         resources.callback(self.arming.close)
         outside: Any = torch.compiler.disable  # of the graph, where `optimizer.step` is compiled
-        resources.callback(optimizer.register_step_pre_hook(outside(self._before)).remove)
-        resources.callback(optimizer.register_step_post_hook(outside(self._after)).remove)
-        shield.call(None, context.buffers.remember)
+        resources.callback(optimizer.register_step_pre_hook(outside(self._before_step)).remove)
+        resources.callback(optimizer.register_step_post_hook(outside(self._after_step)).remove)
+        inner = inner_optimizer(optimizer)
+        if inner is not None:
+            resources.callback(inner.register_step_pre_hook(outside(self._before_inner)).remove)
+            resources.callback(inner.register_step_post_hook(outside(self._after_inner)).remove)
+
+    # --- taps --------------------------------------------------------------------------------------------------
 
     def begin_micro(self, loss_fn: LossFn, batch: Any) -> None:
         """A framework is about to run one micro-batch; the calls of the model need not be remembered then."""
         self.capture.off = True
-        if self.micro.first:
-            self.shield.call(None, self._step_begins)
+        self.shield.call(None, self.threshold.root_called)
         self.shield.spare(None, self.micro.add, loss_fn, batch)
         self.heard.labels = self.shield.spare(None, count_labels, batch, self.context)
-
-    @contextmanager
-    def _deaf(self) -> Iterator[None]:
-        before, self._listening = self._listening, False
-        try:
-            yield
-        finally:
-            self._listening = before
 
     def before_backward(self, root: Tensor) -> None:
         if not self._listening:
@@ -116,8 +87,10 @@ class Watcher:
         if failed and (self.capture.calls or not self.micro.first):
             self.raised(sys.exc_info()[1])
         ours = self.shield.call(False, self.heard.after_backward, failed=failed)
-        self._wiring.backward(ours)
+        self.wiring.backward(ours)
         self.shield.spare(None, self.arming.after_backward, ours=ours)
+        if ours:
+            self.peers.concerned()
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         self.shield.call(None, self.heard.after_norm, tensors, norm)
@@ -134,48 +107,74 @@ class Watcher:
             update(close.present_scale(self.context) if self.hold.scaler else None)
             self.hold.scaler = False
 
-    def _model_called(self, arguments: dict[str, Any]) -> None:
-        if not self.capture.calls:
-            self._step_begins()
-        self.arming.model_called(arguments)
+    def before_scaled_step(self, scaler: GradScaler, optimizer: Any) -> None:
+        """The loop has a scaler that nobody handed over: without it the loss and the gradients carry its factor."""
+        context = self.context
+        if context.scaler is None and optimizer is context.optimizer and scaler.is_enabled():
+            self.shield.call(None, self._adopt, scaler)
 
-    def _step_begins(self) -> None:
-        """Before anything of the next step has run."""
-        self.between()
-        self._timeline = self.context.budget.rewinds
+    def _adopt(self, scaler: GradScaler) -> None:
+        self.context.scaler = self.recovery.whole._scaler = scaler
+        self.heard.divide(scaler._get_scale_async())
 
-    def between(self) -> None:
-        """The loop is between two steps; a snapshot needs the last one closed."""
-        if self.recovery.due():
-            self._begin()
-        self.shield.spare(None, self.recovery.between)
+    def averages_nothing(self, average: AveragedModel, model: Any) -> bool:
+        """An average of this model has taken in these very weights already: its loop does not know of the veto."""
+        if not isinstance(model, nn.Module) or unwrapped(model) is not self.peers.root:
+            return False
+        if self._late is None and self.dropped and self._averaged.get(average) == self._commits:
+            return True
+        self._averaged[average] = self._commits
+        return False
 
-    def raised(self, error: BaseException | None, attempt: Attempt | None = None) -> None:
-        """An exception passes through the model or its backward, and not in a replay."""
-        if self._listening:
-            with self.arming.paused(), self._deaf():
-                self.exceptions.in_loop(self._step(None), error, attempt)
+    # --- hooks -------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._stepping = True
+        return self._before(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        self._stepping = False
+        self._after(optimizer)
+
+    def _before_inner(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The optimizer inside steps by itself: SAM's `second_step`, which calls no `step` of its own."""
+        return None if self._stepping else self._before(optimizer, args, kwargs)
+
+    def _after_inner(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self._stepping:
+            self._after(optimizer)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._hidden.hidden:
+            self._vetoed()  # an exception of the optimizer's own ended that step: nothing has been put back yet
         self._begin()
+        if inside_backward():
+            self.recovery.do_without(IN_BACKWARD)
         if self.recovery.due():  # the root module was not called, only its methods or its children
             self.shield.call(None, self.recovery.before_update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None and self._rewound():
-            self._hidden.hide(needs_some=self._undo is not None)
-            self.vetoing = True
-            return None
-        if closure is None:
+        if self.peers.is_dropped or (closure is None and self._rewound()):
+            self._refuse()
+        elif closure is None:
             self.check()
+        if closure is None:
             return None
+        rest = {key: value for key, value in kwargs.items() if key != "closure"}
+        return (args[0], _nothing if self.vetoing else self._checked(optimizer, closure), *args[2:]), rest
+
+    def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The user's closure, with a look at what each evaluation leaves."""
         if needs_closure(optimizer):
             self._undo = self.shield.spare(None, UndoCopy, optimizer)
-            checked: Callable[[], Any] = Repeated(self, closure)
-        else:
-            checked = wrapped_once(closure, self.check)
-        return (args[0], checked, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+            return Repeated(self, closure)
+        if not evaluates_again(optimizer):
+            return wrapped_once(closure, self.check)
+        if self.heard.losses and self._bad_already():
+            return _nothing
+        self._undo = self._undo or self.shield.spare(None, UndoCopy, optimizer)
+        return Repeated(self, closure, again=True)
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    def _after(self, optimizer: Optimizer) -> None:
         self._hidden.give_back()
         theirs = found_inf(optimizer) if not self.shield.armed else None
         if theirs is not None and bool(theirs):
@@ -190,47 +189,76 @@ class Watcher:
         else:
             self._committed()
 
-    def _begin(self) -> None:
-        """The loop has come to the next update: close the last one first."""
-        if self._begun:
-            return
-        self._begun = True
-        moved = self.shield.call(None, self.hold.moved)
-        with self.arming.paused():
-            taken_back = self.settle()
-        self.shield.call(None, self.hold.take_back, None if taken_back else moved)
+    def _bad_already(self) -> bool:
+        """It moves along the gradients that are there before it evaluates anything, so they are looked at first."""
+        self.check()
+        return self.vetoing
 
-    def _end_trace(self) -> None:
-        """From here on the guard works, not the user."""
-        self.arming.pause()
-        self.shield.spare(None, self.arming.finish)
+    # --- the parts of a step -----------------------------------------------------------------------------------
 
     def check(self, *, again: bool = False) -> None:
         """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
         self._end_trace()
-        pending = self.shield.call(None, self._issue)
+        late = read_later(self.context)
+        peers = [] if again else self.peers.due()
+        pending = self.shield.call(None, self._issue_with, peers)
         if pending is None:
             self.context.agreement.stay(self.context.step, self.context.parameters)
             return
-        self._wiring.update(pending.norm)
-        if read_later(self.context):
+        self.wiring.update(pending.norm)
+        if late:
             self.shield.call(None, self._flag, pending)
             return
         reading = self.shield.call(None, self.reader.complete, pending)
         if reading is None:
             return
         self._judge(self._step(reading), reading, again=again)
+        self._decide_together(peers, pending)
         if not self.vetoing and self._undo is None:
             known = (self.context.optimizer, self.context.lr_ceiling, reading.least_norm)
             self._hidden.give_back_later(self.shield.spare(None, keep_out_outliers, self.context))
             risky = self.shield.spare(False, risky_update, *known)
             self._undo = self.shield.spare(None, UndoCopy, self.context.optimizer) if risky else None
 
-    def _issue(self) -> Pending:
+    def _issue_with(self, peers: list[Watching]) -> Pending:
         self.reader.start()
-        return self.reader.issue(self.heard.losses, self.heard.norm())
+        others = self.peers.norm_of_others(peers)
+        pending = self.reader.issue(self.heard.losses, self.heard.norm(), others)
+        self.peers.norm = pending.norm.total if pending.norm is not None else None
+        return pending
 
-    def _judge(self, step: Step, reading: Reading, *, again: bool = False) -> None:
+    def _decide_together(self, peers: list[Watching], pending: Pending) -> None:
+        """What one optimizer of a backward pass finds bad is dropped by all."""
+        if self.vetoing:
+            for peer in peers:
+                peer.peers.drop(counts=True)
+            return
+        if not pending.others_bad:
+            return
+        self._with = next((peer for peer in peers if isinstance(peer, Watcher) and peer.found_bad()), None)
+        for peer in peers if self._with is not None else ():
+            if peer is not self._with:
+                peer.peers.drop(counts=True)
+        self._follows = self._with is None and self.peers.refused_before()
+        if self._with is not None or self._follows:
+            self._refuse()
+
+    def found_bad(self) -> bool:
+        """Asked by another optimizer before this one steps: does its own reading veto the update?"""
+        self._begin()
+        self._end_trace()
+        pending = self.shield.call(None, self._issue)
+        reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
+        if reading is not None:
+            self._judge(self._step(reading), reading, hide=False)
+        return self.vetoing
+
+    def _refuse(self) -> None:
+        """Not for a reason of this optimizer's own."""
+        self._hidden.hide(self._undo)
+        self.vetoing = True
+
+    def _judge(self, step: Step, reading: Reading, *, again: bool = False, hide: bool = True) -> None:
         reading, verdict = self._assess(step, reading)
         if again and verdict.kind in FINITE_KINDS:
             verdict = OK  # along a line search: such losses say nothing about the run
@@ -239,86 +267,38 @@ class Watcher:
         if verdict.severity == "note":
             self.shield.spare(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
-            self._hidden.hide(needs_some=self._undo is not None)
+            if hide:
+                self._hidden.hide(self._undo)
             if verdict.kind not in FINITE_KINDS:
-                self.shield.call(None, step.buffers.restore)  # before the replay, which starts from what is there
+                self.shield.call(None, self.restore_buffers)  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self.vetoing = not let_through(verdict, self._incident)
             if not self.vetoing:
-                self._hidden.give_back()
-
-    def _flag(self, pending: Pending) -> None:
-        """Fused: tell the kernel, read later. A scaler's own flag is kept and joined."""
-        optimizer = self.context.optimizer
-        late, theirs = LateUpdate(self.context, self._step(None), pending, StepResult()), found_inf(optimizer)
-        if theirs is not None:
-            late.flag = torch.maximum(theirs, late.flag.to(theirs))
-        optimizer.found_inf = late.flag  # type: ignore[attr-defined]
-        self._own_flag, self._late = theirs is None, late
-
-    def _issued(self, late: LateUpdate) -> None:
-        """A fused update is on its way. Changed buffers cannot wait: the next forward needs them put back."""
-        self.shield.call(None, self.reader.after_update)
-        self.shield.call(None, late.issued, self.context)
-        try:
-            self.dropped = False
-            if self.context.buffers.changing():
-                self.dropped = self.settle(inside=True)
-            else:
-                late.step.buffers = BufferKeeper(())
-        finally:
-            self._end_step()
-
-    def settle(self, *, inside: bool = False) -> bool:
-        """Read a fused step whose verdict is still on the device; `inside` optimizer.step() or later.
-
-        True when it had been vetoed, and what the loop has done since has been taken back.
-        """
-        late, self._late = self._late, None
-        if late is None:
-            return False
-        reading = self.shield.call(None, late.read, self.reader)
-        if reading is None:
-            self._book(late.step, None, went_through=not bool(late.flag))
-            return False
-        late.step.scale = reading.scale or 1.0
-        reading, verdict = self._assess(late.step, reading)
-        if verdict.severity == "note":
-            self.shield.spare(None, self.pipeline.note, reading, verdict)
-        vetoed = late.vetoed(reading)
-        if vetoed and not verdict.bad:
-            self.hold.scaler_skipped()
-        elif vetoed:
-            late.take_back(self.context, calibrating=False, schedule=self.hold.every_step)
-        self._finish_late(late, reading, verdict, vetoed=vetoed, inside=inside)
-        return vetoed and verdict.bad
-
-    def _finish_late(self, late: LateUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool) -> None:
-        if not verdict.bad:
-            self._book(late.step, reading, went_through=not vetoed)
-            return
-        incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
-        self._book(late.step, reading, went_through=not vetoed)
-        self._apply(incident, hold=vetoed and inside)
+                self._hidden.release()
 
     def _vetoed(self) -> None:
-        incident, self.dropped = self._incident, True
-        if self._undo is not None:
-            self._undo.restore()
-        self.context.buffers.restore()
+        incident, peer, dropped = self._incident, self._with, self.peers.is_dropped
+        self.dropped, self._with = True, None
+        left = [self.shield.call("", self._hidden.put_back), self.shield.call("", self.restore_buffers)]
+        incident = self._told(incident, "; ".join(words for words in left if words))
         self._book(self._step(self._reading), self._reading, went_through=False)
-        self._end_step()
+        if dropped or peer is not None or self._follows:
+            self.recovery.say("veto", "update dropped: another optimizer of the same backward pass found a bad step")
+        self._follows = False
+        self._end_step(counts=not dropped or self.peers.counts)
         self._apply(incident, hold=True)
         self._timeline = self.context.budget.rewinds
+        if isinstance(peer, Watcher):
+            peer._vetoed()
+            peer.peers.drop(counts=False)  # its own call of step is still to come
 
-    def _apply(self, incident: Incident | None, *, hold: bool) -> None:
-        """What was decided may change the schedule, so it is held as it is afterwards."""
-        try:
-            if incident is not None:
-                self.shield.call(None, close.apply, self.context, self.recovery, incident)
-        finally:
-            if hold:
-                self.shield.call(None, self.hold.vetoed)
+    def _told(self, incident: Incident | None, left: str) -> Incident | None:
+        """What could not be put back is said in the report, where there is one."""
+        if left and (incident is None or incident.decision is None):
+            self.recovery.say("veto", f"the update was vetoed, but {left}")
+        if not left or incident is None or incident.decision is None:
+            return incident
+        return replace(incident, decision=replace(incident.decision, not_restored=left))
 
     def _committed(self) -> None:
         context, reading, step = self.context, self._reading, self._step(self._reading)
@@ -336,46 +316,12 @@ class Watcher:
         self._book(step, reading, went_through=True)
         self._end_step()
 
-    def _book(self, step: Step, reading: Reading | None, *, went_through: bool) -> None:
-        if went_through:
-            for hook in self.context.commit_hooks:
-                hook()
-        if reading is None:
-            return
-        if went_through:
-            self.shield.call(None, close.committed, self.context, step, reading)
-            self.shield.spare(None, self.recovery.committed, reading.step + 1)
-        else:
-            self.shield.spare(None, close.recorded, self.context, reading, went_through=False)
-
-    def _end_step(self) -> None:
-        self._reading, self._undo = None, None
-        self._incident, self.vetoing = None, False
-        self._begun = False
-        self.forget()
-        if not self._rewound():
-            self.context.step += 1
-        self._timeline = self.context.budget.rewinds
-        self.shield.call(None, self.context.buffers.remember)
-        self.shield.spare(None, self.arming.begin)
-
-    def _rewound(self) -> bool:
-        """Has the state been put back since this step's forward pass?"""
-        return self._timeline != self.context.budget.rewinds
-
-    def forget(self) -> None:
-        """What was heard of a step that is over, or of an evaluation that is made again."""
-        self.heard.clear()
-        self.capture.clear()
-        self.micro.clear()
-
-    def _step(self, reading: Reading | None) -> Step:
-        return watched_step(self.context, self.micro, self.capture, self.heard, reading)
-
     def finish(self) -> None:
         """The loop is over: nothing else takes back what it did after a vetoed last update."""
         self.settle()
         self.shield.call(None, self.hold.take_back)
+
+    # --- veto --------------------------------------------------------------------------------------------------
 
     def _scaler_skipped(self, update: Update) -> None:
         """The scaler skipped by itself: the optimizer's hooks were never called."""
@@ -384,8 +330,7 @@ class Watcher:
         pending = self.shield.call(None, self._issue)
         reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if reading is not None:
-            self._judge(self._step(reading), reading)
-        self._hidden.give_back()
+            self._judge(self._step(reading), reading, hide=False)
         if not self.vetoing:
             update(None)
             self._book(self._step(reading), reading, went_through=False)
@@ -397,3 +342,7 @@ class Watcher:
         finally:
             update(close.present_scale(self.context))
             self.hold.scaler = False
+
+
+def _nothing() -> None:
+    """In the place of a closure that must not be evaluated: the update is refused."""

@@ -1,8 +1,12 @@
-"""Optimizers that call the loss several times a step (LBFGS): each evaluation is read, the whole step can be undone."""
+"""Optimizers that call the loss several times a step (LBFGS, SAM): each evaluation is read, the step can be undone."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -14,34 +18,82 @@ from stepguard.engine.again import run_again
 from stepguard.engine.pipeline import FINITE_KINDS, let_through
 from stepguard.engine.reader import MicroLoss
 from stepguard.engine.result import StepResult
-from stepguard.engine.stepper import Stepper
+from stepguard.engine.stepper import Stepper, skipped_after_all
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK, Verdict
 from stepguard.sentinel.gradients import clip
-from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.rng import capture_rng
 from stepguard.state.step import LossFn, Step
+from stepguard.state.undo import UndoCopy
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Does `step` insist on re-evaluating the loss by itself?"""
-    return isinstance(optimizer, LBFGS)
+    """Does `step` evaluate the loss from the start, as often as it likes?"""
+    if isinstance(optimizer, LBFGS):
+        return True
+    closure = _closure_parameter(optimizer)
+    return closure is not None and closure.default is closure.empty and not evaluates_again(optimizer)
+
+
+def evaluates_again(optimizer: Optimizer) -> bool:
+    """Does `step` move along the gradients that are there, and then evaluate the loss once more (SAM and its kin)?"""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
+        return True
+    return _closure_parameter(optimizer) is not None and _insists(type(optimizer).step)
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Can it not step without one?"""
+    return needs_closure(optimizer) or evaluates_again(optimizer)
+
+
+def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
+    with contextlib.suppress(TypeError, ValueError):
+        return inspect.signature(type(optimizer).step).parameters.get("closure")
+    return None
+
+
+@cache
+def _insists(step: Callable[..., Any]) -> bool:
+    """Does it refuse to work without a closure? Only its text tells."""
+    with contextlib.suppress(OSError, TypeError):
+        text = inspect.getsource(inspect.unwrap(step))
+        return re.search(r"assert closure\b(?! is None)|if closure is None:\s+raise", text) is not None
+    return False
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
+    """The one optimizer inside another that updates the same parameters; None where there is none, or several."""
+    found = [item for item in vars(optimizer).values() if isinstance(item, Optimizer) and item is not optimizer]
+    if len(found) != 1:
+        return None
+    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    theirs = {id(p) for group in found[0].param_groups for p in group["params"]}
+    return found[0] if ours == theirs else None
 
 
 class ClosureStepper(Stepper):
-    """`guard.step` for LBFGS."""
+    """`guard.step` for LBFGS, and for SAM, whose first gradients are there before its closure is called."""
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
         step = self.shield.call(None, self.begin, loss_fn, micro_batches)
         if step is None:
             return self._plain(loss_fn, micro_batches)
         step.began = capture_rng()
-        undo = UndoCopy(self.context.optimizer)
         evaluations = Evaluations(self, step)
+        undo: UndoCopy | None = None
         try:
+            if evaluates_again(self.context.optimizer):
+                evaluations.evaluate()
+                if evaluations.vetoed and evaluations.first is not None:
+                    return self._undone(step, None, evaluations, evaluations.first)
+            undo = UndoCopy(self.context.optimizer)
             self.context.optimizer.step(evaluations.closure)
         except Exception as error:
-            undo.restore()  # a line search may have moved the weights already
+            if undo is not None:
+                undo.restore()  # a line search may have moved the weights already
             incident = self.exceptions.in_step(step, error)
             if incident is None:
                 raise
@@ -55,20 +107,25 @@ class ClosureStepper(Stepper):
             self._after(step, reading, went_through=True)
         return StepResult().resolve(reading, committed=True)
 
-    def _undone(self, step: Step, undo: UndoCopy, evaluations: Evaluations, reading: Reading) -> StepResult:
+    def _undone(self, step: Step, undo: UndoCopy | None, evaluations: Evaluations, reading: Reading) -> StepResult:
         context, incident = self.context, evaluations.incident
-        undo.restore()
+        unknown = undo.restore() if undo is not None else ()
+        if unknown:
+            self.recovery.say("veto", f"the update was vetoed, but {', '.join(unknown)} cannot be compared")
         context.buffers.restore()
         for parameter, gradient in evaluations.bad_gradients:
             parameter.grad = gradient
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
         if incident is not None:
-            incident = self.shield.call(incident, close.apply, context, self.recovery, incident)
+            decided = skipped_after_all(incident)
+            incident = self.shield.call(decided, close.apply, context, self.recovery, decided)
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 
     def _plain(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+        """The step of a disarmed guard."""
+
         def closure() -> float:
             self.context.optimizer.zero_grad(set_to_none=True)
             total = 0.0
@@ -79,6 +136,8 @@ class ClosureStepper(Stepper):
                 total += float(loss)
             return total
 
+        if evaluates_again(self.context.optimizer):
+            closure()
         self.context.optimizer.step(closure)
         self._advance()
         self.context.step += 1
@@ -100,6 +159,10 @@ class Evaluations:
         """What the optimizer calls."""
         if self.vetoed and self._last is not None:
             return self._last
+        return self.evaluate()
+
+    def evaluate(self) -> Any:
+        """Forward, backward and a look at what they leave."""
         self._step.rng.clear()
         losses = self._stepper.forward_backward(self._step)
         totals = [m.total.reshape(()) for m in losses]
@@ -163,10 +226,11 @@ class Evaluated(Protocol):
 class Repeated:
     """The user's closure for LBFGS: every evaluation is checked, and a bad one silences the rest."""
 
-    def __init__(self, watcher: Evaluated, closure: Callable[[], Any]) -> None:
+    def __init__(self, watcher: Evaluated, closure: Callable[[], Any], *, again: bool = False) -> None:
+        """`again`: the step has been evaluated once already."""
         self._watcher, self._closure = watcher, closure
         self._last: Any = None
-        self._count = 0
+        self._count = int(again)
 
     def __call__(self) -> Any:
         if self._watcher.vetoing:

@@ -20,25 +20,27 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
+from stepguard.engine.declared_rates import DeclaredRates, group_rates
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
 from stepguard.engine.outliers import Outliers
 from stepguard.engine.outputs import JournalOutput, LogOutput, TerminalOutput
+from stepguard.engine.schedule import advance, members, one_schedule
 from stepguard.journal import Journal, starts_in
 from stepguard.ledger import Ledger
 from stepguard.locate.effort import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
-from stepguard.sentinel.gradients import finite
+from stepguard.sentinel.gradients import elements, finite
 from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.feed import Feed
+from stepguard.state.ownership import Ownership
 from stepguard.state.step import Step, unwrapped
 
 T = TypeVar("T")
@@ -55,7 +57,8 @@ class Context:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler | None
+    scheduler: Any
+    """One scheduler, or several in one; None where the guard was given none."""
     scaler: GradScaler | None
     modules: dict[str, nn.Module]
     extra: dict[str, Any]
@@ -68,6 +71,8 @@ class Context:
     journal: JournalOutput | None
     human: LogOutput | None
     terminal: TerminalOutput
+    ownership: Ownership
+    declared: DeclaredRates
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
     name: str = ""
@@ -108,6 +113,7 @@ class Context:
     effort: Effort = field(default_factory=Effort)
     """What placing an incident may cost."""
     last_read: float = field(default_factory=time.perf_counter)
+    _told_waiting: bool = False
     _given: list[Tensor] = field(default_factory=list)
     """The optimizer's parameters when `_ordered` was made."""
     _ordered: list[Tensor] = field(default_factory=list)
@@ -134,7 +140,8 @@ class Context:
 
     @property
     def lr(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        """One rate a group; none at all for an optimizer that finds its own step size."""
+        return group_rates(self.optimizer)
 
     @property
     def climbs(self) -> bool:
@@ -144,6 +151,28 @@ class Context:
     @property
     def lr_ceiling(self) -> tuple[float, ...]:
         return tuple(self.history.ceiling(i) or float("inf") for i in range(len(self.optimizer.param_groups)))
+
+    def expect_declared_rates(self, rates: tuple[float, ...]) -> None:
+        """Before rates are judged: what the schedule and the groups declare counts as configured."""
+        if self.config.lr is None:
+            suspicious = self.history.excess_lr(rates) is not None
+            known = self.declared.known(rates, self.step, suspicious=suspicious)
+            self.history.configured_lr = known or self.history.configured_lr
+
+    def advance_schedule(self) -> None:
+        """An update went through: where the guard drives the schedule, it goes one step on."""
+        if self.scheduler is None or self.config.scheduler_every != "step":
+            return
+        waiting = advance(self.scheduler)
+        if waiting and not self._told_waiting:
+            self._told_waiting = True
+            summary = (
+                f"{waiting[0]}.step needs a value, so guard.step leaves it to your loop: call scheduler.step(value) "
+                "there, or give GuardConfig(scheduler_every='epoch') and a loader: a plateau scheduler then gets the "
+                "mean loss of each pass"
+            )
+            self.note("note", {"step": self.step, "kind": "schedule", "summary": summary})
+            self.terminal.line(f"step {self.step}: {summary}")
 
     def on_purpose(self) -> set[str]:
         """Buffers that held Inf or NaN from the beginning are meant to; reads the device the first time."""
@@ -172,7 +201,7 @@ class Context:
 def build_context(
     model: nn.Module,
     optimizer: Optimizer,
-    scheduler: LRScheduler | None,
+    scheduler: Any,
     scaler: GradScaler | None,
     modules: dict[str, nn.Module] | None,
     extra: dict[str, Any] | None,
@@ -182,6 +211,8 @@ def build_context(
     optimizer = real_optimizer(optimizer)
     _check(model, optimizer, modules)
     _check_extra(extra)
+    _check_scheduler(scheduler)
+    scheduler = one_schedule(scheduler)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
@@ -198,13 +229,16 @@ def build_context(
         journal=None,
         human=None,
         terminal=_terminal(config, agreement.rank, name),
+        ownership=Ownership(roots, optimizer, guarded),
+        declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
         name=name,
         loss_scale=config.loss_scale or 1.0,
         effort=Effort(config.locate_budget),
     )
-    configured = config.lr
-    context.history.configured_lr = tuple(configured or lr for lr in context.lr)
+    context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
+    if config.lr is not None:
+        context.history.configured_lr = tuple(config.lr for _ in context.lr)
     context.resources.callback(agreement.close)
     _register(context, number)
     if config.outliers is not None:
@@ -303,14 +337,15 @@ def _header(context: Context) -> dict[str, Any]:
         "agreement": context.agreement.mode,
         "optimizer": type(context.optimizer).__name__,
         "schedule": _schedule(context.scheduler),
-        "parameters": sum(p.numel() for p in context.parameters),
+        "parameters": sum(map(elements, context.parameters)),
         "lr": context.lr,
         "config": settings,
     }
 
 
-def _schedule(scheduler: LRScheduler | None) -> str:
-    return "" if scheduler is None else f"{type(scheduler).__name__} at {getattr(scheduler, 'last_epoch', 0)}"
+def _schedule(scheduler: Any) -> str:
+    named = [s for s in members(scheduler) if s is not None and hasattr(s, "last_epoch")]
+    return f"{type(named[0]).__name__} at {named[0].last_epoch}" if named else ""
 
 
 def real_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -328,6 +363,16 @@ def _check(model: object, optimizer: object, modules: object) -> None:
         isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
     ):
         raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
+
+
+def _check_scheduler(scheduler: object) -> None:
+    if scheduler is None:
+        return
+    for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
+        if not all(callable(getattr(one, method, None)) for method in ("step", "state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"scheduler is a {type(one).__name__}; give a scheduler of torch.optim.lr_scheduler, or a list of them."
+            )
 
 
 def _check_extra(extra: object) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stepguard.engine.context import Context
-from stepguard.records import Reading
+from stepguard.records import Origin, Reading
 from stepguard.sentinel.gradients import dense_real, finite, gradient_norm
 from stepguard.sentinel.reduce import RankFault
 from stepguard.sentinel.stored import (
@@ -59,17 +59,31 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
 def stored_trouble(context: Context) -> list[str]:
     """Parameters, buffers and optimizer slots that are non-finite now and should not be."""
     found = [
-        *bad_parameters(context.roots, context.optimizer),
+        *bad_parameters(context.roots, context.optimizer, _elsewhere(context)),
         *bad_buffers(context.roots),
         *bad_slots(context.optimizer),
     ]
     return [name for name in found if name not in context.on_purpose()]
 
 
+def _elsewhere(context: Context) -> set[int]:
+    """Ids of parameters that somebody else trains: data to this guard, but for a look before its first update."""
+    return context.ownership.elsewhere() if context.history.committed else set()
+
+
+def somebody_elses(context: Context, origin: Origin | None) -> Origin | None:
+    """A parameter that another optimizer trains has gone bad: data to this guard, and going back cures nothing."""
+    if origin is None or origin.phase != "state" or not (origin.tensor or "").startswith("param:"):
+        return origin
+    elsewhere = _elsewhere(context)
+    names = {f"param:{name}" for p, name in parameter_names(context.roots, context.optimizer) if id(p) in elsewhere}
+    return replace(origin, notes=(*origin.notes, "as_data")) if origin.tensor in names else origin
+
+
 def born_in_update(context: Context) -> list[str]:
     """What an update has just made non-finite. A finite norm of it all proves that there is nothing to look for."""
     stored = (*context.parameters, *state_tensors(context.optimizer))
-    looked = [dense_real(t.detach()) for t in stored if id(t) not in context.ignored]
+    looked = [dense_real(t).detach() for t in stored if id(t) not in context.ignored]
     norm = gradient_norm([t for t in looked if t.is_floating_point()])
     return [] if norm is None or bool(torch.isfinite(norm.total)) else stored_trouble(context)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from stepguard.engine.context import Context
 from stepguard.engine.reader import MicroLoss
 from stepguard.sentinel.gradients import HALVES, GradientNorm, gradient_norm
+from stepguard.sentinel.risk import foreign
 
 Marks = list[tuple[int, int]]
 
@@ -25,6 +26,7 @@ class Overheard:
         self._at_start: Marks = []
         self._at_end: Marks = []
         self._heard = False
+        self._taken: tuple[GradientNorm, Marks] | None = None
         self.labels: Tensor | None = None
         """Targets that count in the micro-batch at hand, where a framework tells."""
 
@@ -60,6 +62,12 @@ class Overheard:
             self.losses.pop()
         return ours
 
+    def divide(self, scale: Tensor | None) -> None:
+        """The losses heard so far carry this factor, which was not known then."""
+        if scale is not None:
+            for loss in self.losses:
+                loss.total = loss.total / scale
+
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""
         ours = [p.grad for p in self._context.parameters if p.grad is not None]
@@ -70,12 +78,27 @@ class Overheard:
     def norm(self) -> GradientNorm | None:
         """The norm before clipping, unless the gradients were touched by anything but clipping since."""
         if self._norm is None:
-            return self._scaled_norm()
+            return self._taken_norm() or self._scaled_norm()
         grown = [
             (now[0] == then[0]) and now[1] - then[1] <= 1
             for now, then in zip(self._gradient_marks(), self._at_norm, strict=False)
         ]
         return GradientNorm(self._norm, self._norm) if all(grown) else self._scaled_norm()
+
+    def take_norm(self) -> Tensor | None:
+        """The norm now, for another optimizer of the same step; used again if nothing is written in between."""
+        found = self.norm()
+        if found is None:
+            grads = [p.grad for p in self._context.parameters if p.grad is not None]
+            found = gradient_norm(grads, each=foreign(self._context.optimizer))
+            if found is not None:
+                self._taken = (found, self._gradient_marks())
+        return found.total if found is not None else None
+
+    def _taken_norm(self) -> GradientNorm | None:
+        if self._taken is not None and self._taken[1] == self._gradient_marks():
+            return self._taken[0]
+        return None
 
     def _scaled_norm(self) -> GradientNorm | None:
         """Where a scaler leaves dividing to the fused kernel, the gradients still carry its factor."""
@@ -88,7 +111,7 @@ class Overheard:
     def clear(self) -> None:
         """An update has used what was heard."""
         self.losses, self._norm, self._at_norm = [], None, []
-        self.labels = None
+        self.labels, self._taken = None, None
 
     def _gradient_marks(self) -> Marks:
         grads = [p.grad for p in self._context.parameters]

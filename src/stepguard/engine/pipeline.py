@@ -17,7 +17,7 @@ from stepguard.detect.anomalies import MOVED
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose
 from stepguard.engine.context import Context
-from stepguard.engine.examine import accept, examine, stored_trouble, working_scale
+from stepguard.engine.examine import accept, examine, somebody_elses, stored_trouble, working_scale
 from stepguard.engine.facts import run_facts
 from stepguard.engine.lost import naming
 from stepguard.engine.partial_step import proven_guilty, share_of
@@ -60,6 +60,7 @@ class Pipeline:
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """The verdict, with a closer look where the first one asks for it."""
         context = self._context
+        context.expect_declared_rates(reading.lr)
         if alarming(reading) and not reading.state_born:  # what the update made has been named, and undone
             reading = self._agree(step, reading)
         verdict = judge(reading, context.history, context.config)
@@ -134,7 +135,8 @@ class Pipeline:
         return spare(incident, self._unexplained, self._diagnosed, incident)
 
     def _located(self, incident: Incident, step: Step) -> Incident:
-        return self._suspect_update(replace(incident, origin=self._locate(step, incident.reading)))
+        origin = somebody_elses(self._context, self._locate(step, incident.reading))
+        return self._suspect_update(replace(incident, origin=origin))
 
     def _diagnosed(self, incident: Incident) -> Incident:
         return replace(incident, findings=diagnose(incident, run_facts(self._context, incident.reading)))

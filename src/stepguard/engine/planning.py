@@ -84,7 +84,7 @@ class Planning:
 
     def _fetch(self, step: int) -> dict[str, Any]:
         state = self.archive.read(step) if self.archive is not None else None
-        there = state is not None and not self._whole.misfit(state)
+        there = state is not None and not self._whole.misfit(state, own_only=True)
         self._fetched = None
         if state is not None and there:
             self._fetched = Snapshot(step, 0, state, {"anchor": None, "ruined": False, "level": None})
@@ -100,7 +100,10 @@ class Planning:
             taken = {step for step, *_ in places}
             places += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
         on_probation = [_place(s) for s in young if self._sound(s)]
-        repeatable = [step for step, *_ in (*places, *on_probation) if self._window.since(step) is not None]
+        # with parameters that came later, the steps from there on cannot be run again as they were
+        grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}
+        steps = [step for step, *_ in (*places, *on_probation) if step not in grown]
+        repeatable = [step for step in steps if self._window.since(step) is not None]
         return {
             "good": [list(p) for p in places],
             "young": [list(p) for p in on_probation],

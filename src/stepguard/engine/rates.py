@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard.engine.schedule import members, put_setting
 from stepguard.state.plain import put_together
@@ -54,19 +53,21 @@ def compare_rates(
     return found if list(_odd(pairs)) else None
 
 
-def scale_rates(optimizer: Optimizer, scheduler: LRScheduler | None, factors: Sequence[float]) -> None:
+def scale_rates(optimizer: Optimizer, scheduler: Any, factors: Sequence[float]) -> None:
     """Multiply each group's learning rates, and what schedulers derive theirs from."""
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
         for key in RATES:
-            if key in group:
+            if isinstance(group.get(key), int | float | Tensor):
                 put_setting(group, key, group[key] * factor)
     for member in members(scheduler):
         if hasattr(member, "base_lrs"):
-            member.base_lrs = [lr * factor for lr, factor in zip(member.base_lrs, factors, strict=True)]
+            member.base_lrs = [lr * factor for lr, factor in zip(member.base_lrs, factors, strict=False)]
 
 
 def _base(group: Mapping[str, Any]) -> float:
-    return float(group.get("initial_lr", group["lr"]))
+    """0 for an optimizer that finds its own step size."""
+    rate = group.get("initial_lr", group.get("lr"))
+    return float(rate) if rate is not None else 0.0
 
 
 def _odd(pairs: Any) -> list[tuple[int, tuple[float, float]]]:

@@ -47,6 +47,8 @@ class Pending:
     """Names of the last numbers of the packet: what the user follows, which makes no step bad."""
     tensors: int = 0
     """Numbers after those: the norm of each gradient, where outliers are looked for."""
+    others_bad: bool = False
+    """Once read: another optimizer that steps from the same backward has gradients that are not finite."""
 
     def suspect(self) -> Tensor:
         """On the device: 1 when anything watched is non-finite on any rank, else 0."""
@@ -130,8 +132,11 @@ class Reader:
         state = self._largest(self._context.parameters)
         return state is None or math.isfinite(Packet([state]).fetch()[0])
 
-    def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None) -> Pending:
-        """Gather everything of this step into one packet. Waits for nothing."""
+    def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None, others: Tensor | None = None) -> Pending:
+        """Gather everything of this step into one packet. Waits for nothing.
+
+        `others`: the norm of the gradients of other optimizers that step from the same backward.
+        """
         context = self._context
         context.agreement.announced()
         if len(context.ignored) != self._left_out:
@@ -149,6 +154,7 @@ class Reader:
             "state": self._state,
             "scale": _scale(context),
             "labels": _added([m.labels for m in losses if m.labels is not None]) if _labelled(losses) else None,
+            "others": others,
         }
         names = [name for name, value in named.items() if value is not None]
         values += [value for value in named.values() if value is not None]
@@ -185,6 +191,7 @@ class Reader:
         seconds, context.last_read = now - context.last_read, now
         context.effort.took(seconds)
         norm = rest.get("norm")
+        pending.others_bad = not math.isfinite(rest.get("others", 0.0))
         return Reading(
             step=pending.index,
             loss=sum(micro) if micro else None,

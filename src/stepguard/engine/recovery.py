@@ -62,6 +62,7 @@ class Recovery:
             scaler=context.scaler,
             extra=context.extra,
             rank=context.agreement.rank,
+            ownership=context.ownership,
         )
         self.ring = Ring(config.snapshots, config.snapshot_memory)
         self.window = Window(config.replay_memory)
@@ -183,6 +184,11 @@ class Recovery:
         self.ring.clear()
         self.say("snapshots", f"no snapshots: {why.removesuffix('.')}")
 
+    def do_without(self, why: str) -> None:
+        """No snapshots from here on, without a word: whoever decides it says so."""
+        self._off = why
+        self.ring.clear()
+
     def say(self, kind: str, summary: str, **facts: Any) -> None:
         """One line in journal, log and terminal."""
         context = self._context
@@ -246,7 +252,8 @@ class Recovery:
             _wait()
             bad = {name for name, tensor in snapshot.state.tensors.items() if not finite(tensor)}
             snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad)
-        return bool(snapshot.memory["sound"]) and not self.whole.misfit(snapshot.state)
+        # asked anew each time: parameters may have been added or taken away since
+        return bool(snapshot.memory["sound"]) and not self.whole.misfit(snapshot.state, own_only=True)
 
     def meant_nonfinite(self, names: set[str]) -> set[str]:
         """Those of the tensors that have been accepted as they are: sentinels, and what `bad_start` let pass."""
@@ -301,7 +308,8 @@ class Recovery:
 
     def put_back(self, snapshot: Snapshot) -> None:
         _wait()
-        self.whole.put_back(snapshot.state)
+        for trouble in self.whole.put_back(snapshot.state, own_only=True):
+            self.say("rewind", trouble)
         context = self._context
         context.anchor = snapshot.memory.get("anchor")
         own = put_together(snapshot.state.facts["guard"], {})
@@ -325,9 +333,10 @@ class Recovery:
 
     def _keep_rates_sane(self) -> None:
         """A rate far above everything configured does not survive a rewind, whoever put it there."""
+        self._context.expect_declared_rates(self._context.lr)
         ceilings = self._context.lr_ceiling
         for group, ceiling in zip(self._context.optimizer.param_groups, ceilings, strict=True):
-            if float(group["lr"]) > LR_JUMP * ceiling:
+            if group.get("lr") is not None and float(group["lr"]) > LR_JUMP * ceiling:
                 group["lr"] = torch.full_like(group["lr"], ceiling) if isinstance(group["lr"], Tensor) else ceiling
 
     def forget(self) -> None:

@@ -183,7 +183,8 @@ class Saving:
 
     def _put_in(self, state: State) -> None:
         context, recovery = self._context, self._recovery
-        recovery.whole.put_back(state)
+        for trouble in recovery.whole.put_back(state):
+            self._say(trouble)
         own = put_together(state.facts["guard"], {})
         configured = context.history.configured_lr
         context.step, context.loss_scale = own["step"], own["loss_scale"]

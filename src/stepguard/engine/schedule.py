@@ -3,11 +3,60 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+
+class SeveralSchedules:
+    """A list of schedulers in the place of one; they advance in the order they were given in."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self._schedulers = list(schedulers)
+
+    def step(self) -> None:
+        for scheduler in self._schedulers:
+            advance(scheduler)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+
+
+def one_schedule(given: Any) -> Any:
+    """What the user gave as `scheduler`: nothing, one scheduler, or several."""
+    if not isinstance(given, list | tuple):
+        return given
+    if len(given) < 2:
+        return given[0] if given else None
+    return SeveralSchedules(given)
+
+
+def advance(scheduler: Any) -> list[str]:
+    """One step of every scheduler that needs nothing for it; the names of those that do, which stay where they are."""
+    if isinstance(scheduler, SeveralSchedules):
+        return [name for one in scheduler._schedulers for name in advance(one)]
+    if wants_a_value(scheduler):
+        return [type(scheduler).__name__]
+    scheduler.step()
+    return []
+
+
+def wants_a_value(scheduler: Any) -> bool:
+    """Can it not be stepped without an argument? `ReduceLROnPlateau` wants a metric, timm's schedulers an epoch."""
+    try:
+        parameters = inspect.signature(scheduler.step).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind in by_position for p in parameters)
 
 
 class ScheduleCopy:

@@ -75,7 +75,7 @@ def _applied(context: Context, recovery: Recovery, decision: Decision) -> Decisi
     if decision.new_scale is not None:
         context.loss_scale = decision.new_scale
     if decision.lr_factor is not None:
-        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.lr))
+        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.optimizer.param_groups))
     return decision
 
 

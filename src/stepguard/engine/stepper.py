@@ -28,9 +28,9 @@ from stepguard.records import Incident, Reading
 from stepguard.records.verdict import Verdict
 from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
 from stepguard.sentinel.risk import risky_update
-from stepguard.sentinel.undo import UndoCopy
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import LossFn, Step
+from stepguard.state.undo import UndoCopy
 
 
 class Stepper:
@@ -289,16 +289,14 @@ class Stepper:
         self.shield.call(None, self.reader.after_update)
         self._late = late
         self._scaler_update()
-        if context.scheduler is not None:
-            context.scheduler.step()
+        context.advance_schedule()
         context.step += 1
         return result
 
     def _advance(self) -> None:
         """After an update that really happened."""
         self._scaler_update()
-        if self.context.scheduler is not None:
-            self.context.scheduler.step()
+        self.context.advance_schedule()
 
     def _after(self, step: Step, reading: Reading, *, went_through: bool, incident: Incident | None = None) -> None:
         context = self.context
@@ -363,9 +361,8 @@ class Stepper:
         else:
             context.optimizer.step()
         context.step += 1
-        if went_through and context.scheduler is not None:
-            context.scheduler.step()
         if went_through:
+            context.advance_schedule()
             self._run_commit_hooks()
         return StepResult().resolve(None, committed=went_through)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -50,12 +50,13 @@ def lost_squares(optimizer: Optimizer) -> int:
 def _updates(optimizer: Optimizer, rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         for parameter in group["params"]:
-            update = _direction(group, optimizer.state.get(parameter, {}))
-            if update is not None:
+            state = optimizer.state.get(parameter, {})
+            update = _direction(group, state) if isinstance(state, Mapping) else None
+            if update is not None and math.isfinite(rate):
                 yield rate * update, parameter.detach()
 
 
-def _direction(group: dict[str, Any], state: dict[str, Any]) -> Tensor | None:
+def _direction(group: dict[str, Any], state: Mapping[str, Any]) -> Tensor | None:
     """Adam's step from its moments, SGD's from its momentum; for a rate of 1."""
     mean, square, betas = state.get("exp_avg"), state.get("exp_avg_sq"), group.get("betas", ())
     if _plain(mean) and _plain(square) and mean.shape == square.shape and len(betas) == 2:

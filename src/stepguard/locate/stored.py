@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ def optimizer_slots(step: Step) -> Iterator[tuple[str, str, Tensor]]:
     """Slot, parameter and tensor of the optimizer's state."""
     names = {id(p): f"{k}.{n}".strip(".") for k, root in step.named_roots().items() for n, p in root.named_parameters()}
     for parameter, slots in step.optimizer.state.items():
-        for slot, value in slots.items():
+        for slot, value in slots.items() if isinstance(slots, Mapping) else ():
             if numeric(value):
                 yield str(slot), names.get(id(parameter), ""), value
 

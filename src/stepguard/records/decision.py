@@ -30,3 +30,5 @@ class Decision:
     """With `leave_out` and `skip`: what the update went on without, in words: `sample 5`, `micro-batch 2 of 4`."""
     data: str | None = None
     """With `rewind`: `repeat`, `skip` or `reorder` the steps since."""
+    not_restored: str = ""
+    """What the vetoed update moved all the same and could not be put back, in words; empty: nothing moved."""

@@ -195,6 +195,8 @@ def effect(incident: Incident) -> str:
         return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
     if incident.decision is not None and incident.decision.rewound_to is not None:
         return rewound(incident.decision)
+    if incident.decision is not None and incident.decision.not_restored:
+        return f"the update was vetoed, but {incident.decision.not_restored}"
     return ACTION_EFFECT.get(action, "")
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from stepguard.sentinel.gradients import elements
+
 LR_JUMP = 2.0
 CHEAP_COPY = 2**16
 """Parameters of which a copy a step costs next to nothing."""
@@ -30,7 +32,8 @@ def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm
         return True
     for index, group in enumerate(optimizer.param_groups):
         ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
-        if not float(group["lr"]) <= LR_JUMP * max(ceiling, 1e-30):
+        rate = group.get("lr")
+        if rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30):
             return True
         eps = _epsilon(group)
         if any(_fragile(dtype, eps) for dtype in {p.dtype for p in group["params"]}):
@@ -39,7 +42,7 @@ def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm
 
 
 def _small(optimizer: Optimizer) -> bool:
-    count: int = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    count: int = sum(elements(p) for group in optimizer.param_groups for p in group["params"])
     return count <= CHEAP_COPY
 
 

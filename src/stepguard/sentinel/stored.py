@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stepguard.sentinel.gradients import dense_real, finite
+from stepguard.sentinel.gradients import dense_real, elements, finite
 
 CHEAP_LOOK = 2**20
 """Elements that are looked at after every update, whatever it costs: about a quarter of a millisecond."""
@@ -26,7 +27,7 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     A maximum is the cheapest pass that carries NaN. A lone -Inf passes it and is caught by the loss or gradient it
     ruins one step later; half-precision groups, where updates overflow in earnest, get the exact test instead.
     """
-    plain = [t for t in (dense_real(t.detach()) for t in tensors) if t.numel() and t.is_floating_point()]
+    plain = [t for t in map(dense_real, tensors) if t.numel() and t.is_floating_point()]
     if not plain:
         return None
     if len({(t.device, t.dtype) for t in plain}) == 1:
@@ -68,6 +69,8 @@ class _Part:
     end: int
 
     def now(self) -> Tensor:
+        if is_lazy(self.tensor):
+            return self.tensor
         live = self.tensor.detach()
         if self.end - self.start == self.count or live.numel() != self.count or not live.is_contiguous():
             return live
@@ -75,7 +78,7 @@ class _Part:
 
 
 def _shares(tensors: Sequence[Tensor]) -> list[list[_Part]]:
-    most = max(CHEAP_LOOK, math.ceil(sum(t.numel() for t in tensors) / TURNS))
+    most = max(CHEAP_LOOK, math.ceil(sum(map(elements, tensors)) / TURNS))
     shares: list[list[_Part]] = []
     filled = most
     for part in (part for tensor in tensors for part in _parts(tensor, most)):
@@ -89,17 +92,17 @@ def _shares(tensors: Sequence[Tensor]) -> list[list[_Part]]:
 
 def _parts(tensor: Tensor, most: int) -> list[_Part]:
     """The whole tensor, or stretches of at most so many elements where it can be cut without a copy."""
-    count = tensor.numel()
+    count = elements(tensor)
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.is_contiguous()
     if not plain or count <= most:
         return [_Part(tensor, count, 0, count)]
     return [_Part(tensor, count, start, min(start + most, count)) for start in range(0, count, most)]
 
 
-def bad_parameters(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> list[str]:
-    """`param:NAME` for every parameter with a non-finite element."""
+def bad_parameters(roots: Mapping[str, nn.Module], optimizer: Optimizer, elsewhere: Container[int] = ()) -> list[str]:
+    """`param:NAME` for every parameter with a non-finite element, but for those whose id is `elsewhere`."""
     names = parameter_names(roots, optimizer)
-    return [f"param:{name}" for tensor, name in names if not finite(tensor)]
+    return [f"param:{name}" for tensor, name in names if id(tensor) not in elsewhere and not finite(tensor)]
 
 
 def bad_buffers(roots: Mapping[str, nn.Module]) -> list[str]:
@@ -110,7 +113,7 @@ def bad_buffers(roots: Mapping[str, nn.Module]) -> list[str]:
 @torch.no_grad()
 def extremes(tensor: Tensor) -> Tensor | None:
     """Smallest and largest element, still on the device: both are finite when all are."""
-    plain = dense_real(tensor.detach())
+    plain = dense_real(tensor)
     if not plain.is_floating_point() or plain.numel() == 0:
         return None
     return torch.stack(torch.aminmax(plain))

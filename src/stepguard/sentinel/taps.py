@@ -2,9 +2,10 @@
 
 A few torch functions are wrapped while at least one guard watches, and put back when the last one closes:
 `Tensor.backward`, whose root is the loss; the norm inside `clip_grad_norm_`, which clipping has to compute anyway;
-`Module.load_state_dict`, after which remembered buffers are old; and `GradScaler.update`, the only call a loop makes
-when the scaler skipped. Nothing is installed on the user's objects, so copies, pickles and compiled graphs never carry
-a hook of ours.
+`Module.load_state_dict`, after which remembered buffers are old; `GradScaler.step`, which shows the scaler nobody
+handed over, and `GradScaler.update`, the only call a loop makes when the scaler skipped; and
+`AveragedModel.update_parameters`, which has nothing to average after a vetoed update. Nothing is installed on the
+user's objects, so copies, pickles and compiled graphs never carry a hook of ours.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
+from torch.optim.swa_utils import AveragedModel
 
 
 class Listener(Protocol):
@@ -27,6 +29,8 @@ class Listener(Protocol):
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None: ...
     def after_load(self) -> None: ...
     def around_update(self, scaler: GradScaler, update: Update, new_scale: Any) -> None: ...
+    def before_scaled_step(self, scaler: GradScaler, optimizer: Any) -> None: ...
+    def averages_nothing(self, average: AveragedModel, model: Any) -> bool: ...
 
 
 Update = Callable[[Any], None]
@@ -34,6 +38,17 @@ Update = Callable[[Any], None]
 
 _listeners: list[Listener] = []
 _originals: list[tuple[Any, str, Any]] = []
+_backwards = [0, 0]
+"""Backward passes begun in this process, and those that are running now."""
+
+
+def backwards() -> int:
+    """Number of the last backward pass: what stepped since belongs to it."""
+    return _backwards[0]
+
+
+def inside_backward() -> bool:
+    return _backwards[1] > 0
 
 
 def listen(listener: Listener) -> Callable[[], None]:
@@ -55,6 +70,8 @@ def _install() -> None:
     _wrap(torch.Tensor, "backward", _tapped_backward)
     _wrap(torch.nn.Module, "load_state_dict", _tapped_load)
     _wrap(GradScaler, "update", _tapped_update)
+    _wrap(GradScaler, "step", _tapped_scaled_step)
+    _wrap(AveragedModel, "update_parameters", _tapped_average)
     # private, but the only place every spelling of clip_grad_norm_ passes; without it the guard takes its own norm
     if hasattr(clip_grad, "_get_total_norm"):
         _wrap(clip_grad, "_get_total_norm", _tapped_norm)
@@ -78,10 +95,13 @@ def _tapped_backward(original: Any) -> Any:
         for listener in tuple(_listeners):
             listener.before_backward(self)
         failed = True
+        _backwards[0] += 1
+        _backwards[1] += 1
         try:
             out = original(self, *args, **kwargs)
             failed = False
         finally:
+            _backwards[1] -= 1
             for listener in tuple(_listeners):
                 listener.after_backward(self, failed=failed)
         return out
@@ -109,6 +129,25 @@ def _tapped_update(original: Any) -> Any:
         call(new_scale)
 
     return update
+
+
+def _tapped_scaled_step(original: Any) -> Any:
+    @functools.wraps(original)
+    def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        for listener in tuple(_listeners):
+            listener.before_scaled_step(self, optimizer)
+        return original(self, optimizer, *args, **kwargs)
+
+    return step
+
+
+def _tapped_average(original: Any) -> Any:
+    @functools.wraps(original)
+    def update_parameters(self: AveragedModel, model: Any) -> Any:
+        said = [listener.averages_nothing(self, model) for listener in tuple(_listeners)]  # every one is told
+        return None if any(said) else original(self, model)
+
+    return update_parameters
 
 
 def _tapped_norm(original: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Buffers (and plain counters) change in the forward pass, so a vetoed step must put them back; this keeps that cheap.
+"""Buffers (and attributes of modules) change in the forward pass, so a vetoed step must put them back; kept cheap here.
 
 Norm layers change theirs without raising the tensor's version counter, so they are copied every step, as are small
 buffers. Large ones (position tables, masks) are copied once and again only when their version counter moved.
@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from stepguard.state.counters import CounterKeeper
+from stepguard.state.attributes import AttributeKeeper
+from stepguard.state.kept import SMALL, expanded
+from stepguard.state.odd_tensors import is_lazy
 
-SMALL = 65536
-"""A copy of so many elements costs less than it is worth to think about."""
+__all__ = ["SMALL", "BufferKeeper", "expanded", "keeps_statistics"]
 
 
 @dataclass(slots=True)
@@ -58,13 +60,15 @@ class BufferKeeper:
         self._statistics: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
-        self._counters = CounterKeeper(self._modules)
+        self._marks: list[tuple[Tensor, int]] = []
+        self._attributes = AttributeKeeper()
 
     def remember(self) -> None:
         """Take the present values. In-place copies into memory allocated once."""
-        self._counters.remember()
-        if self._changed_layout():
-            self._places = [_Place(m, key, buffer) for m in self._owners() for key, buffer in m._buffers.items()]
+        owners = list(self._owners())
+        self._attributes.remember(owners)
+        if self._changed_layout(owners):
+            self._places = [_Place(m, key, buffer) for m in owners for key, buffer in m._buffers.items()]
             self._statistics = [place for place in self._places if keeps_statistics(place.owner)]
             self._copies = _copies(self._places, self._small)
             self._count = len(self._places)
@@ -80,9 +84,17 @@ class BufferKeeper:
         live = [place.owner._buffers.get(place.key) for place in self._statistics]
         return [buffer for buffer in live if buffer is not None and buffer.is_floating_point()]
 
+    def mark(self) -> None:
+        """From here on `norms_ran` tells."""
+        self._marks = [(place.buffer, place.buffer._version) for place in self._statistics if _counts(place.buffer)]
+
+    def norms_ran(self) -> bool:
+        """Has a norm layer run since `mark`? Its counter is the one buffer whose version it raises."""
+        return any(buffer._version != version for buffer, version in self._marks)
+
     def restore(self) -> None:
         """Back to what `remember` took, the same tensor objects included."""
-        self._counters.restore()
+        self._attributes.restore()
         for place in self._places:
             place.owner._buffers[place.key] = place.buffer
         with torch.no_grad():
@@ -102,8 +114,10 @@ class BufferKeeper:
         return [buffer for buffer in moved if buffer.is_floating_point()]
 
     def changing(self) -> bool:
-        """Has a forward pass changed a buffer since `remember`? A norm layer is presumed to have."""
-        return self._changed_layout() or any(c.silent or c.moved for c in self._copies)
+        """Has a forward pass changed anything since `remember`? A norm layer is presumed to have."""
+        if any(c.silent or c.moved for c in self._copies):
+            return True
+        return self._changed_layout(list(self._owners())) or self._attributes.moved()
 
     def as_remembered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors by name, with what `remember` took in the place of every live buffer."""
@@ -129,8 +143,8 @@ class BufferKeeper:
                 yield module
                 waiting.extend(child for child in module._modules.values() if child is not None)
 
-    def _changed_layout(self) -> bool:
-        if sum(len(m._buffers) for m in self._owners()) != self._count:
+    def _changed_layout(self, owners: list[nn.Module]) -> bool:
+        if sum(len(m._buffers) for m in owners) != self._count:
             return True
         return any(place.owner._buffers.get(place.key) is not place.buffer for place in self._places)
 
@@ -140,20 +154,19 @@ def keeps_statistics(module: nn.Module) -> bool:
     return bool(getattr(module, "track_running_stats", False))
 
 
+def _counts(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return buffer is not None and not buffer.is_floating_point() and not buffer.is_inference()
+
+
 def _copies(places: list[_Place], small: int) -> list[_Copy]:
     """One copy a tensor, however many places it has."""
     copies: dict[int, _Copy] = {}
     for place in places:
         buffer = place.buffer
-        if buffer is not None and id(buffer) not in copies and not expanded(buffer):
+        if buffer is None or is_lazy(buffer) or buffer.is_nested:
+            continue
+        if id(buffer) not in copies and not expanded(buffer):
             silent = keeps_statistics(place.owner)
             always = silent or buffer.numel() <= small
             copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always, silent)
     return list(copies.values())
-
-
-def expanded(buffer: Tensor) -> bool:
-    """A view that repeats its elements cannot be written in place, neither by the user nor by us."""
-    if buffer.layout is not torch.strided:
-        return False
-    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))

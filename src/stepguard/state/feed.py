@@ -34,6 +34,8 @@ class Feed:
         self._begun: dict[str, Any] | None = None
         """What the present pass over the data began with; None outside of one."""
         self._goal: tuple[dict[str, Any], RngState | None] | None = None
+        self.after_pass: list[Callable[[], None]] = []
+        """Called when a pass has come to its end."""
         self.epoch = 0
         """Whole passes over the data so far."""
         self.delivered = 0
@@ -57,6 +59,8 @@ class Feed:
         self._passing.tell()
         self._begun, self.delivered = None, 0
         self.epoch += 1
+        for tell in self.after_pass:
+            tell()
 
     def __len__(self) -> int:
         return len(self._loader)

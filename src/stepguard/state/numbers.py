@@ -5,7 +5,7 @@ A number that has moved since the first look is part of the state; one that neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,29 +16,31 @@ class ModuleNumbers:
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._roots = roots
-        self._first: dict[str, int | float] | None = None
+        self._first: dict[str, int | float] = {place: own[key] for place, own, key in self._places()}
         self._moving: set[str] = set()
 
     def moved(self) -> dict[str, int | float]:
-        """The present value of every number that has moved since the first call."""
+        """The present value of every number that has moved since the guard was built."""
         present = {place: own[key] for place, own, key in self._places()}
-        if self._first is None:
-            self._first = present
         self._moving |= {place for place, value in present.items() if self._first.get(place, value) != value}
         return {place: value for place, value in present.items() if place in self._moving}
 
-    def put_back(self, numbers: Mapping[str, int | float]) -> None:
-        """Those that were moving at the time; those that began to move later go back to where they began."""
-        first = self._first or {}
-        for place, own, key in self._places():
+    def put_back(self, numbers: Mapping[str, int | float], left: Mapping[str, Container[str]] | None = None) -> None:
+        """Those that were moving at the time; those that began to move later go back to where they began.
+
+        `left`: paths of modules below each root that are somebody else's.
+        """
+        for place, own, key in self._places(left):
+            first = self._first
             value = numbers.get(place, first.get(place, own[key]))
             if own[key] != value:
                 own[key] = value
 
-    def _places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+    def _places(self, left: Mapping[str, Container[str]] | None = None) -> Iterator[tuple[str, dict[str, Any], str]]:
         for prefix, root in self._roots.items():
+            theirs = left.get(prefix, ()) if left is not None else ()
             for path, module in root.named_modules():
-                if type(module).__module__.startswith("torch."):
+                if path in theirs or type(module).__module__.startswith("torch."):
                     continue
                 own = vars(module)
                 for key, value in own.items():

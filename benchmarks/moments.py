@@ -1,0 +1,111 @@
+"""Bad moments, side by side: where does a run end that was hit, by what is done about it?
+
+    python -m benchmarks.moments [--seeds 5] [--only NAME ...] [--quick]
+
+Every strategy sees the same batches in the same order and as many of them; something happens at half-way. Measured is
+the loss on held-out data at the end. stepguard has its default settings, and `anomalies="act"` in the rows marked so,
+where everything stays finite. The exit code is 0 when stepguard is best, or equal within noise, in every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.parts import machine
+from benchmarks.parts.bad_moments import AT, MOMENTS, STEPS, Moment
+from benchmarks.parts.strategies import STRATEGIES, all_of, in_a_child
+
+RESULTS = machine.RESULTS / "moments.json"
+SEEDS = 5
+NOISE_SHARE, NOISE = 0.02, 1e-3
+"""What counts as equal: two per cent, or so much of the loss."""
+
+
+def measure(moment: Moment, seeds: Sequence[int], steps: int = STEPS) -> dict[str, Any]:
+    """One row: every strategy on every seed."""
+    cells: dict[str, Any] = {name: {"losses": [], "done": []} for name in STRATEGIES}
+    for seed in seeds:
+        ended = in_a_child(moment, seed, steps) if moment.full_disk else all_of(moment, seed, steps)
+        for name, (loss, done) in ended.items():
+            cells[name]["losses"].append(loss)
+            cells[name]["done"].append(done)
+    for cell in cells.values():
+        cell["mean"], cell["worst"] = statistics.fmean(cell["losses"]), max(cell["losses"])
+    return {"moment": moment.name, "acts": moment.acts, "strategies": cells, "held": held(cells)}
+
+
+def held(cells: dict[str, Any]) -> bool:
+    """Is stepguard best, or equal to the best?"""
+    ours = cells["stepguard"]["mean"]
+    best = min(cell["mean"] for name, cell in cells.items() if name != "stepguard")
+    return bool(math.isfinite(ours) and ours <= best + max(NOISE_SHARE * abs(best), NOISE))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    title = "loss on held-out data at the end: mean (worst) over the seeds"
+    drawn = Table("bad moment", *STRATEGIES, title=title, box=None, header_style="bold")
+    for row in rows:
+        name = f"{row['moment']} (act)" if row["acts"] else row["moment"]
+        cells = [_shown(row["strategies"][strategy]) for strategy in STRATEGIES]
+        drawn.add_row(name if row["held"] else f"[bold red]{name}[/]", *cells)
+    return drawn
+
+
+def _shown(cell: dict[str, Any]) -> str:
+    return f"{_number(cell['mean'])} ({_number(cell['worst'])})"
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "lost"
+    return f"{value:.3f}" if value < 1e3 else f"{value:.0e}"
+
+
+def strict(data: Any) -> Any:
+    """Infinity, a run that was lost, is null in JSON."""
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: strict(value) for key, value in data.items()}
+    return [strict(value) for value in data] if isinstance(data, list) else data
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--only", nargs="*", metavar="NAME", default=None, help="parts of the names of moments")
+    parser.add_argument("--quick", action="store_true", help="one seed")
+    parser.add_argument("--output", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    chosen = [m for m in MOMENTS if options.only is None or any(part in m.name for part in options.only)]
+    seeds = range(1 if options.quick else options.seeds)
+    stderr = Console(stderr=True)
+    rows = [measure(m, seeds) for m in track(chosen, description="bad moments", console=stderr, transient=True)]
+    console = Console(width=max(120, Console().width))
+    console.print(table(rows))
+    for row in rows:
+        if not row["held"]:
+            console.print(f"{row['moment']}: {row['strategies']['stepguard']['done']}", markup=False, soft_wrap=True)
+    lost = [row["moment"] for row in rows if not row["held"]]
+    console.print(f"{len(rows) - len(lost)} of {len(rows)} rows: stepguard is best or equal")
+    if options.output is not None or (options.only is None and not options.quick):
+        content = {"schema": 1, "machine": machine.facts(), "steps": STEPS, "at": AT, "seeds": len(seeds), "rows": rows}
+        machine.keep(strict(content), options.output or RESULTS)
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""The moment between two steps: the last update is over, and nothing of the next forward pass has run.
+
+What the loop did since the update (pruned a mask, annealed a temperature, averaged weights) is its own and stays, so
+buffers are remembered at the first call of the model, not at the end of the update. A model whose root is never called
+itself (only its methods or its parts are) is found out after one step; then a hook of torch that sees every module
+waits for the first call of a part, and takes itself away.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class Threshold:
+    """Calls `cross` once after every `open`."""
+
+    def __init__(self, roots: Iterable[nn.Module], cross: Callable[[], None]) -> None:
+        self._roots, self._cross = tuple(roots), cross
+        self._open, self._root_calls, self._doubted = True, True, False
+        self._parts: set[int] = set()
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def crossed(self) -> bool:
+        """Has this step been seen to begin?"""
+        return not self._open
+
+    @property
+    def reliable(self) -> bool:
+        """Does the root itself begin every step?"""
+        return self._root_calls and not self._doubted
+
+    def open(self) -> None:
+        """An update is over."""
+        if self._open:
+            self._root_calls = False  # a whole step went by without a call
+        self._open = True
+        if not self.reliable and not _compiled():
+            self._parts = {id(module) for root in self._roots for module in root.modules()}
+            self._handle = self._handle or register_module_forward_pre_hook(self._called)
+
+    def root_called(self) -> None:
+        """The model, or the framework that is about to call it."""
+        if self._open:
+            self._root_calls = True
+            self._pass()
+
+    def doubt(self) -> None:
+        """A part of the model was seen to run before its root."""
+        self._doubted = True
+
+    def close(self) -> None:
+        """Take the hook away."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        if self._open and id(module) in self._parts and module.training and torch.is_grad_enabled():
+            self._pass()
+
+    def _pass(self) -> None:
+        self._open = False
+        self.close()
+        self._cross()
+
+
+def _compiled() -> bool:
+    """torch warns of hooks on every module where compiled modules are called."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

@@ -1,0 +1,307 @@
+"""Public optimizers in short form, written from their published algorithms: what a guard meets outside torch.optim.
+
+Each keeps the trait that makes it hard to guard: gradients filled in where there are none, state that belongs to no
+parameter, plain attributes, inner optimizers, objects in the state, a closure that is called twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from guard.optimizers_of_matrices import GaLore, Insisting, Muon, Params, Shampoo, evaluated
+
+
+class Lookahead(Optimizer):
+    """Slow weights and a counter as plain attributes; the update is made by an optimizer inside."""
+
+    def __init__(self, base: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
+        self.base, self.k, self.alpha, self.count = base, k, alpha, 0
+        super().__init__(base.param_groups, dict(base.defaults))
+        self.param_groups = base.param_groups
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)  # type: ignore[func-returns-value]
+        self.count += 1
+        if self.count % self.k == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for p, s in zip(group["params"], slow, strict=True):
+                    s.add_(p - s, alpha=self.alpha)
+                    p.copy_(s)
+        return loss
+
+
+class SAM(Optimizer):
+    """Climbs to the worst point nearby and takes the gradient there: two evaluations a step."""
+
+    def __init__(self, params: Params, base: Callable[..., Optimizer], rho: float = 0.05, **settings: Any) -> None:
+        super().__init__(params, {"rho": rho, **settings})
+        self.base_optimizer = base(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        for group in self.param_groups:
+            scale = group["rho"] / (norm + 1e-12)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["old_p"] = p.data.clone()
+                    p.add_(p.grad * scale)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+class MADGRAD(Optimizer):
+    """Counts its steps under `state["k"]`, which belongs to no parameter."""
+
+    def __init__(self, params: Params, lr: float = 1e-2, momentum: float = 0.9, eps: float = 1e-6) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = evaluated(closure)
+        if "k" not in self.state:
+            self.state["k"] = torch.tensor([0], dtype=torch.long)
+        k = self.state["k"].item()
+        for group in self.param_groups:
+            factor, share = group["lr"] * math.sqrt(k + 1), 1 - group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "s" not in state:
+                    state["grad_sum_sq"], state["s"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["x0"] = p.detach().clone()
+                state["grad_sum_sq"].addcmul_(p.grad, p.grad, value=factor)
+                state["s"].add_(p.grad, alpha=factor)
+                z = state["x0"] - state["s"] / (state["grad_sum_sq"].pow(1 / 3) + group["eps"])
+                p.mul_(1 - share).add_(z, alpha=share)
+        self.state["k"] += 1
+        return loss
+
+
+class ScheduleFreeSGD(Optimizer):
+    """No schedule: numbers in the groups move at every step, and the weights differ in train and eval mode."""
+
+    adaptive = False
+
+    def __init__(self, params: Params, lr: float = 0.05, momentum: float = 0.9, warmup: int = 4) -> None:
+        settings = {"lr": lr, "momentum": momentum, "warmup": warmup, "k": 0, "weight_sum": 0.0, "train_mode": True}
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._between(lambda group: 1 - 1 / group["momentum"], train_mode=False)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._between(lambda group: 1 - group["momentum"], train_mode=True)
+
+    def _between(self, weight: Callable[[dict[str, Any]], float], *, train_mode: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] == train_mode:
+                continue
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight(group))
+            group["train_mode"] = train_mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            assert group["train_mode"], "call optimizer.train() first"
+            lr = group["lr"] * min(1.0, (group["k"] + 1) / group["warmup"])
+            group["weight_sum"] += lr**2
+            share = lr**2 / group["weight_sum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.detach().clone())
+                direction = self._direction(p, group["k"])
+                p.lerp_(z, share).add_(direction, alpha=lr * (group["momentum"] * (1 - share) - 1))
+                z.sub_(direction, alpha=lr)
+            group["k"] += 1
+        return loss
+
+    def _direction(self, p: Tensor, k: int) -> Tensor:
+        assert p.grad is not None
+        if not self.adaptive:
+            return p.grad
+        second = self.state[p].setdefault("exp_avg_sq", torch.zeros_like(p))
+        second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+        return p.grad / ((second / (1 - 0.99 ** (k + 1))).sqrt() + 1e-8)
+
+
+class ScheduleFreeAdamW(ScheduleFreeSGD):
+    adaptive = True
+
+
+class Sophia(Optimizer):
+    """Clips by a diagonal curvature that is refreshed every few steps; the counter is an attribute."""
+
+    def __init__(self, params: Params, lr: float = 1e-2, rho: float = 0.04, every: int = 3) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.every, self.calls = every, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = evaluated(closure)
+        refresh = self.calls % self.every == 0
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["hessian"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                state["exp_avg"].lerp_(p.grad, 0.04)
+                if refresh:
+                    state["hessian"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                ratio = (state["exp_avg"].abs() / (group["rho"] * state["hessian"] + 1e-15)).clamp(max=1)
+                p.addcmul_(state["exp_avg"].sign(), ratio, value=-group["lr"])
+        return loss
+
+
+class Prodigy(Optimizer):
+    """Estimates its own step size: `d` and its sums live in the groups and move whatever gradients there are."""
+
+    def __init__(self, params: Params, lr: float = 1.0, d0: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "d": d0, "d0": d0, "d_numerator": 0.0, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            d, denominator = group["d"], 0.0
+            group["d_numerator"] *= 0.99
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["p0"], state["s"] = p.detach().clone(), torch.zeros_like(p)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                group["d_numerator"] += d * float((p.grad * (state["p0"] - p)).sum())
+                state["s"].mul_(0.99).add_(p.grad, alpha=d)
+                state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1 * d)
+                state["exp_avg_sq"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01 * d * d)
+                denominator += float(state["s"].abs().sum())
+            if denominator > 0:
+                group["d"] = max(d, min(group["d_numerator"] / denominator, 1.02 * d))
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt() + d * 1e-8, value=-d * group["lr"])
+            group["k"] += 1
+        return loss
+
+
+class Lion(Optimizer):
+    """The sign of an interpolated momentum; decays the weights it has gradients for."""
+
+    def __init__(self, params: Params, lr: float = 1e-3, weight_decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                held = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(held.lerp(p.grad, 0.1).sign_(), alpha=-group["lr"])
+                held.lerp_(p.grad, 0.01)
+        return loss
+
+
+class OwnStateDict(Optimizer):
+    """Keeps everything in attributes and writes its own `state_dict`."""
+
+    def __init__(self, params: Params, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.momenta = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
+        self.numbers = {"updates": 0, "scale": 1.0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = evaluated(closure)
+        self.numbers["updates"] += 1
+        self.numbers["scale"] *= 0.99
+        for p, held in zip((p for g in self.param_groups for p in g["params"]), self.momenta, strict=True):
+            if p.grad is not None:
+                held.mul_(0.9).add_(p.grad)
+                p.add_(held, alpha=-self.param_groups[0]["lr"] * self.numbers["scale"])
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        held = {"momenta": [m.clone() for m in self.momenta], "numbers": dict(self.numbers)}
+        return {**super().state_dict(), "own": held}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = state_dict["own"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "own"})
+        self.momenta, self.numbers = [m.clone() for m in own["momenta"]], dict(own["numbers"])
+
+
+def _lookahead(params: Params) -> Lookahead:
+    return Lookahead(torch.optim.Adam(params, lr=1e-2))
+
+
+def _sam(params: Params) -> SAM:
+    return SAM(params, torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def _adafactor(params: Params) -> Optimizer:
+    return torch.optim.Adafactor(params, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
+    "muon": Muon,
+    "insisting": Insisting,
+    "lookahead": _lookahead,
+    "sam": _sam,
+    "madgrad": MADGRAD,
+    "schedule-free-sgd": ScheduleFreeSGD,
+    "schedule-free-adamw": ScheduleFreeAdamW,
+    "sophia": Sophia,
+    "prodigy": Prodigy,
+    "lion": Lion,
+    "shampoo": Shampoo,
+    "galore": GaLore,
+    "adafactor": _adafactor,
+    "own-state-dict": OwnStateDict,
+}
+"""Each takes parameters of one or two dimensions. `sam` calls its closure twice and cannot step without one."""
