@@ -160,7 +160,8 @@ def test_fault_in_what_no_verdict_needs_costs_that_part_and_not_the_protection(
         warnings.simplefilter("always")
         got = _run(kind, LOOPS[loop], quiet(run_dir=tmp_path, human_log=tmp_path / "log"))
     assert difference(got, expected) == ""
-    assert len(said) == 1 and "still protected" in str(said[0].message) and "ArithmeticError" in str(said[0].message)
+    assert 1 <= len(said) <= 2  # a part may be asked from two places
+    assert all("still protected" in str(w.message) and "ArithmeticError" in str(w.message) for w in said)
     assert _armed_at_the_end(tmp_path)
 
 

@@ -151,7 +151,7 @@ class Watcher(LateWatching):
         if inside_backward():
             self.recovery.do_without(IN_BACKWARD)
         if self.recovery.due():  # the root module was not called, only its methods or its children
-            self.shield.call(None, self.recovery.before_update)
+            self.shield.spare(None, self.recovery.before_update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if self.peers.is_dropped or (closure is None and self._rewound()):
             self._refuse()
@@ -270,7 +270,7 @@ class Watcher(LateWatching):
             if hide:
                 self._hidden.hide(self._undo)
             if verdict.kind not in FINITE_KINDS:
-                self.shield.call(None, self.restore_buffers)  # before the replay, which starts from what is there
+                self.shield.always(None, self.restore_buffers)  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self.vetoing = not let_through(verdict, self._incident)
             if not self.vetoing:
@@ -279,7 +279,7 @@ class Watcher(LateWatching):
     def _vetoed(self) -> None:
         incident, peer, dropped = self._incident, self._with, self.peers.is_dropped
         self.dropped, self._with = True, None
-        left = [self.shield.call("", self._hidden.put_back), self.shield.call("", self.restore_buffers)]
+        left = [self.shield.always("", self._hidden.put_back), self.shield.always("", self.restore_buffers)]
         incident = self._told(incident, "; ".join(words for words in left if words))
         self._book(self._step(self._reading), self._reading, went_through=False)
         if dropped or peer is not None or self._follows:

@@ -52,8 +52,10 @@ class Shield:
 
     def spare(self, default: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """For what the verdict does not need: a fault costs this call only, said once for each such part."""
-        if not self.armed:
-            return default
+        return self.always(default, function, *args, **kwargs) if self.armed else default
+
+    def always(self, default: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `spare`, and also when disarmed: what a step that was found bad before that must have put back."""
         try:
             return function(*args, **kwargs)
         except TrainingHalted:
