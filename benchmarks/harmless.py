@@ -1,6 +1,6 @@
 """First, do no harm: healthy trainings that look ill, guarded and bare from one seed. Did the guard change anything?
 
-    python -m benchmarks.harmless [--seeds 20] [--steps 300] [--families dqn,gan] [--quick]
+    python -m benchmarks.harmless [--seeds 20] [--steps 300] [--families dqn,gan] [--quick] [--jobs 2]
 
 Every family is run bare and guarded with default settings in one process. Counted are interventions (a veto, a rewind,
 a halt, a retry, a sample left out), calls of the loss function or the model that the bare run did not make, and parts
@@ -11,10 +11,12 @@ that are not bit for bit the same. The exit code is 0 only when all of them are 
 from __future__ import annotations
 
 import argparse
-import time
+import multiprocessing
+import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.healthy.catalogue import chosen
-from benchmarks.healthy.drive import Outcome, compare
+from benchmarks.healthy.catalogue import chosen, load
+from benchmarks.healthy.drive import Anomalies, Outcome, compare
 from benchmarks.healthy.training import Family
 from benchmarks.parts import machine
 
@@ -33,21 +35,38 @@ SEEDS, STEPS, QUICK_SEEDS = 20, 300, 2
 
 
 def measure(families: Sequence[Family], seeds: int, options: argparse.Namespace, console: Console) -> list[Outcome]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    """Every family with every seed. A family's runs stay in one process, bare and guarded."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: list[Outcome] = []
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(families) * seeds)
-        for family in families:
-            progress.update(bar, description=f"{family.name:40}")
-            for seed in range(seeds):
-                outcomes.append(compare(family, seed, options.steps, options.anomalies))
-                progress.advance(bar)
+        bar = progress.add_task("healthy runs", total=len(families) * seeds)
+        for outcome in _outcomes(families, seeds, options):
+            outcomes.append(outcome)
+            progress.update(bar, advance=1, description=f"{outcome.family:40}")
     return outcomes
+
+
+def _outcomes(families: Sequence[Family], seeds: int, options: argparse.Namespace) -> Iterator[Outcome]:
+    if options.jobs == 1:
+        for family in families:
+            for seed in range(seeds):
+                yield compare(family, seed, options.steps, options.anomalies)
+        return
+    alone = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=alone, initializer=_prepare) as pool:
+        asked = [pool.submit(runs_of, family.name, seeds, options.steps, options.anomalies) for family in families]
+        for answer in as_completed(asked):
+            yield from answer.result()
+
+
+def runs_of(name: str, seeds: int, steps: int, anomalies: Anomalies) -> list[Outcome]:
+    """All runs of one family, in a process that may be another one than that of its neighbours."""
+    return [compare(load()[name], seed, steps, anomalies) for seed in range(seeds)]
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
 
 
 def by_family(families: Sequence[Family], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -124,13 +143,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", type=lambda text: text.split(","), default=None, help="parts of names, or groups")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SEEDS} seeds")
     parser.add_argument("--anomalies", choices=("note", "act", "off"), default="note", help="GuardConfig.anomalies")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    _prepare()
     families = chosen(options.families)
     seeds = QUICK_SEEDS if options.quick else options.seeds
-    began = time.process_time()
     outcomes = measure(families, seeds, options, Console(stderr=True))
     rows = by_family(families, outcomes)
     total = summary(rows)
@@ -146,7 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     whole = options.families is None and not options.quick and options.anomalies == "note"
     if options.output is not None or whole:
-        told = {"schema": 1, "machine": machine.facts(), "seconds_of_cpu": time.process_time() - began}
+        told = {
+            "schema": 1,
+            "machine": machine.facts(),
+            "cpu_seconds": sum(outcome.cpu_seconds for outcome in outcomes),
+        }
         machine.keep({**told, **total, "rows": rows}, options.output or RESULTS)
     return 0 if total["unclean_runs"] == 0 else 1
 

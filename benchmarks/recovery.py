@@ -161,7 +161,7 @@ def newest_finite(run: Run, harm: Harm | None) -> str:
 
 
 def guarded(run: Run, harm: Harm | None) -> str:
-    config = GuardConfig(clip_norm=CLIP, terminal="quiet", locate=False)
+    config = GuardConfig(clip_norm=CLIP, terminal="quiet", locate=False, anomalies="act")
     with Guard(run.model, run.optimizer, scheduler=run.scheduler, config=config) as guard:
         try:
             while guard.steps < run.steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -14,6 +15,10 @@ from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
 
+os.environ["COLUMNS"] = "100"  # the window and the colours of whoever runs the tests are no part of them
+for _variable in ("LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "PY_COLORS"):
+    os.environ.pop(_variable, None)
+os.environ["TERM"] = "xterm"
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0  # torch.compile draws a bar, whose thread would outlive the first test that compiles
 hypothesis.settings.register_profile("house", derandomize=True, database=None, deadline=None)

@@ -48,11 +48,15 @@ class StoreError(StepguardError):
 
 
 class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the design: it is an outcome, not a fault)
-    """The policy stopped the run. The weights are those from before the bad step."""
+    """The policy stopped the run. The weights are the newest good ones there are."""
 
-    def __init__(self, incident: Incident) -> None:
+    def __init__(self, incident: Incident, *, state: str | None = None, restart: str = "") -> None:
         super().__init__(incident)
         self.incident = incident
+        self.state = state
+        """Checkpoint that holds the newest good state; None where there is no folder to write to, or nothing good."""
+        self.restart = restart
+        """Can a new start help: `helps`, `same-place`, or `no`."""
 
     @property
     def __traceback__(self) -> TracebackType | None:
@@ -64,7 +68,8 @@ class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the de
         _TRACEBACK.__set__(self, trace)
 
     def __str__(self) -> str:
-        return f"training halted at step {self.incident.step}: {self.incident.summary}"
+        said = f"training halted at step {self.incident.step}: {self.incident.summary}"
+        return f"{said}; the newest good state is {self.state}" if self.state is not None else said
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:

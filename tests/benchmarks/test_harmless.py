@@ -70,7 +70,9 @@ def test_a_single_bit_is_seen() -> None:
 
 def test_result_counts_runs_and_steps(tmp_path: Path) -> None:
     path = tmp_path / "harmless.json"
-    code = harmless.main(["--families", "byol,moco", "--seeds", "2", "--steps", "10", "--output", str(path)])
+    code = harmless.main(
+        ["--families", "byol,moco", "--seeds", "2", "--steps", "10", "--jobs", "1", "--output", str(path)]
+    )
     found = json.loads(path.read_text(encoding="utf-8"))
     assert code == 0
     assert (found["families"], found["runs"], found["steps"], found["interventions"]) == (2, 4, 40, 0)

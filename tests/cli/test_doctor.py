@@ -88,6 +88,17 @@ def test_folder_with_nothing_to_examine_is_exit_code_2(project: Path) -> None:
     assert done.exit_code == 2 and "nothing to examine in run" in done.stderr and "--build" in done.stderr
 
 
+def test_journal_of_a_run_in_trouble_is_read_and_its_report_named(project: Path) -> None:
+    from cli.journals import write_run
+
+    write_run(project / "run")
+    done = invoke("run")
+    assert done.exit_code == 0, done.output
+    assert "its journal: waiting, 1 incident in 12 steps" in done.stdout
+    assert "$ stepguard report run" in done.stdout
+    assert "recommendations  warning" in done.stdout
+
+
 def test_sections_without_input_say_what_to_give(project: Path) -> None:
     found = examine(Path("run"), config=None, build=None, watch=["*alpha*"])
     assert [section.title for section in found.sections] == TITLES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stepguard
 from guard.scenes import quiet
@@ -384,3 +386,34 @@ def test_loop_that_trains_on_other_samples_gets_no_rows_named(tmp_path: Path) ->
         (incident,) = guard.incidents
     assert incident.origin is not None and incident.origin.samples == (5,) and incident.origin.rows == ()
     assert known_bad(tmp_path)[0].indices is None and known_bad(tmp_path)[0].batch is None
+
+
+SHUFFLED: dict[str, Callable[[], Any]] = {
+    "plain": lambda: DataLoader(Rows((17,)), BATCH, shuffle=True),
+    "workers": lambda: DataLoader(Rows((17,)), BATCH, shuffle=True, num_workers=2),
+    "generator": lambda: DataLoader(Rows((17,)), BATCH, shuffle=True, generator=torch.Generator().manual_seed(8)),
+    "stateful": lambda: StatefulDataLoader(Rows((17,)), BATCH, shuffle=True),
+    "stateful, workers": lambda: StatefulDataLoader(Rows((17,)), BATCH, shuffle=True, num_workers=2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_shuffled_batch_is_known_again_after_a_restart(kind: str, tmp_path: Path) -> None:
+    seen: list[str] = []
+    for start in range(2):
+        guard, loss_fn = built(SHUFFLED[kind](), config(tmp_path, policy=Policy(actions=("skip", "stop"))))
+        torch.manual_seed(6 + start)
+        with guard:
+            if start:
+                guard.restore()
+            for batch in guard.loader:
+                seen += batch["file"] if start else []
+                guard.step(loss_fn, batch)
+                if guard.steps == 1 and not start:
+                    assert guard.save() is not None
+            assert len(guard.incidents) == 1 - start
+    del guard
+    gc.collect()  # workers end with their loader
+    (entry,) = known_bad(tmp_path)
+    assert entry.batch and "images/17.png" not in seen and len(seen) == ROWS - 2 * BATCH

@@ -79,6 +79,21 @@ def test_what_the_loop_did_before_the_forward_stays(fused: bool, by_method: bool
     assert (model.temperature, model.phase, float(model.seen)) == (0.5, "cold", 5.0)
 
 
+def test_model_that_is_trained_in_eval_mode_keeps_what_the_loop_did() -> None:
+    model = Annealed().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watching(model, optimizer) as guard:
+        for index, batch in enumerate(DATA[:6]):
+            if index == 4:
+                model.mask[:2] = 0.0
+            optimizer.zero_grad()
+            model.loss(poisoned(batch) if index == 4 else batch).backward()
+            optimizer.step()
+            assert guard.dropped is (index == 4)
+    assert model.mask.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert float(model.seen) == 5.0
+
+
 def test_model_that_is_only_called_by_its_methods_has_snapshots() -> None:
     model = Annealed(by_method=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -239,3 +254,40 @@ def test_tensor_of_the_last_graph_is_not_held_alive() -> None:
         assert old() is None
         loss.backward()
         optimizer.step()
+
+
+class Ledger:
+    """A helper object that holds nothing but data."""
+
+    def __init__(self) -> None:
+        self.total, self.values = 0.0, [0.0]
+
+
+class Trainer:
+    """Hangs on the module and does more than hold values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.calls = model, 0
+
+
+def test_objects_that_only_hold_data_are_put_back_and_no_others() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.ledger = nn.Linear(FEATURES, CLASSES), Ledger()
+            self.trainer = Trainer(self)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.ledger.total += 1.0
+            self.ledger.values.append(self.ledger.total)
+            self.trainer.calls += 1
+            return self.layer(inputs)
+
+    model = Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(model, optimizer):
+        for batch in (DATA[0], poisoned(DATA[1]), DATA[2]):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+    assert (model.ledger.total, model.ledger.values, model.trainer.calls) == (2.0, [0.0, 1.0, 2.0], 3)

@@ -132,8 +132,10 @@ def test_buffer_that_cannot_be_kept_costs_the_snapshots_and_nothing_else(
     model.register_buffer("odd", made[kind]())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     data = [poisoned(b) if i == 9 else b for i, b in enumerate(DATA[:14])]
-    guard = _run(model, optimizer, how, data, snapshot_every=4, run_dir=tmp_path, on_signal="off")
+    guard = _run(model, optimizer, how, data, snapshot_every=4, run_dir=tmp_path, on_signal="off", locate=True)
     assert [i.step for i in guard.incidents] == [9]
+    origin = guard.incidents[0].origin
+    assert origin is not None and origin.phase == "input" and origin.samples == (0,)
     told = [str(n.get("summary")) for n in read_run(tmp_path).notes if "no snapshots" in str(n.get("summary"))]
     assert len(told) == 1 and "model/odd is" in told[0]
 

@@ -182,3 +182,35 @@ def test_lbfgs_and_its_history_are_put_back() -> None:
     assert guard.dropped
     assert difference(everything(model, optimizer), before) == ""
     guard.close()
+
+
+class Fragile(torch.optim.SGD):
+    """Divides by the norm of its gradients on the host, so that an update without any raises."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for group in self.param_groups:
+            group["lr"] = 0.01 / float(torch.stack([g.norm() for g in grads]).sum())
+        return super().step(closure)
+
+
+def test_optimizer_that_raises_in_a_vetoed_step_is_put_back_before_the_next_one() -> None:
+    model = calm_net()
+    optimizer = Fragile(model.parameters(), lr=0.01, momentum=0.9)
+    guard = stepguard.watch(model, optimizer, config=QUIET)
+    for batch in DATA[:3]:
+        loop_step(model, optimizer, batch)
+    before = everything(model, optimizer)
+    with pytest.raises(ZeroDivisionError):
+        loop_step(model, optimizer, poisoned(DATA[3]))
+    loop_step(model, optimizer, DATA[4])
+    guard.close()
+    assert [incident.step for incident in guard.incidents] == [3]
+    after = everything(model, optimizer)
+    assert difference(after, before) != ""
+    assert all(bool(tensor.isfinite().all()) for tensor in after["model"].values())
+    reference = calm_net()
+    theirs = Fragile(reference.parameters(), lr=0.01, momentum=0.9)
+    for batch in (*DATA[:3], DATA[4]):
+        loop_step(reference, theirs, batch)
+    assert difference(after["model"]["0.weight"], held(reference.state_dict())["0.weight"]) == ""

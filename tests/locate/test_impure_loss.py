@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -106,23 +107,6 @@ def test_impure_loss_function_is_named_before_hardware(make: Callable[[], Draw])
     assert finding.confidence < 0.9
 
 
-def test_module_that_counts_in_a_list_is_named() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 1)
-            self.seen: list[int] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen.append(1)
-            out: Tensor = self.linear(x)
-            return out * math.nan if len(self.seen) == 2 else out
-
-    model = Counting()
-    incident = first_incident(model, lambda batch: model(batch).pow(2).mean(), noise)
-    assert "not a function of its batch" in evidence(incident)
-
-
 def test_losses_that_differ_show_it_where_no_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is where nobody looks: in the environment of the process."""
     model = nn.Linear(3, 1)
@@ -211,3 +195,17 @@ def test_own_state_names_and_restores_what_moved() -> None:
     own.restore()
     assert state["step"] == 3 and state["seen"] == [1, 2]
     assert own.moved() == ()
+
+
+def test_nothing_is_put_back_while_another_thread_may_be_the_one_that_moved_it() -> None:
+    state, done = {"next": 3}, threading.Event()
+    own = OwnState(lambda: state)
+    other = threading.Thread(target=done.wait, name="prefetch")
+    other.start()
+    try:
+        state["next"] += 1
+        own.restore()
+        assert state["next"] == 4
+    finally:
+        done.set()
+        other.join()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import stepguard
+
 from .guarded import code, evidence, first_incident, noise
 
 NAN = math.nan
@@ -135,3 +137,20 @@ def test_tensor_of_the_loss_expression_stays_a_tensor_from_outside() -> None:
     incident = first_incident(model, lambda x: (model(x) * weight).mean(), batch)
     assert code(incident) == "SG101"
     assert "a tensor from outside model and batch" in evidence(incident)
+
+
+def test_watched_loop_with_a_nan_number_is_placed_at_the_second_incident() -> None:
+    """The loss expression is not part of the replay there; the step after next runs under the tracer."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with stepguard.watch(model, optimizer, config=stepguard.GuardConfig(terminal="quiet")) as guard:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(noise(step)).pow(2).mean() * (NAN if step in (1, 3) else 1.0)
+            loss.backward()
+            optimizer.step()
+    first, second = guard.incidents
+    assert first.origin is not None and any("born outside the model" in note for note in first.origin.notes)
+    assert second.origin is not None
+    assert (second.origin.op, code(second)) == ("aten.mul", "SG101")
+    assert "other=nan" in evidence(second)

@@ -59,3 +59,22 @@ def test_sparkline_shows_a_rise_over_decades_and_marks_what_is_not_finite() -> N
     assert phrases.sparkline([2.0, 2.0]) == "▁▁"
     assert phrases.sparkline([math.inf]) == "!"
     assert phrases.sparkline([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ((), "samples 3, 5"),
+        (("row 17", "row 48211"), "samples 3, 5 = row 17, row 48211 of the data set"),
+        (("id a.png", "id b.png"), "samples 3, 5 = id a.png, id b.png"),
+        (("row 1 (id a)", "row 2 (id b)"), "samples 3, 5 = row 1 (id a), row 2 (id b) of the data set"),
+    ],
+)
+def test_samples_are_named_by_their_rows_of_the_data_set(rows: tuple[str, ...], said: str) -> None:
+    assert phrases.culprits(Origin(step=0, phase="input", samples=(3, 5), rows=rows)) == said
+
+
+def test_long_id_of_a_sample_keeps_both_ends() -> None:
+    origin = Origin(step=0, phase="input", samples=(3,), rows=("id s3://" + "x" * 90 + "/0042.png",))
+    said = phrases.culprits(origin)
+    assert len(said) < 60 and said.startswith("sample 3 = id s3://") and said.endswith("/0042.png")

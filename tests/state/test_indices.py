@@ -323,3 +323,12 @@ def test_remembering_a_batch_runs_no_code_of_its_class(kind: Any) -> None:
     feed = _feed([kind({"x": x}) if kind is Loud else kind(x)])
     for batch in feed:
         assert feed.where(batch) == feed.where({"again": x}) == (0, 0)
+
+
+def test_rows_of_a_split_are_those_of_the_whole_data_set() -> None:
+    _, part = torch.utils.data.random_split(Noisy(), [10, 12], torch.Generator().manual_seed(0))
+    nested = torch.utils.data.Subset(part, torch.tensor([11, 0, 5, 7]))
+    for data in (part, nested):
+        feed = _feed(DataLoader(data, 3, shuffle=True))
+        for batch in feed:
+            assert feed.indices_of(batch) == batch[:, 0].int().tolist()

@@ -35,7 +35,8 @@ def doctor(
     if build is not None and build.count(":") != 1:
         raise ConfigError(f"--build {build!r} must look like 'package.module:function'.")
     found = examine(folder, config=config, build=build, watch=watch or ["*alpha*"])
-    if all(section.status == "not checked" for section in found.sections[:-1]):
+    seen = any(section.status != "not checked" for section in found.sections[:-1])
+    if not seen and not (folder / "journal.jsonl").is_file():
         raise ConfigError(
             f"nothing to examine in {folder}: it holds no checkpoint. Give the folder of the run's checkpoints, or "
             "--config FILE, or --build MODULE:FUNCTION."

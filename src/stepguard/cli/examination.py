@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,30 @@ def examine(folder: Path, *, config: Path | None, build: str | None, watch: Sequ
         _forward(fresh),
         _watched(fresh, checkpoints, watch),
     )
-    return Examination(path=str(folder), sections=(*sections, _recommendations(folder, checkpoints, sections)))
+    last = _recommendations(folder, checkpoints, sections)
+    return Examination(path=str(folder), sections=(*sections, _with_journal(folder, last)))
+
+
+def _with_journal(folder: Path, last: Section) -> Section:
+    """What the journal of the run holds against it, where there is one: whole checkpoints say nothing of that."""
+    from stepguard._errors import JournalError
+    from stepguard.cli.run_folder import open_run
+    from stepguard.report.health import concerns
+    from stepguard.report.live_view import judge_run
+
+    if not (folder / "journal.jsonl").is_file():
+        return last
+    try:
+        record = open_run(folder)
+    except JournalError as fault:
+        return replace(last, status="warning", lines=(*last.lines, f"the journal cannot be read: {fault}"))
+    verdict, told = judge_run(record, (), None, now=True), concerns(record)
+    if verdict in ("healthy", "waiting") and not record.incidents:
+        return last
+    seen = f"its journal: {verdict}, {count(len(record.incidents), 'incident')} in {count(len(record.steps), 'step')}"
+    lines = (*last.lines, seen, *(concern.text for concern in told))
+    command = f"stepguard report {shlex.quote(str(folder))}"
+    return replace(last, status="warning", lines=lines, commands=(*last.commands, command))
 
 
 def _verified(folder: Path, watch: Sequence[str]) -> Verification:

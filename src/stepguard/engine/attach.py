@@ -18,10 +18,18 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from stepguard.detect.judge import alarming
 from stepguard.engine import settle as close
-from stepguard.engine.closure import Repeated, evaluates_again, inner_optimizer, needs_closure, wrapped_once
+from stepguard.engine.closure import (
+    Repeated,
+    calls_of_step,
+    evaluates_again,
+    inner_optimizer,
+    needs_closure,
+    wrapped_once,
+)
 from stepguard.engine.context import Context
-from stepguard.engine.examine import born_in_update
+from stepguard.engine.examine import born_in_update, stored_trouble
 from stepguard.engine.late import found_inf, read_later
 from stepguard.engine.late_watch import LateWatching
 from stepguard.engine.outlier_step import keep_out_outliers
@@ -46,8 +54,8 @@ class Watcher(LateWatching):
 
     def __init__(self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring) -> None:
         super().__init__(context, shield, recovery, wiring)
-        self._stepping = False
-        """The guarded optimizer's own step is running."""
+        self._stepping = 0
+        """Calls of the optimizer's step that are running: one that calls `super().step()` runs the hooks twice."""
         self._follows = False
         """One that has already been refused this step was why."""
         self._with: Watching | None = None
@@ -129,12 +137,15 @@ class Watcher(LateWatching):
     # --- hooks -------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        self._stepping = True
-        return self._before(optimizer, args, kwargs)
+        if self._stepping and calls_of_step(optimizer) < 2:
+            self._stepping = 0  # the last one ended in an exception
+        self._stepping += 1
+        return None if self._stepping > 1 else self._before(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        self._stepping = False
-        self._after(optimizer)
+        self._stepping -= 1
+        if not self._stepping:
+            self._after(optimizer)
 
     def _before_inner(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """The optimizer inside steps by itself: SAM's `second_step`, which calls no `step` of its own."""
@@ -212,8 +223,10 @@ class Watcher(LateWatching):
         reading = self.shield.call(None, self.reader.complete, pending)
         if reading is None:
             return
-        self._judge(self._step(reading), reading, again=again)
-        self._decide_together(peers, pending)
+        hurt = self.shield.call(None, self._hurt, peers, reading)
+        if hurt is None:
+            self._judge(self._step(reading), reading, again=again)
+        self._decide_together(peers, pending, hurt)
         if not self.vetoing and self._undo is None:
             known = (self.context.optimizer, self.context.lr_ceiling, reading.least_norm)
             self._hidden.give_back_later(self.shield.spare(None, keep_out_outliers, self.context))
@@ -227,15 +240,22 @@ class Watcher(LateWatching):
         self.peers.norm = pending.norm.total if pending.norm is not None else None
         return pending
 
-    def _decide_together(self, peers: list[Watching], pending: Pending) -> None:
+    def _hurt(self, peers: list[Watching], reading: Reading) -> Watcher | None:
+        """The one whose weights are damaged, where a step is bad and this guard's own are not: it knows what to do."""
+        if not peers or not alarming(reading) or stored_trouble(self.context):
+            return None
+        return next((p for p in peers if isinstance(p, Watcher) and stored_trouble(p.context)), None)
+
+    def _decide_together(self, peers: list[Watching], pending: Pending, hurt: Watcher | None) -> None:
         """What one optimizer of a backward pass finds bad is dropped by all."""
         if self.vetoing:
             for peer in peers:
                 peer.peers.drop(counts=True)
             return
-        if not pending.others_bad:
+        if not pending.others_bad and hurt is None:
             return
-        self._with = next((peer for peer in peers if isinstance(peer, Watcher) and peer.found_bad()), None)
+        asked = [hurt] if hurt is not None else peers
+        self._with = next((peer for peer in asked if isinstance(peer, Watcher) and peer.found_bad()), None)
         for peer in peers if self._with is not None else ():
             if peer is not self._with:
                 peer.peers.drop(counts=True)

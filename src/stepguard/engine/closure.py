@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +64,16 @@ def _insists(step: Callable[..., Any]) -> bool:
         text = inspect.getsource(inspect.unwrap(step))
         return re.search(r"assert closure\b(?! is None)|if closure is None:\s+raise", text) is not None
     return False
+
+
+def calls_of_step(optimizer: Optimizer) -> int:
+    """How many calls of its step are under way, one inside the other."""
+    frame: FrameType | None = sys._getframe()
+    code, count = Optimizer.profile_hook_step(Optimizer.step).__code__, 0
+    while frame is not None:
+        count += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return count
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:

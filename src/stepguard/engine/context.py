@@ -108,6 +108,10 @@ class Context:
     """Gradients of single tensors, where `GuardConfig.outliers` asks for it."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
+    worked_scale: float | None = None
+    """The highest loss scale at which an update was made."""
+    overflows_in_a_row: int = 0
+    """Steps in a row that a scaler's own scale has overflowed."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     effort: Effort = field(default_factory=Effort)
@@ -209,14 +213,11 @@ def build_context(
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
     optimizer = real_optimizer(optimizer)
-    _check(model, optimizer, modules)
-    _check_extra(extra)
-    _check_scheduler(scheduler)
-    scheduler = one_schedule(scheduler)
+    _check(model, optimizer, modules, extra)
+    scheduler = _checked_schedule(scheduler)
     volunteers.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
-    number, name = _name(optimizer, roots[""])
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -228,40 +229,38 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=_terminal(config, agreement.rank, name),
+        terminal=TerminalOutput(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
-        name=name,
         loss_scale=config.loss_scale or 1.0,
         effort=Effort(config.locate_budget),
     )
-    context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
-    if config.lr is not None:
-        context.history.configured_lr = tuple(config.lr for _ in context.lr)
-    context.resources.callback(agreement.close)
-    _register(context, number)
+    _configure_rates(context)
+    _register(context)
     if config.outliers is not None:
         context.outliers = Outliers(config.outliers, roots, optimizer)
     _open_files(context)
     return context
 
 
-def _name(optimizer: Optimizer, model: nn.Module) -> tuple[int, str]:
-    """The first free number, and what to call a guard among several."""
+def _configure_rates(context: Context) -> None:
+    """What the user says the rate should be, else what groups and schedule declare."""
+    if context.config.lr is not None:
+        context.history.configured_lr = tuple(context.config.lr for _ in context.lr)
+    else:
+        context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
+
+
+def _register(context: Context) -> None:
+    """Number the guard, and let its terminal say which one speaks where there are several."""
+    optimizer, model = context.optimizer, context.roots[""]
     number = next(number for number in count() if number not in guarded.values())
-    return number, f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
-
-
-def _register(context: Context, number: int) -> None:
-    guarded[context.optimizer] = number
-    context.resources.callback(guarded.pop, context.optimizer, None)
-
-
-def _terminal(config: GuardConfig, rank: int, name: str) -> TerminalOutput:
-    """Says which guard speaks, where there are several."""
-    quiet = config.terminal == "quiet"
-    return TerminalOutput(quiet=quiet, rank=rank, policy=config.policy, whose=lambda: name if len(guarded) > 1 else "")
+    context.name = name = f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+    context.terminal.whose = lambda: name if len(guarded) > 1 else ""
+    context.resources.callback(context.agreement.close)
+    guarded[optimizer] = number
+    context.resources.callback(guarded.pop, optimizer, None)
 
 
 def bare_step(context: Context) -> Step:
@@ -354,7 +353,7 @@ def real_optimizer(optimizer: Optimizer) -> Optimizer:
     return inner if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks") else optimizer
 
 
-def _check(model: object, optimizer: object, modules: object) -> None:
+def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
     if not isinstance(optimizer, Optimizer):
@@ -363,16 +362,19 @@ def _check(model: object, optimizer: object, modules: object) -> None:
         isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
     ):
         raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
+    _check_extra(extra)
 
 
-def _check_scheduler(scheduler: object) -> None:
+def _checked_schedule(scheduler: Any) -> Any:
+    """One scheduler, or several in one; refused where it is none."""
     if scheduler is None:
-        return
+        return None
     for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
         if not all(callable(getattr(one, method, None)) for method in ("step", "state_dict", "load_state_dict")):
             raise ConfigError(
                 f"scheduler is a {type(one).__name__}; give a scheduler of torch.optim.lr_scheduler, or a list of them."
             )
+    return one_schedule(scheduler)
 
 
 def _check_extra(extra: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stepguard.engine.context import Context
+from stepguard.locate.impurity import own_state
 from stepguard.records import Origin, Reading
 from stepguard.sentinel.gradients import dense_real, finite, gradient_norm
 from stepguard.sentinel.reduce import RankFault
@@ -26,6 +27,8 @@ from stepguard.state.replay import gradients_came_back_finite, kept_buffers, mod
 from stepguard.state.step import Step
 
 LOWEST_SCALE = 2.0**-24
+LOOK_CLOSER_AFTER = 4
+"""Overflows in a row after which it is no longer presumed that a scaler is calibrating."""
 FAR_BELOW = 2.0**-10
 """Of a scale that overflows: where the step must be finite if the scale is all that is wrong."""
 
@@ -34,11 +37,7 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
     if reading.state_born:
         return reading  # found after the update, which has been undone since
-    if (
-        not reading.grads_finite
-        and _losses_finite(reading)
-        and overflows_by_scale(context, step, reading.scale or step.scale)
-    ):
+    if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(context, step, reading):
         return replace(reading, overflow=True, bad_state=())
     buffers_after = [name for name in bad_buffers(context.roots) if name not in context.on_purpose()]
     with kept_buffers(context.roots.values()):
@@ -120,8 +119,29 @@ def leave_out_sentinels(context: Context) -> None:
     context.ignored.update(id(buffer) for buffer in written if not finite(buffer))
 
 
-def overflows_by_scale(context: Context, step: Step, scale: float) -> bool:
+def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
     """Is the same step finite with a lower loss scale? Then the scale is the only fault."""
+    scale = reading.scale or step.scale
+    if context.scaling() and _usual_for_a_scaler(context, scale, reading.grad_norm):
+        return True
+    with own_state(step):
+        return _finite_at_a_lower_scale(context, step, scale)
+
+
+def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> bool:
+    """A scaler that tries a higher scale overflows now and then: a healthy run is not run again for that.
+
+    An overflow leaves infinities, so the norm is infinite. A NaN may have been born as one, so it is looked into, and
+    so is a scale that keeps falling.
+    """
+    if context.overflows_in_a_row >= LOOK_CLOSER_AFTER:
+        return False
+    worked = context.worked_scale
+    higher_than_ever = worked is not None and scale > worked
+    return higher_than_ever or (norm is not None and math.isinf(norm))
+
+
+def _finite_at_a_lower_scale(context: Context, step: Step, scale: float) -> bool:
     if not context.scaling():
         return step.scale != 1.0 and step.whole and rerun(step, scale=1.0).grads_finite
     if step.model_only:

@@ -36,6 +36,7 @@ from stepguard.state.replay import gradients_came_back_finite, model_finite, rer
 from stepguard.state.step import Step
 
 FINITE_KINDS = ("spike", "drift")
+BORN_IN_THE_STEP = ("nonfinite_loss", "nonfinite_gradient", "infinite_norm")
 VERIFY_FROM = 2
 """Bad steps in a row from which on the weights are verified on an earlier batch, wherever the bad value was born."""
 
@@ -162,10 +163,10 @@ class Pipeline:
         if surfaces_only(incident.origin):
             return True
         origin, reading = incident.origin, incident.reading
-        explained = bool(reading.bad_inputs or reading.bad_state or reading.overflow)
+        explained = bool(reading.bad_inputs or reading.bad_state or reading.overflow or reading.state_born)
         by_batch = origin is not None and (origin.phase == "input" or bool(origin.samples))
         repeated = self._context.budget.consecutive + 1 >= VERIFY_FROM
-        return repeated and incident.verdict.kind == "nonfinite_loss" and not (explained or by_batch)
+        return repeated and incident.verdict.kind in BORN_IN_THE_STEP and not (explained or by_batch)
 
     def _loss_function_changed(self) -> bool:
         """Does an earlier step fail now even on the weights it had?"""

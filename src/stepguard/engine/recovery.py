@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +86,9 @@ class Recovery:
         self.retried = -1
         """The last step that was run a second time."""
         self.after_commit: list[Callable[[int], None]] = []
-        self.before_stop: list[Callable[[Incident], None]] = []
+        self.before_stop: list[Callable[[Incident], Path | None]] = []
+        self.stopped_before: set[int] = set()
+        """Steps at which earlier attempts of this run were stopped."""
         self.lost_steps: set[int] = set()
         """Steps that earlier attempts of this run left out."""
         self.after_rewind: list[Callable[[], None]] = []
@@ -241,10 +244,18 @@ class Recovery:
         """Did an earlier attempt of this run leave this step out?"""
         return step in self.lost_steps
 
-    def leave(self, incident: Incident) -> None:
-        """The policy stops the run: whoever keeps states on disk saves the newest good one."""
-        for tell in self.before_stop:
-            tell(incident)
+    def leave(self, incident: Incident) -> Path | None:
+        """The policy stops the run: whoever keeps states on disk saves the newest good one, and says where."""
+        places = [tell(incident) for tell in self.before_stop]
+        return next((place for place in places if place is not None), None)
+
+    def leave_good_in_memory(self) -> int | None:
+        """The run stops on damaged state: the newest state without the damage is put back, and its step told."""
+        sound = [snapshot for snapshot in reversed(self.ring.snapshots) if self._sound(snapshot)]
+        if not sound or self._context.agreement.size > 1:
+            return None
+        self.put_back(sound[0])
+        return sound[0].step
 
     def _sound(self, snapshot: Snapshot) -> bool:
         """Finite, but for what was never meant to be; looked at once, when it is needed."""

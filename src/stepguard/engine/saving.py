@@ -122,6 +122,7 @@ class Saving:
         context.run_id = opened.health.run or context.run_id
         honour_ledger(context)
         self._recovery.lost_steps = {step for attempt in attempts for step in attempt.lost_steps}
+        self._recovery.stopped_before = {a.stopped_at for a in attempts if a.stopped_at is not None}
         self._recovery.say(
             "restored",
             f"restored {opened.path}: {opened.step} optimizer steps are done",
@@ -281,14 +282,17 @@ class Saving:
         if self._pending is not None and _step(self._pending) > self._context.step:
             self._pending = None
 
-    def stopping(self, incident: Incident) -> None:
+    def stopping(self, incident: Incident) -> Path | None:
         """The policy stops the run: its newest good state goes to disk, so that a new start goes on from there."""
-        if self._store is None or self._context.agreement.size > 1:
-            return
+        if self._store is None:
+            return None
+        saved = None
         try:
-            self._save_newest_good()
+            if self._context.agreement.size == 1:
+                saved = self._save_newest_good()
         except Exception as fault:
             self._say(f"nothing saved at the stop: {fault}")
+        return saved or next((entry.path for entry in self._own_good()), None)
 
     def leave(self) -> Path | None:
         """The process is about to end: save what is good. With several ranks only what is under way is finished."""

@@ -10,6 +10,7 @@ import torch
 
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
+from stepguard.engine.exit_line import Restart, exit_line
 from stepguard.engine.rates import scale_rates
 from stepguard.engine.record import record
 from stepguard.engine.recovery import Recovery
@@ -23,6 +24,9 @@ ANCHOR_EVERY = 16
 def committed(context: Context, step: Step, reading: Reading) -> None:
     """The update went through and was healthy."""
     context.history.add(reading)
+    context.overflows_in_a_row = 0
+    if reading.scale is not None:
+        context.worked_scale = max(reading.scale, context.worked_scale or 0.0)
     context.budget = context.budget.committed()
     if context.outliers is not None:
         context.outliers.committed()
@@ -40,6 +44,8 @@ def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
 
 def recorded(context: Context, reading: Reading, *, went_through: bool) -> None:
     """One line a step."""
+    if reading.overflow:
+        context.overflows_in_a_row += 1
     if context.journal is not None:
         context.journal.write_step(reading, committed=went_through)
     if context.human is not None:
@@ -57,9 +63,13 @@ def apply(context: Context, recovery: Recovery, incident: Incident) -> Incident:
     if decision is not None:
         decision = _applied(context, recovery, decision)
         incident = replace(incident, decision=decision)
+    stops = decision is not None and decision.action == "stop"
+    if decision is not None and stops and incident.reading.bad_state:
+        decision = replace(decision, rewound_to=recovery.leave_good_in_memory())
+        incident = replace(incident, decision=decision)
     if context.unrecorded is not None:
         incident = record(context, incident, context.unrecorded[1])
-    if decision is not None and decision.action == "stop":
+    if stops:
         _stop(context, recovery, incident)
     return incident
 
@@ -80,10 +90,15 @@ def _applied(context: Context, recovery: Recovery, decision: Decision) -> Decisi
 
 
 def _stop(context: Context, recovery: Recovery, incident: Incident) -> None:
-    recovery.leave(incident)
+    state = recovery.leave(incident)
+    restart: Restart = "no"
+    if state is not None:
+        restart = "same-place" if incident.step in recovery.stopped_before else "helps"
+    cause = incident.findings[0].code if incident.findings else incident.verdict.kind
     context.terminal.halted(incident)
+    context.terminal.launcher_line(exit_line(step=incident.step, cause=cause, restart=restart, state=state))
     exit_with_code_three()
-    raise TrainingHalted(incident)
+    raise TrainingHalted(incident, state=str(state) if state is not None else None, restart=restart)
 
 
 def hold_scaler(context: Context) -> None:

@@ -63,7 +63,7 @@ class Threshold:
             self._handle = None
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if self._open and id(module) in self._parts and module.training and torch.is_grad_enabled():
+        if self._open and id(module) in self._parts and torch.is_grad_enabled():
             self._pass()
 
     def _pass(self) -> None:

@@ -33,7 +33,12 @@ def numeric(value: Any) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The elements as a dense real tensor: values of a sparse one, real and imaginary parts of a complex one."""
+    """The elements as a dense real tensor: values of a sparse one, real and imaginary parts of a complex one.
+
+    None at all where there is nothing to read: on the meta device, or nested without one memory for all.
+    """
+    if tensor.is_meta or (tensor.is_nested and tensor.layout is torch.strided):
+        return torch.empty(0)
     dense = tensor.detach()
     if dense.layout is not torch.strided:
         dense = dense._values() if dense.layout is torch.sparse_coo else dense.values()

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from stepguard.locate.facts import fact
+from stepguard.locate.finite import plain
 from stepguard.locate.own_state import OwnState
 from stepguard.locate.replay import Replayer
 from stepguard.records.origin import Origin
@@ -21,7 +25,7 @@ MOST_NAMED = 3
 @contextmanager
 def own_state(step: Step) -> Iterator[OwnState]:
     """What the loss function keeps for itself, put back afterwards: a replay must not use up its random numbers."""
-    own = OwnState(step.loss_fn, step.named_roots().values())
+    own = OwnState(step.loss_fn)
     try:
         yield own
     finally:
@@ -36,6 +40,8 @@ def told(origin: Origin, own: OwnState) -> Origin:
 
 def different_losses(replayer: Replayer) -> list[str]:
     """Two more forward passes: finite losses that are far apart are not the same function of the same batch."""
+    if replayer.step.model_only or not replayer.effort.affords(1.0):
+        return []
     own, replayer.own = replayer.own, None
     try:
         first, second = (_losses(replayer) for _ in range(2))
@@ -50,4 +56,9 @@ def different_losses(replayer: Replayer) -> list[str]:
 def _losses(replayer: Replayer) -> list[float]:
     count = len(replayer.step.micro_batches)
     ran = [replayer.run(micro, backward=False) for micro in range(count)]
-    return [float(one.loss) if one.loss is not None else math.nan for one in ran]
+    return [_size(one.loss) if one.loss is not None else math.nan for one in ran]
+
+
+def _size(loss: Tensor) -> float:
+    """The loss; of a watched model, whose replay ends with its output, the norm of that."""
+    return float(loss) if loss.numel() == 1 else float(torch.linalg.vector_norm(plain(loss).to(torch.float64)))

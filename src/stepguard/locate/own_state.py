@@ -1,7 +1,8 @@
-"""What a loss function and its modules keep for themselves: generators, counters, lists, tensors that are no buffers.
+"""What a loss function keeps for itself: generators, counters, lists, tensors that neither batch nor modules hold.
 
 A replay cannot put back what was never remembered, so a loss function with such state may give another answer the
 second time. Looked at only once a step is bad: which of it moves when the step runs again, and back it goes afterwards.
+State of modules is not looked at: it is remembered before the step.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -59,21 +62,21 @@ class Kept:
 
 
 class OwnState:
-    """Everything a function can reach by its closure, defaults, bound object and the globals it names; and modules."""
+    """Everything a function can reach by its closure, defaults, bound object and the globals it names."""
 
-    def __init__(self, function: Any, modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, function: Any) -> None:
         self._seen: set[int] = set()
         self._kept: list[Kept] = []
         self._function(function, 0)
-        for module in modules:
-            self._module("model", module)
 
     def moved(self) -> tuple[str, ...]:
         """What is no longer as it was, in words."""
         return tuple(dict.fromkeys(kept.words for kept in self._kept if kept.moved))
 
     def restore(self) -> None:
-        """Back to what was found."""
+        """Back to what was found. Not while other threads run: what moved may be theirs, a prefetched batch for one."""
+        if _others_at_work():
+            return
         for kept in self._kept:
             if kept.moved:
                 kept.restore()
@@ -86,12 +89,10 @@ class OwnState:
         if type(value) in (int, float):
             self._number(name, value, place)
             return
-        if id(value) in self._seen or isinstance(value, nn.Parameter | type):
+        if id(value) in self._seen or isinstance(value, nn.Module | nn.Parameter | type):
             return
         self._seen.add(id(value))
-        if isinstance(value, nn.Module):
-            self._module(name, value)
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             self._tensor(name, value, place)
         elif not (self._generator(name, value) or self._container(name, value, depth)):
             self._anything(name, value, depth)
@@ -101,15 +102,8 @@ class OwnState:
             self._kept.append(Kept(name, "the number", value, place.read, functools.partial(place.write, value)))
 
     def _tensor(self, name: str, value: Tensor, place: Place | None) -> None:
-        if place is not None and value.numel() <= SMALL:
+        if place is not None and value.numel() <= SMALL and not value.is_inference():
             self._kept.append(_tensor(name, value, place))
-
-    def _module(self, name: str, module: nn.Module) -> None:
-        for below, part in module.named_modules():
-            self._seen.add(id(part))
-            for key, value in list(vars(part).items()):
-                if not key.startswith("_"):  # parameters, buffers and hooks
-                    self._look(f"{name}.{below}.{key}".replace("..", "."), value, _Attribute(part, key), 1)
 
     def _generator(self, name: str, value: Any) -> bool:
         for recognise in (_torch_generator, _python_generator, _numpy_generator, _counter):
@@ -171,10 +165,18 @@ def _reached(function: FunctionType) -> Iterator[tuple[str, Any, Place | None]]:
 
 
 def _users_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _FOREIGN
+    """An instance of a class of the user's own program, not of a library."""
+    if not hasattr(value, "__dict__") or isinstance(value, ModuleType):
+        return False
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    return file is not None and is_users(file) and "site-packages" not in file
 
 
-_FOREIGN = frozenset(("torch", "stepguard", "builtins", "numpy", "types", "functools", "_frozen_importlib", "logging"))
+def _others_at_work() -> bool:
+    """Is there a thread besides this one, stepguard's own and a progress bar's clock?"""
+    harmless = ("stepguard", "TMonitor", "tqdm")
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    return any(not (thread.name.startswith(harmless) or type(thread).__name__ in harmless) for thread in others)
 
 
 # --- how a value is read again and put back ---------------------------------------------------------------------------
@@ -280,7 +282,8 @@ def _list(name: str, value: list[Any] | deque[Any]) -> Kept:
         return len(value) if len(value) > LONG else [id(item) for item in value]
 
     def put_back() -> None:
-        value.clear()
-        value.extend(items)
+        same_so_far = all(one is other for one, other in zip(value, items, strict=False))
+        if isinstance(value, list) and len(value) > len(items) and same_so_far:
+            del value[len(items) :]
 
     return Kept(name, "the list", token(), token, put_back)

@@ -7,6 +7,10 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from stepguard.records import Decision, Incident, Operand, Origin, Policy
+from stepguard.report.unbroken import middle
+
+LONGEST_IDENTITY = 40
+"""Characters of a sample's row and id; longer ones lose their middle."""
 
 VERDICT_TITLES: dict[str, str] = {
     "nonfinite_input": "non-finite input",
@@ -153,16 +157,8 @@ def _who(origin: Origin) -> str:
     """` = row 48211 of the data set`, where the loader or the batch says who the samples are."""
     if not origin.rows:
         return ""
-    named = first_few((shortened(row, 40) for row in origin.rows), 4)
+    named = first_few((middle(row, LONGEST_IDENTITY) for row in origin.rows), 4)
     return f" = {named}" + (" of the data set" if origin.rows[0].startswith("row ") else "")
-
-
-def shortened(text: str, most: int) -> str:
-    """Long names keep both ends: paths and ids differ at the end, and begin with what they are."""
-    if len(text) <= most:
-        return text
-    head = (most - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
 def first_few(items: Iterable[object], most: int = 8) -> str:
@@ -191,6 +187,9 @@ def budget(decision: Decision, policy: Policy | None = None) -> str:
 def effect(incident: Incident) -> str:
     """What the decision means for the state in memory."""
     action = incident.decision.action if incident.decision else ""
+    back = incident.decision.rewound_to if incident.decision else None
+    if action == "stop" and back is not None:
+        return f"the weights are those after {count(back, 'step')}, the newest without the damage"
     if incident.reading.bad_state and action in ("stop", "note"):
         return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
     if incident.decision is not None and incident.decision.rewound_to is not None:

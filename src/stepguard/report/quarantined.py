@@ -9,6 +9,7 @@ from typing import Any
 from stepguard.records.bad_samples import BadSamples, Identity
 from stepguard.records.codec import to_jsonable
 from stepguard.report import phrases
+from stepguard.report.unbroken import middle
 
 MOST_LISTED = 40
 """Lines of the table; `--json` has all."""
@@ -100,7 +101,7 @@ def _table(entries: Sequence[BadSamples], width: int) -> list[str]:
     lines = []
     for row in rows:
         cells = [cell.ljust(widths[column]) for column, cell in enumerate(row[:-1])]
-        place = phrases.shortened(row[-1], room) if room >= SHORTEST_PLACE else ""
+        place = middle(row[-1], room) if room >= SHORTEST_PLACE else ""
         lines.append(" " + "  ".join([*cells, place]))
     return lines
 
@@ -127,7 +128,7 @@ def _names(entry: BadSamples) -> str:
     named = []
     for index, own in _identities(entry):
         known = [str(part) for part in (index, own) if part is not None]
-        named.append(" = ".join(phrases.shortened(part, LONGEST_NAME) for part in known))
+        named.append(" = ".join(middle(part, LONGEST_NAME) for part in known))
     return phrases.first_few(named, MOST_ROWS) or "-"
 
 
@@ -147,5 +148,5 @@ def _repeated(entries: Sequence[BadSamples]) -> list[str]:
     again = [suspect for suspect in suspects(entries) if suspect.times > 1]
     if not again:
         return []
-    listed = (f"{phrases.shortened(s.name, LONGEST_NAME)} {s.times} times" for s in again)
+    listed = (f"{middle(s.name, LONGEST_NAME)} {s.times} times" for s in again)
     return [f"more than once: {phrases.first_few(listed)}"]

@@ -29,11 +29,10 @@ class Terminal:
         rank: int = 0,
         *,
         policy: Policy | None = None,
-        whose: Callable[[], str] = str,
     ) -> None:
-        """`whose` gives the name of the guard that speaks, and nothing where it is the only one."""
         self._stream = stream
-        self._whose = whose
+        self.whose: Callable[[], str] = str
+        """Gives the name of the guard that speaks, and nothing where it is the only one."""
         self._silent = quiet or rank != 0
         self._policy = policy
         self._kinds: Counter[tuple[str, ...]] = Counter()
@@ -49,7 +48,7 @@ class Terminal:
         self._answers[answer] += 1
         self._shown.add(incident.id)
         if self._kinds[kind] == 1:
-            known = partial(paint_incident, incident=incident, policy=self._policy, whose=self._whose())
+            known = partial(paint_incident, incident=incident, policy=self._policy, whose=self.whose())
             self._paint(partial(known, unicode=self._unicode))
         else:
             self._line(_repeat(incident, self._kinds[kind], again=self._answers[answer] > 1), "bold red")
@@ -70,6 +69,10 @@ class Terminal:
     def fault(self, message: str) -> None:
         """The guard itself failed: training goes on without it."""
         self._line(f"ERROR: the guard failed and is disarmed; training goes on unguarded: {message}", "bold red")
+
+    def launcher_line(self, line: str) -> None:
+        """One line for programs: as it is, on stderr."""
+        self._paint(lambda console: console.print(Text(line), soft_wrap=True))
 
     def halted(self, incident: Incident) -> None:
         """The policy stopped the run."""
@@ -92,7 +95,7 @@ class Terminal:
         return self._stream if self._stream is not None else sys.stderr
 
     def _line(self, text: str, style: str) -> None:
-        whose = self._whose()
+        whose = self.whose()
         speaker = f"stepguard ({whose}): " if whose else "stepguard: "
         # soft-wrapped: one line stays one line in a log, whatever the window's width
         self._paint(lambda console: console.print(Text.assemble((speaker, "bold"), (text, style)), soft_wrap=True))

@@ -143,7 +143,8 @@ def _readable(tensor: Tensor) -> bool:
     if is_lazy(tensor):
         return False
     opaque = tensor.layout is torch._mkldnn  # type: ignore[attr-defined]
-    return not (tensor.is_meta or tensor.is_nested or tensor.is_quantized or opaque)
+    scattered = tensor.is_nested and tensor.layout is torch.strided
+    return not (tensor.is_meta or scattered or tensor.is_quantized or opaque)
 
 
 def finite(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.state.indices import Index, as_indices
+from stepguard.state.indices import Index, Overheard, as_indices
 
 REMEMBERED = 256
 """Batches. A step has rarely more micro-batches, and a fused one is read one step late."""
@@ -31,11 +31,12 @@ class Delivered:
     """The step that was next when it was delivered."""
     raw: Any
     """What the sampler yielded for it."""
+    dataset: Any
     marks: tuple[weakref.ref[Tensor], ...]
 
     @property
     def indices(self) -> tuple[Index, ...] | None:
-        return as_indices(self.raw)
+        return as_indices(self.raw, self.dataset)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -67,12 +68,12 @@ class Recent:
     def __init__(self) -> None:
         self._batches: deque[Delivered] = deque(maxlen=REMEMBERED)
 
-    def add(self, batch: Any, epoch: int, number: int, step: int, raw: Any) -> None:
+    def add(self, batch: Any, epoch: int, number: int, step: int, heard: Overheard) -> None:
         try:
             marks = tuple(weakref.ref(tensor) for tensor in first_tensors(batch))
         except Exception:  # an object with ideas of its own: its batch is not known again, and the loop goes on
             marks = ()
-        self._batches.append(Delivered(epoch, number, step, raw, marks))
+        self._batches.append(Delivered(epoch, number, step, heard.raw, heard.dataset, marks))
 
     def find(self, batch: Any) -> Found | None:
         """Which one is it, or a part of? None where none is, or where several might be."""

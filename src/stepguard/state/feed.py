@@ -54,7 +54,7 @@ class Feed:
             self.delivered += 1
             if self._passing.passes_over((self.epoch, number), iterator):
                 continue
-            self._recent.add(batch, self.epoch, number, self._step(), iterator.raw)
+            self._recent.add(batch, self.epoch, number, self._step(), iterator)
             yield batch
         self._passing.tell()
         self._begun, self.delivered = None, 0

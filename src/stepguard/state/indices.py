@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 PLAIN_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 """Modules whose `__iter__` delivers exactly one batch for each list of indices, in order."""
@@ -25,6 +25,7 @@ class Overheard:
     def __init__(self, loader: Any) -> None:
         self._heard: Heard = deque()
         self._last: Any = None
+        self.dataset = getattr(loader, "dataset", None)
         self._ahead = getattr(loader, "num_workers", 0) > 0
         self._iterator: Iterator[Any] = iter(loader) if not _can_be_heard(loader) else self._listening(loader)
 
@@ -43,7 +44,7 @@ class Overheard:
     @property
     def indices(self) -> tuple[Index, ...] | None:
         """Waits for the device only where the user's sampler yields tensors on one."""
-        return as_indices(self._last)
+        return as_indices(self._last, self.dataset)
 
     @property
     def raw(self) -> Any:
@@ -123,13 +124,24 @@ class _StatefulIndices(_Indices):
         self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
 
 
-def as_indices(given: Any) -> tuple[Index, ...] | None:
-    """What a sampler yielded for one batch as plain values; None where it is something else."""
+def as_indices(given: Any, dataset: Any = None) -> tuple[Index, ...] | None:
+    """What a sampler yielded for one batch as plain values; None where it is something else.
+
+    Those of a part made by `Subset` or `random_split` are its rows of the whole.
+    """
     given = _as_python(given)
     several = given if isinstance(given, list | tuple | range) else (given,)
     found = tuple(_as_python(index) for index in several)
     plain = all(isinstance(index, int | str) and not isinstance(index, bool) for index in found)
-    return found if plain else None
+    if not plain:
+        return None
+    while type(dataset) is Subset:
+        rows = dataset.indices
+        if not all(isinstance(index, int) and -len(rows) <= index < len(rows) for index in found):
+            return None
+        found = tuple(_as_python(rows[index]) for index in found)
+        dataset = dataset.dataset
+    return found
 
 
 def _as_python(value: Any) -> Any:

@@ -76,10 +76,9 @@ class Reach:
             return self.everything
         if isinstance(value, type | nn.Module) or callable(value) or type(value).__module__.startswith("torch."):
             return False
-        own = getattr(value, "__dict__", None)
-        if type(own) is not dict:
+        if type(getattr(value, "__dict__", None)) is not dict:
             return False
-        return self.everything or all(plain(item) for item in own.values())
+        return self.everything or _only_data(value, 0)
 
 
 def keep(value: Any, reach: Reach, depth: int = 0) -> Kept | None:
@@ -346,6 +345,21 @@ def plain(value: object) -> bool:
     if isinstance(value, (*ATOMS, *CONTAINERS, Tensor)) or is_array(value):
         return True
     return not callable(value) and type(getattr(value, "__dict__", None)) is dict and not isinstance(value, nn.Module)
+
+
+def _only_data(value: Any, depth: int) -> bool:
+    """A helper object, all the way down: a trainer or a logger that hangs on a module does more than hold values."""
+    if isinstance(value, (*ATOMS, Tensor)) or is_array(value):
+        return True
+    if depth > DEEPEST or isinstance(value, nn.Module | type) or callable(value):
+        return False
+    if isinstance(value, CONTAINERS):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= MANY and all(_only_data(item, depth + 1) for item in items)
+    own = getattr(value, "__dict__", None)
+    if type(own) is not dict or type(value).__module__.startswith("torch."):
+        return False
+    return all(_only_data(item, depth + 1) for item in own.values())
 
 
 def _first(live: object, seen: Seen) -> bool:

@@ -58,6 +58,7 @@ class Trainer:
             run_dir=self.files.folder / "run" if self.files else None,
             policy=policy,
             lr=self.config.LEARNING_RATE,
+            anomalies="act",  # its loss is ruined long before the first NaN
         )
         return Guard(self.model, self.optimizer, scheduler=self.scheduler, config=settings)
 
