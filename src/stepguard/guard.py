@@ -79,13 +79,17 @@ class Guard:
         self._closed = False
         self._entered = False
         self._framework = building_for.get()
-        owners[self._context.optimizer] = weakref.ref(self)
         self._error: BaseException | None = None
-        if self._context.journal is not None:
-            self._context.resources.callback(atexit.unregister, atexit.register(partial(_died, weakref.ref(self))))
+        self._make_known()
         if self._saving.has_store and self._context.config.on_signal == "save":
             self._signals.listen()
             self._context.resources.callback(self._signals.stop_listening)
+
+    def _make_known(self) -> None:
+        """To a later guard for the same optimizer, and to the end of the process."""
+        owners[self._context.optimizer] = weakref.ref(self)
+        if self._context.journal is not None:
+            self._context.resources.callback(atexit.unregister, atexit.register(partial(_died, weakref.ref(self))))
 
     def step(self, loss_fn: LossFn, *micro_batches: Any) -> StepResult:
         """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip, update.
