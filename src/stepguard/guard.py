@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +24,7 @@ from stepguard.engine.closure import ClosureStepper, takes_closure
 from stepguard.engine.context import bare_step, build_context
 from stepguard.engine.epochs import EpochSchedule
 from stepguard.engine.examine import agreed_trouble
+from stepguard.engine.exceptions import ending, last_uncaught
 from stepguard.engine.intercept import offer
 from stepguard.engine.record import record
 from stepguard.engine.recovery import Recovery
@@ -31,6 +34,7 @@ from stepguard.engine.settle import apply
 from stepguard.engine.shield import Shield
 from stepguard.engine.signals import Signals
 from stepguard.engine.stepper import Stepper
+from stepguard.engine.wiring import Wiring, building_for, check_config, check_optimizer, check_watched, owners
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.feed import Feed
 from stepguard.state.step import LossFn
@@ -53,8 +57,11 @@ class Guard:
         state: dict[str, Any] | None = None,
         config: GuardConfig | None = None,
     ) -> None:
-        self._context = build_context(model, optimizer, scheduler, scaler, modules, state, config or GuardConfig())
-        self._shield = Shield(self._fault)
+        settings = check_config(config)
+        check_optimizer(model, optimizer, modules)
+        self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
+        self._wiring = Wiring(self._context)
+        self._shield = Shield(self._fault, partial(self._context.say, "fault"))
         stepper = ClosureStepper if takes_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
         self._stepper = stepper(self._context, self._shield, self._recovery)
@@ -70,9 +77,19 @@ class Guard:
         self._recovery.duties += [self._saving, self._signals]
         self._watcher: Watcher | None = None
         self._closed = False
+        self._entered = False
+        self._framework = building_for.get()
+        self._error: BaseException | None = None
+        self._make_known()
         if self._saving.has_store and self._context.config.on_signal == "save":
             self._signals.listen()
             self._context.resources.callback(self._signals.stop_listening)
+
+    def _make_known(self) -> None:
+        """To a later guard for the same optimizer, and to the end of the process."""
+        owners[self._context.optimizer] = weakref.ref(self)
+        if self._context.journal is not None:
+            self._context.resources.callback(atexit.unregister, atexit.register(partial(_died, weakref.ref(self))))
 
     def step(self, loss_fn: LossFn, *micro_batches: Any) -> StepResult:
         """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip, update.
@@ -89,7 +106,14 @@ class Guard:
         if not micro_batches:
             raise ConfigError("guard.step got no batch; call guard.step(loss_fn, batch), or several micro-batches.")
         offer(self._context, loss_fn)
-        return self._stepper.run(loss_fn, micro_batches)
+        self._wiring.begin_step()
+        done = False
+        try:
+            result = self._stepper.run(loss_fn, micro_batches)
+            done = True
+            return result
+        finally:
+            self._wiring.end_step(done=done)
 
     def save(self) -> Path | None:
         """Seal the present state now. None: refused, because the state is not good; `last-good` stays as it is.
@@ -228,8 +252,10 @@ class Guard:
             self._shield.last(self._record_what_is_left)
             if self._signals.due():
                 self._signals.do()  # no further step will come
+            self._shield.spare(None, self._wiring.close)
             self._shield.last(self._end)
         finally:
+            self._error = None
             self._context.resources.close()
 
     @property
@@ -292,7 +318,9 @@ class Guard:
 
     def _end(self) -> None:
         context = self._context
-        context.note("end", {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed})
+        fields = {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed}
+        error = ending(self._error)
+        context.note("end", {**fields, "error": error} if error else fields)
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
@@ -302,20 +330,61 @@ class Guard:
             context.human.fault(f"{type(fault).__name__}: {fault}")
         context.terminal.fault(f"{type(fault).__name__}: {fault}")
 
+    def in_use(self, framework: str) -> str:
+        """Why another guard cannot take the place of this one, in words; empty where it can."""
+        if self._closed:
+            return ""
+        if self._wiring.stepping:
+            return "which is in the middle of a step"
+        if self._entered:
+            return "in a `with` block that is still open"
+        return f"made by {self._framework}" if self._framework != framework else ""
+
     def __enter__(self) -> Guard:
+        self._entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.ended_by(value)
         self.close()
+
+    def ended_by(self, error: BaseException | None) -> None:
+        """The run is ending by this exception: it goes on record, as an incident where it came in mid-step."""
+        self._error = error
+        if self._watcher is not None and self._watcher.capture.calls and not self._closed:
+            self._watcher.raised(error)
+
+
+def _died(guard: weakref.ref[Guard]) -> None:
+    """The process ends by an exception, and nobody has closed the guard."""
+    alive, error = guard(), last_uncaught()
+    if alive is not None and error is not None and not alive._closed:
+        alive.ended_by(error)
+        alive._shield.last(alive._end)
 
 
 def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`."""
+    check_watched(settings.get("config"))
+    return _watched(model, optimizer, **settings)
+
+
+def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
+    """For integrations: the guard belongs to the framework, whose own clipping `clip_norm` tells."""
+    token = building_for.set(framework)
+    try:
+        return _watched(model, optimizer, **settings)
+    finally:
+        building_for.reset(token)
+
+
+def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     config = settings.get("config")
-    if config is not None:
+    if isinstance(config, GuardConfig):
         settings["config"] = replace(config, scheduler_every=None)  # the loop advances its schedule itself
     guard = Guard(model, optimizer, **settings)
-    guard._watcher = Watcher(guard._context, guard._shield, guard._recovery)
+    guard._wiring.expect_own_steps()
+    guard._watcher = Watcher(guard._context, guard._shield, guard._recovery, guard._wiring)
     return guard

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 from stepguard._errors import JournalError
 from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_plain
 from stepguard.records.incident import Incident
+from stepguard.records.linefile import LineFile
 from stepguard.records.reading import Reading
 
 SCHEMA = 1
@@ -25,21 +24,20 @@ def journal_path(run_dir: Path, rank: int = 0) -> Path:
 
 
 class Journal:
-    """Appends lines; a line is one `write` of a whole record, so a crash can tear only the last one."""
+    """Appends lines; a line is one `write` of a whole record, so a crash can tear only the last one.
+
+    A line that cannot be written raises OSError and leaves nothing of itself behind.
+    """
 
     def __init__(self, run_dir: Path, rank: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = journal_path(run_dir, rank)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._torn = _ends_torn(self._fd)
-        self._turn = threading.Lock()  # a checkpoint that is written in the background reports from its own thread
+        self._file = LineFile(self.path)
 
     def write(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
         """Append one record; `durable` waits until it is on disk."""
         line = dumps({"v": SCHEMA, "type": kind, **fields}) + "\n"
-        self._append(line.encode())
-        if durable:
-            os.fsync(self._fd)
+        self._file.append(line.encode(), durable=durable)
 
     def write_step(self, reading: Reading, *, committed: bool) -> None:
         """One line a step, with only what was seen."""
@@ -49,19 +47,8 @@ class Journal:
     def write_incident(self, incident: Incident) -> None:
         self.write("incident", {"incident": to_plain(incident)}, durable=True)
 
-    def _append(self, line: bytes) -> None:
-        """The whole line, after ending one that a crash or a full disk has torn."""
-        with self._turn:
-            left = b"\n" + line if self._torn else line
-            self._torn = True
-            while left:
-                left = left[os.write(self._fd, left) :]
-            self._torn = False
-
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 def starts_in(run_dir: Path, rank: int = 0) -> int:
@@ -79,12 +66,6 @@ STEP_FIELDS = ("step", "loss", "components", "followed", "grad_norm", "clip_fact
 def to_fields(reading: Reading) -> dict[str, Any]:
     """The part of a Reading that every step's line carries."""
     return {name: getattr(reading, name) for name in STEP_FIELDS}
-
-
-def _ends_torn(fd: int) -> bool:
-    """Has a crash left half a line at the end?"""
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 @dataclass(slots=True)

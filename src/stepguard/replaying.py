@@ -22,6 +22,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.intercept import StepTaken, taking
 from stepguard.engine.script import as_main
 from stepguard.locate import locate
+from stepguard.locate.raised import place_again
 from stepguard.records import Incident, Verdict
 from stepguard.records.verdict import VerdictKind
 from stepguard.state.buffers import BufferKeeper
@@ -149,7 +150,8 @@ class _Again:
         kind: VerdictKind = capsule.facts["verdict"]
         verdict = Verdict(kind=kind, severity="incident", summary=str(capsule.facts.get("summary", "")))
         incident = Incident(id=f"{reading.step:08d}-replay", step=reading.step, verdict=verdict, reading=reading)
-        incident = replace(incident, origin=locate(step, reading), capsule=str(capsule.folder))
+        found = place_again(step) if kind == "exception" else locate(step, reading)
+        incident = replace(incident, origin=found, capsule=str(capsule.folder))
         incident = replace(incident, findings=diagnose(incident, RunFacts()))
         if self._inspect is not None:
             self._inspect(step, incident)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,15 @@ from torch.optim.swa_utils import AveragedModel
 
 import stepguard.detect
 import stepguard.engine.arming
+import stepguard.engine.outlet
 import stepguard.engine.pipeline
 import stepguard.engine.reader
+import stepguard.engine.record
+import stepguard.engine.recovery
+import stepguard.engine.settle
 import stepguard.journal
+import stepguard.report.humanlog
+import stepguard.report.terminal
 import stepguard.sentinel.gradients
 import stepguard.sentinel.packet
 import stepguard.state.buffers
@@ -33,7 +41,9 @@ from guard.scenes import (
     quiet,
     state_of,
 )
-from stepguard.engine.shield import GuardDisarmed, NotExplained
+from stepguard import Policy
+from stepguard.engine.outputs import OutputLost
+from stepguard.engine.shield import GuardDisarmed, NotExplained, PartFailed
 from stepguard.journal import read_run
 
 DATA = batches(16)
@@ -45,8 +55,36 @@ WEAK_SPOTS: dict[str, tuple[Any, str]] = {
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
     "judging": (stepguard.engine.pipeline, "judge"),
     "history": (stepguard.detect.History, "add"),
-    "journal": (stepguard.journal.Journal, "write_step"),
 }
+SPARED: dict[str, tuple[Any, str]] = {
+    "journal": (stepguard.journal.Journal, "write_step"),
+    "readable log": (stepguard.report.humanlog.HumanLog, "step"),
+    "snapshots": (stepguard.engine.recovery.Recovery, "between"),
+    "probation": (stepguard.engine.recovery.Recovery, "committed"),
+}
+"""Parts that no verdict needs."""
+AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
+    "closer look": (stepguard.engine.pipeline, "examine"),
+    "locating": (stepguard.engine.pipeline, "locate"),
+    "locating a watched step": (stepguard.engine.arming, "locate"),
+    "diagnosing": (stepguard.engine.pipeline, "diagnose"),
+    "facts of the run": (stepguard.engine.pipeline, "run_facts"),
+    "deciding": (stepguard.engine.pipeline, "decide"),
+    "planning": (stepguard.engine.recovery.Recovery, "plan"),
+    "probation": (stepguard.engine.recovery.Recovery, "incident"),
+    "recording": (stepguard.engine.record, "write_down"),
+    "capsule": (stepguard.engine.record, "write_capsule"),
+    "folder of the incident": (stepguard.engine.record, "write_file"),
+    "journal": (stepguard.journal.Journal, "write_incident"),
+    "step line": (stepguard.journal.Journal, "write_step"),
+    "readable log": (stepguard.report.humanlog.HumanLog, "incident"),
+    "terminal": (stepguard.report.terminal, "paint_incident"),
+    "sink": (stepguard.engine.outlet.Outlet, "incident"),
+    "applying": (stepguard.engine.settle, "apply"),
+    "verdict": (stepguard.engine.pipeline, "judge"),
+}
+"""Everything that runs once a step is known to be bad."""
+TOLD = (GuardDisarmed, NotExplained, OutputLost, PartFailed)
 KINDS = ["plain", "fused", "scaled", "fused-scaled"]
 
 
@@ -83,6 +121,11 @@ def _run(kind: str, loop: Callable[..., Any], *settings: Any, clip: float | None
     return state_of(scene), generators()
 
 
+def _armed_at_the_end(run_dir: Path) -> bool:
+    (end,) = [note for note in read_run(run_dir).notes if note["type"] == "end"]
+    return bool(end["armed"])
+
+
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loop", LOOPS)
@@ -104,13 +147,76 @@ def test_fault_disarms_and_the_run_goes_on_as_if_bare(
     assert record.notes[-1]["type"] == "end" and record.notes[-1]["armed"] is False
 
 
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("kind", ["plain", "fused-scaled"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_disk_that_is_full_is_no_end_of_the_run(loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    expected = _run("plain", bare)
-    _failing(monkeypatch, (stepguard.journal.Journal, "write"), 3)  # not even the fault can be written down
-    with pytest.warns(GuardDisarmed, match="could not record it"):
-        got = _run("plain", LOOPS[loop], quiet(run_dir=tmp_path))
+@pytest.mark.parametrize("spot", SPARED)
+def test_fault_in_what_no_verdict_needs_costs_that_part_and_not_the_protection(
+    spot: str, loop: str, kind: str, after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = _run(kind, bare)
+    _failing(monkeypatch, SPARED[spot], after)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = _run(kind, LOOPS[loop], quiet(run_dir=tmp_path, human_log=tmp_path / "log"))
     assert difference(got, expected) == ""
+    assert 1 <= len(said) <= 2  # a part may be asked from two places
+    assert all("still protected" in str(w.message) and "ArithmeticError" in str(w.message) for w in said)
+    assert _armed_at_the_end(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused", "closure"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("spot", AFTER_THE_VERDICT)
+def test_step_known_to_be_bad_stays_vetoed_whatever_fails_afterwards(
+    spot: str, loop: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    owner, name = AFTER_THE_VERDICT[spot]
+    scene, bad = _scene("plain") if kind != "fused" else _scene("fused"), (poisoned(DATA[2]),)
+    if kind == "closure":
+        scene = Scene(scene.model, torch.optim.LBFGS(scene.model.parameters(), lr=0.1, max_iter=3))
+    LOOPS[loop](scene, STEPS[:1], quiet())
+    before = state_of(scene)
+    _failing(monkeypatch, (owner, name), 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        whole = Policy(actions=("skip", "stop"))  # else the good samples of the step make their update
+        config = quiet(run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto", policy=whole)
+        LOOPS[loop](scene, [bad], config)
+    assert all(w.category in TOLD and "ArithmeticError" in str(w.message) for w in said)
+    assert difference(dict(scene.model.state_dict()), before["model"]) == ""
+    assert difference(scene.optimizer.state_dict()["state"], before["optimizer"]["state"]) == ""
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("spot", sorted(AFTER_THE_VERDICT.keys() - {"verdict", "applying"}))
+def test_guard_stays_armed_after_a_fault_in_what_only_tells_or_remedies(
+    spot: str, loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene, bad = _scene("plain"), (poisoned(DATA[2]),)
+    _failing(monkeypatch, AFTER_THE_VERDICT[spot], 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        config = quiet(run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto")
+        LOOPS[loop](scene, [STEPS[0], bad, STEPS[1], bad, STEPS[2]], config)
+    assert GuardDisarmed not in [w.category for w in said]
+    assert all(bool(torch.isfinite(p).all()) for p in scene.model.parameters())
+    assert _armed_at_the_end(tmp_path)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_warnings_that_are_errors_do_not_undo_a_veto(
+    loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = _scene("plain")
+    _failing(monkeypatch, AFTER_THE_VERDICT["deciding"], 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LOOPS[loop](scene, [STEPS[0], (poisoned(DATA[2]),)], quiet(run_dir=tmp_path))
+    assert all(bool(torch.isfinite(p).all()) for p in scene.model.parameters())
+    assert read_run(tmp_path).notes[-1]["armed"] is True
 
 
 @pytest.mark.parametrize("part", ["locate", "diagnose"])
@@ -120,13 +226,14 @@ def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
 ) -> None:
     scene, reference, bad = _scene("plain"), _scene("plain"), (poisoned(DATA[2]),)
     torch.manual_seed(3)
-    LOOPS[loop](reference, [STEPS[0], bad, STEPS[1], bad], quiet())
+    whole = Policy(actions=("skip", "stop"))  # a sample that is named would be left out of its step
+    LOOPS[loop](reference, [STEPS[0], bad, STEPS[1], bad], quiet(policy=whole))
     for module in (stepguard.engine.pipeline, stepguard.engine.arming):
         if hasattr(module, part):
             _failing(monkeypatch, (module, part), 0)
     torch.manual_seed(3)
     with pytest.warns(NotExplained, match=r"ArithmeticError.*still protected"):
-        LOOPS[loop](scene, [STEPS[0], bad, STEPS[1], bad], quiet(run_dir=tmp_path, locate=True))
+        LOOPS[loop](scene, [STEPS[0], bad, STEPS[1], bad], quiet(run_dir=tmp_path, locate=True, policy=whole))
     assert difference(state_of(scene), state_of(reference)) == ""
     record = read_run(tmp_path)
     assert [i.step for i in record.incidents] == [1, 3]

@@ -69,7 +69,7 @@ def _stepping(scene: Scene) -> Iterator[Callable[[Any], Any]]:
 
 @contextmanager
 def _watching(scene: Scene) -> Iterator[Callable[[Any], Any]]:
-    with stepguard.watch(scene.model, scene.optimizer, config=_config(scene)):
+    with stepguard.watch(scene.model, scene.optimizer, config=quiet()):  # the loop clips by itself
         yield lambda batch: plain_step(scene, (batch,))
 
 

@@ -350,7 +350,9 @@ def test_close_undoes_everything() -> None:
     before = (torch.Tensor.backward, clip_grad._get_total_norm, GradScaler.update, nn.Module.load_state_dict)
     scene.scaler = GradScaler("cpu", init_scale=8.0)
     attributes = set(vars(scene.scaler)) | set(vars(scene.optimizer)) | set(vars(scene.model))
-    guards = [stepguard.watch(scene.model, scene.optimizer, scaler=scene.scaler, config=QUIET) for _ in range(2)]
+    guards = [
+        stepguard.watch(at.model, at.optimizer, scaler=scene.scaler, config=QUIET) for at in (scene, _sgd(plain_net()))
+    ]
     plain_step(scene, (DATA[0],))
     guards[0].close()
     assert torch.Tensor.backward is not before[0]  # the other one still listens

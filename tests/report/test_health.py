@@ -177,6 +177,13 @@ def test_run_that_ended_with_an_exception_is_unhealthy() -> None:
     assert verdict(record) == "unhealthy" and "IndexError" in said(record)
 
 
+def test_exception_outside_of_a_step_is_unhealthy_and_an_interrupt_is_not() -> None:
+    for error, expected in (("FileNotFoundError: no such shard", "unhealthy"), ("KeyboardInterrupt", "healthy")):
+        record = journal(learning(60))
+        record.notes = [{**END, "error": error}]
+        assert verdict(record) == expected
+
+
 def test_steps_without_labels_ask_for_attention() -> None:
     record = journal(learning(60))
     record.notes = [{"type": "note", "kind": "no_labels", "step": n} for n in range(60)] + [END]

@@ -69,7 +69,7 @@ def run_script(script: str, arguments: list[str], config: GuardConfig, *, module
 
     _end_before_python()
     with Volunteers(config, _say) as volunteers, as_main(script, arguments, module=module) as start:
-        code = _run(start)
+        code = _run(start, volunteers)
     if code in SWALLOWED and _halted(volunteers.guards):
         code = EXIT_HALTED
     _say_how_it_ended(volunteers, code)
@@ -86,7 +86,7 @@ def _end_before_python() -> None:
         atexit.register(gc.collect)
 
 
-def _run(start: Callable[[], None]) -> int:
+def _run(start: Callable[[], None], volunteers: Volunteers) -> int:
     try:
         start()
     except TrainingHalted:
@@ -95,6 +95,7 @@ def _run(start: Callable[[], None]) -> int:
         code = _exit_code(ending.code)
         return EXIT_HALTED if code == EXIT_SCRIPT_FAILED and _comes_from_a_stop(ending) else code
     except BaseException as fault:
+        volunteers.ended_by(fault)
         _print_fault(fault)
         if _comes_from_a_stop(fault):
             return EXIT_HALTED

@@ -66,6 +66,11 @@ class Volunteers:
             volunteers.pop(guard.optimizer, None)  # a weak key whose value knows it: neither would ever go
             guard.close()
 
+    def ended_by(self, error: BaseException) -> None:
+        """The script ends by this exception."""
+        for guard in self.guards:
+            guard.ended_by(error)
+
     # --- an optimizer is made ----------------------------------------------------------------------------------
 
     def _noticing(self, original: Any) -> Any:

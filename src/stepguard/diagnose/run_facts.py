@@ -47,6 +47,8 @@ class RunFacts:
     """Steps committed before this one."""
     resumed: bool = False
     """Optimizer or scheduler state was loaded in this process."""
+    outlier: tuple[int, str, float] | None = None
+    """The last gradient far above all before it that went into the update: step, parameter, times its usual largest."""
 
     @property
     def first_steps(self) -> bool:

@@ -7,6 +7,7 @@ a post-hook gives them back and undoes what the update did all the same. The los
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,13 +30,15 @@ from stepguard.engine.closure import (
 )
 from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update, stored_trouble
-from stepguard.engine.late import found_inf, takes_found_inf
+from stepguard.engine.late import found_inf, read_later
 from stepguard.engine.late_watch import LateWatching
+from stepguard.engine.outlier_step import keep_out_outliers
 from stepguard.engine.peers import Watching
 from stepguard.engine.pipeline import FINITE_KINDS, let_through
 from stepguard.engine.reader import Pending, count_labels
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.shield import Shield
+from stepguard.engine.wiring import Wiring
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import OK
 from stepguard.sentinel.risk import risky_update
@@ -49,8 +52,8 @@ IN_BACKWARD = "its optimizer steps inside the backward pass: a guard for each pa
 class Watcher(LateWatching):
     """Hooks of one guard on one optimizer, and its ear at the taps."""
 
-    def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
-        super().__init__(context, shield, recovery)
+    def __init__(self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring) -> None:
+        super().__init__(context, shield, recovery, wiring)
         self._stepping = 0
         """Calls of the optimizer's step that are running: one that calls `super().step()` runs the hooks twice."""
         self._follows = False
@@ -75,8 +78,8 @@ class Watcher(LateWatching):
         """A framework is about to run one micro-batch; the calls of the model need not be remembered then."""
         self.capture.off = True
         self.shield.call(None, self.threshold.root_called)
-        self.shield.call(None, self.micro.add, loss_fn, batch)
-        self.heard.labels = self.shield.call(None, count_labels, batch, self.context)
+        self.shield.spare(None, self.micro.add, loss_fn, batch)
+        self.heard.labels = self.shield.spare(None, count_labels, batch, self.context)
 
     def before_backward(self, root: Tensor) -> None:
         if not self._listening:
@@ -84,13 +87,16 @@ class Watcher(LateWatching):
         with self.arming.paused():
             self.shield.call(None, self.reader.start)
             self.shield.call(None, self.heard.before_backward, root)
-        self.shield.call(None, self.arming.before_backward, root)
+        self.shield.spare(None, self.arming.before_backward, root)
 
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
         if not self._listening:
             return
+        if failed and (self.capture.calls or not self.micro.first):
+            self.raised(sys.exc_info()[1])
         ours = self.shield.call(False, self.heard.after_backward, failed=failed)
-        self.shield.call(None, self.arming.after_backward, ours=ours)
+        self.wiring.backward(ours)
+        self.shield.spare(None, self.arming.after_backward, ours=ours)
         if ours:
             self.peers.concerned()
 
@@ -156,7 +162,7 @@ class Watcher(LateWatching):
         if inside_backward():
             self.recovery.do_without(IN_BACKWARD)
         if self.recovery.due():  # the root module was not called, only its methods or its children
-            self.shield.call(None, self.recovery.before_update)
+            self.shield.spare(None, self.recovery.before_update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if self.peers.is_dropped or (closure is None and self._rewound()):
             self._refuse()
@@ -170,13 +176,13 @@ class Watcher(LateWatching):
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, with a look at what each evaluation leaves."""
         if needs_closure(optimizer):
-            self._undo = self.shield.call(None, UndoCopy, optimizer)
+            self._undo = self.shield.spare(None, UndoCopy, optimizer)
             return Repeated(self, closure)
         if not evaluates_again(optimizer):
             return wrapped_once(closure, self.check)
         if self.heard.losses and self._bad_already():
             return _nothing
-        self._undo = self._undo or self.shield.call(None, UndoCopy, optimizer)
+        self._undo = self._undo or self.shield.spare(None, UndoCopy, optimizer)
         return Repeated(self, closure, again=True)
 
     def _after(self, optimizer: Optimizer) -> None:
@@ -204,12 +210,13 @@ class Watcher(LateWatching):
     def check(self, *, again: bool = False) -> None:
         """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
         self._end_trace()
-        late = takes_found_inf(self.context.optimizer)
+        late = read_later(self.context)
         peers = [] if again else self.peers.due()
         pending = self.shield.call(None, self._issue_with, peers)
         if pending is None:
             self.context.agreement.stay(self.context.step, self.context.parameters)
             return
+        self.wiring.update(pending.norm)
         if late:
             self.shield.call(None, self._flag, pending)
             return
@@ -222,8 +229,9 @@ class Watcher(LateWatching):
         self._decide_together(peers, pending, hurt)
         if not self.vetoing and self._undo is None:
             known = (self.context.optimizer, self.context.lr_ceiling, reading.least_norm)
-            risky = self.shield.call(False, risky_update, *known)
-            self._undo = self.shield.call(None, UndoCopy, self.context.optimizer) if risky else None
+            self._hidden.give_back_later(self.shield.spare(None, keep_out_outliers, self.context))
+            risky = self.shield.spare(False, risky_update, *known)
+            self._undo = self.shield.spare(None, UndoCopy, self.context.optimizer) if risky else None
 
     def _issue_with(self, peers: list[Watching]) -> Pending:
         self.reader.start()
@@ -271,18 +279,18 @@ class Watcher(LateWatching):
         self.vetoing = True
 
     def _judge(self, step: Step, reading: Reading, *, again: bool = False, hide: bool = True) -> None:
-        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+        reading, verdict = self._assess(step, reading)
         if again and verdict.kind in FINITE_KINDS:
             verdict = OK  # along a line search: such losses say nothing about the run
         if not again or verdict.bad:
             self._reading = reading
         if verdict.severity == "note":
-            self.shield.call(None, self.pipeline.note, reading, verdict)
+            self.shield.spare(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
             if hide:
                 self._hidden.hide(self._undo)
             if verdict.kind not in FINITE_KINDS:
-                self.shield.call(None, self.restore_buffers)  # before the replay, which starts from what is there
+                self.shield.always(None, self.restore_buffers)  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self.vetoing = not let_through(verdict, self._incident)
             if not self.vetoing:
@@ -291,7 +299,7 @@ class Watcher(LateWatching):
     def _vetoed(self) -> None:
         incident, peer, dropped = self._incident, self._with, self.peers.is_dropped
         self.dropped, self._with = True, None
-        left = [self.shield.call("", self._hidden.put_back), self.shield.call("", self.restore_buffers)]
+        left = [self.shield.always("", self._hidden.put_back), self.shield.always("", self.restore_buffers)]
         incident = self._told(incident, "; ".join(words for words in left if words))
         self._book(self._step(self._reading), self._reading, went_through=False)
         if dropped or peer is not None or self._follows:
@@ -314,11 +322,11 @@ class Watcher(LateWatching):
 
     def _committed(self) -> None:
         context, reading, step = self.context, self._reading, self._step(self._reading)
-        born = self.shield.call([], born_in_update, context) if self._undo is not None and reading is not None else []
+        born = self.shield.spare([], born_in_update, context) if self._undo is not None and reading is not None else []
         if born and self._undo is not None and reading is not None:
             self._undo.restore()
             reading = replace(reading, bad_state=tuple(born), state_born=True)
-            reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+            reading, verdict = self._assess(step, reading)
             self._reading = reading
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self._vetoed()

@@ -32,6 +32,7 @@ MOST_CALLS = 64
 """Forward calls of one step that are remembered; a loop that calls the model more often is not run again."""
 
 Told = Callable[[dict[str, Any]], None]
+Failed = Callable[[BaseException, Callable[[Any], object] | None], None]
 
 
 @dataclass(slots=True)
@@ -70,9 +71,9 @@ class ModelCall:
 class Capture:
     """Remembers the calls of one model since the last update."""
 
-    def __init__(self, model: nn.Module, shield: Shield, on_call: Told) -> None:
+    def __init__(self, model: nn.Module, shield: Shield, on_call: Told, on_error: Failed) -> None:
         self._model, self._shield = model, shield
-        self._on_call = on_call
+        self._on_call, self._on_error = on_call, on_error
         self._deaf = False
         self.off = False
         """A framework tells the micro-batches, so the whole step can be run again and calls need not be remembered."""
@@ -101,6 +102,10 @@ class Capture:
         gradients = batch[OUTPUT_GRADIENT]
         return outputs, [gradients.get(i) for i in range(len(outputs))]
 
+    def _attempt(self) -> Callable[[Any], object] | None:
+        """The call that is under way again, on other arguments."""
+        return partial(self._run, self.calls[-1].positional) if self.calls and not self.off else None
+
     @contextmanager
     def _not_listening(self) -> Iterator[None]:
         before, self._deaf = self._deaf, True
@@ -113,6 +118,11 @@ class Capture:
         """The model is about to run."""
         if self._hears(module):
             self._shield.call(None, self._called, module, args, kwargs)
+
+    def raised(self, module: nn.Module, error: Exception) -> None:
+        """The model has raised instead."""
+        if module.training and not self._deaf and torch.is_grad_enabled() and not _being_transformed():
+            self._on_error(error, self._attempt())
 
     def returned(self, module: nn.Module, output: Any) -> None:
         """The model has run."""

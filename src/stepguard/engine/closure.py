@@ -95,14 +95,23 @@ class ClosureStepper(Stepper):
             return self._plain(loss_fn, micro_batches)
         step.began = capture_rng()
         evaluations = Evaluations(self, step)
-        if evaluates_again(self.context.optimizer):
-            evaluations.evaluate()
-            if evaluations.incident is not None and evaluations.first is not None:
-                return self._undone(step, None, evaluations, evaluations.first)
-        undo = UndoCopy(self.context.optimizer)
-        self.context.optimizer.step(evaluations.closure)
+        undo: UndoCopy | None = None
+        try:
+            if evaluates_again(self.context.optimizer):
+                evaluations.evaluate()
+                if evaluations.vetoed and evaluations.first is not None:
+                    return self._undone(step, None, evaluations, evaluations.first)
+            undo = UndoCopy(self.context.optimizer)
+            self.context.optimizer.step(evaluations.closure)
+        except Exception as error:
+            if undo is not None:
+                undo.restore()  # a line search may have moved the weights already
+            incident = self.exceptions.in_step(step, error)
+            if incident is None:
+                raise
+            return self.left_out(incident)
         reading = evaluations.first
-        if evaluations.incident is not None and reading is not None:
+        if evaluations.vetoed and reading is not None:
             return self._undone(step, undo, evaluations, reading)
         self.shield.call(None, self.reader.after_update)
         self._advance()
@@ -112,7 +121,6 @@ class ClosureStepper(Stepper):
 
     def _undone(self, step: Step, undo: UndoCopy | None, evaluations: Evaluations, reading: Reading) -> StepResult:
         context, incident = self.context, evaluations.incident
-        assert incident is not None
         unknown = undo.restore() if undo is not None else ()
         if unknown:
             self.recovery.say("veto", f"the update was vetoed, but {', '.join(unknown)} cannot be compared")
@@ -121,7 +129,9 @@ class ClosureStepper(Stepper):
             parameter.grad = gradient
         self.shield.call(None, close.recorded, context, reading, went_through=False)
         context.step += 1
-        incident = close.apply(context, self.recovery, skipped_after_all(incident))
+        if incident is not None:
+            decided = skipped_after_all(incident)
+            incident = self.shield.call(decided, close.apply, context, self.recovery, decided)
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 
@@ -153,12 +163,13 @@ class Evaluations:
         self._stepper, self._step = stepper, step
         self.first: Reading | None = None
         self.incident: Incident | None = None
+        self.vetoed = False
         self.bad_gradients: list[tuple[Tensor, Tensor | None]] = []
         self._last: Tensor | None = None
 
     def closure(self) -> Any:
         """What the optimizer calls."""
-        if self.incident is not None and self._last is not None:
+        if self.vetoed and self._last is not None:
             return self._last
         return self.evaluate()
 
@@ -177,18 +188,21 @@ class Evaluations:
         reading, verdict = self._judge(stepper.reader.complete(pending))
         self.first = self.first or reading
         if verdict.bad:
-            incident = stepper.pipeline.respond(self._step, reading, verdict)
-            if not let_through(verdict, incident):
-                self.first, self.incident = reading, incident
+            if verdict.kind not in FINITE_KINDS:
+                self._step.buffers.restore()  # before the replay, which starts from what is there
+            self.incident = stepper.shield.call(None, stepper.pipeline.respond, self._step, reading, verdict)
+            if not let_through(verdict, self.incident):
+                self.first, self.vetoed = reading, True
                 self.bad_gradients = [(p, p.grad) for p in context.parameters]
                 silence(context.optimizer)
                 return
+            self.incident = None
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
 
     def _judge(self, reading: Reading) -> tuple[Reading, Verdict]:
         """Later evaluations lie along a line search: their losses say nothing about the run."""
-        reading, verdict = self._stepper.pipeline.assess(self._step, reading)
+        reading, verdict = self._stepper.assess(self._step, reading)
         along_the_line = self.first is not None and verdict.kind in FINITE_KINDS
         return reading, OK if along_the_line else verdict
 

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from stepguard.detect import History
 from stepguard.engine.declared_rates import DeclaredRates, group_rates
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.outlet import Outlet
+from stepguard.engine.outliers import Outliers
+from stepguard.engine.outputs import JournalOutput, LogOutput, TerminalOutput
 from stepguard.engine.schedule import advance, members, one_schedule
 from stepguard.journal import Journal, starts_in
 from stepguard.ledger import Ledger
@@ -33,13 +36,14 @@ from stepguard.locate.effort import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
-from stepguard.report.terminal import Terminal
 from stepguard.sentinel.gradients import elements, finite
 from stepguard.sentinel.reduce import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.feed import Feed
 from stepguard.state.ownership import Ownership
 from stepguard.state.step import Step, unwrapped
+
+T = TypeVar("T")
 
 guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizers that already have a guard in this process, and the number of each, from 0."""
@@ -64,9 +68,9 @@ class Context:
     history: History
     buffers: BufferKeeper
     roots: dict[str, nn.Module]
-    journal: Journal | None
-    human: HumanLog | None
-    terminal: Terminal
+    journal: JournalOutput | None
+    human: LogOutput | None
+    terminal: TerminalOutput
     ownership: Ownership
     declared: DeclaredRates
     resources: ExitStack
@@ -100,6 +104,8 @@ class Context:
     """Where lost samples are written down; made with the first loss."""
     resumed: bool = False
     """A checkpoint was restored in this process."""
+    outliers: Outliers | None = None
+    """Gradients of single tensors, where `GuardConfig.outliers` asks for it."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     worked_scale: float | None = None
@@ -188,6 +194,13 @@ class Context:
             self.journal.write(kind, fields)
         self.outlet.note(kind, fields)
 
+    def say(self, kind: str, summary: str, **facts: Any) -> None:
+        """One line in journal, readable log and terminal."""
+        self.note("note", {"step": self.step, "kind": kind, "summary": summary, **facts})
+        if self.human is not None:
+            self.human.note(summary, self.step, kind)
+        self.terminal.line(f"step {self.step}: {summary}")
+
 
 def build_context(
     model: nn.Module,
@@ -199,7 +212,7 @@ def build_context(
     config: GuardConfig,
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
-    optimizer = _real_optimizer(optimizer)
+    optimizer = real_optimizer(optimizer)
     _check(model, optimizer, modules, extra)
     scheduler = _checked_schedule(scheduler)
     volunteers.pop(optimizer, lambda: None)()
@@ -216,7 +229,7 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=Terminal(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
+        terminal=TerminalOutput(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
@@ -225,6 +238,8 @@ def build_context(
     )
     _configure_rates(context)
     _register(context)
+    if config.outliers is not None:
+        context.outliers = Outliers(config.outliers, roots, optimizer)
     _open_files(context)
     return context
 
@@ -255,25 +270,52 @@ def bare_step(context: Context) -> Step:
 
 
 def _open_files(context: Context) -> None:
+    """All of them or, with what else has been installed by then undone, none."""
+    try:
+        _open(context)
+    except BaseException:
+        context.resources.close()
+        raise
+
+
+def _open(context: Context) -> None:
     config, rank = context.config, context.agreement.rank
+    context.terminal.told_by(partial(_output_lost, context, "terminal"))
     if borrowing():
         return
     if config.run_dir is not None:
+        journal = _made("GuardConfig.run_dir", config.run_dir, lambda folder: Journal(folder, rank))
         context.attempt = 1 + starts_in(Path(config.run_dir), rank)
-        context.journal = Journal(Path(config.run_dir), rank)
+        context.journal = JournalOutput(journal, partial(_output_lost, context, "journal"))
         context.resources.callback(context.journal.close)
         context.journal.write("run", _header(context))
     if config.human_log is not None:
-        context.human = HumanLog(Path(config.human_log), rank)
+        log = _made("GuardConfig.human_log", config.human_log, lambda folder: HumanLog(folder, rank))
+        context.human = LogOutput(log, partial(_output_lost, context, "log"))
         context.resources.callback(context.human.close)
     if config.sinks and rank == 0:
         context.outlet = Outlet(config.sinks)
-        context.outlet.say = partial(_sink_lost, context)
+        context.outlet.say = partial(_output_lost, context, "sink")
         context.resources.callback(context.outlet.close)
 
 
-def _sink_lost(context: Context, summary: str) -> None:
-    context.note("note", {"step": context.step, "kind": "sink", "summary": summary})
+def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> T:
+    """A folder that cannot be written from the start is a setting that cannot be meant."""
+    try:
+        return make(Path(folder))
+    except OSError as fault:
+        raise ConfigError(f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can.") from fault
+
+
+def _output_lost(context: Context, kind: str, summary: str) -> None:
+    """To every output that is left."""
+    context.note("note", {"step": context.step, "kind": kind, "summary": summary})
+    if kind == "sink":
+        return
+    if context.human is not None and kind != "log":
+        context.human.note(summary, context.step, kind)
+    if kind != "terminal":
+        context.terminal.line(f"step {context.step}: {summary}")
 
 
 def _header(context: Context) -> dict[str, Any]:
@@ -305,7 +347,7 @@ def _schedule(scheduler: Any) -> str:
     return f"{type(named[0]).__name__} at {named[0].last_epoch}" if named else ""
 
 
-def _real_optimizer(optimizer: Optimizer) -> Optimizer:
+def real_optimizer(optimizer: Optimizer) -> Optimizer:
     """accelerate's wrapper has no hook lists of its own; the optimizer inside has."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks") else optimizer

@@ -34,7 +34,13 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         world_size=context.agreement.size,
         committed=history.committed,
         resumed=context.resumed,
+        outlier=_outlier(context),
     )
+
+
+def _outlier(context: Context) -> tuple[int, str, float] | None:
+    seen = context.outliers.committed_one if context.outliers is not None else None
+    return (seen.step, seen.name, seen.norm / seen.usual) if seen is not None else None
 
 
 def _initial(group: Mapping[str, Any]) -> float | None:

@@ -6,6 +6,8 @@ steps or pull in slow weights: they get gradients of zero, and a copy of everyth
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,9 +23,14 @@ class HiddenGradients:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._kept: list[tuple[Tensor, Tensor | None]] = []
+        self._later: Callable[[], None] | None = None
         self._undo: UndoCopy | None = None
         self._versions: list[int] = []
         self._why_no_copy = ""
+
+    def give_back_later(self, give_back: Callable[[], None] | None) -> None:
+        """Single gradients that somebody else has taken away for this update."""
+        self._later = give_back
 
     @property
     def hidden(self) -> bool:
@@ -44,6 +51,9 @@ class HiddenGradients:
         """The gradients, which the loop may still want to look at."""
         for parameter, gradient in self._kept:
             parameter.grad = gradient
+        if self._later is not None:
+            self._later()
+            self._later = None
 
     def put_back(self) -> str:
         """Undo what the update moved without a reason; in words what cannot be undone, empty if nothing."""

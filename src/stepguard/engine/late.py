@@ -29,6 +29,12 @@ def found_inf(optimizer: Optimizer) -> Tensor | None:
     return getattr(optimizer, "found_inf", None)
 
 
+def read_later(context: Context) -> bool:
+    """Outliers have to be known before the update, so it is read at once; a scaler's flag is left to the kernel."""
+    optimizer = context.optimizer
+    return takes_found_inf(optimizer) and (context.outliers is None or found_inf(optimizer) is not None)
+
+
 class LateUpdate:
     """An update that has been issued and whose verdict is not read yet."""
 

@@ -9,7 +9,7 @@ from stepguard.engine.reader import Pending
 from stepguard.engine.result import StepResult
 from stepguard.engine.watching import Watching
 from stepguard.records import Reading
-from stepguard.records.verdict import OK, Verdict
+from stepguard.records.verdict import Verdict
 from stepguard.state.buffers import BufferKeeper
 
 
@@ -54,9 +54,9 @@ class LateWatching(Watching):
             self._book(late.step, None, went_through=not bool(late.flag))
             return False
         late.step.scale = reading.scale or 1.0
-        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
+        reading, verdict = self._assess(late.step, reading)
         if verdict.severity == "note":
-            self.shield.call(None, self.pipeline.note, reading, verdict)
+            self.shield.spare(None, self.pipeline.note, reading, verdict)
         together = late.pending.others_bad
         vetoed = late.vetoed(reading) or together
         if vetoed and not verdict.bad and not together:

@@ -23,6 +23,7 @@ class Hearer(Protocol):
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> None: ...
     def returned(self, module: nn.Module, output: Any) -> None: ...
+    def raised(self, module: nn.Module, error: Exception) -> None: ...
 
 
 class HeardCall:
@@ -43,7 +44,12 @@ class HeardCall:
             return run(*args, **kwargs)
         for hearer in tuple(self.hearers):
             hearer.called(module, args, kwargs)
-        output = run(*args, **kwargs)
+        try:
+            output = run(*args, **kwargs)
+        except Exception as error:
+            for hearer in tuple(self.hearers):
+                hearer.raised(module, error)
+            raise
         for hearer in tuple(self.hearers):
             hearer.returned(module, output)
         return output

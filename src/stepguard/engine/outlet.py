@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from stepguard.engine.shield import quiet_warning
 from stepguard.records import Incident, Reading, Sink
 
 Say = Callable[[str], None]
@@ -48,4 +48,4 @@ class Outlet:
         self._sinks.remove(sink)
         summary = f"{sink!r} failed and is dropped, training goes on without it: {type(fault).__name__}: {fault}"
         self.say(summary)
-        warnings.warn(f"stepguard: {summary}", SinkDropped, stacklevel=2)
+        quiet_warning(f"stepguard: {summary}", SinkDropped)

@@ -21,6 +21,7 @@ from stepguard.engine.examine import accept, examine, somebody_elses, stored_tro
 from stepguard.engine.facts import run_facts
 from stepguard.engine.lost import naming
 from stepguard.engine.partial_step import proven_guilty, share_of
+from stepguard.engine.presumption import presumed_reading
 from stepguard.engine.record import incident_folder, record
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.runaway import blamed_on_update, ruined, stored_culprit, surfaces_only
@@ -70,18 +71,10 @@ class Pipeline:
 
     def respond(self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False) -> Incident:
         """Locate, diagnose and decide. The update has already been vetoed (or, `committed`, came too early)."""
-        context = self._context
-        incident = Incident(
-            id=self._name(step, verdict),
-            step=step.index,
-            verdict=verdict,
-            reading=reading,
-            run=str(context.config.run_dir) if context.config.run_dir is not None else None,
-            rank=context.agreement.rank,
-        )
+        context, incident = self._context, self.open_incident(step, reading, verdict)
         try:
             incident = self._explain(incident, step)
-            incident = replace(incident, decision=self._decide(incident, step, committed))
+            incident = replace(incident, decision=self._decided(incident, step, committed))
         except BaseException:
             record(context, incident, step)
             raise
@@ -89,6 +82,18 @@ class Pipeline:
             return record(context, incident, step)  # nothing is to be applied
         context.unrecorded = (incident, step)
         return incident
+
+    def open_incident(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
+        """What is known of a bad step before anything has been looked at."""
+        context = self._context
+        return Incident(
+            id=self._name(step, verdict),
+            step=step.index,
+            verdict=verdict,
+            reading=reading,
+            run=str(context.config.run_dir) if context.config.run_dir is not None else None,
+            rank=context.agreement.rank,
+        )
 
     def _name(self, step: Step, verdict: Verdict) -> str:
         """A step number comes again after a rewind, and in a second run in the same folder."""
@@ -185,6 +190,13 @@ class Pipeline:
 
     # --- what to do --------------------------------------------------------------------------------------------
 
+    def _decided(self, incident: Incident, step: Step, committed: bool) -> Decision:
+        """A fault costs the better remedy; the step stays vetoed. Ranks decide together: there it is everybody's."""
+        if self._context.agreement.size > 1:
+            return self._decide(incident, step, committed)
+        refused = Decision(action="skip", reason="stepguard could not decide by a fault of its own")
+        return spare(refused, self._unexplained, self._decide, incident, step, committed)
+
     def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
         context, recovery, reading = self._context, self._recovery, incident.reading
         ruined_weights = weights_ruined(incident.origin) or self._diverged(reading)
@@ -244,7 +256,8 @@ class Pipeline:
         """Every rank goes on with the reading of the worst one, so that all decide the same."""
         context = self._context
         if context.agreement.size == 1:
-            return examine(context, step, reading)
+            presumed = presumed_reading(context, reading)
+            return spare(presumed, self._unexplained, examine, context, step, reading)
 
         def look() -> dict[str, Any]:
             own = examine(context, step, reading)

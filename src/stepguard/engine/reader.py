@@ -45,12 +45,14 @@ class Pending:
     clip_norm: float | None
     followed: tuple[str, ...] = ()
     """Names of the last numbers of the packet: what the user follows, which makes no step bad."""
+    tensors: int = 0
+    """Numbers after those: the norm of each gradient, where outliers are looked for."""
     others_bad: bool = False
     """Once read: another optimizer that steps from the same backward has gradients that are not finite."""
 
     def suspect(self) -> Tensor:
         """On the device: 1 when anything watched is non-finite on any rank, else 0."""
-        values = self.packet.values[: self.packet.values.numel() - len(self.followed)]
+        values = self.packet.values[: self.packet.values.numel() - len(self.followed) - self.tensors]
         own = ~torch.isfinite(values).all()
         flags = values[self.micro + len(self.parts) + len(self.names) :]
         others = flags[flags.numel() // 2 :].gt(0).any()
@@ -159,9 +161,10 @@ class Reader:
         if not values:
             values = [torch.zeros(())]
         followed = {name: value for name, (step, value) in context.followed.items() if step == context.step}
-        packet = Packet(values + self._reduced(losses, named) + list(followed.values()))
+        each = context.outliers.measure(context.parameters) if context.outliers is not None else []
+        packet = Packet(values + self._reduced(losses, named) + list(followed.values()) + each)
         clip, last = context.config.clip_norm, tuple(followed)
-        return Pending(context.step, packet, names, norm, context.lr, len(losses), parts, clip, last)
+        return Pending(context.step, packet, names, norm, context.lr, len(losses), parts, clip, last, len(each))
 
     def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor | None]) -> list[Tensor]:
         """What all ranks saw, where that takes a reduction: the same few numbers on each, whatever each one reads."""
@@ -178,7 +181,7 @@ class Reader:
     def complete(self, pending: Pending, *, grads_gone: bool = False) -> Reading:
         """Wait for the numbers and name them. Gradients that are gone cannot be looked at element by element."""
         context = self._context
-        numbers = pending.packet.fetch()
+        numbers = self._without_tensors(pending, pending.packet.fetch())
         micro = tuple(numbers[: pending.micro])
         parts = dict(zip(pending.parts, numbers[pending.micro :], strict=False))
         rest = dict(zip(pending.names, numbers[pending.micro + len(parts) :], strict=False))
@@ -208,6 +211,14 @@ class Reader:
             alarm=any(shared[len(shared) // 2 :]),
             bad_state=tuple(k for k in ("state", "buffers") if not math.isfinite(rest.get(k, 0.0))),
         )
+
+    def _without_tensors(self, pending: Pending, numbers: list[float]) -> list[float]:
+        if self._context.outliers is None or not pending.tensors:
+            return numbers
+        carried = getattr(self._context.optimizer, "grad_scale", None)
+        scale = float(carried) if carried is not None else 1.0
+        self._context.outliers.read(pending.index, numbers[-pending.tensors :], scale)
+        return numbers[: -pending.tensors]
 
     def _exactly_finite(self) -> bool:
         return all(p.grad is None or finite(p.grad) for p in self._context.parameters)

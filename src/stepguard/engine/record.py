@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from stepguard.engine.context import Context
 from stepguard.engine.lost import note_lost
+from stepguard.engine.shield import spare
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
@@ -18,19 +20,32 @@ MOST_CAPSULES = 20
 
 
 def record(context: Context, incident: Incident, step: Step) -> Incident:
-    """Everything that outlives the process first, the screen last."""
+    """On record, as far as that can be: the step stays vetoed whatever fails here."""
     context.unrecorded = None
+    return spare(incident, partial(context.say, "output"), write_down, context, incident, step)
+
+
+def write_down(context: Context, incident: Incident, step: Step) -> Incident:
+    """Everything that outlives the process first, the screen last."""
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
     if context.journal is not None:
         context.journal.write_incident(incident)
-        write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
+        _write_folder(context, incident)
     note_lost(context, step, incident)
     if context.human is not None:
         context.human.incident(incident)
     context.outlet.incident(incident)
     context.terminal.incident(incident)
     return incident
+
+
+def _write_folder(context: Context, incident: Incident) -> None:
+    try:
+        write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
+    except Exception as fault:  # a full disk must not cost the veto, nor what else is told of the incident
+        summary = f"the folder of incident {incident.id} could not be written: {type(fault).__name__}: {fault}"
+        context.say("output", summary)
 
 
 def incident_folder(run_dir: Path, name: str, rank: int) -> Path:
@@ -62,10 +77,10 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             limit_bytes=config.capsule_limit,
         )
     except Exception as fault:  # a full disk or an odd tensor must not cost the incident
-        context.note("note", {"step": incident.step, "kind": "capsule", "summary": f"no capsule: {fault}"})
+        context.say("capsule", f"no capsule of incident {incident.id}: {type(fault).__name__}: {fault}")
         return incident
     if not kept:
         summary = f"no capsule: the step is larger than {config.capsule_limit} bytes (GuardConfig.capsule_limit)"
-        context.note("note", {"step": incident.step, "kind": "capsule", "summary": summary})
+        context.say("capsule", summary)
         return incident
     return replace(incident, capsule=str(folder.relative_to(Path(str(config.run_dir)))))

@@ -28,6 +28,8 @@ def committed(context: Context, step: Step, reading: Reading) -> None:
     if reading.scale is not None:
         context.worked_scale = max(reading.scale, context.worked_scale or 0.0)
     context.budget = context.budget.committed()
+    if context.outliers is not None:
+        context.outliers.committed()
     if context.history.committed % ANCHOR_EVERY == 1 or context.anchor is None or _young(context):
         keep_anchor(context, step, reading)
     recorded(context, reading, went_through=True)

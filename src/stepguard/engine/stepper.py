@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,19 @@ from stepguard.engine import settle as close
 from stepguard.engine.again import run_again
 from stepguard.engine.context import Context
 from stepguard.engine.examine import born_in_update
-from stepguard.engine.late import LateUpdate, takes_found_inf
+from stepguard.engine.exceptions import Exceptions
+from stepguard.engine.late import LateUpdate, read_later
+from stepguard.engine.outlier_step import keep_out_outliers
 from stepguard.engine.partial_step import good_micro_batches, micro_batch_words, without_samples
 from stepguard.engine.pipeline import FINITE_KINDS, Pipeline, let_through
+from stepguard.engine.presumption import assess_or_presume
 from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.shield import Shield
 from stepguard.records import Incident, Reading
-from stepguard.records.verdict import OK, Verdict
-from stepguard.sentinel.gradients import clip, scale_gradients
+from stepguard.records.verdict import Verdict
+from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
 from stepguard.sentinel.risk import risky_update
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import LossFn, Step
@@ -35,7 +39,9 @@ class Stepper:
     def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
         self.context, self.shield, self.recovery = context, shield, recovery
         self.pipeline, self.reader = Pipeline(context, recovery), Reader(context)
+        self.assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
         recovery.after_rewind.append(self.reader.rewound)
+        self.exceptions = Exceptions(context, shield, self.pipeline)
         self._late: LateUpdate | None = None
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
@@ -43,13 +49,25 @@ class Stepper:
         step = self.shield.call(None, self.begin, loss_fn, micro_batches)
         if step is None:
             return self._unguarded(loss_fn, micro_batches)
-        losses = self.forward_backward(step)
+        try:
+            losses = self.forward_backward(step)
+        except Exception as error:
+            incident = self.exceptions.in_step(step, error)
+            if incident is None:
+                raise
+            return self.left_out(incident)
         pending = self.shield.call(None, self.reader.issue, losses)
         if pending is None:
             return self._update_unguarded()
-        if takes_found_inf(self.context.optimizer):
+        if read_later(self.context):
             return self._update_late(step, pending)
         return self._update_now(step, pending)
+
+    def left_out(self, incident: Incident) -> StepResult:
+        """The policy goes on after an exception, without this step."""
+        self.shield.spare(None, close.recorded, self.context, incident.reading, went_through=False)
+        self.context.step += 1
+        return StepResult().resolve(incident.reading, committed=False, incident=incident)
 
     def between(self) -> None:
         """The loop is between two steps; what is to be done there needs the last one read."""
@@ -60,7 +78,7 @@ class Stepper:
     def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step:
         """Remember what the step starts from."""
         context = self.context
-        self.recovery.between()
+        self.shield.spare(None, self.recovery.between)
         context.buffers.remember()
         self.reader.start()
         return Step(
@@ -107,7 +125,7 @@ class Stepper:
                 self._run_commit_hooks()
             return
         late.step.scale = reading.scale or self.context.loss_scale
-        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, late.step, reading)
+        reading, verdict = self.assess(late.step, reading)
         self._finish_late(late, reading, verdict)
 
     def _finish_late(self, late: LateUpdate, reading: Reading, verdict: Verdict) -> None:
@@ -115,7 +133,7 @@ class Stepper:
         if vetoed:
             late.take_back(context, calibrating=verdict.kind == "scale_calibration")
         if verdict.severity == "note":
-            self.shield.call(None, self.pipeline.note, reading, verdict)
+            self.shield.spare(None, self.pipeline.note, reading, verdict)
         if not verdict.bad:
             late.result.resolve(reading, committed=not vetoed)
             self._after(late.step, reading, went_through=not vetoed)
@@ -126,7 +144,8 @@ class Stepper:
             return
         self._after(late.step, reading, went_through=not vetoed, incident=incident)
         if incident is not None:
-            incident = close.apply(context, self.recovery, skipped_after_all(incident))
+            decided = skipped_after_all(incident)
+            incident = self.shield.call(decided, close.apply, context, self.recovery, decided)
             late.result.resolve(reading, committed=not (vetoed or rewinds(incident)), incident=incident)
             again = run_again(self, late.step, incident, late=True)
             if again is not None:
@@ -146,9 +165,9 @@ class Stepper:
         if reading is None:
             return self._update_unguarded()
         step.scale = reading.scale or 1.0
-        reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+        reading, verdict = self.assess(step, reading)
         if verdict.severity == "note":
-            self.shield.call(None, self.pipeline.note, reading, verdict)
+            self.shield.spare(None, self.pipeline.note, reading, verdict)
         if verdict.bad:
             return self._refused(step, pending, reading, verdict)
         if verdict.kind == "scale_calibration":
@@ -166,23 +185,29 @@ class Stepper:
         result: StepResult | None = None,
     ) -> StepResult:
         context, result = self.context, result or StepResult()
-        if context.config.clip_norm is not None and pending.norm is not None:
-            clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
-        risky = self.shield.call(False, risky_update, context.optimizer, context.lr_ceiling, reading.least_norm)
-        undo = self.shield.call(None, UndoCopy, context.optimizer) if risky else None
+        give_back = self.shield.spare(None, keep_out_outliers, context)
+        norm, known = pending.norm, reading.grad_norm
+        if give_back is not None:
+            norm, known = gradient_norm([p.grad for p in context.parameters if p.grad is not None]), None
+        if context.config.clip_norm is not None and norm is not None:
+            clip(context.parameters, context.config.clip_norm, norm, known=known)
+        risky = self.shield.spare(False, risky_update, context.optimizer, context.lr_ceiling, reading.least_norm)
+        undo = self.shield.spare(None, UndoCopy, context.optimizer) if risky else None
         context.optimizer.step()
+        if give_back is not None:
+            give_back()
         if undo is not None:
-            born = self.shield.call([], born_in_update, context)
+            born = self.shield.spare([], born_in_update, context)
             if born:
                 undo.restore()
                 reading = replace(reading, bad_state=tuple(born), state_born=True)
-                reading, verdict = self.shield.call((reading, OK), self.pipeline.assess, step, reading)
+                reading, verdict = self.assess(step, reading)
                 return self._vetoed(step, reading, verdict)
         self.shield.call(None, self.reader.after_update)
         self._advance()
         self._after(step, reading, went_through=True, incident=incident)
         if incident is not None and context.unrecorded is not None:
-            incident = close.apply(context, self.recovery, incident)
+            incident = self.shield.call(incident, close.apply, context, self.recovery, incident)
         return result.resolve(reading, committed=True, incident=incident)
 
     def _refused(self, step: Step, pending: Pending, reading: Reading, verdict: Verdict) -> StepResult:
@@ -212,10 +237,10 @@ class Stepper:
         context = self.context
         context.buffers.restore()
         close.hold_scaler(context)
-        self.shield.call(None, close.recorded, context, reading, went_through=False)
+        self.shield.spare(None, close.recorded, context, reading, went_through=False)
         context.step += 1
         if incident is not None:
-            incident = close.apply(context, self.recovery, incident)
+            incident = self.shield.call(incident, close.apply, context, self.recovery, incident)
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 
@@ -227,7 +252,7 @@ class Stepper:
         count = len(step.micro_batches)
         if count == 1:
             return None
-        good = self.shield.call([], good_micro_batches, step)
+        good = self.shield.spare([], good_micro_batches, step)
         if not good or len(good) == count:
             return None
         bad = [index for index in range(count) if index not in good]
@@ -246,7 +271,7 @@ class Stepper:
         left = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
         if pending is None or left is None:
             return None
-        left, verdict = self.shield.call((left, OK), self.pipeline.assess, step, left)
+        left, verdict = self.assess(step, left)
         if verdict.bad or verdict.kind == "scale_calibration":
             context.buffers.restore()
             return None
@@ -278,10 +303,10 @@ class Stepper:
         if went_through:
             self._run_commit_hooks()
             self.shield.call(None, close.committed, context, step, reading)
-            self.shield.call(None, self.recovery.committed, reading.step + 1)
+            self.shield.spare(None, self.recovery.committed, reading.step + 1)
         else:
-            self.shield.call(None, close.recorded, context, reading, went_through=False)
-        self.shield.call(None, self._keep, step, reading, went_through, incident)
+            self.shield.spare(None, close.recorded, context, reading, went_through=False)
+        self.shield.spare(None, self._keep, step, reading, went_through, incident)
         if step.index == context.step:
             context.step += 1
 

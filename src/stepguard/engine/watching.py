@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.optim.swa_utils import AveragedModel
@@ -13,16 +14,20 @@ from stepguard.engine import settle as close
 from stepguard.engine.arming import Arming
 from stepguard.engine.capture import Capture
 from stepguard.engine.context import Context
+from stepguard.engine.exceptions import Exceptions
 from stepguard.engine.hidden import HiddenGradients
 from stepguard.engine.hold import Hold
 from stepguard.engine.micro import MicroBatches
 from stepguard.engine.overhear import Overheard
 from stepguard.engine.peers import Peers
 from stepguard.engine.pipeline import Pipeline
+from stepguard.engine.presumption import assess_or_presume
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.recovery import Recovery
 from stepguard.engine.shield import Shield
 from stepguard.engine.threshold import Threshold
+from stepguard.engine.wiring import Wiring
+from stepguard.locate.raised import Attempt
 from stepguard.records import Incident, Reading
 from stepguard.state.step import Step
 from stepguard.state.undo import UndoCopy
@@ -31,13 +36,15 @@ from stepguard.state.undo import UndoCopy
 class Watching:
     """The parts of one watcher, and the parts of its step."""
 
-    def __init__(self, context: Context, shield: Shield, recovery: Recovery) -> None:
-        self.context, self.shield, self.recovery = context, shield, recovery
+    def __init__(self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring) -> None:
+        self.context, self.shield, self.recovery, self.wiring = context, shield, recovery, wiring
         self.arming = Arming(context)
         self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate, reruns=False)
+        self._assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
+        self.exceptions = Exceptions(context, shield, self.pipeline)
         recovery.after_rewind.append(self.reader.rewound)
         self.heard, self.hold = Overheard(context, self.reader.announce), Hold(context)
-        self.capture = Capture(context.model, shield, self._model_called)
+        self.capture = Capture(context.model, shield, self._model_called, self.raised)
         self.micro = MicroBatches(self._deaf)
         self.threshold = Threshold(context.roots.values(), self._step_begins)
         self.peers = Peers(self)
@@ -85,7 +92,7 @@ class Watching:
         """The loop is between two steps; a snapshot needs the last one closed."""
         if self.recovery.due():
             self._begin()
-        self.recovery.between()
+        self.shield.spare(None, self.recovery.between)
 
     def remember(self) -> None:
         """Buffers and attributes of modules as they are now."""
@@ -126,7 +133,7 @@ class Watching:
     def _end_trace(self) -> None:
         """From here on the guard works, not the user."""
         self.arming.pause()
-        self.shield.call(None, self.arming.finish)
+        self.shield.spare(None, self.arming.finish)
 
     def _issue(self) -> Pending:
         self.reader.start()
@@ -148,13 +155,19 @@ class Watching:
             step.scale = reading.scale or 1.0
         return step
 
+    def raised(self, error: BaseException | None, attempt: Attempt | None = None) -> None:
+        """An exception passes through the model or its backward, and not in a replay."""
+        if self._listening:
+            with self.arming.paused(), self._deaf():
+                self.exceptions.in_loop(self._step(None), error, attempt)
+
     # --- it is closed ------------------------------------------------------------------------------------------
 
     def _apply(self, incident: Incident | None, *, hold: bool) -> None:
         """What was decided may change the schedule, so it is held as it is afterwards."""
         try:
             if incident is not None:
-                close.apply(self.context, self.recovery, incident)
+                self.shield.call(None, close.apply, self.context, self.recovery, incident)
         finally:
             if hold:
                 self.shield.call(None, self.hold.vetoed)
@@ -168,9 +181,9 @@ class Watching:
             return
         if went_through:
             self.shield.call(None, close.committed, self.context, step, reading)
-            self.shield.call(None, self.recovery.committed, reading.step + 1)
+            self.shield.spare(None, self.recovery.committed, reading.step + 1)
         else:
-            self.shield.call(None, close.recorded, self.context, reading, went_through=False)
+            self.shield.spare(None, close.recorded, self.context, reading, went_through=False)
 
     def _end_step(self, *, counts: bool = True) -> None:
         self._reading, self._undo = None, None
@@ -186,7 +199,7 @@ class Watching:
         self.threshold.open()
         if not self.threshold.reliable:  # then nothing may tell where the next step begins
             self.remember()
-        self.shield.call(None, self.arming.begin)
+        self.shield.spare(None, self.arming.begin)
 
     def _rewound(self) -> bool:
         """Has the state been put back since this step's forward pass?"""

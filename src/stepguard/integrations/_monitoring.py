@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from stepguard._errors import ConfigError
 from stepguard.engine.context import guarded
-from stepguard.guard import Guard, watch
+from stepguard.guard import Guard, watch_for
 from stepguard.integrations._holding import hold_schedule
 from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
 from stepguard.records import GuardConfig, Incident
@@ -67,7 +67,9 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         optimizer = kwargs["optimizer"]
         if getattr(optimizer, "optimizer", optimizer) in guarded:
             return
-        self._guard = watch(kwargs["model"], optimizer, scheduler=kwargs["lr_scheduler"], config=self._config)
+        self._guard = watch_for(
+            "transformers", kwargs["model"], optimizer, scheduler=kwargs["lr_scheduler"], config=self._config
+        )
         self._guard.start_at(state.global_step)
         if hasattr(optimizer, "step_was_skipped"):
             hold_schedule(optimizer, self._guard, self._undo)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
-from stepguard.guard import Guard, watch
+from stepguard.guard import Guard, watch_for
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.step import LossFn, total_loss
@@ -99,7 +99,8 @@ class AcceleratorGuard:
 
     def _watch(self, wrapper: Any, config: GuardConfig) -> Guard:
         model, others = _trained(self._accelerator, wrapper)
-        inner = watch(
+        inner = watch_for(
+            "accelerate",
             model,
             wrapper,
             modules=others or None,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
-from stepguard.guard import Guard, watch
+from stepguard.guard import Guard, watch_for
 from stepguard.integrations._host_logger import HostLogger
 from stepguard.integrations._saves import SaveRefused
 from stepguard.integrations._versions import Framework
@@ -45,7 +45,8 @@ class FabricGuard:
         if fabric.loggers:
             config = replace(config, sinks=(*config.sinks, HostLogger(fabric.loggers)))
         precision = fabric.strategy.precision
-        self._guard = watch(
+        self._guard = watch_for(
+            "fabric",
             model._forward_module,
             optimizer.optimizer,
             scheduler=scheduler,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
-from stepguard.guard import Guard, watch
+from stepguard.guard import Guard, watch_for
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
 
@@ -102,7 +102,8 @@ class GuardCallback(Callback):  # type: ignore[misc]
     # --- the parts ----------------------------------------------------------------------------------------------
 
     def _watch(self, trainer: Trainer, optimizer: Optimizer, number: int) -> Guard:
-        guard = watch(
+        guard = watch_for(
+            "lightning",
             trainer.strategy.model,
             optimizer,
             scheduler=_scheduler(trainer, optimizer),

@@ -20,7 +20,7 @@ from typing import Any
 
 from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.examine import bad_tensors
-from stepguard.guard import Guard, watch
+from stepguard.guard import Guard, watch_for
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
 
@@ -144,7 +144,8 @@ class TrainerGuard:
         """Model, optimizer and schedule are prepared and loaded; nothing has been trained yet."""
         self._detach()
         trainer, self._losses = self._trainer, TrueLoss()
-        inner = watch(
+        inner = watch_for(
+            "transformers",
             trainer.model_wrapped,
             trainer.optimizer,
             scheduler=trainer.lr_scheduler,

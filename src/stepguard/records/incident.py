@@ -30,8 +30,9 @@ class Incident:
 
     @property
     def stopped(self) -> bool:
-        """Did this incident end the run?"""
-        return self.decision is not None and self.decision.action == "stop"
+        """Did the policy end the run with it? An exception of the user's ends it by itself, if nobody catches it."""
+        raised = self.verdict.kind == "exception"
+        return self.decision is not None and self.decision.action == "stop" and not raised
 
     @property
     def summary(self) -> str:

@@ -46,6 +46,10 @@ class Policy:
     bad_start: Literal["stop", "note"] = "stop"
     """When parameters, buffers or optimizer state are non-finite before the first step."""
 
+    exceptions: Literal["raise", "skip"] = "raise"
+    """An exception in the step, under `guard.step`: recorded and raised again, or recorded and the step left out,
+    within the budgets above. Ctrl+C, exits and exhausted memory are always raised."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple("note" if str(a) == "warn" else a for a in self.actions))
         for action in self.actions:
@@ -56,16 +60,19 @@ class Policy:
             if getattr(self, name) is not None:
                 _count(f"Policy.{name}", getattr(self, name))
         _count("Policy.max_rewinds", self.max_rewinds)
+        _number("Policy.lr_factor", self.lr_factor)
         if not 0.0 < self.lr_factor < 1.0:
             raise ConfigError(f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5.")
         _one_of("Policy.rewind_data", self.rewind_data, ("skip", "reorder"))
         _one_of("Policy.rewind_lr", self.rewind_lr, ("restore", "lower"))
+        _number("Policy.max_lost_share", self.max_lost_share)
         if not 0.0 < self.max_lost_share <= 1.0:
             raise ConfigError(f"Policy.max_lost_share={self.max_lost_share!r} must lie above 0 and up to 1.")
         _count("Policy.lost_window", self.lost_window, least=1)
         if str(self.bad_start) == "warn":  # the word of earlier versions
             object.__setattr__(self, "bad_start", "note")
         _one_of("Policy.bad_start", self.bad_start, ("stop", "note"))
+        _one_of("Policy.exceptions", self.exceptions, ("raise", "skip"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +149,7 @@ class GuardConfig:
     """Loggers that get every step and incident, on rank 0: see stepguard.integrations.sinks."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         _positive("GuardConfig.clip_norm", self.clip_norm)
         _positive("GuardConfig.loss_scale", self.loss_scale)
         _positive("GuardConfig.lr", self.lr)
@@ -177,6 +185,14 @@ class GuardConfig:
         _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet"))
         _sinks(self.sinks)
 
+    def _check_types(self) -> None:
+        _path("GuardConfig.run_dir", self.run_dir)
+        _path("GuardConfig.human_log", self.human_log)
+        _flag("GuardConfig.locate", self.locate)
+        for name in ("labels_key", "id_key", "build"):
+            _text(f"GuardConfig.{name}", getattr(self, name))
+        _whole("GuardConfig.ignore_index", self.ignore_index)
+
 
 def _sinks(sinks: object) -> None:
     if not isinstance(sinks, tuple) or not all(isinstance(sink, Sink) for sink in sinks):
@@ -186,12 +202,39 @@ def _sinks(sinks: object) -> None:
         )
 
 
+def _path(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, str | PathLike):
+        raise ConfigError(f"{name}={value!r} must be the path of a folder, or None.")
+    if isinstance(value, str) and not value.strip():
+        raise ConfigError(f"{name}={value!r} names no folder; give its path, or None.")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be True or False.")
+
+
+def _text(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"{name}={value!r} must be a name, or None.")
+
+
+def _number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name}={value!r} must be a number.")
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r} must be a whole number.")
+
+
 def _quoted(allowed: tuple[str, ...]) -> str:
     return ", ".join(repr(a) for a in allowed)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{name}: {value!r} is not known; use one of {_quoted(allowed)}.")
 
 

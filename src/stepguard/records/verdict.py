@@ -21,6 +21,7 @@ VerdictKind = Literal[
     "spike",
     "drift",
     "lr_mismatch",
+    "exception",
 ]
 
 Severity = Literal["ok", "note", "suspicion", "incident"]

@@ -29,6 +29,7 @@ LEAST_LEVEL = 1e-3
 TINY_CLIP = 1e-4
 PATIENCE, STEPS_MISSED, PAUSES = 60.0, 50, 4
 """A silence is long beyond this many seconds, usual steps, and longest pauses so far, whichever is most."""
+BY_HAND = ("KeyboardInterrupt", "SystemExit")
 NOTHING_TO_LEARN = ("no_labels", "zero_loss")
 
 
@@ -73,6 +74,9 @@ def _exception(record: Record) -> Iterator[Concern]:
     """The program raised, and nothing came after it."""
     last = record.incidents[-1] if record.incidents else None
     if last is None or str(last.verdict.kind) != "exception":
+        error = str((ended(record) or {}).get("error") or "")
+        if error and not error.startswith(BY_HAND):
+            yield Concern(weight="unhealthy", text=f"an exception outside of a step ended the run: {error}")
         return
     if not record.steps or record.steps[-1]["step"] <= last.step:
         what = last.verdict.summary or "an exception"

@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from stepguard.records import Incident, Reading
 from stepguard.records.codec import dumps
+from stepguard.records.linefile import LineFile
 from stepguard.report import phrases
 
 LATEST = "latest.log"
@@ -42,24 +43,24 @@ class HumanLog:
     ) -> None:
         self.folder = Path(folder)
         self._clock = clock
-        self._log: TextIO | None = None
-        self._steps: TextIO | None = None
+        self._log: LineFile | None = None
+        self._steps: LineFile | None = None
         if rank == 0:
             self._open()
 
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = _fresh(self.folder, self._clock().strftime(STAMP))
-        self._log = self.path.open("x", encoding="utf-8", errors="replace", buffering=1)
+        self._log = LineFile(self.path)
         point_link(self.folder / LATEST, self.path.name)
         drop_torn_line(self.folder / STEPS)
-        self._steps = (self.folder / STEPS).open("a", encoding="utf-8", buffering=1)
+        self._steps = LineFile(self.folder / STEPS)
 
     def step(self, reading: Reading, *, committed: bool = True) -> None:
         """One line a step, and one JSON object whose `loss` is null where it is not finite."""
         self.line(step_line(reading, committed=committed))
         if self._steps is not None:
-            self._steps.write(dumps(self._object(reading, committed)) + "\n")
+            self._steps.append((dumps(self._object(reading, committed)) + "\n").encode())
 
     def _object(self, reading: Reading, committed: bool) -> dict[str, Any]:
         return {
@@ -90,7 +91,7 @@ class HumanLog:
     def line(self, text: str) -> None:
         """Any line, for instance `Checking model parameters before epoch 15...`."""
         if self._log is not None:
-            self._log.write(text.replace("\n", "\n  ") + "\n")
+            self._log.append((text.replace("\n", "\n  ") + "\n").encode(errors="replace"))
 
     def close(self) -> None:
         for file in (self._log, self._steps):

@@ -27,6 +27,7 @@ VERDICT_TITLES: dict[str, str] = {
     "spike": "loss spike",
     "drift": "slow rise of the loss",
     "lr_mismatch": "unexpected learning rate",
+    "exception": "exception",
 }
 
 ACTION_DONE: dict[str, str] = {

@@ -48,7 +48,7 @@ def timeline(
         *_rise(steps, incidents),
         *_stretches(incidents),
         *_noted(notes, max((line["step"] for line in steps), default=0)),
-        *_ending(steps, incidents),
+        *_ending(steps, incidents, ended_by=_error_at_the_end(notes)),
     ]
     return tuple(sorted(events, key=lambda event: event.step))
 
@@ -158,6 +158,8 @@ def _told(line: Mapping[str, Any]) -> str:
         return said or phrases.verdict_title(str(line.get("kind", "note")))
     if kind == "fault":
         return f"the guard failed and was disarmed: {said}".rstrip(": ")
+    if kind == "end" and line.get("error"):
+        return f"the run was ended by an exception: {line['error']}"
     if kind == "end":
         return "the guard was closed" if line.get("armed", True) else "the disarmed guard was closed"
     return f"{kind}: {said}".rstrip(": ")
@@ -165,11 +167,21 @@ def _told(line: Mapping[str, Any]) -> str:
 
 def _weight(line: Mapping[str, Any]) -> Weight:
     """Only what the guard noticed is coloured; a saved checkpoint is neither good nor bad."""
+    if line.get("type") == "end" and line.get("error"):
+        return "incident"
     by_type: dict[str, Weight] = {"fault": "incident", "note": "note", "rewind": "note"}
     return by_type.get(str(line.get("type")), "info")
 
 
-def _ending(steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -> Iterator[Event]:
+def _error_at_the_end(notes: Sequence[Mapping[str, Any]]) -> str:
+    """The exception that ended the last attempt, in words."""
+    ends = [line for line in notes if line.get("type") == "end"]
+    return str(ends[-1].get("error") or "") if ends else ""
+
+
+def _ending(
+    steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], *, ended_by: str = ""
+) -> Iterator[Event]:
     """What came after the last incident, or that nothing went wrong."""
     if not steps:
         return
@@ -177,7 +189,9 @@ def _ending(steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -
     last_bad = max((incident.step for incident in incidents), default=None)
     after = [line for line in steps if line.get("committed", True) and (last_bad is None or line["step"] > last_bad)]
     if last_bad is None:
-        yield Event(step=end, text=f"{phrases.count(len(after), 'step')} committed, no incident", weight="good")
+        how = "no incident" if not ended_by else "then an exception outside of a step ended the run"
+        weight: Weight = "incident" if ended_by else "good"
+        yield Event(step=end, text=f"{phrases.count(len(after), 'step')} committed, {how}", weight=weight)
     elif after:
         loss = f", the last with loss {phrases.number(after[-1]['loss'])}" if "loss" in after[-1] else ""
         text = f"{phrases.count(len(after), 'step')} committed since the last incident{loss}"

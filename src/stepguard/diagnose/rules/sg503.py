@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
 from stepguard.diagnose.rules.sg504 import FINITE_ANOMALIES
 from stepguard.diagnose.wording import describe
 from stepguard.records import Remedy
 
+MEMORY = 100.0
+"""Steps that a momentum without a decay of its own is taken to remember."""
+
 
 def _evidence(case: Case) -> Proof | None:
-    return _not_finite(case) or _without_squares(case)
+    proof = _not_finite(case) or _without_squares(case)
+    outlier = _outlier(case)
+    if proof is not None and outlier:
+        return replace(proof, evidence=(*proof.evidence, outlier))
+    return proof or _after_outlier(case, outlier)
+
+
+def _outlier(case: Case) -> str:
+    """A committed outlier still weighs in the second moment for some 1 / (1 - beta2) steps."""
+    if case.facts.outlier is None:
+        return ""
+    step, name, times = case.facts.outlier
+    memory = 1.0 / (1.0 - max(case.facts.betas)) if case.facts.betas and max(case.facts.betas) < 1.0 else MEMORY
+    if not 0 < case.reading.step - step <= memory:
+        return ""
+    return f"moments poisoned by step {step}: the gradient of `{name}` was {times:.3g} times its usual largest"
+
+
+def _after_outlier(case: Case, outlier: str) -> Proof | None:
+    """Finite, and worse since: the outlier is still part of every update."""
+    if not outlier or case.verdict.kind not in FINITE_ANOMALIES:
+        return None
+    why = "an update divides by the root of the second moment, which keeps the outlier while the first one forgets it"
+    return Proof(confidence=0.6, evidence=(case.verdict.summary, outlier, why))
 
 
 def _without_squares(case: Case) -> Proof | None:

@@ -1,0 +1,272 @@
+"""Mistakes in how a guard is put into a loop, told at once: an error where it cannot be meant, a warning otherwise."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stepguard._errors import ConfigError, TrainingHalted
+from stepguard.engine.context import Context, real_optimizer, volunteers
+from stepguard.engine.intercept import borrowing
+from stepguard.engine.schedule import position
+from stepguard.records import GuardConfig
+from stepguard.state.step import unwrapped
+
+LOOKED_AT = 3
+"""Steps of `guard.step` during which calls of `optimizer.step` beside it, and missing gradients, are looked for."""
+WITHOUT_STEP = 1000
+"""Backward passes without an update that no accumulation of gradients explains."""
+building_for: ContextVar[str] = ContextVar("building_for", default="")
+"""The framework that is making a guard; empty when the user is."""
+
+
+class WiringWarning(UserWarning):
+    """The guard and the loop do not fit together; the message says what to change."""
+
+
+class Owner(Protocol):
+    """A guard, as far as another one for the same optimizer has to know it."""
+
+    def in_use(self, framework: str) -> str: ...
+    def say(self, kind: str, summary: str) -> None: ...
+    def close(self) -> None: ...
+
+
+owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
+
+
+# --- at building ------------------------------------------------------------------------------------------------------
+
+
+def check_config(config: object) -> GuardConfig:
+    """A GuardConfig whose settings can have an effect."""
+    if config is None:
+        return GuardConfig()
+    if not isinstance(config, GuardConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; give stepguard.GuardConfig(...).")
+    if config.checkpoint_every is not None and config.run_dir is None and not borrowing():
+        raise ConfigError(
+            f"GuardConfig.checkpoint_every={config.checkpoint_every} has no folder to write to; give run_dir='runs/a'."
+        )
+    return config
+
+
+def check_watched(config: object) -> None:
+    """The loop makes its own update: what the guard would do to the gradients before it has no place."""
+    if not isinstance(config, GuardConfig):
+        return
+    if config.clip_norm is not None:
+        raise ConfigError(
+            f"GuardConfig.clip_norm={config.clip_norm!r} clips inside guard.step only, and this loop makes its own "
+            "steps; call torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before optimizer.step()."
+        )
+    if config.loss_scale is not None:
+        raise ConfigError(
+            f"GuardConfig.loss_scale={config.loss_scale!r} scales inside guard.step only, and this loop makes its own "
+            "steps; use torch.amp.GradScaler and give it as scaler=."
+        )
+
+
+def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
+    """It is this model's, and no other guard uses it. What is no model and no optimizer is refused elsewhere."""
+    optimizer = real_optimizer(optimizer)
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        return
+    named = modules if isinstance(modules, dict) else {}
+    further = {name: module for name, module in named.items() if isinstance(module, nn.Module)}
+    _check_parameters({"": unwrapped(model), **further}, optimizer)
+    volunteers.pop(optimizer, lambda: None)()
+    _make_way(optimizer)
+
+
+def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None:
+    """An optimizer of another model. Parameters that lie in no module (master copies, loose tensors) may be meant."""
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = [id(p) for root in roots.values() for p in root.parameters()]
+    if not given or not known or given.intersection(known):
+        return
+    ours = {id(module) for root in roots.values() for module in root.modules()}
+    for other in _modules():
+        if id(other) not in ours and any(id(p) in given for p in _own_parameters(other)):
+            raise ConfigError(
+                f"the optimizer holds no parameter of the {type(roots['']).__name__} it is given with, but some of "
+                f"another {type(other).__name__}; build it from this model's parameters(), or give the other model."
+            )
+
+
+def _make_way(optimizer: Optimizer) -> None:
+    """A guard that is left from before (a notebook cell that runs again) is replaced; one in use is not."""
+    reference = owners.get(optimizer)
+    owner = reference() if reference is not None else None
+    if owner is None:
+        return
+    why = owner.in_use(building_for.get())
+    if why:
+        raise ConfigError(f"this optimizer has a guard already, {why}; close that one first, or go on with it.")
+    owner.say("wiring", "this guard ends here: another one was made for the same optimizer")
+    with suppress(TrainingHalted):  # what is still pending is on record by then
+        owner.close()
+
+
+def _modules() -> list[nn.Module]:
+    # type() and not isinstance: proxies answer isinstance with side effects
+    return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+
+
+def _own_parameters(module: nn.Module) -> list[Any]:
+    return list(module.__dict__.get("_parameters", {}).values())
+
+
+# --- while it runs ----------------------------------------------------------------------------------------------------
+
+
+class Wiring:
+    """What one guard sees of its loop. Costs a healthy step a few comparisons."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._said: set[str] = set()
+        self._stepping = False
+        self._steps = 0
+        self._outside = 0
+        self._without_gradient = 0
+        self._backwards = 0
+        self._schedule: tuple[int, ...] | None = None
+        self._moved = 0
+        self._shared = self._parameters_in_model()
+        self._hook = context.optimizer.register_step_pre_hook(self._optimizer_steps)
+        context.resources.callback(self.expect_own_steps)
+
+    @property
+    def stepping(self) -> bool:
+        """Is `guard.step` under way?"""
+        return self._stepping
+
+    def expect_own_steps(self) -> None:
+        """From now on the loop may call optimizer.step() itself."""
+        self._hook.remove()
+
+    # --- guard.step ---
+
+    def begin_step(self) -> None:
+        """Before anything of a `guard.step`."""
+        if self._steps == 0:
+            self._check_first()
+        elif self._steps == LOOKED_AT:
+            self.expect_own_steps()
+        self._compare_schedule()
+        self._stepping = True
+
+    def end_step(self, *, done: bool) -> None:
+        """`done`: it came to its end, without an exception."""
+        self._stepping = False
+        self._steps += 1
+        scheduler = self._context.scheduler
+        self._schedule = _position(scheduler) if scheduler is not None else None
+        if done and not any(p.grad is not None for p in self._context.parameters):
+            self.no_gradient()
+        else:
+            self._without_gradient = -LOOKED_AT  # they can be reached
+
+    def _check_first(self) -> None:
+        if self._shared and not self._parameters_in_model():
+            raise ConfigError(f"{REPLACED}; build optimizer and guard after loading or replacing the weights.")
+        self._look_for_anomaly_mode()
+
+    def _look_for_anomaly_mode(self) -> None:
+        if torch.is_anomaly_enabled():
+            self._say("torch's anomaly mode is on: it slows every step and raises at a NaN; stepguard needs neither")
+
+    def _compare_schedule(self) -> None:
+        """Moved twice in a row since the last `guard.step`: not a jump by hand, but a loop that advances it too."""
+        scheduler, before = self._context.scheduler, self._schedule
+        if scheduler is None or before is None or self._context.config.scheduler_every != "step":
+            return
+        now = _position(scheduler)
+        self._moved = self._moved + 1 if now is not None and now > before else 0
+        if self._moved == 2:
+            self._warn(
+                "the loop calls scheduler.step() and guard.step does so too: the schedule runs twice as fast; take the "
+                "call out of the loop, or give GuardConfig(scheduler_every=None)"
+            )
+
+    def _optimizer_steps(self, *_: Any) -> None:
+        if self._stepping:
+            return
+        self._outside += 1
+        self._warn(
+            "optimizer.step() was called outside of guard.step: that update is not guarded; let guard.step(loss_fn, "
+            "batch) make the update, or use stepguard.watch(model, optimizer) for a loop that stays as it is"
+        )
+
+    # --- both ---
+
+    def no_gradient(self) -> None:
+        """An update is due and none of the optimizer's parameters has a gradient."""
+        if self._shared and not self._parameters_in_model():
+            self._warn(f"{REPLACED}, so nothing is learned; build optimizer and guard after replacing the weights")
+            return
+        self._without_gradient += 1
+        if self._without_gradient == LOOKED_AT:
+            self._warn(
+                f"no parameter of the optimizer has got a gradient in {LOOKED_AT} steps: nothing is learned; build the "
+                "optimizer from the parameters of the model that the loss comes from"
+            )
+
+    def _parameters_in_model(self) -> int:
+        given = {id(p) for group in self._context.optimizer.param_groups for p in group["params"]}
+        return sum(id(p) in given for root in self._context.roots.values() for p in root.parameters())
+
+    # --- a watched loop ---
+
+    def backward(self, reached: bool) -> None:
+        """A backward pass is over; `reached`: it left gradients in this guard's parameters."""
+        self._backwards += int(reached)
+        if reached and self._backwards == WITHOUT_STEP:
+            self._warn(f"{WITHOUT_STEP} backward passes, and the watched optimizer has made no step; call its step()")
+
+    def update(self, norm: object) -> None:
+        """The watched optimizer steps; `norm` is that of its gradients, None where there are none."""
+        if self._steps == 0:
+            self._look_for_anomaly_mode()
+        self._steps += 1
+        self._backwards = 0
+        if norm is None:
+            self.no_gradient()
+        else:
+            self._without_gradient = -LOOKED_AT
+
+    def close(self) -> None:
+        """The run is over: has the guard seen anything of it?"""
+        if self._steps:
+            return
+        if self._outside:
+            self._say(f"this guard saw no step: {self._outside} calls of optimizer.step() came outside of guard.step")
+        elif self._backwards:
+            self._say(f"this guard saw no step: {self._backwards} backward passes, and the optimizer never stepped")
+
+    def _warn(self, summary: str) -> None:
+        if summary not in self._said:
+            self._say(summary)
+            warnings.warn(f"stepguard: {summary}.", WiringWarning, stacklevel=5)
+
+    def _say(self, summary: str) -> None:
+        self._said.add(summary)
+        self._context.say("wiring", summary)
+
+
+REPLACED = "the optimizer holds parameters that are no longer the model's: they were replaced after the guard was built"
+
+
+def _position(scheduler: Any) -> tuple[int, ...] | None:
+    with suppress(Exception):  # an object of the user's own
+        return position(scheduler)
+    return None

@@ -1,0 +1,70 @@
+"""A file that lines are appended to: each is there wholly or not at all, whatever the disk does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+
+class LineFile:
+    """Appends whole lines with one `write` each. One writer; several threads of it may write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._turn = threading.Lock()  # a checkpoint that is written in the background reports from its own thread
+        self._fd = -1
+        self._torn = False
+        self._open()
+
+    def append(self, line: bytes, *, durable: bool = False) -> None:
+        """The line, which ends in a newline; `durable` waits until it is on disk. Raises OSError where it cannot."""
+        with self._turn:
+            if os.fstat(self._fd).st_nlink == 0:
+                self._begin_anew()
+            self._append(line)
+            if durable:
+                os.fsync(self._fd)
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._fd).st_size
+        left = b"\n" + line if self._torn else line
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except BaseException:
+            self._cut(size)
+            raise
+        self._torn = False
+
+    def _cut(self, size: int) -> None:
+        """A full disk took part of the line: what is there of it goes, or is ended by the next one."""
+        if os.fstat(self._fd).st_size == size:
+            return
+        self._torn = True
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, size)
+            self._torn = _ends_torn(self._fd)
+
+    def _begin_anew(self) -> None:
+        """Somebody deleted the file: what is written to it now would be seen by nobody."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        gone = self._fd
+        self._open()
+        os.close(gone)
+
+    def _open(self) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._torn = _ends_torn(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _ends_torn(fd: int) -> bool:
+    """Has a crash left half a line at the end?"""
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
