@@ -27,6 +27,8 @@ RUNAWAY_BEFORE = 5.0
 """Times every earlier loss that the loss of the step before must have been, where nothing is known of the update."""
 LARGE_UPDATE = 0.3
 """Of the norm of the weights: a healthy update changes them by a thousandth."""
+STOOD_STILL = 0.01
+"""Of the norm of the weights: an update below it cannot have made a loss run away."""
 LASTING = 3
 """Suspicious steps in a row before the weights can be blamed."""
 WEIGHTS_SHARE = 0.5
@@ -69,6 +71,8 @@ def _runs_away(reading: Reading, history: History) -> str:
     ratio = reading.update_ratio
     if ratio is not None and ratio >= LARGE_UPDATE:
         return f"the last update changed the weights by {ratio:.3g} of their norm"
+    if ratio is not None and ratio < STOOD_STILL:
+        return ""
     earlier = max(map(abs, losses[:-1]), default=0.0)
     if earlier and losses[-1] >= RUNAWAY_BEFORE * earlier:
         return f"the loss before was already {losses[-1] / earlier:.3g} times every earlier one"

@@ -24,7 +24,8 @@ def update_ratio(optimizer: Optimizer, rates: Sequence[float], last_norm: float 
     if not pairs and last_norm is not None and type(optimizer) is SGD:
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if _plain(p.data)]
         total = _norm(parameters)
-        return max(rates, default=0.0) * last_norm / total if total else None
+        decay = max((float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups), default=0.0)
+        return max(rates, default=0.0) * (last_norm / total + decay) if total else None
     moved, weights = (_norm([pair[side] for pair in pairs]) for side in (0, 1))
     ratio = moved / weights if weights else math.nan
     return ratio if math.isfinite(ratio) else None
