@@ -21,14 +21,20 @@ def update_ratio(optimizer: Optimizer, rates: Sequence[float], last_norm: float 
     little is remembered. Only asked once something is wrong: it reads every parameter.
     """
     pairs = list(_updates(optimizer, rates))
+    decay = _decay(optimizer, rates)
     if not pairs and last_norm is not None and type(optimizer) is SGD:
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if _plain(p.data)]
         total = _norm(parameters)
-        decay = max((float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups), default=0.0)
-        return max(rates, default=0.0) * (last_norm / total + decay) if total else None
+        return max(rates, default=0.0) * last_norm / total + decay if total else None
     moved, weights = (_norm([pair[side] for pair in pairs]) for side in (0, 1))
-    ratio = moved / weights if weights else math.nan
+    ratio = moved / weights + decay if weights else math.nan
     return ratio if math.isfinite(ratio) else None
+
+
+def _decay(optimizer: Optimizer, rates: Sequence[float]) -> float:
+    """What weight decay alone takes off the weights."""
+    groups = zip(optimizer.param_groups, rates, strict=False)
+    return max((rate * float(group.get("weight_decay") or 0.0) for group, rate in groups), default=0.0)
 
 
 def lost_squares(optimizer: Optimizer) -> int:
