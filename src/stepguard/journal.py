@@ -53,8 +53,11 @@ class Journal:
 
 def starts_in(run_dir: Path, rank: int = 0) -> int:
     """How often a run was started in this folder, by its journal; a journal that cannot be read counts as none."""
+    path = journal_path(run_dir, rank)
+    if not path.is_file():  # a device may never end
+        return 0
     try:
-        with journal_path(run_dir, rank).open("rb") as lines:
+        with path.open("rb") as lines:
             return sum(b'"type":"run"' in line for line in lines)
     except OSError:
         return 0

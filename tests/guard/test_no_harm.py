@@ -144,6 +144,30 @@ def test_ruin_is_never_called_good_and_never_costs_the_best_state(loop: str, rat
     assert last_good == f"step-{max(good)}"
 
 
+@pytest.mark.parametrize("loop", ["step", "watch"])
+def test_schedule_that_runs_away_to_chance_is_not_sealed_as_good(loop: str, tmp_path: Path) -> None:
+    """A warm-up without an end: everything stays finite, and the loss ends where guessing is."""
+    data, model = Clusters(5), nn.Sequential(network(5), nn.Tanh(), nn.Linear(10, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scene = Scene(model, optimizer, loss=lambda s, b: loss_of(s.model)(b))
+    config = quiet(run_dir=tmp_path, on_signal="off", checkpoint_every=20, lr=1e-2)
+    with (Guard if loop == "step" else stepguard.watch)(model, optimizer, config=config) as guard:
+        for index in range(300):
+            if index >= 100:
+                optimizer.param_groups[0]["lr"] = min(5.0, 1e-2 * 1.2 ** (index - 100))
+            batch = data.batch()
+            if loop == "step":
+                guard.step(scene.loss_fn, batch)
+            else:
+                plain_step(scene, (batch,))
+        assert guard.incidents == () or {i.decision.action for i in guard.incidents if i.decision} == {"note"}
+        last = guard._context.history.level
+    sealed = _sealed(tmp_path)
+    good = {step: health["level"] for step, health in sealed.items() if health["good"]}
+    assert last > 1.0 and good and max(good.values()) < 0.5
+    assert any(not health["good"] for health in sealed.values())
+
+
 def test_divergence_under_watch_is_told_as_an_incident(tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = torch.Generator().manual_seed(3)

@@ -67,6 +67,8 @@ def _take(attempt: Attempt, line: dict[str, Any]) -> None:
 
 def _telling_lines(journal: Path) -> Iterator[dict[str, Any]]:
     """Headers, notes and incidents; the lines of healthy steps are not parsed."""
+    if not journal.is_file():  # a device may never end
+        return
     try:
         with journal.open("rb") as lines:
             for line in lines:

@@ -5,7 +5,6 @@ What was decided is applied and recorded by `engine/settle.py`, in this order: w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, count
@@ -172,8 +171,7 @@ class Pipeline:
         """Does an earlier step fail now even on the weights it had?"""
         if self._context.agreement.size > 1:
             return False  # ranks would have to ask together
-        then_and_now = self._recovery.on_its_own_weights()
-        return then_and_now is not None and not math.isfinite(then_and_now[1])
+        return self._recovery.loss_function_changed()
 
     def _locate(self, step: Step, reading: Reading) -> Origin | None:
         """The worst rank looks, alone; then everybody knows."""

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stepguard.detect.history import LR_JUMP, history_facts, history_from
+from stepguard.detect.history import LR_JUMP, SUDDEN, history_facts, history_from
 from stepguard.engine.context import Context
 from stepguard.engine.planning import Planning
+from stepguard.engine.ruin import Ruin
 from stepguard.engine.window import Kept, Window
 from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.places import Remedy
@@ -74,6 +75,7 @@ class Recovery:
         self._midstep = False
         """A forward pass has run since the buffers were remembered."""
         self.planning = Planning(context, self.whole, self.ring, self.window, self._sound)
+        self._ruin = Ruin(context, self._moved_lately)
         self.start: Snapshot | None = None
         """Where the last rewind went."""
         self.left: list[Kept] = []
@@ -228,8 +230,14 @@ class Recovery:
 
     @property
     def ruined(self) -> bool:
-        """Is most of what this run had learned lost, by its loss? Not asked where nobody wants losses judged."""
-        return self._context.config.anomalies != "off" and self._context.history.ruined_at is not None
+        """Is most of what this run had learned lost, by its loss and by its weights?"""
+        return self._ruin.confirmed()
+
+    def _moved_lately(self) -> float | None:
+        """How far the weights are from a good snapshot of the last steps; None where there is none."""
+        since = self._context.step - SUDDEN
+        recent = next((s for s in self.ring.good() if s.step >= since and self._sound(s)), None)
+        return self.whole.distance(recent.state) if recent is not None else None
 
     def worth_keeping(self, snapshot: Snapshot) -> bool:
         """Can it be gone on from? Finite, and no incident found the weights hurt since."""
@@ -271,19 +279,22 @@ class Recovery:
         labels = {label.partition(":")[2] for label in self._context.on_purpose()} if names else set()
         return {name for name in names if any(_ends_in(name, label) for label in labels)}
 
-    def on_its_own_weights(self) -> tuple[float, float] | None:
-        """The loss of an earlier step when it ran and now, both on the weights it began with.
+    def loss_function_changed(self) -> bool:
+        """Does no earlier step give what it gave, on the weights it had? False where none can be asked.
 
-        Only a loss function that depends on more than its batch gives two numbers. None where no snapshot knows.
+        One snapshot that does is enough: another one may have been taken after the damage.
         """
-        anchor = self._context.anchor
-        latest = anchor[0].index if anchor is not None else -1
-        for snapshot in reversed(self.ring.snapshots):
-            kept = self.window.at(snapshot.step) if snapshot.step <= latest and self._sound(snapshot) else None
-            if kept is not None and kept.loss is not None:
-                with self.whole.lent(snapshot.state):
-                    return kept.loss, reevaluate(kept.step)
-        return None
+        asked = False
+        for snapshot in self.ring.snapshots:
+            kept = self.window.at(snapshot.step) if self._sound(snapshot) else None
+            if kept is None or kept.loss is None:
+                continue
+            with self.whole.lent(snapshot.state):
+                now = reevaluate(kept.step)
+            if kept.same(now):
+                return False
+            asked = True
+        return asked
 
     def compared_with_best(self, step: Step) -> Compared | None:
         """An earlier step and this one on the best weights this run had, and that step on the present ones."""
