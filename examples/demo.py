@@ -46,9 +46,12 @@ class Outcome:
 
     name: str
     first_bad: int | None
+    """The first step whose batch gave a loss that is not finite, whatever was made of it."""
     committed: int
     """Updates made from a finite loss."""
     skipped: int
+    left_out: int
+    """Samples that an update was made without."""
     nan_tensors: int
     tensors: int
     loss: float
@@ -143,13 +146,16 @@ def train(loop: Loop, steps: int, console: Console) -> Outcome:
 
 def _outcome(loop: Loop, first_bad: int | None, counts: tuple[int, int], losses: list[float]) -> Outcome:
     incidents = loop.close()
+    told = [incident.step for incident in incidents]  # the guard trains on the rest of a bad batch: that loss is finite
+    seen = [first_bad] if first_bad is not None else []
     state = [t for t in loop.model.state_dict().values() if t.is_floating_point()]
     last = losses[-30:]
     return Outcome(
         name=loop.name,
-        first_bad=first_bad,
+        first_bad=min(told + seen, default=None),
         committed=counts[0],
         skipped=counts[1],
+        left_out=sum(_left_out(incident) for incident in incidents),
         nan_tensors=sum(bool(t.isnan().any()) for t in state),
         tensors=len(state),
         loss=sum(last) / len(last) if last else math.nan,
@@ -157,6 +163,11 @@ def _outcome(loop: Loop, first_bad: int | None, counts: tuple[int, int], losses:
         decibels=quality(loop.model),
         incidents=incidents,
     )
+
+
+def _left_out(incident: stepguard.Incident) -> int:
+    gone = incident.decision is not None and incident.decision.action == "leave_out"
+    return len(incident.origin.samples) if gone and incident.origin is not None else 0
 
 
 def comparison(outcomes: Sequence[Outcome], steps: int) -> Table:
@@ -170,6 +181,7 @@ def comparison(outcomes: Sequence[Outcome], steps: int) -> Table:
         "first bad step": [str(o.first_bad) if o.first_bad is not None else "none" for o in outcomes],
         "good updates": [str(o.committed) for o in outcomes],
         "steps skipped": [str(o.skipped) for o in outcomes],
+        "samples left out": [str(o.left_out) for o in outcomes],
         "tensors with NaN at the end": [f"{o.nan_tensors} of {o.tensors}" for o in outcomes],
         "training loss at the end": [f"{o.loss:.4f}" for o in outcomes],
         "quality of denoised pictures": [f"{o.decibels:.1f} dB" for o in outcomes],

@@ -33,7 +33,7 @@ NORMAL = ("#16181d", "#f06262", "#7ec778", "#e5c068", "#6aa5f0", "#c686dd", "#56
 BRIGHT = ("#6e7480", "#ff7b7b", "#98dc92", "#f6d582", "#8abbff", "#d9a0ec", "#76d6dc", "#ffffff")
 # rich's own format fetches a font from a content network; this one is the same picture without it
 FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<title>A training step meets NaN and is vetoed, named and skipped; the run goes on</title>
+<title>A training step meets NaN; its sample is named and left out, and the run goes on</title>
 <style>
 .{unique_id}-matrix {{ font-family: FONTS; font-size: {char_height}px; line-height: {line_height}px; }}
 .{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: FONTS; }}

@@ -38,7 +38,7 @@ def test_unguarded_dies_and_guarded_survives(shown: tuple[int, list[demo.Outcome
     assert unguarded.first_bad == guarded.first_bad == FIRST_BAD and repaired.first_bad is None
     assert unguarded.nan_tensors >= unguarded.tensors - 1 and math.isnan(unguarded.decibels)
     assert (unguarded.committed, unguarded.skipped) == (FIRST_BAD, 0)
-    assert (guarded.committed, guarded.skipped) == (STEPS - 2, 2)
+    assert (guarded.committed, guarded.skipped, guarded.left_out) == (STEPS, 0, 2)
     assert guarded.nan_tensors == 0
     assert guarded.decibels == pytest.approx(repaired.decibels, abs=2.0)
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor, nn
 
-from integrations.trainers import bad_tensors, facts, numbers, quiet, regression
+from integrations.trainers import HALTING, WHOLE_STEPS, bad_tensors, facts, numbers, quiet, regression
 from stepguard import ConfigError, Guard, GuardConfig
 from stepguard.integrations.accelerate import SaveRefused, guard
 
@@ -110,12 +110,12 @@ def test_of_an_accumulated_step_the_bad_micro_batch_is_named() -> None:
 
 def test_the_incident_is_that_of_the_plain_loop() -> None:
     script = Script(nan_at=9, exact=True)
-    watching = script.train(quiet())
+    watching = script.train(quiet(policy=WHOLE_STEPS))
     model = regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     torch.manual_seed(0)
-    with Guard(model, optimizer, scheduler=schedule, config=quiet(clip_norm=1.0)) as plain:
+    with Guard(model, optimizer, scheduler=schedule, config=quiet(clip_norm=1.0, policy=WHOLE_STEPS)) as plain:
         for batch in torch.utils.data.DataLoader(numbers(24, nan_at=9), batch_size=4):
             plain.step(lambda given: model(**given)["loss"], batch)
     assert len(plain.incidents) == 1
@@ -130,7 +130,7 @@ def test_an_optimizer_made_nan_is_taken_back_and_named() -> None:
         row["x"][2] = 0.0  # the weights of this feature get a gradient of exactly 0
     script.loader = torch.utils.data.DataLoader(rows, batch_size=4)
     with pytest.raises(__import__("stepguard").TrainingHalted) as halted:
-        script.train(quiet())
+        script.train(quiet(policy=HALTING))
     assert halted.value.incident.origin.phase == "optimizer"
     assert bad_tensors(script.model) == 0
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from integrations.trainers import bad_tensors, llama, quiet, texts
+from integrations.trainers import HALTING, bad_tensors, llama, quiet, texts
 from stepguard import TrainingHalted
 from stepguard.integrations.accelerate import AcceleratorGuard, guard
 
@@ -62,12 +62,13 @@ def test_an_optimizer_made_nan_ruins_an_unguarded_script_and_its_saves(tmp_path:
 @pytest.mark.parametrize("name", OPTIMIZER_FAULTS)
 def test_an_optimizer_made_nan_is_taken_back_named_and_never_saved(tmp_path: Path, name: str) -> None:
     script = Script(tmp_path, **OPTIMIZER_FAULTS[name])
-    with guard(script.accelerator, quiet()) as watching, pytest.raises(TrainingHalted):
+    with guard(script.accelerator, quiet(policy=HALTING)) as watching, pytest.raises(TrainingHalted):
         script.train(watching)
     first = watching.incidents[0]
     assert first.origin is not None
     assert (first.step, first.origin.phase, first.origin.op) == (0, "optimizer", "aten.addcdiv_")
     assert first.findings[0].code == "SG502"
+    assert [i.decision.action for i in watching.incidents if i.decision] == ["undo", "undo", "undo", "stop"]
     assert bad_tensors(script.model) == 0
     assert set(script.bad_saves()) <= {0}
     assert script.schedule.scheduler.last_epoch == 0

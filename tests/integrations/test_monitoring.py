@@ -96,6 +96,24 @@ def test_the_callback_does_not_let_made_up_parameters_be_saved(tmp_path: Path) -
     extra = {"callbacks": [monitor], "optimizers": optimizers}
     made = trainer(tmp_path, model, numbers(24), extra=extra, max_steps=3, save_strategy="steps", save_steps=1)
     made.train()
+    (incident,) = monitor.incidents
+    assert incident.decision is not None and incident.decision.action == "undo"
+    assert incident.origin is not None and incident.origin.phase == "optimizer"
+    assert bad_in_checkpoints(tmp_path) == {"checkpoint-1": 0, "checkpoint-2": 0, "checkpoint-3": 0}
+
+
+def test_the_callback_does_not_let_parameters_be_saved_that_were_broken_after_the_update(tmp_path: Path) -> None:
+    class Break(TrainerCallback):
+        """A fault outside the optimizer, which there is no update to undo for."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                kwargs["model"].inner.weight.data.fill_(math.nan)
+
+    monitor = GradientMonitoringCallback(quiet())
+    extra = {"callbacks": [Break(), monitor]}
+    made = trainer(tmp_path, regression(), numbers(24), extra=extra, max_steps=3, save_strategy="steps", save_steps=1)
+    made.train()
     assert monitor.reported["parameters"] == 1
     assert bad_in_checkpoints(tmp_path) == {"checkpoint-1": 0, "checkpoint-2": 0}
 

@@ -13,6 +13,8 @@ from transformers import Trainer
 
 import stepguard
 from integrations.trainers import (
+    HALTING,
+    WHOLE_STEPS,
     bad_in_checkpoints,
     bad_tensors,
     facts,
@@ -99,7 +101,7 @@ def test_half_precision_weights_ruin_an_unguarded_trainer_at_its_first_update(tm
 
 def test_half_precision_weights_are_kept_and_the_epsilon_is_named(tmp_path: Path) -> None:
     made = trainer(tmp_path, llama().half(), texts(24), **FP16, **SAVING)
-    with guard(made, quiet()) as watching:
+    with guard(made, quiet(policy=HALTING)) as watching:
         halted = train(made)
     first = watching.incidents[0]
     assert first.step == 0
@@ -118,7 +120,7 @@ def test_an_optimizer_without_epsilon_ruins_an_unguarded_trainer(tmp_path: Path)
 
 def test_a_nan_made_by_the_optimizer_is_taken_back_and_named(tmp_path: Path) -> None:
     made = trainer(tmp_path, llama(), texts(24), **NO_EPSILON, **SAVING)
-    with guard(made, quiet()) as watching:
+    with guard(made, quiet(policy=HALTING)) as watching:
         assert train(made) is not None
     first = watching.incidents[0]
     assert origin(first).phase == "optimizer"
@@ -157,7 +159,7 @@ def test_a_batch_without_labels_is_named_and_skipped(tmp_path: Path) -> None:
 def test_labels_that_are_all_masked_stop_the_run_instead_of_training_nothing(tmp_path: Path) -> None:
     made = trainer(tmp_path, llama(), texts(24, lambda row: True))
     before = [p.detach().clone() for p in made.model.parameters()]
-    with guard(made, quiet()) as watching:
+    with guard(made, quiet(policy=HALTING)) as watching:
         halted = train(made)
     assert halted is not None
     assert {incident.findings[0].code for incident in watching.incidents} == {"SG102"}
@@ -188,7 +190,7 @@ class Plain:
         torch.manual_seed(0)
         self.model.train()
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: max(0.0, (6 - step) / 6))
-        config = quiet(clip_norm=1.0, labels_key="labels")
+        config = quiet(clip_norm=1.0, labels_key="labels", policy=WHOLE_STEPS)
         with Guard(self.model, self.optimizer, scheduler=scheduler, config=config) as plain:
             for batch in self.batches:
                 try:
@@ -203,7 +205,7 @@ def test_a_nan_row_gives_the_incident_of_the_plain_loop(tmp_path: Path) -> None:
     plain = Plain(regression(), rows, lr=1e-2)
     expected = plain.run(lambda batch: plain.model(**batch)["loss"])
     made = trainer(tmp_path, regression(), rows, optim="adamw_torch")
-    with guard(made, quiet()) as watching:
+    with guard(made, quiet(policy=WHOLE_STEPS)) as watching:
         made.train()
     assert len(expected) == 1
     assert [facts(i) for i in watching.incidents] == [facts(i) for i in expected]
@@ -239,7 +241,7 @@ def test_a_halt_leaves_the_trainer_and_its_loggers_finished(tmp_path: Path) -> N
             ended.append("on_train_end")
 
     made = trainer(tmp_path, llama(), texts(24, lambda row: True), extra={"callbacks": [Ended()]})
-    with guard(made, quiet()), pytest.raises(TrainingHalted, match="step 3"):
+    with guard(made, quiet(policy=HALTING)), pytest.raises(TrainingHalted, match="step 3"):
         made.train()
     assert ended == ["on_train_end"]
     assert all(p.grad is None for p in made.model.parameters())

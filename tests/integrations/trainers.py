@@ -19,12 +19,16 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from stepguard import GuardConfig, Incident
+from stepguard import GuardConfig, Incident, Policy
 
 transformers.logging.set_verbosity_error()
 tqdm.monitor_interval = 0  # no thread of its own
 
 QUIET = GuardConfig(terminal="quiet")
+HALTING = Policy(max_consecutive=3)
+"""Bad steps are left out for long by themselves; with this a run of a few steps shows a halt."""
+WHOLE_STEPS = Policy(actions=("retry", "skip", "rewind", "stop"))
+"""Only `guard.step` can leave out a part of a step; without that it decides as a framework's guard does."""
 FEATURES, VOCABULARY, LENGTH = 4, 32, 8
 Row = dict[str, Tensor]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from recipe_latent_dlm import TINY, places, quiet, same, settings
 from recipe_process import RECIPES, run
+from stepguard import Policy
 from stepguard.journal import read_run
 from stepguard.report.compare import compare
 
@@ -123,6 +125,8 @@ def test_the_reports_own_commands_work_on_the_files_of_a_run(
 
     from latentDLM_mmdit.train_mmdit_stable import start
 
+    whole_steps = partial(Policy, actions=("retry", "skip", "rewind", "stop"))  # a null in the log, not the rest's loss
+    monkeypatch.setattr("latentDLM_mmdit.guarded.Policy", whole_steps)
     bad = ("model.schedule_dtype=model", "training.train_batch_size=64", "training.seed=4")
     loop = start(settings(*places(tmp_path), *bad, "training.gradient_accumulation_steps=1"))
     ckpt = torch.load(loop.folder / "latest" / "checkpoint.pt")

@@ -42,7 +42,7 @@ def test_restran_survives_a_resume_with_thirty_times_the_learning_rate() -> None
     assert "aten.exp in mhc." in ended.stdout
     quick, young = (rows_of(part) for part in ended.stdout.split("┏")[1:])
     assert quick["guarded"]["done"] == "rewind 1"
-    assert young["guarded"]["done"] == "skip 3, rewind 1"
+    assert young["guarded"]["done"] == "skip 1, rewind 1"  # the second in a row has the weights verified
     # what was learned before the jump is there again, and more; under the report's clamps it is not
     assert float(quick["guarded"]["validation loss"]) < 1.1 * float(quick["healthy"]["validation loss"]) < 2.0
     assert float(quick["seedfix"]["validation loss"]) > 3.0

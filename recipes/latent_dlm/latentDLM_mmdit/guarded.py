@@ -40,14 +40,22 @@ class GuardedLoop(Loop):
     def one_step(self, micro: list[Batch]) -> Done:
         self._parts: dict[str, float] = {}
         result = self.guard.step(self._loss, *micro)
-        loss, incident = float(result.loss), result.incident
-        norm = math.nan if result.grad_norm is None else float(result.grad_norm)
-        most = clip_norm(self.session)
+        incident = result.incident
         if incident is not None:
             self._tell(incident)
-            return Done(loss=loss, norm=norm, parts=incident.reading.components, committed=result.committed)
+            return self._as_it_came(incident, result.committed)
+        loss = float(result.loss)
+        norm = math.nan if result.grad_norm is None else float(result.grad_norm)
+        most = clip_norm(self.session)
         factor = min(1.0, most / (norm + 1e-6)) if most is not None and norm > 0 else None
         return Done(loss=loss, norm=norm, parts=self._parts, committed=result.committed, clip_factor=factor)
+
+    def _as_it_came(self, incident: Incident, committed: bool) -> Done:
+        """The numbers of the whole step, also where the update was made from the rest of it."""
+        read = incident.reading
+        loss = math.nan if read.loss is None else read.loss
+        norm = math.nan if read.grad_norm is None else read.grad_norm
+        return Done(loss=loss, norm=norm, parts=read.components, committed=committed)
 
     def _loss(self, batch: Batch) -> dict[str, object]:
         losses = self.session.loss(batch)

@@ -36,7 +36,7 @@ from homework.rows import collate, rows_of
 from homework.settings import CONFIG, Settings, arguments, load_config, record
 from homework.status import looked_at, subject
 from homework.verdict import Scores, verdict
-from stepguard import GuardConfig, Incident, TrainingHalted
+from stepguard import GuardConfig, Incident, Policy, TrainingHalted
 from stepguard.integrations.transformers import (
     GradientMonitoringCallback,
     SaveRefused,
@@ -48,6 +48,8 @@ from stepguard.preflight import Subject
 
 CURED_BY_FLOAT32 = ("SG502",)
 """Skipping does not help: every update of these weights makes NaN again."""
+IN_A_ROW = 3
+"""Bad steps in a row after which the run stops: so few examples leave nothing to wait for."""
 
 
 class Run:
@@ -138,7 +140,12 @@ class Run:
 
     def _settings(self) -> GuardConfig:
         kept = self.folder / "run" if self.trainer.args.save_strategy != "no" else None
-        return GuardConfig(run_dir=kept, on_signal="off", terminal="auto" if self.bar else "quiet")
+        return GuardConfig(
+            run_dir=kept,
+            on_signal="off",
+            terminal="auto" if self.bar else "quiet",
+            policy=Policy(max_consecutive=IN_A_ROW),
+        )
 
     def _fit(self, resume: str | None) -> None:
         try:

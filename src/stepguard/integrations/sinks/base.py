@@ -23,15 +23,31 @@ class ScalarSink(Sink):
             raise ConfigError(f"{type(self).__name__}: every={every!r} must be a whole number of at least 1.")
         self.every = every
         self._incidents = 0
+        self._held: tuple[int, dict[str, float]] | None = None
+        """A step that did not go through: its incident is told after it, and is to be counted in it."""
 
     def step(self, reading: Reading, committed: bool) -> None:
-        values = {**scalars(reading, committed=committed), INCIDENTS: float(self._incidents)}
+        self._send_held()
+        values = scalars(reading, committed=committed)
         if self.due(reading.step) or values[NONFINITE] or values[SKIPPED]:
-            self.send(values if self.keeps_nonfinite else finite_only(values), reading.step)
+            self._held = (reading.step, values if self.keeps_nonfinite else finite_only(values))
+        if committed:
+            self._send_held()
 
     def incident(self, incident: Incident) -> None:
         self._incidents += 1
+        self._send_held()
         self.tell(incident)
+
+    def close(self) -> None:
+        """Nothing is held back any more. A sink that closes something itself calls this first."""
+        self._send_held()
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            step, values = held
+            self.send({**values, INCIDENTS: float(self._incidents)}, step)
 
     def due(self, step: int) -> bool:
         """Is a healthy step sent?"""

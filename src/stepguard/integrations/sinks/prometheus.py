@@ -44,6 +44,7 @@ class PrometheusSink(ScalarSink):
 
     def close(self) -> None:
         """Take the metrics out of the registry, so that a second guard can put its own there."""
+        super().close()
         for metric in (*self._gauges.values(), self._counter):
             if metric is not None:
                 self._registry.unregister(metric)

@@ -44,6 +44,7 @@ class TensorBoardSink(ScalarSink):
         self._writer.flush()
 
     def close(self) -> None:
+        super().close()
         if self._given is not None:
             self._given.flush()
         if self._own is not None:
