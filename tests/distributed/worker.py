@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,8 @@ def suspicion(loop: str, wrap: str, why: str) -> dict[str, Any]:
 def halting(loop: str, wrap: str) -> dict[str, Any]:
     troubles = dict.fromkeys(range(1, STEPS), "input")
     settings = {"wrap": wrap == "ddp", "fused": False}
-    return {"guarded": guarded(loop, troubles, **settings), "reference": reference(troubles, **settings)}
+    config = replace(QUIET, policy=stepguard.Policy(max_consecutive=3))
+    return {"guarded": guarded(loop, troubles, **settings, config=config), "reference": reference(troubles, **settings)}
 
 
 def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
