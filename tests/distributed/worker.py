@@ -215,7 +215,7 @@ def halting(loop: str, wrap: str) -> dict[str, Any]:
 
 
 def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
-    """The guard of one rank fails; later a batch of that rank is bad, and nobody is there to veto it."""
+    """The guard of one rank fails; later a batch of that rank is bad, and still no rank takes the update."""
     settings = {"wrap": wrap == "ddp", "fused": False}
     troubles = {BAD_STEP + 2: "input"} if troubled == "troubled" else {}
     original, calls = settle.committed, Counter[str]()
@@ -234,7 +234,7 @@ def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
     finally:
         settle.committed = original
     told = [str(w.message) for w in said if issubclass(w.category, GuardDisarmed)]
-    return {"guarded": got, "reference": reference(troubles, **settings, skip=False), "told": told}
+    return {"guarded": got, "reference": reference(troubles, **settings), "told": told}
 
 
 def located(loop: str, wrap: str) -> dict[str, Any]:
