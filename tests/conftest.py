@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -27,6 +28,7 @@ hypothesis.settings.load_profile("house")
 
 @pytest.fixture(autouse=True)
 def _surroundings_stay() -> Iterator[None]:
+    _forget_compiled()
     randomness = seed()
     before = look()
     yield
@@ -34,6 +36,14 @@ def _surroundings_stay() -> Iterator[None]:
     unseed(randomness)
     if found:
         pytest.fail("the test leaks\n  " + "\n  ".join(found), pytrace=False)
+
+
+def _forget_compiled() -> None:
+    """A guard asks whether anything was compiled in its process; a test asks only for what it compiled itself."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None and utils.counters["stats"]["unique_graphs"]:
+        torch._dynamo.reset()
+        utils.counters.clear()
 
 
 @pytest.fixture

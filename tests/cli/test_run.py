@@ -49,7 +49,8 @@ def test_a_nan_is_placed_to_op_module_line_and_sample_and_the_run_goes_on(tmp_pa
 
 def test_a_budget_that_is_used_up_ends_with_exit_code_3(tmp_path: Path) -> None:
     write(tmp_path, plain_script(steps=20, bad="range(2, 20)"))
-    done = guarded(tmp_path, "train.py")
+    (tmp_path / "guard.toml").write_text("[policy]\nmax_consecutive = 3\n")
+    done = guarded(tmp_path, "--config", "guard.toml", "train.py")
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
     assert "Stopping training" in done.stderr

@@ -44,7 +44,7 @@ def test_folders_are_absolute_and_the_command_line_comes_first(tmp_path: Path, m
         ("policy = 'skip'\n", ("must be a table", "[policy]")),
         ("sinks = []\n", ("sinks is an object of Python",)),
         ("= 3\n", ("is no TOML",)),
-        ("[policy]\nlr_factor = 'x'\n", ("wrong type",)),
+        ("[policy]\nlr_factor = 'x'\n", ("Policy.lr_factor='x'", "must be a number")),
     ],
 )
 def test_wrong_file_is_one_clear_line(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:

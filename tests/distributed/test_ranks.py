@@ -49,6 +49,10 @@ def _weights(rank: dict[str, Any]) -> dict[str, Any]:
     return {"model": model, "optimizer": rank["guarded"]["optimizer"]}
 
 
+def _learned(parts: dict[str, Any]) -> dict[str, Any]:
+    return {**parts, "model": {k: v for k, v in parts["model"].items() if k.endswith(("weight", "bias"))}}
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_ranks_are_the_same_as_bare_ones(name: str, outcomes: dict[str, list[Any]]) -> None:
     for rank in outcomes[name]:
@@ -116,8 +120,11 @@ def test_fault_while_locating_disarms_all_and_hangs_nobody(name: str, outcomes: 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_on_one_rank_hangs_nobody(name: str, outcomes: dict[str, list[Any]]) -> None:
     first, second = outcomes[name]
-    for rank in (first, second):  # as if bare, which a bad batch ruins
-        assert difference(_parts(rank, "guarded"), _parts(rank, "reference")) == ""
+    for rank in (first, second):
+        got, expected = _parts(rank, "guarded"), _parts(rank, "reference")
+        if "troubled" in name and rank is second:  # nobody puts back the norm statistics of a rank without a guard
+            got, expected = _learned(got), _learned(expected)
+        assert difference(got, expected) == ""
         assert rank["guarded"]["incidents"] == []
     assert ["the disk of one rank is full" in message for message in second["told"]] == [True]
     if "troubled" in name:

@@ -15,6 +15,11 @@ import stepguard
 from guard.scenes import Batch, batches, plain_net, poisoned
 
 
+def wholly_bad(batch: Batch) -> Batch:
+    """No sample is left that an update could be made from."""
+    return torch.full_like(batch[0], torch.nan), batch[1]
+
+
 def fill(folder: Path) -> Path:
     """Take every byte that is left."""
     ballast = folder.parent / "ballast"
@@ -64,7 +69,7 @@ def main(mode: str, folder: Path, how: str) -> None:
         spoil(how, folder)
         one(data[3])
         before = [p.clone() for p in model.parameters()]
-        one(poisoned(data[4]))
+        one(wholly_bad(data[4]))
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         (folder.parent / "ballast").unlink(missing_ok=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

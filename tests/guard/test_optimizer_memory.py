@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections import defaultdict, deque
@@ -215,7 +216,8 @@ print([p.double().sum().item().hex() for p in model.parameters()])
 def test_a_new_process_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     def run(folder: str, upto: int, how: str) -> str:
         words = [sys.executable, "-c", RESUME, name, str(tmp_path / folder), str(upto), how]
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
+        known = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=120, env=known).stdout
 
     never = run("a", 12, "fresh")
     run("b", 6, "fresh")

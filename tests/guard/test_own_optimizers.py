@@ -135,13 +135,14 @@ def _run_of_rows(hurt: Callable[[Towers], None], steps: int = 60) -> tuple[Any, 
     return tuple(guard.incidents)
 
 
-def test_weights_that_only_this_batch_uses_are_found_hurt() -> None:
+def test_weights_that_only_one_batch_uses_are_told_once_they_have_hurt_the_rest() -> None:
     def hurt(model: Towers) -> None:
         model.items.weight.data[12:] += 300.0
 
     (incident,) = _run_of_rows(hurt)
-    assert (incident.step, incident.verdict.kind) == (30, "spike")
-    assert "some weights are hurt" in incident.verdict.summary
+    assert (incident.step, incident.verdict.kind) == (31, "spike")
+    assert "the last update changed the weights" in incident.verdict.summary
+    assert incident.decision is not None and incident.decision.action == "note"
 
 
 def test_batch_that_is_hard_for_all_weights_is_no_incident() -> None:

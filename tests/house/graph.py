@@ -89,6 +89,17 @@ def frameworks_outside_integrations(found: Iterable[Edge]) -> list[Edge]:
     return [e for e in found if e.target.partition(".")[0] in FRAMEWORKS and unit(e.importer) != "integrations"]
 
 
+def rich_at_start_outside_report(modules: Mapping[str, str]) -> list[str]:
+    """Modules that import rich when they are imported themselves. It draws from `random`, which only report hides."""
+    found = []
+    for name, source in modules.items():
+        heads = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        named = [name for node in heads for name in (getattr(node, "module", None), *(a.name for a in node.names))]
+        if unit(name) != "report" and any(str(word).partition(".")[0] == "rich" for word in named):
+            found.append(name)
+    return found
+
+
 def cycles(found: Iterable[Edge]) -> list[list[str]]:
     """Groups of modules that import each other, directly or around (strongly connected components)."""
     graph: dict[str, set[str]] = {}

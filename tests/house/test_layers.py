@@ -47,6 +47,12 @@ def test_frameworks_are_imported_by_integrations_only() -> None:
     assert [str(edge) for edge in graph.frameworks_outside_integrations(EDGES)] == []
 
 
+def test_rich_that_draws_random_numbers_is_imported_at_start_by_report_only() -> None:
+    assert graph.rich_at_start_outside_report(MODULES) == []
+    made_up = {"stepguard.engine.outputs": "from rich.console import Console", "stepguard.report.panel": "import rich"}
+    assert graph.rich_at_start_outside_report(made_up) == ["stepguard.engine.outputs"]
+
+
 def test_module_without_layer_would_be_caught() -> None:
     assert graph.without_layer(["stepguard", "stepguard.records", "stepguard.utils"]) == ["stepguard.utils"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from report.literals import BARE, MASKED_ROW, NAN, Written, masked_row, step_line, troubled_run
-from stepguard.records import Decision, Incident
+from stepguard.records import Decision, Incident, Policy
 from stepguard.report.run_markdown import render_markdown
 from stepguard.report.run_terminal import render_terminal
 from stepguard.report.summary import longest_stretch, render_json, summarize
@@ -19,7 +19,7 @@ stepguard report: runs/demo/journal.jsonl ────────────�
  versions   stepguard 0.1.0, torch 2.13.0
  optimizer  AdamW, 1,234 parameters, lr 4.92e-04 / 1.00e-04
  ranks      2, this is rank 0
- settings   clip_norm=1, policy.max_rewinds=5
+ settings   clip_norm=1, policy.max_rewinds=5, policy.max_total=100
  steps      60 seen, 54 committed, 4 skipped, 2 loss-scale calibrations
  bad steps  4, first 48, last 51, longest stretch 4 in a row
  loss       first 1.98, best 1.25, last 1.25
@@ -119,9 +119,7 @@ def test_incidents_of_one_kind_are_one_group() -> None:
 
 
 def test_settings_are_shown_only_where_they_are_not_the_default() -> None:
-    header = {
-        "config": {"clip_norm": 1.0, "spike_window": 64, "policy": {"actions": ["retry", "skip", "rewind", "stop"]}}
-    }
+    header = {"config": {"clip_norm": 1.0, "spike_window": 64, "policy": {"actions": list(Policy().actions)}}}
     assert summarize(Written(header=header)).changed_settings == {"clip_norm": 1.0}
     assert summarize(Written(header={"config": None})).changed_settings == {}
 

@@ -38,7 +38,7 @@ stepguard: step 48, non-finite loss ━━━━━━━━━━━━━━�
          - row [5, 0, 0] of the scores is -inf in all 16 places
          less likely: SG206 inf - inf or 0 * inf
  DONE    skipped: weights, optimizer state and buffers are as before the step
-         1 of 3 in a row, 1 of 100 in this run
+         1 in a row, 1 in this run
  TO DO   1. Give such rows weight 0
              weights = masked_softmax(scores, mask)
          2. Drop empty samples (changes what is learned)

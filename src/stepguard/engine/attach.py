@@ -214,7 +214,9 @@ class Watcher(LateWatching):
         peers = [] if again else self.peers.due()
         pending = self.shield.call(None, self._issue_with, peers)
         if pending is None:
-            self.context.agreement.stay(self.context.step, self.context.parameters)
+            refused = self.context.agreement.stay(self.context.step, self.context.parameters)
+            if refused and not self.context.scaling():  # a scaler refuses by itself
+                self._refuse()
             return
         self.wiring.update(pending.norm)
         if late:

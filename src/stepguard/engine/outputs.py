@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from rich.console import Console
-
 from stepguard.engine.shield import quiet_warning
 from stepguard.journal import Journal
 from stepguard.records import Incident, Reading
 from stepguard.report.humanlog import HumanLog
+from stepguard.report.screen import Paint
 from stepguard.report.terminal import Terminal
 
 P = ParamSpec("P")
@@ -146,7 +145,7 @@ class TerminalOutput(Terminal):
         """Where its failure goes on record."""
         self._output = Output("the terminal report", say)
 
-    def _paint(self, paint: Callable[[Console], None]) -> None:
+    def _paint(self, paint: Paint) -> None:
         if self._output is None:
             super()._paint(paint)
         else:

@@ -30,6 +30,24 @@ class Attempt:
     """Verdicts of its incidents, in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What earlier attempts of this run came to."""
+
+    lost_steps: frozenset[int] = frozenset()
+    """Steps that they left out."""
+    stopped_at: frozenset[int] = frozenset()
+    """Steps at which the policy stopped them."""
+
+
+def past_of(attempts: list[Attempt]) -> Past:
+    """All attempts together."""
+    return Past(
+        frozenset(step for attempt in attempts for step in attempt.lost_steps),
+        frozenset(attempt.stopped_at for attempt in attempts if attempt.stopped_at is not None),
+    )
+
+
 def attempts_in(journal: Path) -> list[Attempt]:
     """Every attempt of this folder, oldest first. Lines that cannot be read are passed over."""
     found: list[Attempt] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stepguard.detect.history import LR_JUMP, SUDDEN, history_facts, history_from
 from stepguard.engine.context import Context
+from stepguard.engine.past_attempts import Past
 from stepguard.engine.planning import Planning
 from stepguard.engine.ruin import Ruin
 from stepguard.engine.window import Kept, Window
@@ -89,10 +90,7 @@ class Recovery:
         """The last step that was run a second time."""
         self.after_commit: list[Callable[[int], None]] = []
         self.before_stop: list[Callable[[Incident], Path | None]] = []
-        self.stopped_before: set[int] = set()
-        """Steps at which earlier attempts of this run were stopped."""
-        self.lost_steps: set[int] = set()
-        """Steps that earlier attempts of this run left out."""
+        self.past = Past()
         self.after_rewind: list[Callable[[], None]] = []
         """Whoever holds numbers of the state that is gone."""
 
@@ -250,7 +248,7 @@ class Recovery:
 
     def lost_before(self, step: int) -> bool:
         """Did an earlier attempt of this run leave this step out?"""
-        return step in self.lost_steps
+        return step in self.past.lost_steps
 
     def leave(self, incident: Incident) -> Path | None:
         """The policy stops the run: whoever keeps states on disk saves the newest good one, and says where."""

@@ -12,7 +12,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.examine import stored_trouble
 from stepguard.engine.intercept import borrowing
 from stepguard.engine.lost import honour_ledger
-from stepguard.engine.past_attempts import SAME_PLACE, Attempt, attempts_in, failed_starts
+from stepguard.engine.past_attempts import SAME_PLACE, Attempt, attempts_in, failed_starts, past_of
 from stepguard.engine.rates import compare_rates, scale_rates
 from stepguard.engine.recovery import Recovery
 from stepguard.policy.budget import budget_from
@@ -121,8 +121,7 @@ class Saving:
         self._put_in(State(opened.tensors, opened.facts))
         context.run_id = opened.health.run or context.run_id
         honour_ledger(context)
-        self._recovery.lost_steps = {step for attempt in attempts for step in attempt.lost_steps}
-        self._recovery.stopped_before = {a.stopped_at for a in attempts if a.stopped_at is not None}
+        self._recovery.past = past_of(attempts)
         self._recovery.say(
             "restored",
             f"restored {opened.path}: {opened.step} optimizer steps are done",

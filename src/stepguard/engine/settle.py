@@ -93,7 +93,7 @@ def _stop(context: Context, recovery: Recovery, incident: Incident) -> None:
     state = recovery.leave(incident)
     restart: Restart = "no"
     if state is not None:
-        restart = "same-place" if incident.step in recovery.stopped_before else "helps"
+        restart = "same-place" if incident.step in recovery.past.stopped_at else "helps"
     cause = incident.findings[0].code if incident.findings else incident.verdict.kind
     context.terminal.halted(incident)
     context.terminal.launcher_line(exit_line(step=incident.step, cause=cause, restart=restart, state=state))

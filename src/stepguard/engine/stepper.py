@@ -349,7 +349,9 @@ class Stepper:
 
     def _update_unguarded(self) -> StepResult:
         context = self.context
-        context.agreement.stay(context.step, context.parameters)
+        if context.agreement.stay(context.step, context.parameters) and not context.scaling():
+            context.step += 1
+            return StepResult().resolve(None, committed=False)  # a scaler would refuse by itself
         if context.config.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(context.parameters, context.config.clip_norm)
         went_through = True

@@ -97,7 +97,7 @@ class Watching:
     def remember(self) -> None:
         """Buffers and attributes of modules as they are now."""
         self.shield.call(None, self.context.buffers.remember)
-        self._remembered = True
+        self._remembered = self.shield.armed
 
     def restore_buffers(self) -> str:
         """As they were before this step; in words where its beginning was not seen and they stay."""

@@ -180,7 +180,7 @@ def _why(incident: Incident) -> RenderableType:
 def _done(incident: Incident, policy: Policy | None) -> RenderableType:
     decision = incident.decision
     assert decision is not None
-    done = phrases.ACTION_DONE.get(decision.action, decision.action)
+    done = phrases.done(decision)
     lines = [Unbroken(Text.assemble((done, "bold"), f": {phrases.effect(incident)}".rstrip(": ")))]
     if decision.reason:
         lines.append(Unbroken(decision.reason))

@@ -31,7 +31,7 @@ VERDICT_TITLES: dict[str, str] = {
 }
 
 ACTION_DONE: dict[str, str] = {
-    "leave_out": "went on without it",
+    "leave_out": "went on without what was bad",
     "retry": "run again",
     "skip": "skipped",
     "undo": "update taken back",
@@ -182,6 +182,13 @@ def budget(decision: Decision, policy: Policy | None = None) -> str:
     if policy is not None and policy.max_total is not None:
         total += f" of {policy.max_total}"
     return f"{row} in a row, {total} in this run"
+
+
+def done(decision: Decision) -> str:
+    """What was done, and for a part that was left out, which."""
+    if decision.action == "leave_out" and decision.left_out:
+        return f"went on without {decision.left_out}"
+    return ACTION_DONE.get(decision.action, decision.action)
 
 
 def effect(incident: Incident) -> str:

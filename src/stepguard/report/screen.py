@@ -15,6 +15,7 @@ from rich.text import Text
 
 from stepguard.report._random import same_random_numbers
 
+Paint = Callable[[Console], None]
 WIDEST = 110
 """Longer lines are hard to read, however wide the window is."""
 NARROWEST = 40
@@ -78,7 +79,7 @@ def paper(*, width: int, colour: bool, record: bool = False) -> Console:
     )
 
 
-def draw(stream: TextIO, paint: Callable[[Console], None]) -> str:
+def draw(stream: TextIO, paint: Paint) -> str:
     """What `paint` prints, as text that fits this stream: its width, its colours, no trailing blanks."""
     console = paper(width=columns(stream), colour=wants_colour(stream))
     with same_random_numbers():

@@ -107,7 +107,7 @@ class Terminal:
 
 def _repeat(incident: Incident, times: int, *, again: bool) -> str:
     decision = incident.decision
-    done = phrases.ACTION_DONE.get(decision.action, decision.action) if decision else "is bad"
+    done = phrases.done(decision) if decision else "is bad"
     counted = f"{phrases.ordinal(times)} of this kind"
     if decision is not None:
         counted += f", {decision.consecutive} in a row"

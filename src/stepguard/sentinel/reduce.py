@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stepguard.sentinel.gradients import finite
+
 Mode = Literal["alone", "spread", "collective"]
 CARRIERS = 3
 """Parameters that carry a rank's own trouble into the reduction; more than one in case one gets no gradient."""
@@ -48,6 +50,8 @@ class Agreement:
         if self.size > 1:
             self.mode = "spread" if isinstance(model, DistributedDataParallel) else "collective"
         self._reduced = -1
+        self._shared: Tensor | None = None
+        """What all ranks saw of the last reduced step."""
         self._left = f"stepguard/disarmed/{next(_numbers)}"
         self._cell: Tensor | None = None
         self._hooks = self._carry(model) if self.mode == "spread" else []
@@ -74,6 +78,7 @@ class Agreement:
         # float64 MAX is not on every backend; float32 is enough for flags and for comparing losses
         both = torch.cat([torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), flags]).to(torch.float32)
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        self._shared = both
         return both
 
     def together(self, look: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,10 +106,20 @@ class Agreement:
         if self.size > 1:
             dist.distributed_c10d._get_default_store().set(self._left, str(self.rank))
 
-    def stay(self, step: int, parameters: Sequence[Tensor]) -> None:
-        """The part of a disarmed rank in the reduction of a step, unless it had it already."""
-        if self.mode == "collective" and self._reduced < step:
-            self.reduce(torch.zeros(REDUCED, device=parameters[0].device), step)
+    def stay(self, step: int, parameters: Sequence[Tensor]) -> bool:
+        """The part of a disarmed rank in a step of all. True where no rank may update, by what every rank sees.
+
+        The others refuse such a step; one rank that took it would have other weights from then on, with NaN in them.
+        """
+        if self.mode == "alone":
+            return False
+        bad = not all(p.grad is None or finite(p.grad) for p in parameters)
+        if self.mode == "spread":
+            return bad  # reduced already: the same gradients on every rank
+        if self._reduced != step:  # after a rewind it may be a later one
+            own = torch.nan if bad else 0.0
+            self.reduce(torch.full((REDUCED,), own, device=parameters[0].device), step)
+        return self._shared is not None and bool(self._shared[REDUCED:].any())
 
     def _refuse_if_left(self) -> None:
         store = dist.distributed_c10d._get_default_store()
