@@ -56,7 +56,8 @@ def test_a_lost_row_is_lost() -> None:
     cells = {"stepguard": {"mean": 1.0}, "continue": {"mean": 0.97}}
     assert not moments.held(cells)
     assert moments.held({**cells, "continue": {"mean": 0.99}})
-    assert not moments.held({"stepguard": {"mean": math.inf}, "continue": {"mean": math.inf}})
+    assert not moments.held({"stepguard": {"mean": math.inf}, "continue": {"mean": 1.0}})
+    assert moments.held({"stepguard": {"mean": math.inf}, "continue": {"mean": math.inf}})  # nobody saves that run
 
 
 def test_result_is_strict_json(tmp_path: Path) -> None:
