@@ -206,6 +206,8 @@ class Pipeline:
         if fault == "state" or may_act or (fault != "anomaly" and not goes_on(context.config.policy)):
             visible = fault != "anomaly" and not ruined_weights
             remedy, why_not = recovery.plan(transient=again and visible and fault == "state", visible=visible)
+        if fault == "state" and ruined_weights and remedy is None and not committed and not reading.bad_state:
+            fault = "data"  # nothing to go back to: skipping loses nothing more, and its share is bounded
         leave_out = proven_guilty(step, incident) if again and context.agreement.size == 1 else ""
         situation = Situation(
             step=incident.step,
