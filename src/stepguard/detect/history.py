@@ -43,8 +43,6 @@ class History:
     surrogate: bool = False
     """The first loss was exactly 0 and its gradient was not: a policy's objective or a penalty, no measure of error."""
     committed: int = 0
-    jumped_at: int | None = None
-    """The last step whose learning rate was far above everything before."""
     best_noise: float = 0.0
     """How far one loss lay from the next when `best` was reached."""
     near_best_at: int = 0
@@ -60,8 +58,6 @@ class History:
     def add(self, reading: Reading) -> None:
         """Remember a committed step."""
         self.committed += 1
-        if self.excess_lr(reading.lr) is not None:
-            self.jumped_at = reading.step
         self.first_lr = self.first_lr or reading.lr
         self.top_lr = _highest(self.top_lr, reading.lr)
         self.rates.append(reading.lr)
@@ -102,13 +98,6 @@ class History:
     def level(self) -> float:
         """The usual loss now."""
         return median(list(self.losses)[-9:])
-
-    @property
-    def limit(self) -> float | None:
-        """The highest level that still counts as where the loss has been; None before the first loss."""
-        if not self.losses:
-            return None
-        return min(self.level, median(self.losses)) + USUAL * self.spread
 
     @property
     def began_at(self) -> float:
@@ -172,10 +161,6 @@ class History:
                 return group
         return None
 
-    def jumped_lately(self, step: int) -> bool:
-        """Did the learning rate jump just before this step?"""
-        return self.jumped_at is not None and step - self.jumped_at <= LR_JUMP_MEMORY
-
     def ceiling(self, group: int) -> float:
         """The highest learning rate this group was configured or seen with."""
         known = [rates[group] for rates in (self.configured_lr, self.top_lr) if group < len(rates)]
@@ -186,8 +171,6 @@ USUAL = 2.0
 """Deviations above its usual level within which a loss says nothing against the weights."""
 LR_JUMP = 2.0
 """Times above every configured and seen learning rate."""
-LR_JUMP_MEMORY = 10
-"""Steps for which a jump of the learning rate explains what follows."""
 LEARNED_SHARE = 0.3
 """Of the loss it began at, that must have gone before the loss counts as a measure of what was learned."""
 LEARNED_NOISE = 8.0

@@ -29,6 +29,7 @@ from stepguard.engine.suspicion import Suspicion
 from stepguard.locate import locate
 from stepguard.policy import decide
 from stepguard.policy.decide import Fault, Situation, goes_on
+from stepguard.policy.places import Remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
@@ -201,11 +202,8 @@ class Pipeline:
         fault = self._fault(incident, committed, ruined_weights)
         by_chance = incident.origin is not None and incident.origin.reproduced is False and fault != "anomaly"
         again = self._reruns and step.whole
-        remedy, why_not = None, ""
         may_act = fault == "anomaly" and self._suspicion.proven
-        if fault == "state" or may_act or (fault != "anomaly" and not goes_on(context.config.policy)):
-            visible = fault != "anomaly" and not ruined_weights
-            remedy, why_not = recovery.plan(transient=again and visible and fault == "state", visible=visible)
+        remedy, why_not = self._way_back(fault, may_act=may_act, visible=not ruined_weights, repeats=again)
         if fault == "state" and ruined_weights and remedy is None and not committed and not reading.bad_state:
             fault = "data"  # nothing to go back to: skipping loses nothing more, and its share is bounded
         leave_out = proven_guilty(step, incident) if again and context.agreement.size == 1 else ""
@@ -227,6 +225,14 @@ class Pipeline:
         if situation.at_start and decision.action == "note":
             accept(context, reading.bad_state)
         return decision
+
+    def _way_back(self, fault: Fault, *, may_act: bool, visible: bool, repeats: bool) -> tuple[Remedy | None, str]:
+        """Where a rewind would go, or why it cannot; asked only for faults that a rewind answers."""
+        if fault == "anomaly":
+            return self._recovery.plan(transient=False, visible=False) if may_act else (None, "")
+        if fault != "state" and goes_on(self._context.config.policy):
+            return None, ""
+        return self._recovery.plan(transient=repeats and visible and fault == "state", visible=visible)
 
     def _diverged(self, reading: Reading) -> bool:
         """Had the loss run far above everything, on weights that left where they were, before it became non-finite?"""
