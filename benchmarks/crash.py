@@ -4,7 +4,7 @@
     python -m benchmarks.crash --only stepguard    # one of them (the others keep their last result)
 
 Each restart goes on in the folder of the last one, litter included; what must be there is known outside the killed
-process. Beside it a disk that fills up. Not covered: power loss (tests/state/store/test_power_loss.py tries every
+process. Beside it a disk that fills up. Not covered: power loss (tests/checkpoints/test_power_loss.py tries every
 prefix of the operations), network filesystems.
 """
 

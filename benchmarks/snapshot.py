@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.parts import machine
+from stepguard.state.run_state import Whole
 from stepguard.state.snapshot import Cadence, Ring
-from stepguard.state.whole import Whole
 
 RESULTS = machine.RESULTS / "snapshot.json"
 SIZES = {"1M": 1_000_000, "10M": 10_000_000, "100M": 100_000_000}

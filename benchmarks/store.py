@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.disk.states import GOOD
 from benchmarks.parts import machine
-from stepguard.state.store import Background, Store
+from stepguard.checkpoints import Background, Store
 
 CADENCE = 300.0
 """Seconds between checkpoints that are called sensible here: five minutes."""

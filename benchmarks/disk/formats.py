@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.disk.states import GOOD, facts_at
+from stepguard.checkpoints import Store
 from stepguard.state.atomic import DISK, Disk
-from stepguard.state.store import Store
 
 State = dict[str, Tensor]
 KEEP = 2

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.state.store import Health
+from stepguard.checkpoints import Health
 
 GOOD = Health(loss=1.0, level=1.0, steps_watched=100, incidents=0, good=True)
 

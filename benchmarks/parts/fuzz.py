@@ -26,8 +26,8 @@ from safetensors.torch import save
 
 from stepguard.records.codec import dumps, to_plain
 from stepguard.records.verification import Verification
-from stepguard.state.checking import operations
-from stepguard.state.checking.check import check
+from stepguard.verification import pickle_opcodes
+from stepguard.verification.check import check
 
 FORBIDDEN = frozenset(
     {"pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "socket.connect"}
@@ -140,7 +140,7 @@ def _opcode(content: bytearray, chance: random.Random) -> None:
 ACCIDENTS: tuple[Callable[[bytearray, random.Random], None], ...] = (
     _flip, _flip, _replace, _cut, _take_out, _repeat, _number, _opcode,
 )  # fmt: skip
-OPCODES = sorted(operations.TABLE)
+OPCODES = sorted(pickle_opcodes.TABLE)
 
 
 def invented(chance: random.Random) -> bytes:

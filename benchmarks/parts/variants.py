@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 import stepguard
 from benchmarks.parts.workloads import Batch, Workload
-from stepguard.sentinel import taps
+from stepguard.sentinel import torch_patches
 
 CLIP = 1.0
 RATE = 1e-4
@@ -109,15 +109,15 @@ def bare(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
 def watched(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
     """The bare loop after one line, `stepguard.watch`."""
     guard = stepguard.watch(model, optimizer, config=stepguard.GuardConfig(terminal="quiet"))
-    listener = taps._listeners[-1]
-    taps._stop(listener)
+    listener = torch_patches._listeners[-1]
+    torch_patches._stop(listener)
     return Runner(bare(workload, model, optimizer).step, functools.partial(_listening, listener), guard.close)
 
 
 @contextmanager
-def _listening(listener: taps.Listener) -> Iterator[None]:
+def _listening(listener: torch_patches.Listener) -> Iterator[None]:
     """A watching guard hears every backward of the process; here it must not slow down the other variants."""
-    stop = taps.listen(listener)
+    stop = torch_patches.listen(listener)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from stepguard import StepguardError
 from stepguard.cli.examination import examine
 from stepguard.report import screen
-from stepguard.report.examined import render_examination
+from stepguard.report.doctor import render_examination
 
 HERE = Path(__file__).resolve().parent
 EXITS = {"corrupt": 1, "failed": 1}

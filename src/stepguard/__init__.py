@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from stepguard.records import Policy as Policy
     from stepguard.records import Problem as Problem
     from stepguard.records import Verification as Verification
-    from stepguard.replaying import replay as replay
-    from stepguard.verifying import verify as verify
+    from stepguard.run.replay import replay as replay
+    from stepguard.verification.api import verify as verify
 
 # name -> module; resolved on first use, so that the torch-free commands never import torch
 _HOMES = {
@@ -38,8 +38,8 @@ _HOMES = {
     "StepguardError": "stepguard._errors",
     "TrainingHalted": "stepguard._errors",
     "Verification": "stepguard.records",
-    "replay": "stepguard.replaying",
-    "verify": "stepguard.verifying",
+    "replay": "stepguard.run.replay",
+    "verify": "stepguard.verification.api",
     "watch": "stepguard.guard",
 }
 

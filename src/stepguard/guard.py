@@ -19,24 +19,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
-from stepguard.engine.attach import Watcher
-from stepguard.engine.closure import ClosureStepper, takes_closure
 from stepguard.engine.context import bare_step, build_context
-from stepguard.engine.epochs import EpochSchedule
-from stepguard.engine.examine import agreed_trouble
-from stepguard.engine.exceptions import ending, last_uncaught
-from stepguard.engine.intercept import offer
-from stepguard.engine.record import record
-from stepguard.engine.recovery import Recovery
+from stepguard.engine.drivers.closure import ClosureStepper, takes_closure
+from stepguard.engine.drivers.epoch_schedule import EpochSchedule
+from stepguard.engine.drivers.step import Stepper
+from stepguard.engine.drivers.watch import Watcher
+from stepguard.engine.incident.closer_look import agreed_trouble
+from stepguard.engine.incident.exceptions import ending, last_uncaught
+from stepguard.engine.incident.incident_record import record
+from stepguard.engine.interception import offer
+from stepguard.engine.protect import Shield
+from stepguard.engine.recover.checkpoints import Saving
+from stepguard.engine.recover.signals import Signals
+from stepguard.engine.recover.snapshots import Recovery
 from stepguard.engine.result import StepResult
-from stepguard.engine.saving import Saving
-from stepguard.engine.settle import apply
-from stepguard.engine.shield import Shield
-from stepguard.engine.signals import Signals
-from stepguard.engine.stepper import Stepper
+from stepguard.engine.step_end import apply
 from stepguard.engine.wiring import Wiring, building_for, check_config, check_optimizer, check_watched, owners
 from stepguard.records import GuardConfig, Incident
-from stepguard.state.feed import Feed
+from stepguard.state.resumable_loader import Feed
 from stepguard.state.step import LossFn
 
 __all__ = ["Guard", "StepResult", "watch"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from state.checking import saved
 from stepguard.cli.app import app
 from stepguard.cli.examination import examine
 from stepguard.records.examination import Examination
+from verification import saved
 
 PROJECT = """
 import torch

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from state.checking import hostile, saved
 from stepguard._errors import StoreError
 from stepguard.cli.app import app
-from stepguard.state import quarantine
+from stepguard.verification import quarantine
+from verification import hostile, saved
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_crash_in_between_loses_nothing(run: Path, monkeypatch: pytest.MonkeyPat
 
 
 def _checked(places: Any) -> list[Any]:
-    from stepguard.state.checking.check import check_place
+    from stepguard.verification.check import check_place
 
     return [check_place(place, lambda count: None) for place in places]
 

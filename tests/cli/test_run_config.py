@@ -9,8 +9,9 @@ import torch
 
 from cli.scripts import guarded, plain_script, write
 from stepguard import ConfigError, GuardConfig, Policy
-from stepguard.cli import run, volunteers
-from stepguard.cli.run_config import read_config
+from stepguard.cli import run
+from stepguard.run import autoguard
+from stepguard.run.config_file import read_config
 
 
 def config(folder: Path, text: str, **given: str) -> GuardConfig:
@@ -86,8 +87,8 @@ def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
     def refuse(*args: object, **settings: object) -> None:
         raise TypeError("float() argument must be a number, not 'NoneType'")
 
-    monkeypatch.setattr(volunteers, "watch", refuse)
-    with volunteers.Volunteers(GuardConfig(), run._say) as several:
+    monkeypatch.setattr(autoguard, "watch", refuse)
+    with autoguard.Volunteers(GuardConfig(), run._say) as several:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):

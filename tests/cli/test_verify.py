@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from cli.journals import run_stepguard
-from state.checking import saved
-from stepguard.cli import checking
+from stepguard.cli import _checkpoint_results
 from stepguard.cli.app import app
 from stepguard.cli.settings_file import configured_rate, read_settings
+from verification import saved
 
 
 @pytest.fixture
@@ -134,19 +134,19 @@ def test_output_in_a_pipe_is_plain_and_fits_a_narrow_window(bad: Path) -> None:
 def test_bar_appears_on_a_terminal_after_a_while_and_leaves_no_trace(
     good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checking, "PATIENCE", -1.0)
+    monkeypatch.setattr(_checkpoint_results, "PATIENCE", -1.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    (found,) = checking.verified([good])
+    (found,) = _checkpoint_results.verified([good])
     shown = capsys.readouterr()
     assert found.ok and "verifying" in shown.err and shown.out == ""
-    monkeypatch.setattr(checking, "PATIENCE", 1e9)
-    checking.verified([good])
+    monkeypatch.setattr(_checkpoint_results, "PATIENCE", 1e9)
+    _checkpoint_results.verified([good])
     assert capsys.readouterr().err == ""
 
 
 def test_bar_is_not_drawn_into_a_pipe(
     good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checking, "PATIENCE", -1.0)
-    checking.verified([good])
+    monkeypatch.setattr(_checkpoint_results, "PATIENCE", -1.0)
+    _checkpoint_results.verified([good])
     assert capsys.readouterr().err == ""

@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import stepguard
 from process_group import gloo
 from stepguard import Guard, GuardConfig, TrainingHalted
-from stepguard.engine import arming, pipeline, settle
-from stepguard.engine.shield import GuardDisarmed
+from stepguard.engine import step_end, transaction
+from stepguard.engine.protect import GuardDisarmed
+from stepguard.engine.watch import live_tracing
 
 FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
 QUIET = GuardConfig(locate=False, terminal="quiet")
@@ -218,7 +219,7 @@ def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
     """The guard of one rank fails; later a batch of that rank is bad, and still no rank takes the update."""
     settings = {"wrap": wrap == "ddp", "fused": False}
     troubles = {BAD_STEP + 2: "input"} if troubled == "troubled" else {}
-    original, calls = settle.committed, Counter[str]()
+    original, calls = step_end.committed, Counter[str]()
 
     def failing(*args: Any) -> None:
         calls["committed"] += 1
@@ -226,31 +227,31 @@ def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
             raise OSError("the disk of one rank is full")
         original(*args)
 
-    settle.committed = failing
+    step_end.committed = failing
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             got = guarded(loop, troubles, **settings)
     finally:
-        settle.committed = original
+        step_end.committed = original
     told = [str(w.message) for w in said if issubclass(w.category, GuardDisarmed)]
     return {"guarded": got, "reference": reference(troubles, **settings), "told": told}
 
 
 def located(loop: str, wrap: str) -> dict[str, Any]:
     """Looking for the origin fails on the rank that looks."""
-    original = pipeline.locate
+    original = transaction.locate
 
     def failing(*args: Any) -> Any:
         raise OSError("a fault while locating")
 
-    pipeline.locate = arming.locate = failing
+    transaction.locate = live_tracing.locate = failing
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             got = guarded(loop, {BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False, config=LOCATING)
     finally:
-        pipeline.locate = arming.locate = original
+        transaction.locate = live_tracing.locate = original
     return {"guarded": got, "reference": reference({BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False)}
 
 

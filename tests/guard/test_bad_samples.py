@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import stepguard
 from guard.scenes import quiet
 from stepguard import Guard, GuardConfig, Policy
-from stepguard.engine.lost import honour_ledger, known_bad
+from stepguard.engine.incident.lost_samples import honour_ledger, known_bad
 from stepguard.journal import read_run
 from stepguard.ledger import Ledger, ledger_path
 from stepguard.records.bad_samples import BadSamples

@@ -28,7 +28,7 @@ from guard.test_bad_samples import (
     train,
 )
 from stepguard import Guard, Policy
-from stepguard.engine.lost import known_bad
+from stepguard.engine.incident.lost_samples import known_bad
 from stepguard.ledger import ledger_path
 
 

@@ -15,13 +15,13 @@ from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 import stepguard.detect
-import stepguard.engine.arming
+import stepguard.engine.incident.incident_record
 import stepguard.engine.outlet
-import stepguard.engine.pipeline
 import stepguard.engine.reader
-import stepguard.engine.record
-import stepguard.engine.recovery
-import stepguard.engine.settle
+import stepguard.engine.recover.snapshots
+import stepguard.engine.step_end
+import stepguard.engine.transaction
+import stepguard.engine.watch.live_tracing
 import stepguard.journal
 import stepguard.report.humanlog
 import stepguard.report.terminal
@@ -43,7 +43,7 @@ from guard.scenes import (
 )
 from stepguard import Policy
 from stepguard.engine.outputs import OutputLost
-from stepguard.engine.shield import GuardDisarmed, NotExplained, PartFailed
+from stepguard.engine.protect import GuardDisarmed, NotExplained, PartFailed
 from stepguard.journal import read_run
 
 DATA = batches(16)
@@ -53,35 +53,35 @@ WEAK_SPOTS: dict[str, tuple[Any, str]] = {
     "look at the weights": (stepguard.engine.reader, "largest"),
     "reading": (stepguard.sentinel.packet.Packet, "fetch"),
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
-    "judging": (stepguard.engine.pipeline, "judge"),
+    "judging": (stepguard.engine.transaction, "judge"),
     "history": (stepguard.detect.History, "add"),
 }
 SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "write_step"),
     "readable log": (stepguard.report.humanlog.HumanLog, "step"),
-    "snapshots": (stepguard.engine.recovery.Recovery, "between"),
-    "probation": (stepguard.engine.recovery.Recovery, "committed"),
+    "snapshots": (stepguard.engine.recover.snapshots.Recovery, "between"),
+    "probation": (stepguard.engine.recover.snapshots.Recovery, "committed"),
 }
 """Parts that no verdict needs."""
 AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
-    "closer look": (stepguard.engine.pipeline, "examine"),
-    "locating": (stepguard.engine.pipeline, "locate"),
-    "locating a watched step": (stepguard.engine.arming, "locate"),
-    "diagnosing": (stepguard.engine.pipeline, "diagnose"),
-    "facts of the run": (stepguard.engine.pipeline, "run_facts"),
-    "deciding": (stepguard.engine.pipeline, "decide"),
-    "planning": (stepguard.engine.recovery.Recovery, "plan"),
-    "probation": (stepguard.engine.recovery.Recovery, "incident"),
-    "recording": (stepguard.engine.record, "write_down"),
-    "capsule": (stepguard.engine.record, "write_capsule"),
-    "folder of the incident": (stepguard.engine.record, "write_file"),
+    "closer look": (stepguard.engine.transaction, "examine"),
+    "locating": (stepguard.engine.transaction, "locate"),
+    "locating a watched step": (stepguard.engine.watch.live_tracing, "locate"),
+    "diagnosing": (stepguard.engine.transaction, "diagnose"),
+    "facts of the run": (stepguard.engine.transaction, "run_facts"),
+    "deciding": (stepguard.engine.transaction, "decide"),
+    "planning": (stepguard.engine.recover.snapshots.Recovery, "plan"),
+    "probation": (stepguard.engine.recover.snapshots.Recovery, "incident"),
+    "recording": (stepguard.engine.incident.incident_record, "write_down"),
+    "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),
+    "folder of the incident": (stepguard.engine.incident.incident_record, "write_file"),
     "journal": (stepguard.journal.Journal, "write_incident"),
     "step line": (stepguard.journal.Journal, "write_step"),
     "readable log": (stepguard.report.humanlog.HumanLog, "incident"),
     "terminal": (stepguard.report.terminal, "paint_incident"),
     "sink": (stepguard.engine.outlet.Outlet, "incident"),
-    "applying": (stepguard.engine.settle, "apply"),
-    "verdict": (stepguard.engine.pipeline, "judge"),
+    "applying": (stepguard.engine.step_end, "apply"),
+    "verdict": (stepguard.engine.transaction, "judge"),
 }
 """Everything that runs once a step is known to be bad."""
 TOLD = (GuardDisarmed, NotExplained, OutputLost, PartFailed)
@@ -228,7 +228,7 @@ def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
     torch.manual_seed(3)
     whole = Policy(actions=("skip", "stop"))  # a sample that is named would be left out of its step
     LOOPS[loop](reference, [STEPS[0], bad, STEPS[1], bad], quiet(policy=whole))
-    for module in (stepguard.engine.pipeline, stepguard.engine.arming):
+    for module in (stepguard.engine.transaction, stepguard.engine.watch.live_tracing):
         if hasattr(module, part):
             _failing(monkeypatch, (module, part), 0)
     torch.manual_seed(3)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from guard.optimizers import OPTIMIZERS as PUBLIC
 from guard.scenes import batches, calm_net, difference, plain_net, quiet
 from stepguard import Guard
-from stepguard.state.whole import State, StateError, Whole
+from stepguard.state.run_state import State, StateError, Whole
 
 DATA = batches(40)
 REFUSED = ("galore",)

@@ -13,8 +13,8 @@ import stepguard
 from guard.scenes import LOOPS, Scene, bare, batches, difference, grouped, noisy_net, plain_net, quiet, state_of
 from stepguard import Guard
 from stepguard.diagnose import RunFacts, diagnose
-from stepguard.engine import outliers
-from stepguard.engine.outliers import Outliers
+from stepguard.engine.incident import gradient_outliers
+from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.journal import read_run
 from stepguard.records import Incident, Reading, Verdict
 from stepguard.sentinel.packet import Packet
@@ -110,9 +110,11 @@ def test_skip_leaves_that_tensor_out_of_one_update_and_gives_its_gradient_back(m
 
 def test_first_steps_say_nothing(tmp_path: Path) -> None:
     at = scene()
-    with_spike(at, outliers.FEWEST - 1)
+    with_spike(at, gradient_outliers.FEWEST - 1)
     run("step", at, quiet(outliers="note", run_dir=tmp_path))
-    assert [n for n in read_run(tmp_path).notes if n.get("kind") == "outlier" and n["step"] < outliers.FEWEST] == []
+    assert [
+        n for n in read_run(tmp_path).notes if n.get("kind") == "outlier" and n["step"] < gradient_outliers.FEWEST
+    ] == []
 
 
 def test_global_clipping_is_by_the_norm_without_the_outlier() -> None:
@@ -169,7 +171,7 @@ def test_committed_outlier_is_evidence_of_poisoned_moments() -> None:
     with Guard(at.model, at.optimizer, config=quiet(outliers="note")) as guard:
         for batch in DATA[: AT + 3]:
             guard.step(at.loss_fn, batch)
-        facts = stepguard.engine.facts.run_facts(guard._context, Reading(step=AT + 3))
+        facts = stepguard.engine.incident.run_facts.run_facts(guard._context, Reading(step=AT + 3))
     assert facts.outlier is not None and facts.outlier[:2] == (AT, "2.bias") and facts.outlier[2] > 100
     verdict = Verdict(kind="spike", severity="incident", summary="loss jumped")
     incident = Incident(id="x", step=AT + 3, verdict=verdict, reading=Reading(step=AT + 3, loss=9.0))

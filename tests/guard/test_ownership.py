@@ -14,7 +14,7 @@ import stepguard
 from guard.scenes import difference, quiet
 from stepguard import Guard
 from stepguard.state.ownership import Ownership
-from stepguard.state.whole import Whole
+from stepguard.state.run_state import Whole
 
 STEPS = 24
 DAMAGE = 17

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stepguard
 from guard.scenes import CLASSES, FEATURES, Scene, batches, plain_net, plain_step, quiet
 from stepguard import Guard, GuardConfig
-from stepguard.engine.shield import GuardDisarmed
+from stepguard.engine.protect import GuardDisarmed
 from stepguard.sentinel.packet import Packet
 
 DATA = batches(12)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import stepguard
 from guard.scenes import quiet
-from stepguard.engine import arming
+from stepguard.engine.watch import live_tracing
 from stepguard.journal import read_run
-from stepguard.locate.recorder import present_recorder
+from stepguard.locate.shared_tracer import present_recorder
 from stepguard.records import GuardConfig, Origin
 
 
@@ -129,8 +129,8 @@ def test_after_the_first_steps_only_some_are_traced(tmp_path: Path) -> None:
     loop = Several(1, locate=True, run_dir=tmp_path)
     loop.run(60, {1: (0,)})
     traced = [step for step, modes in enumerate(loop.active) if modes]
-    in_a_row = list(range(2, 2 + arming.IN_A_ROW))
-    assert traced == [*in_a_row, *(1 + arming.IN_A_ROW + arming.THEN_EVERY * k for k in (1, 2, 3))]
+    in_a_row = list(range(2, 2 + live_tracing.IN_A_ROW))
+    assert traced == [*in_a_row, *(1 + live_tracing.IN_A_ROW + live_tracing.THEN_EVERY * k for k in (1, 2, 3))]
 
 
 def test_tracing_ends_when_it_has_taken_long_enough_and_says_so(tmp_path: Path) -> None:

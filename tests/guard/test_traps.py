@@ -36,8 +36,8 @@ from guard.scenes import (
 )
 from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard._errors import StoreError
+from stepguard.checkpoints import Health, Store
 from stepguard.journal import read_run
-from stepguard.state.store import Health, Store
 
 DATA = batches(12)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import stepguard
 from guard.scenes import quiet
 from stepguard.records import Incident
-from stepguard.sentinel.stored import CHEAP_LOOK, TURNS, InTurn
+from stepguard.sentinel.stored_tensors import CHEAP_LOOK, TURNS, InTurn
 
 LARGE = 3 * CHEAP_LOOK + 12
 

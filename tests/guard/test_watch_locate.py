@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import stepguard
 from stepguard import GuardConfig
-from stepguard.engine import arming
 from stepguard.journal import read_run
 from stepguard.records import Incident, Origin
 
@@ -272,7 +271,7 @@ def test_random_operations_draw_the_same_numbers_while_armed() -> None:
 
 
 def test_tracing_ends_after_a_bounded_number_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arming, "ARMED_STEPS", 3)
+    monkeypatch.setattr(live_tracing, "ARMED_STEPS", 3)
     config = GuardConfig(terminal="quiet", run_dir=tmp_path)
     active: list[bool] = []
     Watched(loss=log_loss, bad=(1,), steps=8, config=config, during=lambda *_: active.append(bool(_modes()))).run()

@@ -12,11 +12,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_errors",),
     ("records",),
     ("detect", "diagnose", "policy", "report", "journal", "ledger"),
+    ("tensors",),
     ("sentinel", "state", "numerics"),
+    ("checkpoints",),
+    ("verification",),
     ("locate", "preflight"),
     ("engine",),
-    ("guard", "replaying", "verifying"),
-    ("integrations", "cli", "testing"),
+    ("guard",),
+    ("integrations", "run"),
+    ("cli",),
 )
 """Lowest first. A unit imports units of lower layers only, never a sibling."""
 TORCH_FREE = frozenset(unit for layer in LAYERS[:3] for unit in layer)

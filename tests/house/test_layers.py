@@ -69,7 +69,7 @@ def test_module_without_layer_would_be_caught() -> None:
         ("locate__replay", "from stepguard.engine import flow"),
         ("engine__flow", "from stepguard.guard import Guard"),
         ("cli__run", "from stepguard.integrations import transformers"),
-        ("testing__fault", "import stepguard.cli.app"),
+        ("run__replay", "import stepguard.cli.app"),
         ("_errors", "from stepguard.records.incident import Incident"),
         ("state__rng", "def f():\n    from stepguard.guard import Guard"),
         ("state__rng", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from stepguard.guard import Guard"),

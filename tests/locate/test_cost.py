@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepguard.locate import locate
-from stepguard.locate.effort import FLOOR, MOST_FRUITLESS, Effort
+from stepguard.locate.locate_budget import FLOOR, MOST_FRUITLESS, Effort
 from stepguard.locate.replay import Ran, Replayer
 from stepguard.records import Origin, Reading
 from stepguard.state.step import Step

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard import Guard
-from stepguard.locate.own_state import OwnState
+from stepguard.locate.loss_function_state import OwnState
 
 from .guarded import SKIPPING, code, evidence, first_incident, noise
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.agreement import kind
+from stepguard.locate.same_fault import kind
 
 from .guarded import code, evidence, first_incident, noise
 

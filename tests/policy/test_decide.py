@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stepguard.policy import Budget, decide
 from stepguard.policy.budget import LEAST_LOST, budget_from
 from stepguard.policy.decide import Fault, Situation
-from stepguard.policy.places import Place, Remedy
+from stepguard.policy.rewind_choice import Place, Remedy
 from stepguard.records import Action, Decision, Policy
 
 ACTIONS: tuple[Action, ...] = get_args(Action)

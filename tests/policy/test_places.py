@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepguard.policy.places import Place, Remedy, choose
+from stepguard.policy.rewind_choice import Place, Remedy, choose
 from stepguard.records import Policy
 
 PLACES = [Place(step=48), Place(step=32), Place(step=16)]

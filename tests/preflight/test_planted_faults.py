@@ -13,11 +13,11 @@ import torch
 
 from preflight.asking import CONFIG, PROJECT, ask, ask_one, inside, saved, written
 from stepguard._errors import ConfigError
+from stepguard.checkpoints import Health, Store
 from stepguard.preflight.items import ITEMS, disk_space, memory_estimate
 from stepguard.preflight.items.checklist_lr import LARGE
 from stepguard.records.preflight import Preflight
 from stepguard.state.importing import import_function, importable
-from stepguard.state.store import Health, Store
 
 HEALTHY = "tinychat.training:build"
 FAULTS = [

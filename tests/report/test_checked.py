@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from stepguard.records.examination import Examination, Section
 from stepguard.records.verification import Problem, Verification
-from stepguard.report.checked import render_checked, size
-from stepguard.report.examined import render_examination
+from stepguard.report.doctor import render_examination
+from stepguard.report.verification import render_checked, size
 
 BAD = Problem(file="run/a/optimizer.pt", kind="nan", tensor="state/0/exp_avg", detail="1 NaN of 3", role="optimizer")
 GOOD = Verification(path="run/b", format="DCP", tensors=1200, bytes=2_100_000_000, step=40)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stepguard.records.bad_samples import BadSamples
-from stepguard.report.quarantined import as_json, render_ledger, suspects
+from stepguard.report.bad_samples import as_json, render_ledger, suspects
 
 ENTRY = BadSamples(
     step=300,

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from cli.journals import write_run
 from report import literals
-from state.checking import saved
 from stepguard.cli.app import app
 from stepguard.report import screen
 from stepguard.report.panel import paint_incident
 from stepguard.report.unbroken import CUT, Unbroken, fitted, middle
+from verification import saved
 
 WIDTHS = [40, 60, 80, 120]
 TENSOR = "transformer.encoder.layers.0.self_attention.query_key_value.weight"

@@ -22,7 +22,7 @@ from stepguard import Guard, GuardConfig, Incident, Origin
 from stepguard._errors import CapsuleError
 from stepguard.journal import read_run
 from stepguard.state.capsule import read_capsule
-from stepguard.state.plain import NotPlainError, put_together, take_apart
+from stepguard.state.tree_json import NotPlainError, put_together, take_apart
 
 NAN = math.nan
 

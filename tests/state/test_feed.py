@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from stepguard.state.feed import Feed
-from stepguard.state.plain import put_together, take_apart
+from stepguard.state.resumable_loader import Feed
 from stepguard.state.rng import capture_rng
+from stepguard.state.tree_json import put_together, take_apart
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 SIZE, BATCH = 22, 4

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from stepguard.state.feed import Feed
+from stepguard.state.resumable_loader import Feed
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 SIZE, BATCH = 22, 4

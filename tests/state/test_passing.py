@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from stepguard.state.feed import Feed
+from stepguard.state.resumable_loader import Feed
 
 
 def _feed(size: int = 10, loader: Any = None) -> tuple[Feed, list[str]]:

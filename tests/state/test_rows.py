@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from stepguard.engine.leave_out import samples_in, without_samples
-from stepguard.state.rows import part_named
+from stepguard.engine.recover.leave_out import samples_in, without_samples
+from stepguard.state.batch_rows import part_named
 
 Point = namedtuple("Point", "x y")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepguard.state.memory import free_memory
+from stepguard.state.host_memory import free_memory
+from stepguard.state.run_state import State
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
-from stepguard.state.whole import State
 
 LIVE = torch.zeros(4)
 SIZE = LIVE.numel() * LIVE.element_size()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from guard.scenes import batches, difference, generators, noisy_net, plain_net
+from stepguard.state.run_state import State, StateError, Whole
 from stepguard.state.sharded import why_sharded
-from stepguard.state.whole import State, StateError, Whole
 
 DATA = batches(6)
 SCHEDULES: dict[str, Any] = {

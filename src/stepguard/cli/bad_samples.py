@@ -12,14 +12,14 @@ import typer
 from stepguard._errors import ConfigError, JournalError
 
 if TYPE_CHECKING:
-    from stepguard.report.quarantined import Suspect
+    from stepguard.report.bad_samples import Suspect
 
 
 def show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: bool) -> None:
     """Print the ledger of a run, or write the samples to leave out to a file, one a line."""
     from stepguard.ledger import read_ledger
     from stepguard.records.codec import dumps
-    from stepguard.report import quarantined, screen
+    from stepguard.report import bad_samples, screen
 
     if not any(run.glob("journal*.jsonl")) and not any(run.glob("bad_samples*.jsonl")):
         raise ConfigError(f"{run} is no run folder: it holds neither a journal.jsonl nor a bad_samples.jsonl.")
@@ -29,13 +29,13 @@ def show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: bo
         raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
     steps = _steps_seen(run)
     if as_json:
-        typer.echo(dumps(quarantined.as_json(str(run), entries, unread, steps)))
+        typer.echo(dumps(bad_samples.as_json(str(run), entries, unread, steps)))
     else:
         stream = sys.stdout
-        text = quarantined.render_ledger(str(run), entries, unread, steps, screen.columns(stream))
+        text = bad_samples.render_ledger(str(run), entries, unread, steps, screen.columns(stream))
         screen.put(text, stream)
     if out is not None:
-        _write(out, quarantined.suspects(entries), unproven=unproven)
+        _write(out, bad_samples.suspects(entries), unproven=unproven)
 
 
 def _write(path: Path, found: Sequence[Suspect], *, unproven: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from stepguard.cli.run_folder import RankOption, open_run
+from stepguard.cli._run_folder import RankOption, open_run
 
 
 def compare(

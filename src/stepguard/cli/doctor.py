@@ -47,7 +47,7 @@ def doctor(
         typer.echo(dumps({"status": found.status, **to_plain(found)}))
     else:
         from stepguard.report import screen
-        from stepguard.report.examined import render_examination
+        from stepguard.report.doctor import render_examination
 
         out = sys.stdout
         colour, unicode = screen.wants_colour(out), screen.takes_unicode(out)

@@ -14,8 +14,8 @@ from stepguard.cli.fresh_model import Fresh, build_fresh, forward
 from stepguard.cli.settings_file import RATE_NAMES, as_number, is_rate, read_settings
 from stepguard.records.examination import Examination, Section, SectionStatus
 from stepguard.records.verification import Verification
-from stepguard.report.checked import size
 from stepguard.report.phrases import count
+from stepguard.report.verification import size
 
 LIMIT = 1.0
 """Above this a gate no longer damps what it multiplies."""
@@ -43,7 +43,7 @@ def examine(folder: Path, *, config: Path | None, build: str | None, watch: Sequ
 def _with_journal(folder: Path, last: Section) -> Section:
     """What the journal of the run holds against it, where there is one: whole checkpoints say nothing of that."""
     from stepguard._errors import JournalError
-    from stepguard.cli.run_folder import open_run
+    from stepguard.cli._run_folder import open_run
     from stepguard.report.health import concerns
     from stepguard.report.live_view import judge_run
 
@@ -63,8 +63,8 @@ def _with_journal(folder: Path, last: Section) -> Section:
 
 
 def _verified(folder: Path, watch: Sequence[str]) -> Verification:
-    from stepguard.cli.checking import Bar
-    from stepguard.state.checking.check import check
+    from stepguard.cli._checkpoint_results import Bar
+    from stepguard.verification.check import check
 
     def wanted(name: str) -> bool:
         return any(fnmatch(name.lower(), pattern.lower()) for pattern in watch)
@@ -98,7 +98,7 @@ def _configuration(config: Path | None, settings: dict[str, Any] | None, found: 
 
 def _other_rate(found: Verification, rates: Sequence[float]) -> list[str]:
     """Does the newest good checkpoint carry a rate the configuration does not know?"""
-    from stepguard.verifying import with_lr
+    from stepguard.verification.api import with_lr
 
     best = best_of(found)
     if best is None or not rates:

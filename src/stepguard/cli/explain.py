@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from stepguard._errors import EXIT_USAGE
-from stepguard.diagnose.explain import UnknownCode, all_rules, index, page, rule_of
+from stepguard.diagnose.page import UnknownCode, all_rules, index, page, rule_of
 from stepguard.diagnose.rule import Rule
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from stepguard._errors import EXIT_HALTED, EXIT_OK, EXIT_SCRIPT_FAILED, JournalError
-from stepguard.cli.run_folder import GIVE, RankOption, RunArgument, is_journal
+from stepguard.cli._run_folder import GIVE, RankOption, RunArgument, is_journal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from stepguard._errors import ConfigError
-from stepguard.cli.run_folder import RankOption, RunArgument, folder_of, open_run
+from stepguard.cli._run_folder import RankOption, RunArgument, folder_of, open_run
 
 
 class PlotFormat(StrEnum):

@@ -12,7 +12,7 @@ from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_USAGE, ConfigError
 from stepguard.cli.bad_samples import show_bad_samples
 
 if TYPE_CHECKING:
-    from stepguard.state.quarantine import Move
+    from stepguard.verification.quarantine import Move
 
 
 def quarantine(
@@ -52,9 +52,9 @@ def quarantine(
 
 
 def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
-    from stepguard.cli.checking import Bar
-    from stepguard.state.checking.check import check_place
-    from stepguard.state.quarantine import apply, find_places, is_bad, plan
+    from stepguard.cli._checkpoint_results import Bar
+    from stepguard.verification.check import check_place
+    from stepguard.verification.quarantine import apply, find_places, is_bad, plan
 
     with Bar("verifying") as bar:
         places = find_places(folder)
@@ -87,7 +87,7 @@ def _tell(folder: Path, moves: Sequence[Move], unread: Sequence[str], checked: i
 
 
 def _undo(folder: Path, as_json: bool) -> int:
-    from stepguard.state.quarantine import undo
+    from stepguard.verification.quarantine import undo
 
     back, stays = undo(folder)
     if as_json:

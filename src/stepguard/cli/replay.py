@@ -28,7 +28,7 @@ def replay(
 ) -> None:
     """Run a bad step again, here, and name its origin. Exit code 1 when it does not reproduce."""
     from stepguard.records.codec import dumps, to_plain
-    from stepguard.replaying import replay as run_again
+    from stepguard.run.replay import replay as run_again
 
     if build is not None and build.count(":") != 1:
         raise ConfigError(f"--build {build!r} must look like 'package.module:function'.")
@@ -57,7 +57,7 @@ def _show(step: Step, incident: Incident, *, debug: bool) -> None:
 def _enter_debugger(step: Step, incident: Incident) -> None:
     import pdb  # noqa: T100
 
-    from stepguard.locate.stop import frames_at_birth
+    from stepguard.locate.stop_at_origin import frames_at_birth
 
     trace = frames_at_birth(step, incident.reading)
     if trace is None:

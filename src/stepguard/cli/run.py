@@ -17,9 +17,9 @@ import typer
 from stepguard._errors import EXIT_HALTED, EXIT_SCRIPT_FAILED, ConfigError, TrainingHalted
 
 if TYPE_CHECKING:
-    from stepguard.cli.volunteers import Volunteers
     from stepguard.guard import Guard
     from stepguard.records import GuardConfig
+    from stepguard.run.autoguard import Volunteers
 
 EXIT_INTERRUPTED = 130
 SWALLOWED = (0, EXIT_SCRIPT_FAILED)
@@ -40,7 +40,7 @@ def run(
     """Run a training script under the guard, without changing it (also: torchrun -m stepguard run train.py)."""
     if not module:
         _refuse_no_script(script)
-    from stepguard.cli.run_config import read_config
+    from stepguard.run.config_file import read_config
 
     # absolute: the script may change the current directory
     folders = {name: str(Path(f).resolve()) for name, f in (("run_dir", run_dir), ("human_log", human_log)) if f}
@@ -64,8 +64,8 @@ def _refuse_no_script(script: str) -> None:
 
 def run_script(script: str, arguments: list[str], config: GuardConfig, *, module: bool = False) -> int:
     """Exit code: the script's own, 1 when it raised, 3 when the policy stopped it."""
-    from stepguard.cli.volunteers import Volunteers
-    from stepguard.engine.script import as_main
+    from stepguard.run.autoguard import Volunteers
+    from stepguard.run.script import as_main
 
     _end_before_python()
     with Volunteers(config, _say) as volunteers, as_main(script, arguments, module=module) as start:

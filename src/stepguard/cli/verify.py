@@ -29,10 +29,10 @@ def verify(
     ] = None,
 ) -> None:
     """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code from them."""
-    from stepguard.cli.checking import as_plain, show, verified
+    from stepguard.cli._checkpoint_results import as_plain, show, verified
     from stepguard.cli.settings_file import configured_rate
     from stepguard.records.codec import dumps
-    from stepguard.verifying import nothing_in
+    from stepguard.verification.api import nothing_in
 
     if lr is not None and config is not None:
         raise ConfigError("--lr and --config exclude each other; give one of them.")

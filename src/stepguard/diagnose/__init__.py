@@ -2,7 +2,7 @@
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.engine import diagnose
-from stepguard.diagnose.explain import UnknownCode, all_rules, explain
+from stepguard.diagnose.page import UnknownCode, all_rules, explain
 from stepguard.diagnose.rule import Proof, Rule
 from stepguard.diagnose.run_facts import RunFacts
 

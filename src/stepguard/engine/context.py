@@ -24,23 +24,23 @@ from torch.optim import Optimizer
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
-from stepguard.engine.declared_rates import DeclaredRates, group_rates
-from stepguard.engine.intercept import borrowing
+from stepguard.engine.drivers.schedule import advance, members, one_schedule
+from stepguard.engine.incident.declared_rates import DeclaredRates, group_rates
+from stepguard.engine.incident.gradient_outliers import Outliers
+from stepguard.engine.interception import borrowing
 from stepguard.engine.outlet import Outlet
-from stepguard.engine.outliers import Outliers
 from stepguard.engine.outputs import JournalOutput, LogOutput, TerminalOutput
-from stepguard.engine.schedule import advance, members, one_schedule
 from stepguard.journal import Journal, starts_in
 from stepguard.ledger import Ledger
-from stepguard.locate.effort import Effort
+from stepguard.locate.locate_budget import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.gradients import elements, finite
-from stepguard.sentinel.reduce import Agreement
+from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.feed import Feed
 from stepguard.state.ownership import Ownership
+from stepguard.state.resumable_loader import Feed
 from stepguard.state.step import Step, unwrapped
 
 T = TypeVar("T")

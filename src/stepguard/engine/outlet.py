@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stepguard.engine.shield import quiet_warning
+from stepguard.engine.protect import quiet_warning
 from stepguard.records import Incident, Reading, Sink
 
 Say = Callable[[str], None]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from stepguard.engine.shield import quiet_warning
+from stepguard.engine.protect import quiet_warning
 from stepguard.journal import Journal
 from stepguard.records import Incident, Reading
 from stepguard.report.humanlog import HumanLog

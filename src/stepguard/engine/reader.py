@@ -16,8 +16,8 @@ from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, finite, gradient_norm
 from stepguard.sentinel.packet import Packet
-from stepguard.sentinel.risk import foreign
-from stepguard.sentinel.stored import InTurn, extremes, largest, named_buffers, norm_statistics, state_tensors
+from stepguard.sentinel.risky_update import foreign
+from stepguard.sentinel.stored_tensors import InTurn, extremes, largest, named_buffers, norm_statistics, state_tensors
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import total_loss
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.context import Context, real_optimizer, volunteers
-from stepguard.engine.intercept import borrowing
-from stepguard.engine.schedule import position
+from stepguard.engine.drivers.schedule import position
+from stepguard.engine.interception import borrowing
 from stepguard.records import GuardConfig
 from stepguard.state.step import unwrapped
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from stepguard._errors import ConfigError, TrainingHalted
-from stepguard.engine.examine import bad_tensors
+from stepguard.engine.incident.closer_look import bad_tensors
 from stepguard.guard import Guard, watch_for
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident

@@ -1,5 +1,5 @@
 """Where was the first harmful value born? Replays the bad step and walks back from the bad loss or gradient."""
 
-from stepguard.locate.entry import finite_unscaled, locate, locate_update
+from stepguard.locate.find_origin import finite_unscaled, locate, locate_update
 
 __all__ = ["finite_unscaled", "locate", "locate_update"]

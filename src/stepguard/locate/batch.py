@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepguard.state.batch import OUTPUT_GRADIENT
-from stepguard.state.rows import keep_rows, row_count
+from stepguard.state.batch_rows import keep_rows, row_count
 
 Change = Callable[[str, Tensor], Tensor]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from stepguard.locate import rowfacts
-from stepguard.locate.birth import Birth
+from stepguard.locate import row_evidence
+from stepguard.locate.bad_op import Birth
 from stepguard.locate.calls import Call, real_maker
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import all_finite, numeric, plain
@@ -65,7 +65,7 @@ def measure(birth: Birth) -> None:
     call.notes.append(fact("bad", f"{broken}/{max(1, birth.out.numel())}"))
     if call.number is not None:
         call.notes.append(fact("number", call.number))
-    for gather in (_division, _argument, _growth, _infinities, _gradient, rowfacts.rows, _precision, _stored_huge):
+    for gather in (_division, _argument, _growth, _infinities, _gradient, row_evidence.rows, _precision, _stored_huge):
         call.notes += gather(birth)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import plain
-from stepguard.locate.own_state import OwnState
+from stepguard.locate.loss_function_state import OwnState
 from stepguard.locate.replay import Replayer
 from stepguard.records.origin import Origin
 from stepguard.state.step import Step

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from stepguard.locate import batch as batches
-from stepguard.locate.attributes import kept_tensors
-from stepguard.locate.effort import Effort
 from stepguard.locate.finite import all_finite, numeric
+from stepguard.locate.locate_budget import Effort
+from stepguard.locate.loss_function_state import OwnState
+from stepguard.locate.module_attributes import kept_tensors
 from stepguard.locate.modules import ModuleSpans
-from stepguard.locate.own_state import OwnState
 from stepguard.locate.tracer import Tracer
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import restore_rng

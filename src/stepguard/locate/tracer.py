@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from stepguard.locate.birth import Birth, Invocation
+from stepguard.locate.attribution import Read, explain
+from stepguard.locate.bad_op import Birth, Invocation
 from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import measure
-from stepguard.locate.explain import Read, explain
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
 from stepguard.locate.modules import ModuleSpans, sequence_number
 from stepguard.locate.operators import BLANK, TESTS, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
-from stepguard.state import collectives
+from stepguard.state import faked_collectives
 
 MOST_MEASURED = 32
 """Births whose operands are measured; a torrent of them tells nothing more."""
@@ -79,9 +79,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in collectives.NAMESPACES:
+        if func.namespace in faked_collectives.NAMESPACES:
             self.local_collectives = True
-            return collectives.alone(func, args, kwargs)
+            return faked_collectives.alone(func, args, kwargs)
         # Exotic tensors must not stop the user's code: what cannot be looked at is named and passed through.
         try:
             seen = self._look(func, args, kwargs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stepguard.policy.budget import Budget
-from stepguard.policy.places import Remedy
+from stepguard.policy.rewind_choice import Remedy
 from stepguard.records.decision import Action, Decision
 from stepguard.records.settings import Policy
 

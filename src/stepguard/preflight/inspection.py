@@ -17,22 +17,22 @@ from torch.optim import Optimizer
 from stepguard._errors import ConfigError, StepguardError
 from stepguard.diagnose.dtypes import plain as plain_dtype
 from stepguard.preflight.answers import Missing, Pointless
+from stepguard.preflight.checkpoint_facts import Stored, read_stored
 from stepguard.preflight.data.examples import first_batch, is_map, source_of, validation_of
 from stepguard.preflight.data.facts import DataFacts, Progress, gather
 from stepguard.preflight.data.labels import LabelFacts
-from stepguard.preflight.live import Live, run_live
 from stepguard.preflight.probe import Probe, probe_context
 from stepguard.preflight.project import Project, read_project
 from stepguard.preflight.schedule import Course, dry_run
 from stepguard.preflight.settings.keys import Setting, find, number
 from stepguard.preflight.settings.launcher import Launcher, launcher
-from stepguard.preflight.stored import Stored, read_stored
 from stepguard.preflight.subject import Subject
 from stepguard.preflight.surroundings import Surroundings, surroundings
+from stepguard.preflight.traced_step import Live, run_live
 from stepguard.preflight.tracking import Tracked, plain
 from stepguard.records.verification import Verification
-from stepguard.state.checking.check import check as verify
 from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.verification.check import check as verify
 
 ON_META = "the weights are on the meta device: there is nothing to run yet"
 BUILD = "give TARGET as module:function whose function returns"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stepguard.preflight.live import Live
 from stepguard.preflight.surroundings import Surroundings
+from stepguard.preflight.traced_step import Live
 
 
 @dataclass(frozen=True, slots=True)

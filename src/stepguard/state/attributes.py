@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stepguard.state.kept import SMALL, Kept, Reach, Shadow, has_history, keep, plain, real
+from stepguard.state.kept_values import SMALL, Kept, Reach, Shadow, has_history, keep, plain, real
 
 LARGEST_HELD = 2**22
 """Elements of a tensor that is held until the next step, though the model has let go of it."""

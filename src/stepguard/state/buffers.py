@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.state.attributes import AttributeKeeper
-from stepguard.state.kept import SMALL, expanded
+from stepguard.state.kept_values import SMALL, expanded
 from stepguard.state.odd_tensors import is_lazy
 
 __all__ = ["SMALL", "BufferKeeper", "expanded", "keeps_statistics"]

@@ -24,10 +24,10 @@ from stepguard._errors import CapsuleError
 from stepguard.records import Reading, Verdict
 from stepguard.records.codec import dumps, from_jsonable, to_plain
 from stepguard.state.atomic import new_folder
-from stepguard.state.filling import fill_modules, fill_optimizer, optimizer_facts, resting_modules, state_tensors
-from stepguard.state.plain import NotPlainError, put_together, take_apart
+from stepguard.state.capsule_state import fill_modules, fill_optimizer, optimizer_facts, resting_modules, state_tensors
 from stepguard.state.rng import RngState, rng_apart, rng_together
 from stepguard.state.step import Step
+from stepguard.state.tree_json import NotPlainError, put_together, take_apart
 
 SCHEMA = 1
 NEEDED = ("step", "scale", "clip_norm", "reading", "rng", "verdict")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.state.plain import key_back, put_together
+from stepguard.state.tree_json import key_back, put_together
 
 
 class Refill:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.collectives import Alone, distributed
+from stepguard.state.faked_collectives import Alone, distributed
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.state.in_place import Refill, alike
-from stepguard.state.plain import Known, NotPlainError, put_together, take_apart
+from stepguard.state.tree_json import Known, NotPlainError, put_together, take_apart
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of a parameter group that choose a kernel: they are the program's, not the state's."""

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stepguard.state.memory import free_memory
-from stepguard.state.whole import State
+from stepguard.state.host_memory import free_memory
+from stepguard.state.run_state import State
 
 Standing = Literal["young", "good", "bad"]
 SHARE_OF_FREE = 0.5

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stepguard.state.kept import ATOMS, CONTAINERS, KeptMapping, Reach, is_array
+from stepguard.state.kept_values import ATOMS, CONTAINERS, KeptMapping, Reach, is_array
 
 NOT_THE_UPDATES = frozenset({"_opt_called", "_zero_grad_profile_name"})
 """Attributes that others write on an optimizer."""

@@ -1,0 +1,20 @@
+"""Checkpoints on disk that survive: sealed, verified while reading, never half there, never the last good one lost."""
+
+from stepguard.checkpoints.background import Background
+from stepguard.checkpoints.entries import Entry, PassedOver
+from stepguard.checkpoints.opening import Opened
+from stepguard.checkpoints.seal import Health, Seal, SealedFile, SealedTensor, read_seal
+from stepguard.checkpoints.store import Store
+
+__all__ = [
+    "Background",
+    "Entry",
+    "Health",
+    "Opened",
+    "PassedOver",
+    "Seal",
+    "SealedFile",
+    "SealedTensor",
+    "Store",
+    "read_seal",
+]

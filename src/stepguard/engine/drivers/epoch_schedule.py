@@ -1,0 +1,50 @@
+"""`scheduler_every="epoch"`: the schedule advances when `guard.loader` ends a pass over the data."""
+
+from __future__ import annotations
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from stepguard.engine.context import Context
+from stepguard.engine.drivers.schedule import SeveralSchedules, advance
+from stepguard.state.resumable_loader import Feed
+
+
+class EpochSchedule:
+    """Drives the schedule of one guard by passes. A plateau scheduler gets the mean loss of the pass."""
+
+    def __init__(self, context: Context, feed: Feed) -> None:
+        self._context, self._feed = context, feed
+        scheduler = context.scheduler
+        self._schedulers = scheduler._schedulers if isinstance(scheduler, SeveralSchedules) else [scheduler]
+        self._ahead = self._count() - feed.epoch
+        """How far the schedule was when the first pass began."""
+        self._sum, self._losses = 0.0, 0
+
+    def committed(self, done: int) -> None:
+        """A step went through."""
+        loss = self._context.history.last_loss
+        if loss is not None:
+            self._sum += -loss if self._context.climbs else loss
+            self._losses += 1
+
+    def passed(self) -> None:
+        """The loader has given its last batch."""
+        for scheduler in self._schedulers:
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                advance(scheduler)
+            elif self._losses:
+                scheduler.step(self._sum / self._losses)
+        self._sum, self._losses = 0.0, 0
+
+    def rewound(self) -> None:
+        """A rewind takes the schedule back, but not the data: passes that are over stay over."""
+        missing = self._ahead + self._feed.epoch - self._count()
+        if missing < 0:  # another state was loaded
+            self._ahead -= missing
+        for _ in range(missing):
+            for scheduler in self._schedulers:
+                advance(scheduler)
+
+    def _count(self) -> int:
+        counts = [getattr(s, "last_epoch", 0) for s in self._schedulers if not isinstance(s, ReduceLROnPlateau)]
+        return max(counts, default=self._feed.epoch)

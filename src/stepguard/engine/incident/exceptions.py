@@ -1,0 +1,163 @@
+"""Exceptions of the user's code are incidents: recorded with their place and sample, and raised again unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+
+import torch
+
+from stepguard._errors import StepguardError
+from stepguard.engine.context import Context
+from stepguard.engine.incident.incident_record import record
+from stepguard.engine.protect import Shield
+from stepguard.engine.transaction import Pipeline
+from stepguard.locate.exception_origin import Attempt, place_exception, traceback_origin, whole_attempt
+from stepguard.policy import Budget
+from stepguard.records import Decision, Incident, Origin, Reading, Verdict
+from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.step import Step
+
+MARK = "_stepguard_incident"
+"""Attribute of an exception that is on record. Holding on to it would keep its frames and their tensors alive."""
+MOST_WORDS = 300
+MOST_PLACED = 3
+"""Exceptions of one type and line that are run again; a loop that lives with them is left alone from then on."""
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+BROKEN_DEVICE = ("CUDA error", "device-side assert", "HIP error")
+
+
+class Exceptions:
+    """What one guard does about exceptions that pass through it."""
+
+    def __init__(self, context: Context, shield: Shield, pipeline: Pipeline) -> None:
+        self._context, self._shield, self._pipeline = context, shield, pipeline
+        self._seen: dict[tuple[str, str | None], int] = {}
+
+    def in_step(self, step: Step, error: Exception) -> Incident | None:
+        """The user's code raised inside `guard.step`. The incident where the policy skips the step, else None.
+
+        Buffers, counters and random numbers are put back as they were before the step; its gradients are dropped.
+        """
+        if isinstance(error, StepguardError) or not self._shield.armed:
+            return None
+        self._shield.spare(None, self._take_back, step)
+        incident = self._shield.spare(None, self._record, step, error, None, may_skip=True)
+        if step.start is not None:
+            restore_rng(step.start)
+        if incident is None or incident.decision is None or incident.decision.action != "skip":
+            return None
+        return incident
+
+    def in_loop(self, step: Step, error: BaseException | None, attempt: Attempt | None = None) -> None:
+        """One passes through a watched loop, whose own business it is: it is told, and nothing is changed."""
+        ours = type(error).__module__.partition(".")[0] == "stepguard"  # a replay of another guard that was cut short
+        if isinstance(error, Exception) and not ours and not recorded(error):
+            self._shield.spare(None, self._record, step, error, attempt, may_skip=False)
+
+    def _take_back(self, step: Step) -> None:
+        step.buffers.restore()
+        for parameter in self._context.parameters:
+            parameter.grad = None
+
+    def _record(self, step: Step, error: Exception, attempt: Attempt | None, *, may_skip: bool) -> Incident:
+        context = self._context
+        verdict = Verdict(
+            kind="exception",
+            severity="incident",
+            summary=in_words(error),
+            evidence={"type": type(error).__name__},
+        )
+        reading = Reading(step=step.index, lr=context.lr)
+        incident = self._pipeline.open_incident(step, reading, verdict)
+        origin = traceback_origin(error, step.index, step.named_roots())
+        origin = self._shield.spare(origin, self._placed, origin, step, error, attempt)
+        decision = self._decide(step, error, may_skip=may_skip)
+        _complete(step)
+        kept = step if repeatable(error) else replace(step, loss_fn=None)  # no memory to write a capsule with
+        incident = record(self._context, replace(incident, origin=origin, decision=decision), kept)
+        with contextlib.suppress(Exception):
+            setattr(error, MARK, incident.id)
+        return incident
+
+    def _placed(self, origin: Origin, step: Step, error: Exception, attempt: Attempt | None) -> Origin:
+        context, key = self._context, (type(error).__name__, origin.source)
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if not (step.whole or attempt is not None) or not step.rng or not repeatable(error):
+            return origin
+        if not context.config.locate or context.agreement.size > 1 or self._seen[key] > MOST_PLACED:
+            return origin
+        attempt = attempt or whole_attempt(step, origin)
+        return place_exception(origin, error, step, len(step.rng) - 1, attempt, context.config.locate_budget)
+
+    def _decide(self, step: Step, error: Exception, *, may_skip: bool) -> Decision:
+        context, policy = self._context, self._context.config.policy
+        if not may_skip or policy.exceptions != "skip":
+            return _raised_again("the exception is raised again", context.budget)
+        context.budget = spent = context.budget.spend(step.index).lose(1.0, policy)
+        why_not = _why_not_skipped(error, context) or spent.exceeded(policy)
+        if why_not:
+            return _raised_again(f"no skip: {why_not}; the exception is raised again", spent)
+        return replace(_raised_again("Policy.exceptions is 'skip'", spent), action="skip")
+
+
+def _raised_again(reason: str, spent: Budget) -> Decision:
+    return Decision(action="stop", reason=reason, consecutive=spent.consecutive, total=spent.total)
+
+
+def recorded(error: BaseException) -> bool:
+    """Is it, or what it came from, on record as an incident?"""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if getattr(error, MARK, None) is not None:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return False
+
+
+def in_words(error: BaseException) -> str:
+    """`IndexError: Target 7 is out of bounds.`, on one line."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}"[:MOST_WORDS].removesuffix(": ")
+
+
+def repeatable(error: BaseException) -> bool:
+    """Can the step be tried again at all? Not without memory, nor on a device that is lost."""
+    return not out_of_memory(error) and not any(words in str(error) for words in BROKEN_DEVICE)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NO_MEMORY)
+
+
+def ending(error: BaseException | None) -> str:
+    """What the end of a run says about the exception that ended it; empty where none did."""
+    if error is None or isinstance(error, StepguardError | GeneratorExit):
+        return ""
+    if isinstance(error, SystemExit):
+        return in_words(error) if error.code not in (None, 0) else ""
+    return in_words(error) if isinstance(error, Exception | KeyboardInterrupt) else ""
+
+
+def last_uncaught() -> BaseException | None:
+    """The exception that is ending this process; a notebook keeps one for every cell that failed."""
+    if "ipykernel" in sys.modules:
+        return None
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def _why_not_skipped(error: Exception, context: Context) -> str:
+    if not repeatable(error):
+        return "memory or the device is exhausted"
+    return "ranks have to go on together" if context.agreement.size > 1 else ""
+
+
+def _complete(step: Step) -> None:
+    """Micro-batches that never came to run: a replay starts them with the numbers of now."""
+    missing = len(step.micro_batches) - len(step.rng)
+    if step.whole and missing > 0:
+        step.rng += [capture_rng() for _ in range(missing)]

@@ -1,0 +1,1 @@
+"""Going back and going on: snapshots, checkpoints, rewinds, reruns."""

@@ -1,0 +1,1 @@
+"""What a watched loop shows of itself, and how its update is vetoed."""

@@ -1,0 +1,1 @@
+"""Running user scripts: automatic guards of `stepguard run`, and replays of capsules."""

@@ -1,0 +1,198 @@
+"""Guards that nobody asked for: one for every optimizer of a process, attached before its first step begins.
+
+An optimizer is known when it is made. Its guard comes with the first call, gradients enabled, of a module that holds
+its parameters: the model, in its DistributedDataParallel or compiled wrapper, just before its first forward. Until
+then, and only then, `nn.Module.__call__` is wrapped. Whoever slips through (parameters in no module, a forward that
+is called by another name, an optimizer inside another) gets its guard at the first `optimizer.step()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from stepguard.engine.context import guarded, volunteers
+from stepguard.guard import Guard, watch
+from stepguard.records import GuardConfig
+from stepguard.run.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
+from stepguard.state.faked_collectives import distributed
+
+MOST_CALLS = 10_000
+"""Module calls that may pass before an optimizer that nobody uses is left to its first step."""
+
+
+class Volunteers:
+    """A context manager; leaving it closes every guard and takes every wrapper away."""
+
+    def __init__(self, config: GuardConfig, complain: Callable[[str], None]) -> None:
+        self.guards: list[Guard] = []
+        self.refused = 0
+        """Optimizers that could not be guarded, each told with its reason."""
+        self._config, self._complain = config, complain
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._refused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepping: list[int] = []
+        self._calls = 0
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._undo = ExitStack()
+        self._call_hook: ExitStack | None = None
+
+    def __enter__(self) -> Volunteers:
+        _wrap(self._undo, Optimizer, "__init__", self._noticing)
+        self._undo.callback(self._stop_listening)
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+        for guard in list(self.guards):
+            volunteers.pop(guard.optimizer, None)  # a weak key whose value knows it: neither would ever go
+            guard.close()
+
+    def ended_by(self, error: BaseException) -> None:
+        """The script ends by this exception."""
+        for guard in self.guards:
+            guard.ended_by(error)
+
+    # --- an optimizer is made ----------------------------------------------------------------------------------
+
+    def _noticing(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._known.add(optimizer)
+            self._waiting.add(optimizer)
+            self._calls = 0
+            self._listen()
+
+        return init
+
+    def _listen(self) -> None:
+        if self._call_hook is None:
+            self._call_hook = ExitStack()
+            _wrap(self._call_hook, nn.Module, "__call__", self._before_call)
+
+    def _stop_listening(self) -> None:
+        if self._call_hook is not None:
+            self._call_hook.close()
+            self._call_hook = None
+
+    # --- a module is called ------------------------------------------------------------------------------------
+
+    def _before_call(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._waiting and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._called(module)
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _called(self, module: nn.Module) -> None:
+        self._calls += 1
+        for optimizer in list(self._waiting):
+            if optimizer in guarded or self._calls > MOST_CALLS:
+                self._waiting.discard(optimizer)
+            elif share(module, parameters_of(optimizer)):
+                self._waiting.discard(optimizer)
+                if not self._shares_parameters(optimizer):
+                    self._early.add(optimizer)
+                    self._attach(optimizer, module)
+        if not self._waiting:
+            self._stop_listening()
+
+    def _shares_parameters(self, optimizer: Optimizer) -> bool:
+        """One optimizer inside another: which of them steps first will tell which is the user's."""
+        ours = parameters_of(optimizer)
+        return any(other is not optimizer and ours & parameters_of(other) for other in self._known)
+
+    # --- an optimizer steps ------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._stepping:  # left there by a step that raised
+            del self._stepping[self._stepping.index(id(optimizer)) :]
+        inside_another = bool(self._stepping)
+        self._stepping.append(id(optimizer))
+        self._waiting.discard(optimizer)
+        if optimizer in self._early:
+            self._early.discard(optimizer)
+            self._look_again(optimizer)
+        if optimizer not in guarded and not inside_another:
+            self._attach(optimizer, None)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._stepping:
+            del self._stepping[self._stepping.index(id(optimizer)) :]
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        """The model was tried out first and made parallel afterwards: the guard has to see the wrapper."""
+        guard = next((g for g in self.guards if g.optimizer is optimizer), None)
+        if guard is None or not distributed() or isinstance(guard.model, DistributedDataParallel):
+            return
+        if isinstance(trained_by(optimizer).model, DistributedDataParallel):
+            volunteers.pop(optimizer)()
+
+    # --- the guards --------------------------------------------------------------------------------------------
+
+    def _attach(self, optimizer: Optimizer, called: nn.Module | None) -> None:
+        if optimizer in self._refused:
+            return
+        try:
+            trained = trained_by(optimizer, called)
+            guard = watch(
+                trained.model,
+                optimizer,
+                modules=trained.modules,
+                scheduler=scheduler_of(optimizer),
+                scaler=scaler_in_use(),
+                config=self._settings(optimizer),
+            )
+        except Exception as fault:  # the script must run, guarded or not
+            self._refused.add(optimizer)
+            self.refused += 1
+            self._complain(f"{type(optimizer).__name__} is not guarded: {type(fault).__name__}: {fault}")
+            return
+        self.guards.append(guard)
+        volunteers[optimizer] = functools.partial(self._make_way, guard)
+
+    def _make_way(self, guard: Guard) -> None:
+        """The user's own guard has come."""
+        self.guards.remove(guard)
+        guard.close()
+
+    def _settings(self, optimizer: Optimizer) -> GuardConfig:
+        """Further optimizers (a GAN's second one) get run folders of their own."""
+        number = self._numbers.setdefault(optimizer, len(self._numbers))
+        if number == 0 or self._config.run_dir is None:
+            return self._config
+        return replace(self._config, run_dir=Path(self._config.run_dir) / f"optimizer{number}", human_log=None)
+
+
+def _wrap(undo: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put a wrapper in the place of a method; taken away only if nobody has wrapped it again since."""
+    original = getattr(owner, name)
+    ours = make(original)
+    setattr(owner, name, ours)
+
+    def restore() -> None:
+        if getattr(owner, name) is ours:
+            setattr(owner, name, original)
+
+    undo.callback(restore)

@@ -1,0 +1,118 @@
+"""Saving while training goes on: one save at a time, no copies, and a bad disk is heard, not felt."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from benchmarks.disk.faults import Failing
+from benchmarks.disk.states import GOOD, facts_at, state_at
+
+from checkpoints.kit import SIZE, held, names
+from stepguard.checkpoints import Background, Store
+from stepguard.state.atomic import Disk, Operation
+
+Result = TypeVar("Result")
+
+
+class Slow(Disk):
+    """Does not start the first rename before it is told to."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def perform(self, operation: Operation, act: Callable[[], Result]) -> Result:
+        if operation.kind == "rename" and not self.go.is_set():
+            self.reached.set()
+            assert self.go.wait(60)
+        return act()
+
+
+def offered(background: Background, step: int) -> bool:
+    return background.offer(step, state_at(step, SIZE), facts_at(step), GOOD)
+
+
+def test_offered_state_is_saved(tmp_path: Path) -> None:
+    store, said = Store(tmp_path), list[str]()
+    background = Background(store, said.append)
+    assert background.idle() and background.wait() is None
+    for step in (1, 2):
+        assert offered(background, step)
+        assert background.wait() == tmp_path / f"step-{step}"
+        assert background.idle()
+    background.close()
+    assert held(store.open()) == 2
+    assert said == []
+
+
+def test_slow_disk_refuses_offers_and_says_how_many(tmp_path: Path) -> None:
+    disk, said = Slow(), list[str]()
+    background = Background(Store(tmp_path, disk=disk), said.append)
+    assert offered(background, 1)
+    assert disk.reached.wait(60)
+    assert not background.idle()
+    assert [offered(background, step) for step in (2, 3)] == [False, False]
+    disk.go.set()
+    assert background.wait() == tmp_path / "step-1"
+    assert said == ["saving step 1 took so long that 2 later saves were left out."]
+    assert offered(background, 4)
+    background.close()
+    assert names(tmp_path) == ["last-good", "step-1", "step-4"]
+
+
+def test_reader_sees_the_previous_checkpoint_while_one_is_being_written(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(1, state_at(1, SIZE), facts_at(1), GOOD)
+    disk = Slow()
+    background = Background(Store(tmp_path, disk=disk), print)
+    offered(background, 2)
+    assert disk.reached.wait(60)
+    opened = Store(tmp_path).open()
+    assert (held(opened), opened.passed_over, len(store.list())) == (1, (), 1)
+    disk.go.set()
+    background.close()
+    assert held(store.open()) == 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_failing_disk_is_said_and_training_goes_on(code: int, tmp_path: Path) -> None:
+    said = list[str]()
+    disk = Failing("write", code=code, times=2)
+    background = Background(Store(tmp_path, disk=disk), said.append)
+    results = []
+    for step in (1, 2, 3):
+        assert offered(background, step)
+        results.append(background.wait())
+    assert results == [None, None, tmp_path / "step-3"]
+    assert len(said) == 2
+    assert said[0].startswith(
+        "checkpoint of step 1 NOT saved, training goes on: the checkpoint of step 1 was not written"
+    )
+
+
+def test_state_that_is_not_finite_is_said_and_not_saved(tmp_path: Path) -> None:
+    said = list[str]()
+    background = Background(Store(tmp_path), said.append)
+    background.offer(1, {"model/w": torch.tensor([1.0, float("nan")])}, {}, GOOD)
+    assert background.wait() is None
+    assert "not sealed: model/w holds NaN or Inf" in said[0]
+    assert names(tmp_path) == []
+
+
+def test_tensors_are_not_copied_and_let_go_afterwards(tmp_path: Path) -> None:
+    disk = Slow()
+    background = Background(Store(tmp_path, disk=disk), print)
+    tensor = torch.ones(4)
+    there = weakref.ref(tensor)
+    background.offer(1, {"t": tensor}, {}, GOOD)
+    del tensor
+    assert there() is not None
+    disk.go.set()
+    background.wait()
+    assert there() is None
