@@ -15,7 +15,7 @@ from benchmarks.disk.states import GOOD
 
 from checkpoints.kit import in_child, saved
 from stepguard._errors import StoreError
-from stepguard.checkpoints import Seal, SealedFile, SealedTensor, Store, read_seal
+from stepguard.checkpoints import Seal, SealedFile, SealedTensor, Store, read_seal, seal
 from stepguard.checkpoints.layout import Form, plan_of
 from stepguard.checkpoints.seal import digest_of, seal_bytes
 

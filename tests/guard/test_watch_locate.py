@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import stepguard
 from stepguard import GuardConfig
+from stepguard.engine.watch import live_tracing
 from stepguard.journal import read_run
 from stepguard.records import Incident, Origin
 

@@ -19,8 +19,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("locate", "preflight"),
     ("engine",),
     ("guard",),
-    ("integrations", "run"),
-    ("cli",),
+    ("run",),
+    ("integrations", "cli"),
 )
 """Lowest first. A unit imports units of lower layers only, never a sibling."""
 TORCH_FREE = frozenset(unit for layer in LAYERS[:3] for unit in layer)

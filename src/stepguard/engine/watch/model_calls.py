@@ -1,7 +1,7 @@
 """What a watched model was called with, and the gradient its output got: enough to run the model's part again.
 
-No hook is put on the module (engine/watch/call_listener.py). While torch compiles, exports, traces or transforms a function,
-nothing is remembered.
+No hook is put on the module (engine/watch/call_listener.py). While torch compiles, exports, traces or transforms a
+function, nothing is remembered.
 """
 
 from __future__ import annotations
