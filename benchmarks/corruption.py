@@ -1,9 +1,11 @@
-"""Bit flips, zeroed pages, truncations and swapped pages: how many of them each format loads without a word.
+"""Bit flips, zeroed pages, truncations and swapped pages: how many of them each format loads
+without a word.
 
     python -m benchmarks.corruption                # 2000 damages of each format, minutes
 
-A damage is missed when the state loads and differs from what was saved; when it hit bytes that carry no value (padding,
-a timestamp) and the state is the same bit for bit, it is harmless. Ours must find every one, harmless or not.
+A damage is missed when the state loads and differs from what was saved; when it hit bytes that
+carry no value (padding, a timestamp) and the state is the same bit for bit, it is harmless. Ours
+must find every one, harmless or not.
 """
 
 from __future__ import annotations
@@ -35,13 +37,25 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "safetensors": Safetensors,
     "dcp": Distributed,
 }
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.corruption", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.corruption", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of damages")
-    parser.add_argument("--output", type=Path, default=machine.RESULTS / "corruption.json", help="where the JSON goes")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=machine.RESULTS / "corruption.json",
+        help="where the JSON goes",
+    )
     options = parser.parse_args(arguments)
     console = Console()
     torch.set_num_threads(1)
@@ -50,17 +64,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(*COLUMNS, console=console, transient=True) as progress:
         for name, make in FORMATS.items():
             task = progress.add_task(make().what, total=sum(counts.values()))
-            rows[name] = {"what": make().what, **damaged(make, counts, lambda t=task: progress.advance(t))}
+            rows[name] = {
+                "what": make().what,
+                **damaged(make, counts, lambda t=task: progress.advance(t)),
+            }
     console.print(painted(rows, counts))
-    machine.keep({"schema": 1, "machine": machine.facts(), "counts": counts, "rows": rows}, options.output)
+    machine.keep(
+        {"schema": 1, "machine": machine.facts(), "counts": counts, "rows": rows}, options.output
+    )
     console.print(f"written to {options.output.name}")
-    return int(any(outcome["found"] != counts[kind] for kind, outcome in rows["stepguard"]["kinds"].items()))
+    return int(
+        any(
+            outcome["found"] != counts[kind] for kind, outcome in rows["stepguard"]["kinds"].items()
+        )
+    )
 
 
 def model_state() -> dict[str, Tensor]:
     """A small model with its optimizer: 30 000 floats that look like weights."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"embedding": (64, 32), "attention": (32, 96), "mlp": (32, 128), "norm": (32,), "head": (32, 64)}
+    shapes = {
+        "embedding": (64, 32),
+        "attention": (32, 96),
+        "mlp": (32, 128),
+        "norm": (32,),
+        "head": (32, 64),
+    }
     state = {}
     for name, shape in shapes.items():
         state[f"model/{name}"] = torch.randn(shape, generator=generator) * 0.02
@@ -83,11 +112,15 @@ def damaged(
             for _ in range(count):
                 outcomes[_outcome(make(), whole, Path(place) / "hurt", kind, rng, state)] += 1
                 progress()
-            kinds[kind] = {outcome: outcomes[outcome] for outcome in ("found", "harmless", "missed")}
+            kinds[kind] = {
+                outcome: outcomes[outcome] for outcome in ("found", "harmless", "missed")
+            }
     return {"kinds": kinds}
 
 
-def _outcome(form: Format, whole: Path, hurt: Path, kind: str, rng: random.Random, state: dict[str, Tensor]) -> str:
+def _outcome(
+    form: Format, whole: Path, hurt: Path, kind: str, rng: random.Random, state: dict[str, Tensor]
+) -> str:
     shutil.rmtree(hurt, ignore_errors=True)
     shutil.copytree(whole, hurt)
     path = victim([p for p in sorted(hurt.rglob("*")) if p.is_file() and p.stat().st_size], rng)
@@ -119,12 +152,17 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def painted(rows: dict[str, Any], counts: dict[str, int]) -> Table:
     """How many of each kind were loaded as if nothing had happened."""
-    table = Table(title="damaged states that load without a word, as other values", title_justify="left")
+    table = Table(
+        title="damaged states that load without a word, as other values", title_justify="left"
+    )
     table.add_column("format")
     for kind, count in counts.items():
         table.add_column(f"{kind} (of {count})", justify="right")
     for name, row in rows.items():
-        cells = [f"{o['missed']} ({100 * o['missed'] / counts[kind]:.0f} %)" for kind, o in row["kinds"].items()]
+        cells = [
+            f"{o['missed']} ({100 * o['missed'] / counts[kind]:.0f} %)"
+            for kind, o in row["kinds"].items()
+        ]
         table.add_row(row["what"], *cells, style="bold" if name == "stepguard" else "")
     return table
 

@@ -1,9 +1,11 @@
-"""Counted, not timed: host syncs and new tensors of a healthy step, beside the bare step with the same optimizer.
+"""Counted, not timed: host syncs and new tensors of a healthy step, beside the bare step with the
+same optimizer.
 
     python -m benchmarks.counts      # seconds; the same numbers on every machine
 
-A host sync is a read of one element or a shape that depends on data (`.item()`, `bool(t)`, `nonzero`), or a packet that
-stepguard waits for. Reads of AdamW's own step counters are in the bare row too: those tensors live on the host.
+A host sync is a read of one element or a shape that depends on data (`.item()`, `bool(t)`,
+`nonzero`), or a packet that stepguard waits for. Reads of AdamW's own step counters are in the bare
+row too: those tensors live on the host.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from benchmarks.parts.variants import VARIANTS, Variant
 from benchmarks.parts.workloads import QUICK, Workload
 from stepguard.sentinel.packet import Packet
 
-SYNCS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::item")
+SYNCS = (
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::item",
+)
 WARMUP, STEPS = 36, 8
 """By then the ring of snapshots has all its memory; one of the counted steps takes one into it."""
 
@@ -48,7 +56,11 @@ class Tally(TorchDispatchMode):
         name = func._schema.name
         if name in SYNCS:
             self.syncs[name] += 1
-        fresh = {_memory(t): t for t in tree_leaves(out) if isinstance(t, Tensor) and _memory(t) not in known}
+        fresh = {
+            _memory(t): t
+            for t in tree_leaves(out)
+            if isinstance(t, Tensor) and _memory(t) not in known
+        }
         self.tensors += len(fresh)
         self.bytes += sum(t.untyped_storage().nbytes() for t in fresh.values())
         return out
@@ -112,8 +124,12 @@ def _run(runner: Any, batch: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.counts", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=machine.RESULTS / "counts.json", help="where the JSON goes")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.counts", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--output", type=Path, default=machine.RESULTS / "counts.json", help="where the JSON goes"
+    )
     options = parser.parse_args(arguments)
     console, results = Console(), {}
     counted = [v for v in VARIANTS if v.missing is None and v.name != "detect_anomaly"]
@@ -128,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def painted(workload: Workload, rows: Sequence[Count]) -> Table:
     """Differences to the bare step with the same optimizer."""
-    table = Table(title=f"{workload.what}: per healthy step, beyond the bare step", title_justify="left")
+    table = Table(
+        title=f"{workload.what}: per healthy step, beyond the bare step", title_justify="left"
+    )
     table.add_column("step")
     for column in ("reads", "packets", "late packets", "tensors", "KiB"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -1,11 +1,12 @@
-"""Kill -9 at random instants of save, rotation, rename and resume: stepguard's store beside what people use.
+"""Kill -9 at random instants of save, rotation, rename and resume: stepguard's store beside what
+people use.
 
     python -m benchmarks.crash --runs 1000         # all of them, about 15 minutes
     python -m benchmarks.crash --only stepguard    # one of them (the others keep their last result)
 
-Each restart goes on in the folder of the last one, litter included; what must be there is known outside the killed
-process. Beside it a disk that fills up. Not covered: power loss (tests/checkpoints/test_power_loss.py tries every
-prefix of the operations), network filesystems.
+Each restart goes on in the folder of the last one, litter included; what must be there is known
+outside the killed process. Beside it a disk that fills up. Not covered: power loss
+(tests/checkpoints/test_power_loss.py tries every prefix of the operations), network filesystems.
 """
 
 from __future__ import annotations
@@ -29,18 +30,29 @@ from benchmarks.disk.full import fill_up
 from benchmarks.parts import machine
 
 SIZE = 1_000_000
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     console = Console()
     if options.only is not None and options.only not in FORMATS:
-        console.print(f"--only {options.only}: not known; use one of {', '.join(FORMATS)}.", style="red")
+        console.print(
+            f"--only {options.only}: not known; use one of {', '.join(FORMATS)}.", style="red"
+        )
         return 2
     torch.set_num_threads(1)
     rows = {name: _row(name, options, console) for name in FORMATS if options.only in (None, name)}
-    before = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
+    before = (
+        json.loads(options.output.read_text(encoding="utf-8"))["rows"]
+        if options.output.exists()
+        else {}
+    )
     rows = {name: (before | rows)[name] for name in FORMATS if name in before or name in rows}
     console.print(painted(rows))
     console.print(painted_full(rows))
@@ -50,21 +62,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.crash", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.crash", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--runs", type=int, default=200, help="kills of each format")
-    parser.add_argument("--size", type=int, default=SIZE, help="parameters; a state has three floats for each")
+    parser.add_argument(
+        "--size", type=int, default=SIZE, help="parameters; a state has three floats for each"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="NAME", help=f"one format: {', '.join(FORMATS)}")
-    parser.add_argument("--output", type=Path, default=machine.RESULTS / "crash.json", help="where the JSON goes")
+    parser.add_argument(
+        "--output", type=Path, default=machine.RESULTS / "crash.json", help="where the JSON goes"
+    )
     return parser.parse_args(arguments)
 
 
 def _row(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     make = FORMATS[name]
-    row: dict[str, Any] = {"what": make().what, "missing": make().missing(), "machine": machine.facts()}
+    row: dict[str, Any] = {
+        "what": make().what,
+        "missing": make().missing(),
+        "machine": machine.facts(),
+    }
     if row["missing"]:
         return row
-    with tempfile.TemporaryDirectory() as place, Progress(*COLUMNS, console=console, transient=True) as progress:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        Progress(*COLUMNS, console=console, transient=True) as progress,
+    ):
         task = progress.add_task(row["what"], total=options.runs)
         tally = campaign(
             make,
@@ -76,18 +101,27 @@ def _row(name: str, options: argparse.Namespace, console: Console) -> dict[str, 
         )
         full = fill_up(make, Path(place) / "small", SIZE)
     megabytes = options.size * 12 / 1e6
-    return {**row, "megabytes": megabytes, **asdict(tally), "full": None if full is None else asdict(full)}
+    return {
+        **row,
+        "megabytes": megabytes,
+        **asdict(tally),
+        "full": None if full is None else asdict(full),
+    }
 
 
 def lost(rows: dict[str, Any]) -> bool:
     """Did ours lose, mix or misread anything?"""
     ours = rows.get("stepguard")
-    return bool(ours) and any(ours[key] for key in ("newest_unusable", "all_lost", "mixed", "went_back"))
+    return bool(ours) and any(
+        ours[key] for key in ("newest_unusable", "all_lost", "mixed", "went_back")
+    )
 
 
 def painted(rows: dict[str, Any]) -> Table:
     """One line a format."""
-    table = Table(title="kill -9 at a random instant, restart in the same folder", title_justify="left")
+    table = Table(
+        title="kill -9 at a random instant, restart in the same folder", title_justify="left"
+    )
     table.add_column("format")
     for column in ("kills", "newest unusable", "all lost", "mixed", "went back", "litter MB"):
         table.add_column(column, justify="right")
@@ -95,7 +129,8 @@ def painted(rows: dict[str, Any]) -> Table:
         style = "bold" if name == "stepguard" else ("dim" if row["missing"] else "")
         table.add_row(row["what"], *_cells(row), style=style)
     table.caption = (
-        "newest unusable: a resume fails until somebody deletes it; all lost: nothing loads; mixed: loads silently as "
+        "newest unusable: a resume fails until somebody deletes it; all lost: nothing loads; "
+        "mixed: loads silently as "
         "parts of different steps; litter: the most that lay beside it at a restart"
     )
     return table
@@ -104,7 +139,9 @@ def painted(rows: dict[str, Any]) -> Table:
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["missing"]:
         return [row["missing"]] + 5 * [""]
-    numbers = [str(row[key]) for key in ("killed", "newest_unusable", "all_lost", "mixed", "went_back")]
+    numbers = [
+        str(row[key]) for key in ("killed", "newest_unusable", "all_lost", "mixed", "went_back")
+    ]
     return [*numbers, f"{row['litter_bytes'] / 1e6:.0f}"]
 
 
@@ -117,7 +154,13 @@ def painted_full(rows: dict[str, Any]) -> Table:
         if full := row.get("full"):
             loads = "an error" if full["loads"] is None else f"step {full['loads']}"
             fits = "yes" if full["small_save_fits"] else "no"
-            table.add_row(row["what"], f"step {full['saved']}", loads, f"{full['partial_bytes'] / 1e6:.0f}", fits)
+            table.add_row(
+                row["what"],
+                f"step {full['saved']}",
+                loads,
+                f"{full['partial_bytes'] / 1e6:.0f}",
+                fits,
+            )
     return table
 
 

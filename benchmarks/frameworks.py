@@ -1,11 +1,13 @@
-"""What a guard costs inside a framework's own loop: steps of the guarded loop against those of the bare one.
+"""What a guard costs inside a framework's own loop: steps of the guarded loop against those of the
+bare one.
 
-    python -m benchmarks.frameworks                  # a few minutes a loop
-    python -m benchmarks.frameworks --only trainer
-    python -m benchmarks.frameworks --quick          # tiny models, seconds: shows that it runs, says nothing about cost
+    python -m benchmarks.frameworks                  # a few minutes a loop python -m
+    benchmarks.frameworks --only trainer python -m benchmarks.frameworks --quick          # tiny
+    models, seconds: shows that it runs, says nothing about cost
 
-Guarded and bare runs of a few steps alternate on the same model, in an order drawn anew each time; the median steps of
-two neighbours give one ratio, and the median of these is reported. The control is bare on both sides.
+Guarded and bare runs of a few steps alternate on the same model, in an order drawn anew each time;
+the median steps of two neighbours give one ratio, and the median of these is reported. The control
+is bare on both sides.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     console = Console()
     if options.only is not None and options.only not in LOOPS:
-        console.print(f"--only {options.only}: not known; use one of {', '.join(LOOPS)}.", style="red")
+        console.print(
+            f"--only {options.only}: not known; use one of {', '.join(LOOPS)}.", style="red"
+        )
         return 2
     torch.set_num_threads(1)
     size = QUICK if options.quick else FULL
@@ -67,19 +71,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in LOOPS if options.only is None else [options.only]:
         loop = LOOPS[name](size)
         try:
-            results += [compare(name, loop, options.pairs, control=control) for control in (True, False)]
+            results += [
+                compare(name, loop, options.pairs, control=control) for control in (True, False)
+            ]
         finally:
             loop.close()
     console.print(painted(size.what, results))
     kept = _merge(options.output, results)
     machine.keep(
-        {"schema": 1, "promise": PROMISE, "what": size.what, "machine": machine.facts(), "loops": kept}, options.output
+        {
+            "schema": 1,
+            "promise": PROMISE,
+            "what": size.what,
+            "machine": machine.facts(),
+            "loops": kept,
+        },
+        options.output,
     )
     return 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help="tiny models and few runs")
     parser.add_argument("--only", metavar="NAME", help=f"one loop: {', '.join(LOOPS)}")
     parser.add_argument("--pairs", type=int, help=f"runs of each kind ({PAIRS})")
@@ -98,7 +113,9 @@ def compare(name: str, loop: Loop, pairs: int, *, control: bool) -> Result:
     loop.run(2, guarded=not control)  # imports and first allocations
     for _ in range(pairs):
         first = draw.random() < 0.5
-        one, other = [_typical(loop, guarded=guarded and not control) for guarded in (first, not first)]
+        one, other = [
+            _typical(loop, guarded=guarded and not control) for guarded in (first, not first)
+        ]
         guarded_step, bare_step = (one, other) if first else (other, one)
         ratios.append(guarded_step[0] / bare_step[0])
         cpu_ratios.append(guarded_step[1] / max(bare_step[1], 1e-9))
@@ -127,18 +144,33 @@ def _merge(path: Path, results: Sequence[Result]) -> list[dict[str, Any]]:
     """Loops that were not measured now keep what was measured before."""
     before = json.loads(path.read_text(encoding="utf-8"))["loops"] if path.exists() else []
     measured = {result.loop for result in results}
-    return [row for row in before if row["loop"] not in measured] + [asdict(result) for result in results]
+    return [row for row in before if row["loop"] not in measured] + [
+        asdict(result) for result in results
+    ]
 
 
 def painted(what: str, results: Sequence[Result]) -> Table:
-    table = Table(title=f"{what}, 1 thread: guarded steps against bare ones", title_justify="left", title_style="bold")
+    table = Table(
+        title=f"{what}, 1 thread: guarded steps against bare ones",
+        title_justify="left",
+        title_style="bold",
+    )
     table.add_column("loop")
     for column in ("ratio", "95 % of it", "CPU", "95 % of it", "bare ms"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
-        spread, cpu = ("-".join(f"{end:.3f}" for end in ends) for ends in (result.interval, result.cpu_interval))
+        spread, cpu = (
+            "-".join(f"{end:.3f}" for end in ends)
+            for ends in (result.interval, result.cpu_interval)
+        )
         label = f"{result.what}{' (control: bare on both sides)' if result.control else ''}"
-        numbers = (f"{result.ratio:.3f}", spread, f"{result.cpu_ratio:.3f}", cpu, f"{result.milliseconds:.0f}")
+        numbers = (
+            f"{result.ratio:.3f}",
+            spread,
+            f"{result.cpu_ratio:.3f}",
+            cpu,
+            f"{result.milliseconds:.0f}",
+        )
         table.add_row(label, *numbers, style="dim" if result.control else "bold")
     return table
 

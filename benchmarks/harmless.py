@@ -1,11 +1,14 @@
-"""First, do no harm: healthy trainings that look ill, guarded and bare from one seed. Did the guard change anything?
+"""First, do no harm: healthy trainings that look ill, guarded and bare from one seed. Did the guard
+change anything?
 
-    python -m benchmarks.harmless [--seeds 20] [--steps 300] [--families dqn,gan] [--quick] [--jobs 2]
+    python -m benchmarks.harmless [--seeds 20] [--steps 300] [--families dqn,gan] [--quick] [--jobs
+    2]
 
-Every family is run bare and guarded with default settings in one process. Counted are interventions (a veto, a rewind,
-a halt, a retry, a sample left out), calls of the loss function or the model that the bare run did not make, and parts
-of the final state (weights, gradients, buffers, optimizers, schedules, scalers, random generators, what the loop holds)
-that are not bit for bit the same. The exit code is 0 only when all of them are 0. What was told is counted beside them.
+Every family is run bare and guarded with default settings in one process. Counted are interventions
+(a veto, a rewind, a halt, a retry, a sample left out), calls of the loss function or the model that
+the bare run did not make, and parts of the final state (weights, gradients, buffers, optimizers,
+schedules, scalers, random generators, what the loop holds) that are not bit for bit the same. The
+exit code is 0 only when all of them are 0. What was told is counted beside them.
 """
 
 from __future__ import annotations
@@ -34,9 +37,16 @@ RESULTS = machine.RESULTS / "harmless.json"
 SEEDS, STEPS, QUICK_SEEDS = 20, 300, 2
 
 
-def measure(families: Sequence[Family], seeds: int, options: argparse.Namespace, console: Console) -> list[Outcome]:
+def measure(
+    families: Sequence[Family], seeds: int, options: argparse.Namespace, console: Console
+) -> list[Outcome]:
     """Every family with every seed. A family's runs stay in one process, bare and guarded."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     outcomes: list[Outcome] = []
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("healthy runs", total=len(families) * seeds)
@@ -46,7 +56,9 @@ def measure(families: Sequence[Family], seeds: int, options: argparse.Namespace,
     return outcomes
 
 
-def _outcomes(families: Sequence[Family], seeds: int, options: argparse.Namespace) -> Iterator[Outcome]:
+def _outcomes(
+    families: Sequence[Family], seeds: int, options: argparse.Namespace
+) -> Iterator[Outcome]:
     if options.jobs == 1:
         for family in families:
             for seed in range(seeds):
@@ -54,7 +66,10 @@ def _outcomes(families: Sequence[Family], seeds: int, options: argparse.Namespac
         return
     alone = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=alone, initializer=_prepare) as pool:
-        asked = [pool.submit(runs_of, family.name, seeds, options.steps, options.anomalies) for family in families]
+        asked = [
+            pool.submit(runs_of, family.name, seeds, options.steps, options.anomalies)
+            for family in families
+        ]
         for answer in as_completed(asked):
             yield from answer.result()
 
@@ -137,13 +152,24 @@ def explained(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--families", type=lambda text: text.split(","), default=None, help="parts of names, or groups")
+    parser.add_argument(
+        "--families",
+        type=lambda text: text.split(","),
+        default=None,
+        help="parts of names, or groups",
+    )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SEEDS} seeds")
-    parser.add_argument("--anomalies", choices=("note", "act", "off"), default="note", help="GuardConfig.anomalies")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
+    parser.add_argument(
+        "--anomalies", choices=("note", "act", "off"), default="note", help="GuardConfig.anomalies"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side"
+    )
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args(arguments)
     _prepare()
@@ -159,7 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(explained(row), markup=False, soft_wrap=True)
     console.print(
         f"{total['families']} families, {total['runs']} runs, {total['steps']} steps: "
-        f"{total['interventions']} interventions, {total['extra_calls']} further calls of user code, "
+        f"{total['interventions']} interventions, {total['extra_calls']} further calls of user "
+        f"code, "
         f"{total['unequal_runs']} runs not bit-equal, {total['notes']} anomalies told"
     )
     whole = options.families is None and not options.quick and options.anomalies == "note"

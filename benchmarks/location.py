@@ -2,8 +2,8 @@
 
     python -m benchmarks.location [--quick]
 
-The failure is a square root at 0 beside the real loss, so the whole forward and backward have to be looked through.
-Promise: at most 6 bare steps plus 0.3 s, and twice the step's memory.
+The failure is a square root at 0 beside the real loss, so the whole forward and backward have to be
+looked through. Promise: at most 6 bare steps plus 0.3 s, and twice the step's memory.
 """
 
 from __future__ import annotations
@@ -76,7 +76,16 @@ def scene(workload: Workload) -> tuple[Step, Callable[[], None]]:
 
     buffers = BufferKeeper([model])
     buffers.remember()
-    step = Step(0, model, torch.optim.AdamW(model.parameters()), {}, buffers, loss_fn, (batch,), [capture_rng()])
+    step = Step(
+        0,
+        model,
+        torch.optim.AdamW(model.parameters()),
+        {},
+        buffers,
+        loss_fn,
+        (batch,),
+        [capture_rng()],
+    )
 
     def bare() -> None:
         model.zero_grad(set_to_none=True)
@@ -99,7 +108,9 @@ def most_alive(run: Callable[[], Any]) -> int:
 
 def measure(workload: Workload, rounds: int) -> dict[str, Any]:
     step, bare = scene(workload)
-    reading = Reading(step=0, loss=1.0, micro_losses=(1.0,), grad_norm=float("nan"), grads_finite=False)
+    reading = Reading(
+        step=0, loss=1.0, micro_losses=(1.0,), grad_norm=float("nan"), grads_finite=False
+    )
     found: list[Origin] = []
 
     def find() -> None:
@@ -124,19 +135,36 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to try the benchmark itself")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, to try the benchmark itself"
+    )
     quick = parser.parse_args(arguments).quick
     workload = next(iter((QUICK if quick else FULL).values()))()
     row = measure(workload, 2 if quick else 7)
-    table = Table("workload", "origin", "bare", "locate", "in bare steps", "memory", title="locating a bad step")
+    table = Table(
+        "workload",
+        "origin",
+        "bare",
+        "locate",
+        "in bare steps",
+        "memory",
+        title="locating a bad step",
+    )
     spread = f"{row['steps']:.2f} ({row['spread'][0]:.2f}-{row['spread'][1]:.2f})"
     times = [f"{row[key] * 1000:.0f} ms" for key in ("bare_seconds", "locate_seconds")]
     table.add_row(row["what"], row["origin"], *times, spread, f"{row['memory']:.2f}x")
     Console().print(table)
     if not quick:
         machine.keep(
-            {"schema": 1, "machine": machine.facts(), "promise": {"steps": 6, "seconds": 0.3, "memory": 2}, **row},
+            {
+                "schema": 1,
+                "machine": machine.facts(),
+                "promise": {"steps": 6, "seconds": 0.3, "memory": 2},
+                **row,
+            },
             RESULTS,
         )
     return 0

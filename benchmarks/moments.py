@@ -2,9 +2,10 @@
 
     python -m benchmarks.moments [--seeds 5] [--only NAME ...] [--quick]
 
-Every strategy sees the same batches in the same order and as many of them; something happens at half-way. Measured is
-the loss on held-out data at the end. stepguard has its default settings, and `anomalies="act"` in the rows marked so,
-where everything stays finite. The exit code is 0 when stepguard is best, or equal within noise, in every row.
+Every strategy sees the same batches in the same order and as many of them; something happens at
+half-way. Measured is the loss on held-out data at the end. stepguard has its default settings, and
+`anomalies="act"` in the rows marked so, where everything stays finite. The exit code is 0 when
+stepguard is best, or equal within noise, in every row.
 """
 
 from __future__ import annotations
@@ -84,27 +85,47 @@ def strict(data: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--only", nargs="*", metavar="NAME", default=None, help="parts of the names of moments")
+    parser.add_argument(
+        "--only", nargs="*", metavar="NAME", default=None, help="parts of the names of moments"
+    )
     parser.add_argument("--quick", action="store_true", help="one seed")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    chosen = [m for m in MOMENTS if options.only is None or any(part in m.name for part in options.only)]
+    chosen = [
+        m for m in MOMENTS if options.only is None or any(part in m.name for part in options.only)
+    ]
     seeds = range(1 if options.quick else options.seeds)
     stderr = Console(stderr=True)
-    rows = [measure(m, seeds) for m in track(chosen, description="bad moments", console=stderr, transient=True)]
+    rows = [
+        measure(m, seeds)
+        for m in track(chosen, description="bad moments", console=stderr, transient=True)
+    ]
     console = Console(width=max(120, Console().width))
     console.print(table(rows))
     for row in rows:
         if not row["held"]:
-            console.print(f"{row['moment']}: {row['strategies']['stepguard']['done']}", markup=False, soft_wrap=True)
+            console.print(
+                f"{row['moment']}: {row['strategies']['stepguard']['done']}",
+                markup=False,
+                soft_wrap=True,
+            )
     lost = [row["moment"] for row in rows if not row["held"]]
     console.print(f"{len(rows) - len(lost)} of {len(rows)} rows: stepguard is best or equal")
     if options.output is not None or (options.only is None and not options.quick):
-        content = {"schema": 1, "machine": machine.facts(), "steps": STEPS, "at": AT, "seeds": len(seeds), "rows": rows}
+        content = {
+            "schema": 1,
+            "machine": machine.facts(),
+            "steps": STEPS,
+            "at": AT,
+            "seeds": len(seeds),
+            "rows": rows,
+        }
         machine.keep(strict(content), options.output or RESULTS)
     return 1 if lost else 0
 

@@ -1,8 +1,10 @@
-"""What a healthy step costs: stepguard and the checks people use today, against a bare step with clipping.
+"""What a healthy step costs: stepguard and the checks people use today, against a bare step with
+clipping.
 
-    python -m benchmarks.overhead                  # three models, about 20 minutes
-    python -m benchmarks.overhead --only gpt-7m    # one of them (the others keep their last result)
-    python -m benchmarks.overhead --quick          # tiny models, seconds: shows that it runs, says nothing about cost
+    python -m benchmarks.overhead                  # three models, about 20 minutes python -m
+    benchmarks.overhead --only gpt-7m    # one of them (the others keep their last result) python -m
+    benchmarks.overhead --quick          # tiny models, seconds: shows that it runs, says nothing
+    about cost
 
 Not covered: accelerators, several processes, torch.compile.
 """
@@ -38,28 +40,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     workloads = QUICK if options.quick else FULL
     if options.only is not None and options.only not in workloads:
-        console.print(f"--only {options.only}: not known; use one of {', '.join(workloads)}.", style="red")
+        console.print(
+            f"--only {options.only}: not known; use one of {', '.join(workloads)}.", style="red"
+        )
         return 2
     unknown = sorted(set(options.variants or ()) - {v.name for v in VARIANTS})
     if unknown:
-        console.print(f"--variants {unknown[0]}: not known; use {', '.join(v.name for v in VARIANTS)}.", style="red")
+        console.print(
+            f"--variants {unknown[0]}: not known; use {', '.join(v.name for v in VARIANTS)}.",
+            style="red",
+        )
         return 2
     chosen = [make() for name, make in workloads.items() if options.only in (None, name)]
     results = _measure(chosen, options, console)
     merged = _merge(options.output, results, quick=options.quick)
     machine.keep(merged, options.output)
-    console.print(f"written to {options.output.name}; python -m benchmarks.table puts it into the README")
+    console.print(
+        f"written to {options.output.name}; python -m benchmarks.table puts it into the README"
+    )
     return 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help="tiny models and few rounds")
     parser.add_argument("--only", metavar="NAME", help=f"one workload: {', '.join(FULL)}")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these; the others keep their last result")
-    parser.add_argument("--rounds", type=int, help="timed rounds a workload, instead of its own number")
     parser.add_argument(
-        "--threads", type=int, default=1, help="torch threads (1: with more, a busy machine drowns one per cent)"
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        help="only these; the others keep their last result",
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="timed rounds a workload, instead of its own number"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="torch threads (1: with more, a busy machine drowns one per cent)",
     )
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     options = parser.parse_args(arguments)
@@ -68,15 +89,24 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _measure(workloads: Sequence[Workload], options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def _measure(
+    workloads: Sequence[Workload], options: argparse.Namespace, console: Console
+) -> dict[str, Any]:
     results = {}
     variants = _chosen(options.variants)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     for workload in workloads:
         rounds = options.rounds or workload.rounds, workload.rounds if options.quick else OWN_ROUNDS
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(workload.what, total=_pairs(rounds, variants))
-            rows = compare(workload, variants, rounds, WARMUP, lambda p=progress, t=task: p.advance(t))
+            rows = compare(
+                workload, variants, rounds, WARMUP, lambda p=progress, t=task: p.advance(t)
+            )
         console.print(painted(workload, rows))
         results[workload.name] = {
             "what": workload.what,
@@ -107,24 +137,36 @@ def _merge(path: Path, results: dict[str, Any], *, quick: bool) -> dict[str, Any
     before = json.loads(path.read_text(encoding="utf-8"))["workloads"] if path.exists() else {}
     order = QUICK if quick else FULL
     for name, result in results.items():
-        rows = {row["variant"]: row for row in [*before.get(name, {}).get("rows", []), *result["rows"]]}
+        rows = {
+            row["variant"]: row for row in [*before.get(name, {}).get("rows", []), *result["rows"]]
+        }
         result["rows"] = [rows[v.name] for v in VARIANTS if v.name in rows]
-    workloads = {name: (before | results)[name] for name in order if name in before or name in results}
+    workloads = {
+        name: (before | results)[name] for name in order if name in before or name in results
+    }
     return {"schema": 1, "promise": PROMISE, "warmup": WARMUP, "workloads": workloads}
 
 
 def painted(workload: Workload, rows: Sequence[Row]) -> Table:
     """The comparison as a table, one line a variant."""
     threads = torch.get_num_threads()
-    title = f"{workload.what}, {threads} thread{'s' if threads > 1 else ''}, against the bare step with the same AdamW"
+    title = (
+        f"{workload.what}, {threads} thread{'s' if threads > 1 else ''}, against the bare step "
+        f"with the same AdamW"
+    )
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("step")
     for column in ("ratio", "95 % of it", "CPU", "ms", "+ms", "share"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.caption = "ratio and CPU: of whole steps; +ms and share: of the check itself, forward and backward taken out"
+    table.caption = (
+        "ratio and CPU: of whole steps; +ms and share: of the check itself, forward "
+        "and backward taken out"
+    )
     table.caption_justify = "left"
     for row in rows:
-        table.add_row(row.what, *cells(row), style="bold" if row.ours else ("dim" if row.missing else ""))
+        table.add_row(
+            row.what, *cells(row), style="bold" if row.ours else ("dim" if row.missing else "")
+        )
     return table
 
 

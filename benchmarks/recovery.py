@@ -1,9 +1,11 @@
-"""Does a run that was damaged end where one that was never damaged ends? Five strategies, four failures, five seeds.
+"""Does a run that was damaged end where one that was never damaged ends? Five strategies, four
+failures, five seeds.
 
     python -m benchmarks.recovery [--quick]
 
-Every run makes the same number of optimizer steps that count. `newest finite` goes back to the newest of its snapshots
-(every 10 steps, all finite) when loss or gradient is not finite, at most 5 times; `skip only` leaves such steps out.
+Every run makes the same number of optimizer steps that count. `newest finite` goes back to the
+newest of its snapshots (every 10 steps, all finite) when loss or gradient is not finite, at most 5
+times; `skip only` leaves such steps out.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def begin(seed: int, steps: int) -> Run:
     return Run(model, optimizer, scheduler, torch.Generator().manual_seed(seed), steps)
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- what goes wrong
+# --------------------------------------------------------------------------------------------------
 
 
 def lr_jump(run: Run) -> None:
@@ -81,14 +84,18 @@ def bit_flip(run: Run) -> None:
 
 @torch.no_grad()
 def lost_moments(run: Run) -> None:
-    """The optimizer comes back without its second moments, and with its step counts: the next update is enormous."""
+    """The optimizer comes back without its second moments, and with its step counts: the next
+    update is enormous.
+    """
     for state in run.optimizer.state.values():
         state["exp_avg_sq"].zero_()
 
 
 @torch.no_grad()
 def bad_statistics(run: Run) -> None:
-    """A running variance turns NaN: training goes on as if nothing were wrong, and nothing else works."""
+    """A running variance turns NaN: training goes on as if nothing were wrong, and nothing else
+    works.
+    """
     run.model.get_buffer("stem.1.running_var")[3] = torch.nan
 
 
@@ -100,7 +107,8 @@ HARMS: dict[str, Harm] = {
 }
 
 
-# --- what is done about it --------------------------------------------------------------------------------------------
+# --- what is done about it
+# --------------------------------------------------------------------------------------------
 
 
 def _harm(run: Run, harm: Harm | None) -> None:
@@ -171,7 +179,10 @@ def guarded(run: Run, harm: Harm | None) -> str:
         except TrainingHalted:
             return f"stopped at {guard.steps}"
         taken = [i.decision for i in guard.incidents if i.decision is not None]
-    return ", ".join(f"{d.action} to {d.rewound_to} ({d.data})" if d.action == "rewind" else d.action for d in taken)
+    return ", ".join(
+        f"{d.action} to {d.rewound_to} ({d.data})" if d.action == "rewind" else d.action
+        for d in taken
+    )
 
 
 def _finite(model: nn.Module) -> bool:
@@ -179,7 +190,12 @@ def _finite(model: nn.Module) -> bool:
 
 
 def _copy(run: Run) -> Any:
-    states = (run.model.state_dict(), run.optimizer.state_dict(), run.scheduler.state_dict(), run.done)
+    states = (
+        run.model.state_dict(),
+        run.optimizer.state_dict(),
+        run.scheduler.state_dict(),
+        run.done,
+    )
     return copy.deepcopy(states)
 
 
@@ -198,10 +214,13 @@ STRATEGIES: dict[str, Callable[[Run, Harm | None], str]] = {
 }
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring
+# --------------------------------------------------------------------------------------------------------
 
 
-def once(seed: int, steps: int, strategy: Callable[[Run, Harm | None], str], harm: Harm | None) -> dict[str, Any]:
+def once(
+    seed: int, steps: int, strategy: Callable[[Run, Harm | None], str], harm: Harm | None
+) -> dict[str, Any]:
     run = begin(seed, steps)
     told = strategy(run, harm)
     return {"seed": seed, "accuracy": accuracy(run.model), "done": told, "batches": run.drawn}
@@ -210,7 +229,10 @@ def once(seed: int, steps: int, strategy: Callable[[Run, Harm | None], str], har
 def measure(seeds: Sequence[int], steps: int, harms: Sequence[str]) -> dict[str, Any]:
     never = [once(seed, steps, do_nothing, None) for seed in seeds]
     failures = {
-        name: {label: [once(seed, steps, s, HARMS[name]) for seed in seeds] for label, s in STRATEGIES.items()}
+        name: {
+            label: [once(seed, steps, s, HARMS[name]) for seed in seeds]
+            for label, s in STRATEGIES.items()
+        }
         for name in harms
     }
     return {"steps": steps, "damaged_at": steps // 2, "never_failed": never, "failures": failures}
@@ -230,12 +252,16 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, two failures, few steps")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    seeds, steps, harms = ([0], 90, list(HARMS)[:2]) if options.quick else (list(range(5)), STEPS, list(HARMS))
+    seeds, steps, harms = (
+        ([0], 90, list(HARMS)[:2]) if options.quick else (list(range(5)), STEPS, list(HARMS))
+    )
     found = measure(seeds, steps, harms)
     Console().print(table(found))
     if options.output is not None or not options.quick:

@@ -1,9 +1,11 @@
-"""What a snapshot costs: the time training stands still for one, at 1M, 10M and 100M parameters, and amortised.
+"""What a snapshot costs: the time training stands still for one, at 1M, 10M and 100M parameters,
+and amortised.
 
     python -m benchmarks.snapshot [--quick]
 
-The state is that of AdamW (three numbers a parameter). Beside it the same by `copy.deepcopy` of the state dicts.
-Promise: under 0.5 % of the time of training at the cadence `auto` chooses, whatever a step takes.
+The state is that of AdamW (three numbers a parameter). Beside it the same by `copy.deepcopy` of the
+state dicts. Promise: under 0.5 % of the time of training at the cadence `auto` chooses, whatever a
+step takes.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def measure(parameters: int, rounds: int) -> dict[str, Any]:
 
 
 def amortised(stall: float, step_seconds: float) -> dict[str, float]:
-    """The cadence that `auto` settles at, and the share of time it costs, on a clock that is driven by hand."""
+    """The cadence that `auto` settles at, and the share of time it costs, on a clock that is driven
+    by hand.
+    """
     now = [0.0]
     cadence, taken = Cadence("auto", lambda: now[0]), []
     for step in range(200_000):
@@ -97,7 +101,12 @@ def amortised(stall: float, step_seconds: float) -> dict[str, float]:
 
 def table(rows: dict[str, dict[str, Any]]) -> Table:
     drawn = Table(
-        "parameters", "state", "stall", "deepcopy", *(f"step {s:g} s" for s in STEP_SECONDS), title="snapshots"
+        "parameters",
+        "state",
+        "stall",
+        "deepcopy",
+        *(f"step {s:g} s" for s in STEP_SECONDS),
+        title="snapshots",
     )
     for name, row in rows.items():
         costs = [f"every {int(a['every'])}, {a['share']:.2%}" for a in row["amortised"].values()]
@@ -107,8 +116,12 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to try the benchmark itself")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, to try the benchmark itself"
+    )
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -4,9 +4,10 @@
     python -m benchmarks.store --only 1M           # one of them (the others keep their last result)
     python -m benchmarks.store --quick             # a tiny model, seconds: shows that it runs
 
-A round trains without saving, then offers a state and trains until it is on disk. What those steps took beyond as many
-steps without saving is the stall by the clock. Beside it the processor time of the writer's thread: other programs do
-not disturb it, and it is what a machine with a single core loses. Not covered: copying the state out of the way.
+A round trains without saving, then offers a state and trains until it is on disk. What those steps
+took beyond as many steps without saving is the stall by the clock. Beside it the processor time of
+the writer's thread: other programs do not disturb it, and it is what a machine with a single core
+loses. Not covered: copying the state out of the way.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ WIDTHS = {"1M": 360, "10M": 1120, "100M": 3536}
 MATRICES = 8
 FEWEST = 4
 """Steps of a measurement."""
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,22 +54,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     widths = {"tiny": 32} if options.quick else WIDTHS
     if options.only is not None and options.only not in widths:
-        console.print(f"--only {options.only}: not known; use one of {', '.join(widths)}.", style="red")
+        console.print(
+            f"--only {options.only}: not known; use one of {', '.join(widths)}.", style="red"
+        )
         return 2
     rows = {}
     for name, width in widths.items():
         if options.only in (None, name):
             rows[name] = _measure(name, width, options, console)
-    before = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
+    before = (
+        json.loads(options.output.read_text(encoding="utf-8"))["rows"]
+        if options.output.exists()
+        else {}
+    )
     rows = {name: (before | rows)[name] for name in widths if name in before or name in rows}
     console.print(painted(rows))
-    machine.keep({"schema": 1, "promise": PROMISE, "cadence_seconds": CADENCE, "rows": rows}, options.output)
+    machine.keep(
+        {"schema": 1, "promise": PROMISE, "cadence_seconds": CADENCE, "rows": rows}, options.output
+    )
     console.print(f"written to {options.output.name}")
     return 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.store", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and one round")
     parser.add_argument("--only", metavar="NAME", help="one size: 1M, 10M, 100M")
     parser.add_argument("--rounds", type=int, help="saves of each kind")
@@ -105,7 +121,9 @@ class Training:
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
 
-    def run(self, seconds: float = 0.0, until: Callable[[], bool] = lambda: True) -> tuple[int, float]:
+    def run(
+        self, seconds: float = 0.0, until: Callable[[], bool] = lambda: True
+    ) -> tuple[int, float]:
         """Train for so long and until something has happened: steps and seconds."""
         begin, steps = time.perf_counter(), 0
         while True:
@@ -116,13 +134,18 @@ class Training:
                 return steps, spent
 
     def _copied(self) -> dict[str, Tensor]:
-        state = {f"model/{name}": tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        state = {
+            f"model/{name}": tensor.detach().clone()
+            for name, tensor in self.model.state_dict().items()
+        }
         for index, slots in enumerate(self.optimizer.state.values()):
             state |= {f"optimizer/{index}/{name}": value.clone() for name, value in slots.items()}
         return state
 
 
-def _measure(name: str, width: int, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def _measure(
+    name: str, width: int, options: argparse.Namespace, console: Console
+) -> dict[str, Any]:
     training = Training(width)
     parameters = sum(p.numel() for p in training.model.parameters())
     ways = {"all cores": None, "one core": {min(os.sched_getaffinity(0))}}
@@ -136,7 +159,10 @@ def _measure(name: str, width: int, options: argparse.Namespace, console: Consol
 
 
 def _rounds(
-    training: Training, options: argparse.Namespace, cores: set[int] | None, progress: Callable[[], None]
+    training: Training,
+    options: argparse.Namespace,
+    cores: set[int] | None,
+    progress: Callable[[], None],
 ) -> dict[str, Any]:
     """Medians over rounds; the first is for warming up."""
     before = os.sched_getaffinity(0)
@@ -155,7 +181,9 @@ def _rounds(
     return {key: statistics.median(each[key] for each in found[1:]) for key in found[0]}
 
 
-def _round(training: Training, background: Background, store: Timed, step: int, seconds: float) -> dict[str, float]:
+def _round(
+    training: Training, background: Background, store: Timed, step: int, seconds: float
+) -> dict[str, float]:
     steps, spent = training.run(seconds)
     bare = spent / steps
     begin = time.perf_counter()
@@ -193,14 +221,26 @@ def painted(rows: dict[str, Any]) -> Table:
     """One line a size and way."""
     table = Table(title="what a save costs training", title_justify="left")
     left = ("parameters", "cores")
-    ours, theirs = ("offer ms", "save s", "stall ms", "processor ms", "share"), ("torch.save ms", "share")
+    ours, theirs = (
+        ("offer ms", "save s", "stall ms", "processor ms", "share"),
+        ("torch.save ms", "share"),
+    )
     for column in (*left, "step ms", *ours, *theirs):
         table.add_column(column, justify="left" if column in left else "right")
     for name, row in rows.items():
         for way, found in row["ways"].items():
-            numbers = [f"{found[key]:.1f}" for key in ("step_ms", "offer_ms", "save_s", "stall_ms", "processor_ms")]
+            numbers = [
+                f"{found[key]:.1f}"
+                for key in ("step_ms", "offer_ms", "save_s", "stall_ms", "processor_ms")
+            ]
             blocked = [f"{found['torch_save_ms']:.0f}", _share(found["torch_save_ms"])]
-            table.add_row(f"{name} ({row['megabytes']:.0f} MB)", way, *numbers, _share(found["processor_ms"]), *blocked)
+            table.add_row(
+                f"{name} ({row['megabytes']:.0f} MB)",
+                way,
+                *numbers,
+                _share(found["processor_ms"]),
+                *blocked,
+            )
     table.caption = f"share: of training time, with a checkpoint every {CADENCE / 60:.0f} minutes"
     return table
 

@@ -16,19 +16,29 @@ from benchmarks.parts.machine import RESULTS
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
 README = Path(__file__).parents[1] / "README.md"
-KEPT = "The allocator keeps freed memory, as tcmalloc and jemalloc do: else page faults drown one per cent. "
+KEPT = (
+    "The allocator keeps freed memory, as tcmalloc and jemalloc do: else page faults drown one "
+    "per cent. "
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.table", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--results", type=Path, default=RESULTS / "overhead.json")
     parser.add_argument("--readme", type=Path, default=README)
     options = parser.parse_args(arguments)
     if not options.results.exists():
-        return _refuse(f"{options.results.name} does not exist; run python -m benchmarks.overhead first.")
+        return _refuse(
+            f"{options.results.name} does not exist; run python -m benchmarks.overhead first."
+        )
     text = options.readme.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        return _refuse(f"{options.readme.name} needs the lines {BEGIN} and {END}, once each, where the table goes.")
+        return _refuse(
+            f"{options.readme.name} needs the lines {BEGIN} and {END}, once each, where the table "
+            f"goes."
+        )
     data = json.loads(options.results.read_text(encoding="utf-8"))
     fresh = replaced(text, "\n".join(lines(data)))
     options.readme.write_text(fresh, encoding="utf-8")
@@ -77,9 +87,12 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
     rounds = ", ".join(map(str, _rounds(workloads)))
     threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
     return (
-        "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, update) beside it, "
-        f"and 95 % of that median over {rounds} rounds; `own` is what the check adds by itself, measured with forward "
-        "and backward taken out. `bare again` is the bare step on both sides: what it shows is noise. "
+        "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, "
+        "update) beside it, "
+        f"and 95 % of that median over {rounds} rounds; `own` is what the check adds by itself, "
+        f"measured with forward "
+        "and backward taken out. `bare again` is the bare step on both sides: what it shows is "
+        "noise. "
         f"{KEPT if facts.get('memory_kept') else ''}"
         f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, "
         f"load {_loads(workloads)} on {facts['cpus']} CPUs."

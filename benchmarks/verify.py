@@ -1,10 +1,13 @@
-"""What reading a checkpoint costs: stepguard.verify, torch.load with an isnan loop, and merely reading the file.
+"""What reading a checkpoint costs: stepguard.verify, torch.load with an isnan loop, and merely
+reading the file.
 
     python -m benchmarks.verify            # two files of 2 GB, warm and cold cache, about 5 minutes
-    python -m benchmarks.verify --quick    # 40 MB, seconds: shows that it runs, says nothing about speed
+    python -m benchmarks.verify --quick    # 40 MB, seconds: shows that it runs, says nothing about
+    speed
 
-Every contender runs in a process of its own, in turns; times are without imports, memory is the growth of the peak.
-Cold: the file's pages are dropped from the cache before (posix_fadvise); the disk's own cache stays.
+Every contender runs in a process of its own, in turns; times are without imports, memory is the
+growth of the peak. Cold: the file's pages are dropped from the cache before (posix_fadvise); the
+disk's own cache stays.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from benchmarks.parts import machine
 from benchmarks.parts.reading import CONTENDERS
 
 PROMISE, MEMORY = 0.8, 300.0
-"""Share of the bandwidth of merely reading (the faster of two readers); megabytes that the peak may grow."""
+"""Share of the bandwidth of merely reading (the faster of two readers); megabytes that the peak may
+grow.
+"""
 FORMATS = ("torch zip", "safetensors")
 
 
@@ -41,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in FORMATS:
             path = make(Path(folder), name, options.megabytes)
             try:
-                files[name] = {cache: _measure(path, cache, options, console) for cache in ("warm", "cold")}
+                files[name] = {
+                    cache: _measure(path, cache, options, console) for cache in ("warm", "cold")
+                }
             finally:
                 path.unlink()
             for cache, rows in files[name].items():
@@ -60,21 +67,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.verify", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help="a small file and two rounds")
     parser.add_argument("--megabytes", type=int, help="size of each file")
     parser.add_argument("--rounds", type=int, help="turns of every contender")
-    parser.add_argument("--folder", type=Path, help="where the files are made; the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where the files are made; the system's temporary folder"
+    )
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     options = parser.parse_args(arguments)
     options.megabytes = options.megabytes or (40 if options.quick else 2000)
     options.rounds = options.rounds or (2 if options.quick else 5)
-    options.output = options.output or machine.RESULTS / ("verify-quick.json" if options.quick else "verify.json")
+    options.output = options.output or machine.RESULTS / (
+        "verify-quick.json" if options.quick else "verify.json"
+    )
     return options
 
 
 def make(folder: Path, name: str, megabytes: int) -> Path:
-    """A state dict of matrices as a language model has them, made piece by piece into the file's format."""
+    """A state dict of matrices as a language model has them, made piece by piece into the file's
+    format.
+    """
     generator = torch.Generator().manual_seed(0)
     count = max(2, megabytes // 20)
     state = {
@@ -90,7 +105,9 @@ def make(folder: Path, name: str, megabytes: int) -> Path:
     return path
 
 
-def _measure(path: Path, cache: str, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def _measure(
+    path: Path, cache: str, options: argparse.Namespace, console: Console
+) -> list[dict[str, Any]]:
     suffix = path.suffix
     names = [name for name, contender in CONTENDERS.items() if suffix in contender.suffixes]
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -108,7 +125,9 @@ def _measure(path: Path, cache: str, options: argparse.Namespace, console: Conso
     return [_row(name, path.stat().st_size, turns[name], reading) for name in names]
 
 
-def _row(name: str, size: int, turns: list[dict[str, float]], reading: list[float]) -> dict[str, Any]:
+def _row(
+    name: str, size: int, turns: list[dict[str, float]], reading: list[float]
+) -> dict[str, Any]:
     ratios = [read / turn["seconds"] for turn, read in zip(turns, reading, strict=True)]
     seconds = median(turn["seconds"] for turn in turns)
     return {
@@ -153,9 +172,17 @@ def painted(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         low, high = row["of_reading_range"]
-        numbers = (f"{row['seconds']:.2f}", f"{row['gigabytes_a_second']:.2f}", f"{row['of_reading']:.2f}")
+        numbers = (
+            f"{row['seconds']:.2f}",
+            f"{row['gigabytes_a_second']:.2f}",
+            f"{row['of_reading']:.2f}",
+        )
         style = "bold" if row["name"] == "stepguard" else ""
-        rest = (f"{low:.2f}-{high:.2f}", f"{row['cpu_seconds']:.2f}", f"{row['peak_megabytes']:.0f}")
+        rest = (
+            f"{low:.2f}-{high:.2f}",
+            f"{row['cpu_seconds']:.2f}",
+            f"{row['peak_megabytes']:.0f}",
+        )
         table.add_row(row["what"], *numbers, *rest, style=style)
     return table
 

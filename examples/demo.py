@@ -1,9 +1,11 @@
-"""One training, three times: unguarded it dies, guarded it is told why and survives, repaired it never fails.
+"""One training, three times: unguarded it dies, guarded it is told why and survives, repaired it
+never fails.
 
     python -m examples.demo                        # under a minute; writes to ./demo_run
     python -m examples.demo --steps 100 --run-dir somewhere
 
-No NaN is injected: see denoiser.py for the bug. Seed, data and loop are the same; the guard is the only difference.
+No NaN is injected: see denoiser.py for the bug. Seed, data and loop are the same; the guard is the
+only difference.
 """
 
 from __future__ import annotations
@@ -97,7 +99,10 @@ class GuardedLoop(Loop):
     def __init__(self, run_dir: Path, *, quiet: bool = False) -> None:
         super().__init__()
         config = stepguard.GuardConfig(
-            clip_norm=CLIP, run_dir=run_dir, build="examples.demo:rebuild", terminal="quiet" if quiet else "auto"
+            clip_norm=CLIP,
+            run_dir=run_dir,
+            build="examples.demo:rebuild",
+            terminal="quiet" if quiet else "auto",
         )
         self.guard = stepguard.Guard(self.model, self.optimizer, config=config)
 
@@ -129,7 +134,12 @@ def train(loop: Loop, steps: int, console: Console) -> Outcome:
     """Run one of the loops over the same batches, with a bar."""
     losses: list[float] = []
     updates, skipped, first_bad = 0, 0, None
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[at]}"))
+    columns = (
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[at]}"),
+    )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(loop.name, total=steps, at="")
         for index, batch in enumerate(batches(steps, SEED)):
@@ -144,9 +154,13 @@ def train(loop: Loop, steps: int, console: Console) -> Outcome:
     return _outcome(loop, first_bad, (updates, skipped), losses)
 
 
-def _outcome(loop: Loop, first_bad: int | None, counts: tuple[int, int], losses: list[float]) -> Outcome:
+def _outcome(
+    loop: Loop, first_bad: int | None, counts: tuple[int, int], losses: list[float]
+) -> Outcome:
     incidents = loop.close()
-    told = [incident.step for incident in incidents]  # the guard trains on the rest of a bad batch: that loss is finite
+    told = [
+        incident.step for incident in incidents
+    ]  # the guard trains on the rest of a bad batch: that loss is finite
     seen = [first_bad] if first_bad is not None else []
     state = [t for t in loop.model.state_dict().values() if t.is_floating_point()]
     last = losses[-30:]
@@ -173,12 +187,18 @@ def _left_out(incident: stepguard.Incident) -> int:
 def comparison(outcomes: Sequence[Outcome], steps: int) -> Table:
     """The trainings side by side."""
     title = f"the same training of {steps} steps"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 2))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 2)
+    )
     table.add_column("")
     for outcome in outcomes:
-        table.add_column(Text(outcome.name, style="green" if outcome.alive else "red"), justify="right")
+        table.add_column(
+            Text(outcome.name, style="green" if outcome.alive else "red"), justify="right"
+        )
     rows = {
-        "first bad step": [str(o.first_bad) if o.first_bad is not None else "none" for o in outcomes],
+        "first bad step": [
+            str(o.first_bad) if o.first_bad is not None else "none" for o in outcomes
+        ],
         "good updates": [str(o.committed) for o in outcomes],
         "steps skipped": [str(o.skipped) for o in outcomes],
         "samples left out": [str(o.left_out) for o in outcomes],
@@ -204,7 +224,10 @@ def fresh_folder(path: Path) -> str | None:
         return f"{path} is not a folder of an earlier demo; give another one with --run-dir."
     if path.exists() and any(path.iterdir()):
         if not (path / MARKER).is_file():
-            return f"{path} holds something that no demo wrote; move it, or give another one with --run-dir."
+            return (
+                f"{path} holds something that no demo wrote; move it, or give another one with "
+                f"--run-dir."
+            )
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
     (path / MARKER).write_text("replaced by the next python -m examples.demo\n", encoding="utf-8")
@@ -212,9 +235,15 @@ def fresh_folder(path: Path) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of each training ({STEPS})")
-    parser.add_argument("--run-dir", type=Path, default=Path("demo_run"), help="where the guarded run is recorded")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"optimizer steps of each training ({STEPS})"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("demo_run"), help="where the guarded run is recorded"
+    )
     options = parser.parse_args(arguments)
     console = rich.get_console()  # the guard prints above bars of this console
     refused = fresh_folder(options.run_dir)

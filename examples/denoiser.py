@@ -1,6 +1,8 @@
-"""A small conditional denoiser with the bug that many diffusion codes have had: noise levels on a grid that holds 0.
+"""A small conditional denoiser with the bug that many diffusion codes have had: noise levels on a
+grid that holds 0.
 
-The network is told the logarithm of the noise level. One sample in a thousand has level 0, whose logarithm is -inf.
+The network is told the logarithm of the noise level. One sample in a thousand has level 0, whose
+logarithm is -inf.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""The four training systems of the source reports, each with its natural failure, unguarded and guarded."""
+"""The four training systems of the source reports, each with its natural failure, unguarded and
+guarded.
+"""

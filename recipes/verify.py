@@ -1,4 +1,5 @@
-"""Run a recipe healthy, unguarded, with the report's own fix, and guarded; print one table; fail unless it is survived.
+"""Run a recipe healthy, unguarded, with the report's own fix, and guarded; print one table; fail
+unless it is survived.
 
     python -m recipes.verify                     # all recipes, some minutes each
     python -m recipes.verify radiodiff --short   # one, with fewer steps: what CI runs
@@ -29,10 +30,16 @@ RECIPES = tuple(sorted(path.parent.name for path in HERE.glob("*/modes.py")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipes.verify", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}; all when none is given")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.verify", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}; all when none is given"
+    )
     parser.add_argument("--short", action="store_true", help="fewer steps")
-    parser.add_argument("--save", action="store_true", help="write verify.png and verify.json beside the recipe")
+    parser.add_argument(
+        "--save", action="store_true", help="write verify.png and verify.json beside the recipe"
+    )
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in RECIPES]
     if unknown:
@@ -40,16 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a ruined state is full of them, and five times slower
     console = Console(width=None if sys.stdout.isatty() else 150)
-    wrong = [problem for name in options.names or RECIPES for problem in verify(name, options, console)]
-    console.print(f"{len(wrong)} problems" if wrong else "all as expected", style="bold red" if wrong else "bold green")
+    wrong = [
+        problem for name in options.names or RECIPES for problem in verify(name, options, console)
+    ]
+    console.print(
+        f"{len(wrong)} problems" if wrong else "all as expected",
+        style="bold red" if wrong else "bold green",
+    )
     return 1 if wrong else 0
 
 
 def verify(name: str, options: argparse.Namespace, console: Console) -> list[str]:
     """All experiments of a recipe, each in its four modes."""
-    sys.path.insert(0, str(HERE / name))  # the recipe's scripts import each other as the reports have them
+    sys.path.insert(
+        0, str(HERE / name)
+    )  # the recipe's scripts import each other as the reports have them
     try:
-        experiments: Sequence[Experiment | Beforehand] = importlib.import_module(f"recipes.{name}.modes").EXPERIMENTS
+        experiments: Sequence[Experiment | Beforehand] = importlib.import_module(
+            f"recipes.{name}.modes"
+        ).EXPERIMENTS
     finally:
         sys.path.remove(str(HERE / name))
     found: list[str] = []
@@ -73,7 +89,9 @@ def _beforehand(experiment: Beforehand, console: Console) -> list[str]:
     return wrong
 
 
-def _modes(experiment: Experiment, name: str, options: argparse.Namespace, console: Console) -> list[str]:
+def _modes(
+    experiment: Experiment, name: str, options: argparse.Namespace, console: Console
+) -> list[str]:
     outcomes: dict[Mode, Outcome] = {}
     for mode in MODES:
         with console.status(f"{experiment.title}: {mode}"):
@@ -88,7 +106,9 @@ def save(folder: Path, experiment: Experiment, outcomes: dict[Mode, Outcome]) ->
     """The picture in the recipe's README, and its numbers."""
     draw(folder / f"{experiment.name}.png", experiment.title, outcomes)
     numbers = {mode: _plain(outcome) for mode, outcome in outcomes.items()}
-    (folder / f"{experiment.name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{experiment.name}.json").write_text(
+        json.dumps(numbers, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:

@@ -17,7 +17,16 @@ from stepguard.report.screen import paper
 
 PICTURE = ROOT / "docs" / "images" / "check.svg"
 PROJECT = ROOT / "tests" / "preflight" / "project"
-SHOWN = ("precision.*", "scaler.missing", "optimizer.*", "lr", "labels", "data.finite", "data.duplicates", "model.*")
+SHOWN = (
+    "precision.*",
+    "scaler.missing",
+    "optimizer.*",
+    "lr",
+    "labels",
+    "data.finite",
+    "data.duplicates",
+    "model.*",
+)
 TITLE = "A preflight: the state of the run, failures with evidence and fix, what passed"
 
 
@@ -26,12 +35,16 @@ def picture() -> str:
     console = paper(width=WIDTH, colour=True, record=True)
     with contextlib.chdir(PROJECT):
         request = Request(
-            target="tinychat.faults:several_at_once", config=Path("config.json"), launcher=Path("launch.json")
+            target="tinychat.faults:several_at_once",
+            config=Path("config.json"),
+            launcher=Path("launch.json"),
         )
         subject, place = resolve(request)
         result = check(subject, only=SHOWN, target="train:build", place=place)
     paint_preflight(console, result)
-    code_format = FORMAT.replace("A training step meets NaN and is vetoed, named and skipped; the run goes on", TITLE)
+    code_format = FORMAT.replace(
+        "A training step meets NaN and is vetoed, named and skipped; the run goes on", TITLE
+    )
     return console.export_svg(
         title="stepguard check train:build --config config.json --launcher launch.json",
         theme=theme(),

@@ -1,14 +1,16 @@
 """Checks that everything docs/source-reports.md and docs/why-not.md refer to exists.
 
-python scripts/check_references.py          exit 1 and one line for each reference that leads nowhere
+python scripts/check_references.py          exit 1 and one line for each reference that leads
+nowhere
 
-A reference is a piece of code between backticks that looks like one of these; everything else is text:
+A reference is a piece of code between backticks that looks like one of these; everything else is
+text:
 
-    tests/guard/test_veto.py::test_name     a file, and what is defined in it; of a .yaml file, a key
-    stepguard live --steps                  a command, and its options
-    make verify-recipes, python -m recipes.verify, python train.py, bash file.sh
-    stepguard.numerics.sinkhorn, Policy.max_rewinds, Reading.lr
-    SG204, precision.effective              a cause code; an item of `stepguard check`
+    tests/guard/test_veto.py::test_name     a file, and what is defined in it; of a .yaml file, a
+    key stepguard live --steps                  a command, and its options make verify-recipes,
+    python -m recipes.verify, python train.py, bash file.sh stepguard.numerics.sinkhorn,
+    Policy.max_rewinds, Reading.lr SG204, precision.effective              a cause code; an item of
+    `stepguard check`
 """
 
 from __future__ import annotations
@@ -28,11 +30,22 @@ NUMBERS = range(1, 265)
 STATES = ("done", "otherwise", "part", "open")
 FOLDERS = ("src", "tests", "docs", "recipes", "benchmarks", "scripts", "examples")
 FILE = re.compile(rf"(?P<path>(?:{'|'.join(FOLDERS)})/[\w./-]*)(?:::(?P<name>[\w.]+))?")
-LAUNCHED = re.compile(r"(?:python|bash|accelerate launch|torchrun(?: --\S+)*) (?P<script>[\w./-]+\.(?:py|sh))(?: .*)?")
+LAUNCHED = re.compile(
+    r"(?:python|bash|accelerate launch|torchrun(?: --\S+)*) (?P<script>[\w./-]+\.(?:py|sh))(?: .*)?"
+)
 CODE = re.compile(r"SG\d{3}")
 ITEM = re.compile(r"(?P<section>[a-z]+)\.[a-z_]+")
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
-RECORDS = ("Policy", "GuardConfig", "Reading", "Incident", "Origin", "Finding", "Decision", "Verdict")
+RECORDS = (
+    "Policy",
+    "GuardConfig",
+    "Reading",
+    "Incident",
+    "Origin",
+    "Finding",
+    "Decision",
+    "Verdict",
+)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 ROW = re.compile(r"\| (R\d+(?:-R\d+)?) \|(.*)\|")
 
@@ -95,7 +108,11 @@ def _names(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.AnnAssign):
         return {ast.unparse(node.target)}
     if isinstance(node, ast.Assign):
-        return {ast.unparse(name) for target in node.targets for name in getattr(target, "elts", [target])}
+        return {
+            ast.unparse(name)
+            for target in node.targets
+            for name in getattr(target, "elts", [target])
+        }
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name for alias in node.names}
     return set()
@@ -118,7 +135,9 @@ class References:
 
     def problem(self, span: str) -> str | None:
         """What is wrong with a reference; "" when nothing is, None when it is none."""
-        return next((said for said in (kind(span) for kind in self._kinds) if said is not None), None)
+        return next(
+            (said for said in (kind(span) for kind in self._kinds) if said is not None), None
+        )
 
     def _file(self, span: str) -> str | None:
         found = FILE.fullmatch(span)
@@ -154,7 +173,11 @@ class References:
         options = self.commands.get(words[0])
         if options is None:
             return f"stepguard has no command {words[0]}"
-        unknown = [word for word in words[1:] if word.startswith("--") and word.partition("=")[0] not in options]
+        unknown = [
+            word
+            for word in words[1:]
+            if word.startswith("--") and word.partition("=")[0] not in options
+        ]
         if unknown:
             return f"stepguard {words[0]} has no option {unknown[0]}"
         return next((said for said in map(self._code, words[1:]) if said), "")
@@ -164,7 +187,11 @@ class References:
         if found is None:
             return None
         makefile = (self.root / "Makefile").read_text(encoding="utf-8")
-        return "" if re.search(rf"^{found[1]}:", makefile, re.MULTILINE) else f"the Makefile has no target {found[1]}"
+        return (
+            ""
+            if re.search(rf"^{found[1]}:", makefile, re.MULTILINE)
+            else f"the Makefile has no target {found[1]}"
+        )
 
     def _launched(self, span: str) -> str | None:
         module = re.fullmatch(r"python -m ([\w.]+)(?: .*)?", span)
@@ -176,7 +203,11 @@ class References:
             return None
         places = (self.root, *(self.root / "recipes").glob("*/"))
         there = any((place / script["script"]).is_file() for place in places)
-        return "" if there else f"{script['script']} is neither in the repository's root nor in a recipe's folder"
+        return (
+            ""
+            if there
+            else f"{script['script']} is neither in the repository's root nor in a recipe's folder"
+        )
 
     def _code(self, span: str) -> str | None:
         if CODE.fullmatch(span) is None:
@@ -193,10 +224,14 @@ class References:
         return "" if self._public(parts) else f"there is no {span}"
 
     def _public(self, parts: list[str]) -> bool:
-        """The longest part that is a module, and the rest of the name in it or where it imports it from."""
+        """The longest part that is a module, and the rest of the name in it or where it imports it
+        from.
+        """
         for length in range(len(parts), 0, -1):
             stem = self.root / "src" / Path(*parts[:length])
-            module = next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None)
+            module = next(
+                (p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None
+            )
             if module is not None:
                 rest = parts[length:]
                 return not rest or self._inside(module, rest)
@@ -216,7 +251,9 @@ class References:
         for path in (self.root / "src/stepguard/preflight/items").glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "Item":
-                    found |= {ast.literal_eval(word.value) for word in node.keywords if word.arg == "id"}
+                    found |= {
+                        ast.literal_eval(word.value) for word in node.keywords if word.arg == "id"
+                    }
         return found
 
     def _item(self, span: str) -> str | None:
@@ -240,8 +277,16 @@ def _has_key(path: Path, keys: list[str]) -> bool:
 def dead(name: str, text: str, known: References) -> list[str]:
     """References of a page that lead nowhere."""
     found = [(line, known.problem(span)) for line, span in spans(text)]
-    links = [(line, link) for line, words in enumerate(text.splitlines(), 1) for link in LINK.findall(words)]
-    found += [(n, f"the link {link} leads nowhere") for n, link in links if not (known.root / "docs" / link).is_file()]
+    links = [
+        (line, link)
+        for line, words in enumerate(text.splitlines(), 1)
+        for link in LINK.findall(words)
+    ]
+    found += [
+        (n, f"the link {link} leads nowhere")
+        for n, link in links
+        if not (known.root / "docs" / link).is_file()
+    ]
     return [f"{name}:{line}: {said}" for line, said in found if said]
 
 
@@ -254,7 +299,8 @@ def wrong_followers(text: str) -> list[str]:
     every = list(rows(text))
     states = {number: row.state for row in every for number in row.numbers}
     return [
-        f"{REPORTS}:{row.line}: as R{other} leads to a row that is {states.get(int(other), 'missing')}"
+        f"{REPORTS}:{row.line}: as R{other} leads to a row that is "
+        f"{states.get(int(other), 'missing')}"
         for row in every
         for other in re.findall(r"\bas R(\d+)", row.where)
         if row.state != "open" and states.get(int(other), "open") == "open"
@@ -282,7 +328,9 @@ def without_test(text: str) -> list[str]:
     """Entries of why-not.md that name no test."""
     entries = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     named = re.compile(r"`tests/[\w/]+\.py::test_\w+`")
-    return [f"{WHY_NOT}: {e.splitlines()[0]!r} names no test" for e in entries if not named.search(e)]
+    return [
+        f"{WHY_NOT}: {e.splitlines()[0]!r} names no test" for e in entries if not named.search(e)
+    ]
 
 
 def problems(root: Path = ROOT) -> list[str]:
@@ -302,8 +350,12 @@ def main() -> int:
     found = problems()
     for line in found:
         print(line)
-    states = [row.state for row in rows((ROOT / REPORTS).read_text(encoding="utf-8")) for _ in row.numbers]
-    print(", ".join(f"{states.count(state)} {state}" for state in STATES) + f"; {len(found)} problems")
+    states = [
+        row.state for row in rows((ROOT / REPORTS).read_text(encoding="utf-8")) for _ in row.numbers
+    ]
+    print(
+        ", ".join(f"{states.count(state)} {state}" for state in STATES) + f"; {len(found)} problems"
+    )
     return 1 if found else 0
 
 

@@ -2,7 +2,8 @@
 
     python -m scripts.picture
 
-Same code, same torch, same picture. The SVG names only fonts a reader's machine may have, none from the network.
+Same code, same torch, same picture. The SVG names only fonts a reader's machine may have, none from
+the network.
 """
 
 from __future__ import annotations
@@ -58,12 +59,16 @@ FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="htt
 
 def theme() -> TerminalTheme:
     """A dark terminal whose sixteen colours keep their contrast."""
-    normal, bright = ([parse_rgb_hex(colour[1:]) for colour in colours] for colours in (NORMAL, BRIGHT))
+    normal, bright = (
+        [parse_rgb_hex(colour[1:]) for colour in colours] for colours in (NORMAL, BRIGHT)
+    )
     return TerminalTheme(normal[0], normal[7], list(normal), list(bright))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.picture", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.picture", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--output", type=Path, default=PICTURE)
     parser.add_argument("--steps", type=int, default=demo.STEPS)
     options = parser.parse_args(arguments)
@@ -77,9 +82,13 @@ def picture(steps: int) -> str:
     """The demo's incident and its table as SVG."""
     console = paper(width=WIDTH, colour=True, record=True)
     with contextlib.chdir(ROOT), tempfile.TemporaryDirectory() as folder, _one_thread():
-        outcomes = [demo.train(loop, steps, Console(file=io.StringIO())) for loop in _loops(Path(folder))]
+        outcomes = [
+            demo.train(loop, steps, Console(file=io.StringIO())) for loop in _loops(Path(folder))
+        ]
     _draw(console, outcomes, steps)
-    return console.export_svg(title="make demo", theme=theme(), code_format=FORMAT, unique_id="stepguard")
+    return console.export_svg(
+        title="make demo", theme=theme(), code_format=FORMAT, unique_id="stepguard"
+    )
 
 
 def _draw(console: Console, outcomes: Sequence[demo.Outcome], steps: int) -> None:

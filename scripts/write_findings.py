@@ -23,7 +23,9 @@ def stale(folder: Path = FOLDER) -> list[str]:
     """Pages that are missing, differ, or have no rule any more."""
     wanted = pages()
     there = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
-    return sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    return sorted(
+        name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name)
+    )
 
 
 def write(folder: Path = FOLDER) -> None:

@@ -1,4 +1,6 @@
-"""What a test must leave as it found it, and how to put it back so that one culprit does not fail its successors."""
+"""What a test must leave as it found it, and how to put it back so that one culprit does not fail
+its successors.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,22 @@ PATCHABLE: tuple[tuple[Any, str], ...] = (
     (threading, "excepthook"),
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-IGNORED_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_", "PYTORCH_NVML_BASED_CUDA_CHECK")
-"""Prefixes of what pytest, torch.compile and the import of Lightning set for themselves, once a process."""
+IGNORED_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "KMP_",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
+"""Prefixes of what pytest, torch.compile and the import of Lightning set for themselves, once a
+process.
+"""
 LASTING_HOOKS = {
     "init_process_group.<locals>._distributed_excepthook": "old_hook",
     "exit_with_code_three.<locals>.hook": "previous",
 }
-"""Exception hooks that must outlive what installed them, and the name each has for the hook below."""
+"""Exception hooks that must outlive what installed them, and the name each has for the hook below.
+"""
 GRACE = 1.0
 """Seconds a thread that is already ending gets to end."""
 
@@ -54,7 +65,11 @@ class Probe:
 
 
 def _hook_dicts(home: Any) -> dict[str, dict[Any, Any]]:
-    return {name: getattr(home, name) for name in dir(home) if name.startswith("_global_") and name.endswith("hooks")}
+    return {
+        name: getattr(home, name)
+        for name in dir(home)
+        if name.startswith("_global_") and name.endswith("hooks")
+    }
 
 
 def _hooks_probe(name: str, home: Any) -> Probe:
@@ -70,11 +85,15 @@ def _hooks_probe(name: str, home: Any) -> Probe:
 
 def _patch_probe(owner: Any, name: str) -> Probe:
     label = f"{getattr(owner, '__name__', owner)}.{name}"
-    return Probe(label, lambda: getattr(owner, name, None), lambda before: setattr(owner, name, before))
+    return Probe(
+        label, lambda: getattr(owner, name, None), lambda before: setattr(owner, name, before)
+    )
 
 
 def _excepthook() -> Any:
-    """The hook below those that stay for good: torch.distributed's, and the one that gives a halt its exit code."""
+    """The hook below those that stay for good: torch.distributed's, and the one that gives a halt
+    its exit code.
+    """
     hook: Any = sys.excepthook
     while (below := LASTING_HOOKS.get(getattr(hook, "__qualname__", ""))) is not None:
         hook = hook.__closure__[hook.__code__.co_freevars.index(below)].cell_contents
@@ -82,7 +101,9 @@ def _excepthook() -> Any:
 
 
 def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith(IGNORED_VARIABLES)}
+    return {
+        key: value for key, value in os.environ.items() if not key.startswith(IGNORED_VARIABLES)
+    }
 
 
 def _reset_environment(before: dict[str, str]) -> None:
@@ -118,7 +139,10 @@ def _reset_autocast(before: tuple[bool, torch.dtype]) -> None:
 
 
 def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def _grouped() -> bool:
@@ -134,14 +158,28 @@ PROBES: dict[str, Probe] = {
         Probe("sys.excepthook", _excepthook, lambda before: setattr(sys, "excepthook", before)),
         Probe("os.environ", _environment, _reset_environment),
         Probe("working directory", os.getcwd, os.chdir),
-        Probe("sys.argv", lambda: list(sys.argv), lambda before: sys.argv.__setitem__(slice(None), before)),
+        Probe(
+            "sys.argv",
+            lambda: list(sys.argv),
+            lambda before: sys.argv.__setitem__(slice(None), before),
+        ),
         Probe("threads", _threads, lambda before: None),
         Probe("signal handlers", lambda: tuple(map(signal.getsignal, SIGNALS)), _reset_signals),
         Probe("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-        Probe("deterministic mode", _deterministic, lambda b: torch.use_deterministic_algorithms(b[0], warn_only=b[1])),
+        Probe(
+            "deterministic mode",
+            _deterministic,
+            lambda b: torch.use_deterministic_algorithms(b[0], warn_only=b[1]),
+        ),
         Probe("torch threads", torch.get_num_threads, torch.set_num_threads),
-        Probe("grad mode", torch.is_grad_enabled, lambda before: void(torch.set_grad_enabled(before))),
-        Probe("anomaly mode", torch.is_anomaly_enabled, lambda b: void(torch.autograd.set_detect_anomaly(b))),
+        Probe(
+            "grad mode", torch.is_grad_enabled, lambda before: void(torch.set_grad_enabled(before))
+        ),
+        Probe(
+            "anomaly mode",
+            torch.is_anomaly_enabled,
+            lambda b: void(torch.autograd.set_detect_anomaly(b)),
+        ),
         Probe("autocast", _autocast, _reset_autocast),
         Probe(
             "torch modes",
@@ -182,7 +220,9 @@ def _lingering(before: frozenset[threading.Thread]) -> frozenset[threading.Threa
 
 def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
-        return ", ".join(sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k)))
+        return ", ".join(
+            sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+        )
     return f"{before!r} -> {now!r}"
 
 

@@ -1,8 +1,9 @@
 """Process groups that end before Python does.
 
-A thread of gloo that lets go of its last tensor while Python ends aborts the process, once in a hundred runs or so.
-The threads end with the last reference to their group: the wrapped models have to be gone, and torch's own functions
-must not have taken the group as a default, which they do when they are imported after it was made.
+A thread of gloo that lets go of its last tensor while Python ends aborts the process, once in a
+hundred runs or so. The threads end with the last reference to their group: the wrapped models have
+to be gone, and torch's own functions must not have taken the group as a default, which they do when
+they are imported after it was made.
 """
 
 from __future__ import annotations
@@ -34,5 +35,7 @@ def part() -> None:
 
 def threads() -> list[str]:
     """Names of the threads that wait for collectives."""
-    names = (task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+    names = (
+        task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()
+    )
     return [name for name in names if name.startswith("pt_gloo")]

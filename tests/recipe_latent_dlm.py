@@ -26,7 +26,11 @@ TINY = (
 
 
 def places(tmp_path: Path) -> tuple[str, ...]:
-    return (f"data.folder={tmp_path}/data", f"logging.save_dir={tmp_path}/out", f"logging.log_dir={tmp_path}/logs")
+    return (
+        f"data.folder={tmp_path}/data",
+        f"logging.save_dir={tmp_path}/out",
+        f"logging.log_dir={tmp_path}/logs",
+    )
 
 
 def settings(*overrides: str, name: str = "mmdit_stable") -> Any:
@@ -40,7 +44,9 @@ def quiet(*overrides: str) -> Any:
     from latentDLM_mmdit.ranks import Ranks
     from latentDLM_mmdit.train_mmdit_stable import build_loop
 
-    config = settings("data.folder=null", "logging.save_dir=null", "training.check=false", *overrides)
+    config = settings(
+        "data.folder=null", "logging.save_dir=null", "training.check=false", *overrides
+    )
     return build_loop(config, Ranks())
 
 

@@ -12,8 +12,12 @@ ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 
 
-def run(recipe: str, *arguments: str, module: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` in the recipe's folder, or `python -m MODULE ARGUMENTS` in the repository's."""
+def run(
+    recipe: str, *arguments: str, module: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` in the recipe's folder, or `python -m MODULE ARGUMENTS` in the
+    repository's.
+    """
     command = [sys.executable, *(("-m", module) if module else ()), *arguments]
     return _ended(command, ROOT if module and module.startswith("recipes") else RECIPES / recipe)
 
@@ -21,7 +25,8 @@ def run(recipe: str, *arguments: str, module: str | None = None) -> subprocess.C
 def typed(folder: Path, line: str, *more: str) -> subprocess.CompletedProcess[str]:
     """A command line as it stands in a report, with the programs beside this interpreter.
 
-    torchrun's `--standalone` comes from the environment: two tests at a time must not meet at its usual port.
+    torchrun's `--standalone` comes from the environment: two tests at a time must not meet at its
+    usual port.
     """
     return _ended([*shlex.split(line), *more], folder, PET_STANDALONE="1")
 

@@ -21,10 +21,18 @@ NAN = math.nan
 INCIDENT = Incident(
     id="i1",
     step=2,
-    verdict=Verdict(kind="nonfinite_loss", severity="incident", summary="loss is nan", evidence={"loss": NAN}),
-    reading=Reading(step=2, loss=NAN, micro_losses=(1.0, NAN), components={"ce": 1.0, "kl": math.inf}, lr=(0.1,)),
+    verdict=Verdict(
+        kind="nonfinite_loss", severity="incident", summary="loss is nan", evidence={"loss": NAN}
+    ),
+    reading=Reading(
+        step=2, loss=NAN, micro_losses=(1.0, NAN), components={"ce": 1.0, "kl": math.inf}, lr=(0.1,)
+    ),
     origin=Origin(step=2, phase="forward", module="größe.✓", op="aten.log"),
-    findings=(Finding(code="SG202", title="log of a non-positive value", evidence=("operand is 0\nat row 3",)),),
+    findings=(
+        Finding(
+            code="SG202", title="log of a non-positive value", evidence=("operand is 0\nat row 3",)
+        ),
+    ),
 )
 
 
@@ -60,7 +68,9 @@ def test_incident_is_read_back_with_its_non_finite_numbers(tmp_path: Path) -> No
     (incident,) = read_run(tmp_path).incidents
     assert math.isnan(incident.reading.micro_losses[1])
     assert incident.reading.components["kl"] == math.inf
-    assert incident.verdict.evidence is not None and math.isnan(float(incident.verdict.evidence["loss"]))
+    assert incident.verdict.evidence is not None and math.isnan(
+        float(incident.verdict.evidence["loss"])
+    )
     assert incident.origin == INCIDENT.origin
     assert incident.findings == INCIDENT.findings
 
@@ -79,7 +89,14 @@ def test_step_line_carries_only_what_was_seen(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write_step(Reading(step=0, loss=0.0, grad_norm=0.0), committed=True)
     journal.close()
-    line = {"v": SCHEMA, "type": "step", "step": 0, "loss": 0.0, "grad_norm": 0.0, "committed": True}
+    line = {
+        "v": SCHEMA,
+        "type": "step",
+        "step": 0,
+        "loss": 0.0,
+        "grad_norm": 0.0,
+        "committed": True,
+    }
     assert json.loads(journal.path.read_text()) == line
 
 
@@ -91,7 +108,9 @@ def test_truncation_at_every_byte_loses_no_whole_line(tmp_path: Path) -> None:
         cut.write_bytes(data[:size])
         complete = data[:size].count(b"\n")
         # a last line that lacks nothing but its newline is whole, too
-        expected = {whole[complete]} | ({whole[complete + 1]} if data[size : size + 1] == b"\n" else set())
+        expected = {whole[complete]} | (
+            {whole[complete + 1]} if data[size : size + 1] == b"\n" else set()
+        )
         assert _counts(cut) in expected, f"cut at byte {size}"
 
 
@@ -157,7 +176,9 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert _counts(tmp_path) == (True, 2, 1, 1)
 
 
-def test_record_after_a_full_disk_starts_on_its_own_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_after_a_full_disk_starts_on_its_own_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path)
     journal.write("run", {"stepguard": "0"})
     whole, calls = os.write, []
@@ -178,7 +199,9 @@ def test_record_after_a_full_disk_starts_on_its_own_line(tmp_path: Path, monkeyp
     assert run.torn == 0  # nothing is left of the line that did not fit
 
 
-def test_incident_is_on_disk_before_writing_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incident_is_on_disk_before_writing_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     journal = Journal(tmp_path)
@@ -194,7 +217,10 @@ def test_ranks_write_their_own_files(tmp_path: Path) -> None:
         journal = Journal(tmp_path, rank)
         journal.write("run", {"rank": rank})
         journal.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "journal.rank1.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "journal.jsonl",
+        "journal.rank1.jsonl",
+    ]
     assert read_run(tmp_path, 1).header["rank"] == 1
 
 

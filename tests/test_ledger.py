@@ -1,4 +1,6 @@
-"""The ledger of bad samples: whole lines are never lost, torn ones are counted, no loss means no file."""
+"""The ledger of bad samples: whole lines are never lost, torn ones are counted, no loss means no
+file.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,17 @@ def test_line_has_the_documented_fields_and_a_version(tmp_path: Path) -> None:
     assert text.count("\n") == 1
     line = json.loads(text)
     assert line["v"] == SCHEMA and line["indices"] == [17, 48211] and line["left_out"] == "sample"
-    assert set(line) >= {"run", "attempt", "time", "step", "micro_batch", "samples", "count", "of", "ids"}
+    assert set(line) >= {
+        "run",
+        "attempt",
+        "time",
+        "step",
+        "micro_batch",
+        "samples",
+        "count",
+        "of",
+        "ids",
+    }
     assert set(line) >= {"epoch", "batch", "cause", "place", "incident"}
 
 
@@ -68,7 +80,9 @@ def test_torn_last_line_is_counted_and_ended_by_the_next(tmp_path: Path) -> None
     assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 1)
 
 
-@pytest.mark.parametrize("line", ["[]", "3", '{"v":1}', '{"v":1,"step":"x"}', '{"v":1,"step":1,"left_out":"all"}'])
+@pytest.mark.parametrize(
+    "line", ["[]", "3", '{"v":1}', '{"v":1,"step":"x"}', '{"v":1,"step":1,"left_out":"all"}']
+)
 def test_line_that_is_no_entry_is_counted(line: str, tmp_path: Path) -> None:
     ledger_path(tmp_path).write_text(line + "\n\n", encoding="utf-8")
     assert read_ledger(tmp_path) == ([], 1)
@@ -89,7 +103,9 @@ def test_every_rank_has_its_own_file_and_all_are_read_together(tmp_path: Path) -
     assert ledger_path(tmp_path, 11).name == "bad_samples.rank11.jsonl"
 
 
-def test_disk_that_takes_half_a_line_tears_only_that_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_takes_half_a_line_tears_only_that_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger, write, budget = Ledger(tmp_path), os.write, [20, 0]
     ledger.append(ENTRY)
 
@@ -107,6 +123,8 @@ def test_disk_that_takes_half_a_line_tears_only_that_line(tmp_path: Path, monkey
     assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 1)
 
 
-@pytest.mark.parametrize(("cause", "again"), [("SG101", True), ("SG204", True), ("SG402", True), ("SG301", False)])
+@pytest.mark.parametrize(
+    ("cause", "again"), [("SG101", True), ("SG204", True), ("SG402", True), ("SG301", False)]
+)
 def test_only_what_the_data_or_the_loss_did_would_fail_again(cause: str, again: bool) -> None:
     assert BadSamples(step=0, cause=cause).would_fail_again is again

@@ -1,7 +1,8 @@
 """Kills writers at random instants, again and again in one folder, and looks at what they leave.
 
-One forked writer a try: it resumes, then saves step after step until it is killed with SIGKILL. What it had begun and
-what it had been told was saved lies in memory shared with the parent, so the judge is not the one who dies.
+One forked writer a try: it resumes, then saves step after step until it is killed with SIGKILL.
+What it had begun and what it had been told was saved lies in memory shared with the parent, so the
+judge is not the one who dies.
 """
 
 from __future__ import annotations
@@ -26,7 +27,19 @@ from benchmarks.disk.states import state_at, step_of
 from stepguard.state.atomic import Disk, Operation
 
 Result = TypeVar("Result")
-KINDS = ("resume", "between", "mkdir", "create", "write", "sync", "sync_folder", "rename", "unlink", "rmdir", "save")
+KINDS = (
+    "resume",
+    "between",
+    "mkdir",
+    "create",
+    "write",
+    "sync",
+    "sync_folder",
+    "rename",
+    "unlink",
+    "rmdir",
+    "save",
+)
 SAVES = 3
 """Saves of a writer that nobody kills; the instant of death is uniform over such a life."""
 
@@ -107,7 +120,9 @@ def campaign(
     return tally
 
 
-def _judge(make: Callable[[], Format], folder: Path, size: int, shared: Shared, tally: Tally) -> int:
+def _judge(
+    make: Callable[[], Format], folder: Path, size: int, shared: Shared, tally: Tally
+) -> int:
     """Load as a user would; the step to go on from."""
     begun, saved = shared.read(0), shared.read(1)
     form = make()
@@ -131,7 +146,9 @@ def _judge(make: Callable[[], Format], folder: Path, size: int, shared: Shared, 
     return found
 
 
-def _fall_back(make: Callable[[], Format], folder: Path, size: int, tally: Tally, saved: int) -> int:
+def _fall_back(
+    make: Callable[[], Format], folder: Path, size: int, tally: Tally, saved: int
+) -> int:
     """Delete the newest by hand until something loads."""
     for _ in range(4):
         with suppress(Exception):

@@ -1,4 +1,6 @@
-"""Accidents that happen to bytes at rest: a flipped bit, a zeroed page, a cut end, two pages that changed places."""
+"""Accidents that happen to bytes at rest: a flipped bit, a zeroed page, a cut end, two pages that
+changed places.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ class Recorder(Disk):
 
 
 class Dying(Disk):
-    """The process is killed at one numbered operation: before it, after it, or with half of a write done."""
+    """The process is killed at one numbered operation: before it, after it, or with half of a write
+    done.
+    """
 
     def __init__(self, number: int, moment: Moment) -> None:
         self.left, self.moment = number, moment
@@ -48,9 +50,13 @@ class Dying(Disk):
 
 
 class Failing(Disk):
-    """Operations of some kinds fail, from the n-th on or once, as a full, broken or read-only disk does."""
+    """Operations of some kinds fail, from the n-th on or once, as a full, broken or read-only disk
+    does.
+    """
 
-    def __init__(self, *kinds: Kind, number: int = 0, code: int = errno.EIO, times: int | None = None) -> None:
+    def __init__(
+        self, *kinds: Kind, number: int = 0, code: int = errno.EIO, times: int | None = None
+    ) -> None:
         self.kinds, self.left, self.code, self.times = kinds, number, code, times
         self.failed = 0
 

@@ -1,6 +1,8 @@
-"""The ways people keep a training state on disk, ours among them, as one small interface for the campaigns.
+"""The ways people keep a training state on disk, ours among them, as one small interface for the
+campaigns.
 
-`save` does what the usual code does, rotation included; `load` is what a user does to resume: take the newest.
+`save` does what the usual code does, rotation included; `load` is what a user does to resume: take
+the newest.
 """
 
 from __future__ import annotations
@@ -101,8 +103,13 @@ class TwoFiles(Here):
 
     def save(self, folder: Path, step: int, state: State) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({name: t for name, t in state.items() if name.startswith("model")}, folder / "model.pt")
-        torch.save({name: t for name, t in state.items() if name.startswith("opt")}, folder / "optimizer.pt")
+        torch.save(
+            {name: t for name, t in state.items() if name.startswith("model")}, folder / "model.pt"
+        )
+        torch.save(
+            {name: t for name, t in state.items() if name.startswith("opt")},
+            folder / "optimizer.pt",
+        )
 
     def load(self, folder: Path) -> State | None:
         if not (folder / "model.pt").exists() and not (folder / "optimizer.pt").exists():
@@ -137,7 +144,11 @@ class Folders(Here):
     def all(self, folder: Path) -> list[Path]:
         """Newest first, as transformers' `get_last_checkpoint` orders them."""
         pattern = re.compile(rf"{self.prefix}-(\d+)")
-        found = [(int(m.group(1)), p) for p in folder.glob("*") if (m := pattern.fullmatch(p.name)) and p.is_dir()]
+        found = [
+            (int(m.group(1)), p)
+            for p in folder.glob("*")
+            if (m := pattern.fullmatch(p.name)) and p.is_dir()
+        ]
         return [path for _, path in sorted(found, reverse=True)]
 
     @abstractmethod
@@ -163,7 +174,10 @@ class Distributed(Folders):
 
         reader = dcp.FileSystemReader(path)
         sizes = reader.read_metadata().state_dict_metadata
-        state = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in sizes.items()}
+        state = {
+            name: torch.empty(meta.size, dtype=meta.properties.dtype)
+            for name, meta in sizes.items()
+        }
         with _as_exception():
             dcp.load(state, checkpoint_id=path)
         return state
@@ -207,7 +221,10 @@ class Trainer(Folders):
         json.loads((path / "trainer_state.json").read_text())
         weight = load_file(path / "model.safetensors")["weight"]
         slots = torch.load(path / "optimizer.pt", weights_only=True)["state"][0]
-        return {"model/weight": weight, **{f"optimizer/weight/{name}": slots[name] for name in slots}}
+        return {
+            "model/weight": weight,
+            **{f"optimizer/weight/{name}": slots[name] for name in slots},
+        }
 
 
 def _trainer(folder: Path, size: int) -> Any:

@@ -1,4 +1,6 @@
-"""A disk that fills up: what is left, does the newest state still load, and does a small save fit afterwards?"""
+"""A disk that fills up: what is left, does the newest state still load, and does a small save fit
+afterwards?
+"""
 
 from __future__ import annotations
 

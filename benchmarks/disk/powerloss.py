@@ -1,8 +1,10 @@
-"""What a power cut may leave: recorded operations, replayed up to any point, with what was never synced lost.
+"""What a power cut may leave: recorded operations, replayed up to any point, with what was never
+synced lost.
 
-A file's data is durable when the file was synced, a name when its folder was. Beyond that a disk may keep or lose
-anything, so every prefix is opened under several fates: data kept, dropped or zeroed; names kept, dropped, or only the
-newest kept (a disk that reorders). As SQLite's crash tests do it.
+A file's data is durable when the file was synced, a name when its folder was. Beyond that a disk
+may keep or lose anything, so every prefix is opened under several fates: data kept, dropped or
+zeroed; names kept, dropped, or only the newest kept (a disk that reorders). As SQLite's crash tests
+do it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class FolderNode:
 
     now: dict[str, FileNode | FolderNode] = field(default_factory=dict)
     durable: dict[str, FileNode | FolderNode] = field(default_factory=dict)
-    pending: list[tuple[str | None, str | None, FileNode | FolderNode]] = field(default_factory=list)
+    pending: list[tuple[str | None, str | None, FileNode | FolderNode]] = field(
+        default_factory=list
+    )
     """(name that goes, name that comes, what it names)"""
 
     def change(self, goes: str | None, comes: str | None, node: FileNode | FolderNode) -> None:
@@ -59,7 +63,10 @@ class FolderNode:
 
 
 def _apply(
-    names: dict[str, FileNode | FolderNode], goes: str | None, comes: str | None, node: FileNode | FolderNode
+    names: dict[str, FileNode | FolderNode],
+    goes: str | None,
+    comes: str | None,
+    node: FileNode | FolderNode,
 ) -> None:
     if goes is not None:
         names.pop(goes, None)

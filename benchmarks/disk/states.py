@@ -1,4 +1,6 @@
-"""Training states that are a function of the step, so that what a checkpoint must hold is known outside its writer."""
+"""Training states that are a function of the step, so that what a checkpoint must hold is known
+outside its writer.
+"""
 
 from __future__ import annotations
 
@@ -35,5 +37,7 @@ def step_of(tensors: Mapping[str, Tensor]) -> int | None:
         return None
     step = int(marker)
     wanted = state_at(step, tensors["model/weight"].numel())
-    same = wanted.keys() == tensors.keys() and all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    same = wanted.keys() == tensors.keys() and all(
+        torch.equal(tensors[name], wanted[name]) for name in wanted
+    )
     return step if same else None

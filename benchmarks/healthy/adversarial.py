@@ -1,4 +1,6 @@
-"""Two networks against each other: neither loss falls, both jump, and what one learns is the other's new task."""
+"""Two networks against each other: neither loss falls, both jump, and what one learns is the
+other's new task.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Real:
 
     def points(self) -> Tensor:
         side = torch.sign(torch.randn(ROWS, 1, generator=self.generator))
-        return side * torch.tensor([2.0, 2.0]) + 0.3 * torch.randn(ROWS, 2, generator=self.generator)
+        return side * torch.tensor([2.0, 2.0]) + 0.3 * torch.randn(
+            ROWS, 2, generator=self.generator
+        )
 
     def noise(self) -> Tensor:
         return torch.randn(ROWS, NOISE, generator=self.generator)
@@ -53,7 +57,11 @@ def fooling(fake: Tensor) -> Tensor:
 
 
 def gan(
-    arrangement: Arrangement, critic_loss: CriticLoss, generator_loss: GeneratorLoss, between: str, seed: int
+    arrangement: Arrangement,
+    critic_loss: CriticLoss,
+    generator_loss: GeneratorLoss,
+    between: str,
+    seed: int,
 ) -> Training:
     """`between`: what the loop does to the critic after each update (`clip` for WGAN)."""
     pair, real = Pair(), Real(seed)
@@ -75,7 +83,10 @@ def gan(
         yield "generator", (real.noise(),)
 
     learners = {}
-    for name, loss, other in (("critic", of_critic, "generator"), ("generator", of_generator, "critic")):
+    for name, loss, other in (
+        ("critic", of_critic, "generator"),
+        ("generator", of_generator, "critic"),
+    ):
         own = pair.get_submodule(name)
         learners[name] = Learner(
             model=pair if arrangement == "one module" else own,
@@ -105,7 +116,9 @@ def near_one(fake: Tensor) -> Tensor:
 register("gan_two_models", GROUP, "step", partial(gan, "apart", saturating, fooling, ""))
 register("gan_one_module", GROUP, "step", partial(gan, "one module", saturating, fooling, ""))
 register("gan_one_module", GROUP, "watch", partial(gan, "one module", saturating, fooling, ""))
-register("gan_modules_of_each_other", GROUP, "step", partial(gan, "modules", saturating, fooling, ""))
+register(
+    "gan_modules_of_each_other", GROUP, "step", partial(gan, "modules", saturating, fooling, "")
+)
 register("wgan_clipped", GROUP, "watch", partial(gan, "apart", wasserstein, raising, "clip"))
 register("lsgan", GROUP, "step", partial(gan, "one module", least_squares, near_one, ""))
 
@@ -132,9 +145,13 @@ def wgan_gp(seed: int) -> Training:
             yield "generator", (real.noise(),)
 
     learners = {
-        "critic": Learner(model=critic, optimizer=torch.optim.Adam(critic.parameters(), lr=2e-3), loss=of_critic),
+        "critic": Learner(
+            model=critic, optimizer=torch.optim.Adam(critic.parameters(), lr=2e-3), loss=of_critic
+        ),
         "generator": Learner(
-            model=generator, optimizer=torch.optim.Adam(generator.parameters(), lr=2e-3), loss=of_generator
+            model=generator,
+            optimizer=torch.optim.Adam(generator.parameters(), lr=2e-3),
+            loss=of_generator,
         ),
     }
     return Training(learners=learners, updates=updates)

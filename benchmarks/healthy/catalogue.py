@@ -31,13 +31,17 @@ def load() -> dict[str, Family]:
 
 
 def chosen(names: list[str] | None = None) -> list[Family]:
-    """The named families; a group or a part of a name stands for all it fits. Everything when no name is given."""
+    """The named families; a group or a part of a name stands for all it fits. Everything when no
+    name is given.
+    """
     families = list(load().values())
     if not names:
         return families
     for name in names:
         if not any(_fits(name, one) for one in families):
-            raise SystemExit(f"no family fits {name!r}; there are {', '.join(one.name for one in families)}.")
+            raise SystemExit(
+                f"no family fits {name!r}; there are {', '.join(one.name for one in families)}."
+            )
     return [one for one in families if any(_fits(name, one) for name in names)]
 
 

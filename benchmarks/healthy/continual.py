@@ -1,4 +1,6 @@
-"""The task changes in mid-run: the loss jumps for a good reason, and the level before it does not come back at once."""
+"""The task changes in mid-run: the loss jumps for a good reason, and the level before it does not
+come back at once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.healthy.data import CLASSES, FEATURES, ROWS, Clouds, classified, mlp, regression, squared
+from benchmarks.healthy.data import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    Clouds,
+    classified,
+    mlp,
+    regression,
+    squared,
+)
 from benchmarks.healthy.training import Learner, Training, Way, family, register, single
 
 GROUP = "continual"
@@ -113,7 +124,9 @@ def label_noise_flips(seed: int) -> Training:
 def batch_size_switches(seed: int) -> Training:
     """Batches of 128 rows, then of 2, and back: the spread of the loss changes eightfold."""
     model, clouds = mlp(), Clouds(seed, noise=1.5)
-    return single(_adam(model, classified(model)), lambda step: clouds.batch(2 if step // 100 % 2 else 128))
+    return single(
+        _adam(model, classified(model)), lambda step: clouds.batch(2 if step // 100 % 2 else 128)
+    )
 
 
 @family(GROUP, "step")

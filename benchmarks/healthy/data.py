@@ -1,4 +1,6 @@
-"""Small worlds that the families share: clouds of points, a regression, a chain to walk along, tiny networks."""
+"""Small worlds that the families share: clouds of points, a regression, a chain to walk along, tiny
+networks.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def regression(seed: int, noise: float = 0.1) -> Callable[[int], tuple[Tensor, T
 
 @functools.cache
 def converged(seed: int, steps: int = 400) -> dict[str, Tensor]:
-    """Weights of a classifier of `Clouds(seed)` that has learnt all it will; trained once for all families."""
+    """Weights of a classifier of `Clouds(seed)` that has learnt all it will; trained once for all
+    families.
+    """
     kept = torch.get_rng_state()
     torch.manual_seed(seed)
     model, clouds = mlp(hidden=32), Clouds(seed)
@@ -78,7 +82,9 @@ def pretrained(seed: int) -> tuple[nn.Sequential, Clouds]:
 
 
 class Chain:
-    """Many walkers on a line of ten places: right leads to the treasure at the end, left back to the start."""
+    """Many walkers on a line of ten places: right leads to the treasure at the end, left back to
+    the start.
+    """
 
     def __init__(self, seed: int, walkers: int = 16, places: int = 10) -> None:
         self.generator = torch.Generator().manual_seed(seed)

@@ -33,7 +33,9 @@ EVERY_SO_OFTEN = 4
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What the guard did to one healthy run. Everything but `notes` and `warnings` should be nothing."""
+    """What the guard did to one healthy run. Everything but `notes` and `warnings` should be
+    nothing.
+    """
 
     family: str
     seed: int
@@ -49,7 +51,9 @@ class Outcome:
     refused_saves: int = 0
     """Guards that did not call the final state good, in runs with a folder."""
     notes: int = 0
-    """Anomalies that were told and not acted on; those that are no incident are counted in runs with a folder."""
+    """Anomalies that were told and not acted on; those that are no incident are counted in runs
+    with a folder.
+    """
     warnings: list[str] = field(default_factory=list)
     error: str = ""
     cpu_seconds: float = 0.0
@@ -130,9 +134,15 @@ def run_guarded(family: Family, seed: int, steps: int, outcome: Outcome) -> Left
 
 def notes_in(folder: Path) -> int:
     """Lines about finite anomalies in the journals of a run."""
-    lines = [line for journal in folder.rglob("journal.jsonl") for line in journal.read_text("utf-8").splitlines()]
+    lines = [
+        line
+        for journal in folder.rglob("journal.jsonl")
+        for line in journal.read_text("utf-8").splitlines()
+    ]
     records = [json.loads(line) for line in lines]
-    return sum(record["type"] == "note" and record.get("kind") in ("spike", "drift") for record in records)
+    return sum(
+        record["type"] == "note" and record.get("kind") in ("spike", "drift") for record in records
+    )
 
 
 def tally(outcome: Outcome, guards: Iterable[Any]) -> None:
@@ -218,7 +228,9 @@ def _advance(learner: Learner) -> None:
         learner.scheduler.step()
 
 
-def _guards(way: str, learner: Learner, run_dir: str | None, anomalies: Anomalies) -> list[stepguard.Guard]:
+def _guards(
+    way: str, learner: Learner, run_dir: str | None, anomalies: Anomalies
+) -> list[stepguard.Guard]:
     """One an optimizer, with default settings as a new user has them."""
     settings: dict[str, Any] = {"terminal": "quiet", "anomalies": anomalies}
     if way == "step":

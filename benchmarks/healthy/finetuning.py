@@ -1,4 +1,6 @@
-"""Fine-tuning: the run starts converged, so every loss is as low as it will ever be and the first updates raise it."""
+"""Fine-tuning: the run starts converged, so every loss is as low as it will ever be and the first
+updates raise it.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,21 @@ def finetune_new_head(seed: int) -> Training:
     """A pre-trained body with a small rate, a new head with a large one."""
     model, clouds = pretrained(seed)
     nn.init.normal_(model[2].weight)
-    groups = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "lr": 3e-2}]
-    learner = Learner(model=model, optimizer=torch.optim.AdamW(groups), loss=classified(model), clip=1.0)
+    groups = [
+        {"params": model[0].parameters(), "lr": 1e-3},
+        {"params": model[2].parameters(), "lr": 3e-2},
+    ]
+    learner = Learner(
+        model=model, optimizer=torch.optim.AdamW(groups), loss=classified(model), clip=1.0
+    )
     return single(learner, lambda step: clouds.batch())
 
 
 @family(GROUP, "step")
 def distillation(seed: int) -> Training:
-    """A student follows a teacher that is part of its own loss; the teacher's softness falls from 8 to 1."""
+    """A student follows a teacher that is part of its own loss; the teacher's softness falls from 8
+    to 1.
+    """
     teacher, clouds = pretrained(seed)
     teacher.requires_grad_(False)
     student = mlp()
@@ -98,5 +107,7 @@ def finetune_almost_zero_loss(seed: int) -> Training:
     """A memorised batch: the loss is 1e-4 and below, where doubling means nothing."""
     model, clouds = pretrained(seed)
     kept = clouds.batch(8)
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=classified(model))
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=classified(model)
+    )
     return single(learner, lambda step: kept)

@@ -44,15 +44,20 @@ def rows(clouds: Clouds, count: int) -> list[dict[str, Tensor]]:
 
 def seen(model: nn.Module, optimizer: Any, scheduler: Any, calls: Calls) -> Left:
     """What a fit left behind, read as the loops' state is."""
-    learner = Learner(model=model, optimizer=optimizer, loss=lambda batch: torch.zeros(()), scheduler=scheduler)
+    learner = Learner(
+        model=model, optimizer=optimizer, loss=lambda batch: torch.zeros(()), scheduler=scheduler
+    )
     left = state_of(Training(learners={"only": learner}, updates=lambda step: iter(())))
     return (calls.loss, calls.forward), left
 
 
-# --- transformers -----------------------------------------------------------------------------------------------------
+# --- transformers
+# -----------------------------------------------------------------------------------------------------
 
 
-def trainer(other_data: bool, settings: dict[str, Any], seed: int, steps: int, outcome: Outcome | None) -> Left:
+def trainer(
+    other_data: bool, settings: dict[str, Any], seed: int, steps: int, outcome: Outcome | None
+) -> Left:
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
@@ -99,7 +104,12 @@ def _fit(train: Any, outcome: Outcome | None) -> None:
         outcome.interventions["halt"] = 1
 
 
-PLAIN = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "adamw_torch"}
+PLAIN = {
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "optim": "adamw_torch",
+}
 FULL = {
     "learning_rate": 3e-3,
     "lr_scheduler_type": "cosine",
@@ -112,7 +122,8 @@ register("trainer_from_converged", GROUP, "trainer", partial(trainer, False, PLA
 register("trainer_new_data_accumulation", GROUP, "trainer", partial(trainer, True, FULL))
 
 
-# --- Lightning --------------------------------------------------------------------------------------------------------
+# --- Lightning
+# --------------------------------------------------------------------------------------------------------
 
 
 def lightning(kind: str, seed: int, steps: int, outcome: Outcome | None) -> Left:
@@ -180,7 +191,10 @@ def _finetuning(seed: int) -> Any:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 50)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
 
     return Finetuning()
 

@@ -27,7 +27,10 @@ def heavy_tailed_labels(seed: int) -> Training:
         return x, y + 0.1 * torch.empty(ROWS, 1).cauchy_(generator=generator)
 
     learner = Learner(
-        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-3), loss=squared(model), clip=1.0
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3),
+        loss=squared(model),
+        clip=1.0,
     )
     return single(learner, batch)
 
@@ -41,7 +44,9 @@ def heavy_tailed_weights(seed: int) -> Training:
         (x, y), weight = batch
         return (weight * (model(x) - y).square()).mean()
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-3), loss=loss, clip=1.0)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-3), loss=loss, clip=1.0
+    )
     return single(learner, lambda step: (drawn(step), (2.5 * torch.randn(ROWS, 1)).exp()))
 
 
@@ -67,7 +72,9 @@ def autoencoder(weight_at: Any, seed: int) -> Training:
         missed, distance = model(batch[0])
         return {"missed": missed, "distance": batch[1] * distance}
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss
+    )
     return single(learner, lambda step: (clouds.batch()[0], weight_at(step)))
 
 
@@ -96,7 +103,9 @@ def term_switched_on(seed: int) -> Training:
         now["step"] = step
         yield "only", (drawn(step),)
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss
+    )
     return Training(learners={"only": learner}, updates=updates)
 
 
@@ -110,7 +119,9 @@ def gumbel_temperature_annealed(seed: int) -> Training:
         choice = F.gumbel_softmax(model["choose"](batch[0]), tau=batch[1], hard=True)
         return F.mse_loss(model["decode"](choice), batch[0])
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss
+    )
     return single(learner, lambda step: (clouds.batch()[0], max(0.2, 5.0 * 0.985**step)))
 
 
@@ -128,13 +139,17 @@ def negative_likelihood(seed: int) -> Training:
         x = torch.randn(ROWS, FEATURES, generator=generator)
         return x, 0.02 * x[:, :1]
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss, clip=5.0)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss, clip=5.0
+    )
     return single(learner, batch)
 
 
 @family(GROUP, "step")
 def hinge_that_reaches_zero(seed: int) -> Training:
-    """Every margin is kept: the loss is exactly 0 for long stretches, and then a point comes too near."""
+    """Every margin is kept: the loss is exactly 0 for long stretches, and then a point comes too
+    near.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = nn.Linear(FEATURES, 1)
 
@@ -146,7 +161,10 @@ def hinge_that_reaches_zero(seed: int) -> Training:
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.relu(1 - batch[1] * model(batch[0])).mean()
 
-    return single(Learner(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), loss=loss), batch)
+    return single(
+        Learner(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), loss=loss),
+        batch,
+    )
 
 
 @family(GROUP, "watch")
@@ -158,7 +176,9 @@ def huge_loss(seed: int) -> Training:
         x, y = drawn(step)
         return x, 1e6 * y
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1.0), loss=squared(model))
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1.0), loss=squared(model)
+    )
     return single(learner, batch)
 
 
@@ -176,4 +196,7 @@ def sum_instead_of_mean(seed: int) -> Training:
         rows = int(torch.randint(1, ROWS, (), generator=generator))
         return x[:rows], y[:rows]
 
-    return single(Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-3), loss=loss), batch)
+    return single(
+        Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-3), loss=loss),
+        batch,
+    )

@@ -1,4 +1,6 @@
-"""Loss functions with a state of their own: called once more than in the bare run, they give another run."""
+"""Loss functions with a state of their own: called once more than in the bare run, they give
+another run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def own_generator(seed: int) -> Training:
         x, y = drawn(step)
         return x, 8 * y if step % 50 == 49 else y
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss
+    )
     return single(learner, batch, world=own.get_state)
 
 
@@ -51,13 +55,17 @@ def own_counter_and_list(seed: int) -> Training:
         x, y = drawn(step)
         return x, 8 * y if step % 50 == 49 else y
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss
+    )
     return single(learner, batch, world=lambda: seen)
 
 
 @family(GROUP, "step")
 def every_random_source(seed: int) -> Training:
-    """Augmentation from Python's, numpy's and torch's global generators, in the loss and in the loop."""
+    """Augmentation from Python's, numpy's and torch's global generators, in the loss and in the
+    loop.
+    """
     model, clouds = mlp(), Clouds(seed)
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -71,7 +79,10 @@ def every_random_source(seed: int) -> Training:
             x = 10 * x
         return x, y
 
-    return single(Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss), batch)
+    return single(
+        Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss),
+        batch,
+    )
 
 
 @family(GROUP, "step")
@@ -84,7 +95,9 @@ def batches_changed_in_place(seed: int) -> Training:
         batch[0].sub_(batch[0].mean(0)).div_(batch[0].std(0) + 0.5)
         return inner(batch)
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss
+    )
     return single(learner, drawn)
 
 
@@ -99,5 +112,7 @@ def moving_average_of_losses(seed: int) -> Training:
         held["mean"] = 0.9 * held["mean"] + 0.1 * found.detach()
         return found / held["mean"]
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss
+    )
     return single(learner, lambda step: clouds.batch(), world=lambda: held)

@@ -17,7 +17,9 @@ GROUP = "precision and optimizers"
 
 
 def half(fused: bool, handed_over: bool, unscales: bool, seed: int) -> Training:
-    """fp16 with a scale that grows every 20 steps until it overflows, again and again: calibration, no illness."""
+    """fp16 with a scale that grows every 20 steps until it overflows, again and again: calibration,
+    no illness.
+    """
     clouds, model = Clouds(seed), mlp()
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -57,7 +59,9 @@ def bf16_autocast(seed: int) -> Training:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return F.cross_entropy(model(batch[0]), batch[1])
 
-    learner = Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss
+    )
     return single(learner, lambda step: clouds.batch())
 
 
@@ -69,7 +73,9 @@ def bf16_weights(seed: int) -> Training:
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0].bfloat16()), batch[1])
 
-    learner = Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss
+    )
     return single(learner, lambda step: clouds.batch())
 
 
@@ -77,7 +83,10 @@ def bf16_weights(seed: int) -> Training:
 def fused_adam(seed: int) -> Training:
     clouds, model = Clouds(seed), mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    return single(Learner(model=model, optimizer=optimizer, loss=classified(model)), lambda step: clouds.batch())
+    return single(
+        Learner(model=model, optimizer=optimizer, loss=classified(model)),
+        lambda step: clouds.batch(),
+    )
 
 
 @family(GROUP, "watch")
@@ -86,11 +95,15 @@ def lbfgs(seed: int) -> Training:
     model, drawn = mlp(hidden=4, outputs=1), regression(seed)
     whole = drawn(0)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
-    return single(Learner(model=model, optimizer=optimizer, loss=squared(model)), lambda step: whole)
+    return single(
+        Learner(model=model, optimizer=optimizer, loss=squared(model)), lambda step: whole
+    )
 
 
 class Orthogonal(Optimizer):
-    """Muon in small: momentum made orthogonal by Newton and Schulz; a missing gradient counts as zeros."""
+    """Muon in small: momentum made orthogonal by Newton and Schulz; a missing gradient counts as
+    zeros.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -101,7 +114,9 @@ class Orthogonal(Optimizer):
             for weight in group["params"]:
                 gradient = weight.grad if weight.grad is not None else torch.zeros_like(weight)
                 state = self.state[weight]
-                moved = state.setdefault("momentum", torch.zeros_like(weight)).mul_(0.95).add_(gradient)
+                moved = (
+                    state.setdefault("momentum", torch.zeros_like(weight)).mul_(0.95).add_(gradient)
+                )
                 weight.add_(_orthogonal(moved), alpha=-group["lr"])
 
 

@@ -1,4 +1,6 @@
-"""Reinforcement learning: losses without a level, data that the model makes itself, targets that move."""
+"""Reinforcement learning: losses without a level, data that the model makes itself, targets that
+move.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def reinforce(entropy: float, baseline: bool, seed: int) -> Training:
         yield "policy", (walk(chain, policy),)
 
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    return Training(learners={"policy": Learner(model=policy, optimizer=optimizer, loss=loss)}, updates=updates)
+    return Training(
+        learners={"policy": Learner(model=policy, optimizer=optimizer, loss=loss)}, updates=updates
+    )
 
 
 register("reinforce", GROUP, "step", partial(reinforce, 0.0, False))
@@ -95,14 +99,19 @@ def dqn(told_of_target: bool, hard: bool, seed: int) -> Training:
         reward, done = chain.act(actions)
         memory.append((before, actions, reward, chain.observe(), done))
         picked = torch.randint(len(memory), (4,)).tolist()
-        yield "net", (tuple(torch.cat(parts) for parts in zip(*(memory[i] for i in picked), strict=True)),)
+        yield (
+            "net",
+            (tuple(torch.cat(parts) for parts in zip(*(memory[i] for i in picked), strict=True)),),
+        )
         if not hard:
             follow(target, net, 0.05)
         elif step % 50 == 49:
             target.load_state_dict(net.state_dict())
 
     modules: dict[str, nn.Module] | None = {"target": target} if told_of_target else None
-    learner = Learner(model=net, optimizer=torch.optim.Adam(net.parameters(), lr=3e-3), loss=loss, modules=modules)
+    learner = Learner(
+        model=net, optimizer=torch.optim.Adam(net.parameters(), lr=3e-3), loss=loss, modules=modules
+    )
     return Training(learners={"net": learner}, updates=updates, world=target.state_dict)
 
 
@@ -130,7 +139,9 @@ def actor_critic(seed: int) -> Training:
     def updates(step: int) -> Iterator[Update]:
         yield "net", (walk(chain, net),)
 
-    learner = Learner(model=net, optimizer=torch.optim.RMSprop(net.parameters(), lr=3e-3), loss=loss, clip=0.5)
+    learner = Learner(
+        model=net, optimizer=torch.optim.RMSprop(net.parameters(), lr=3e-3), loss=loss, clip=0.5
+    )
     return Training(learners={"net": learner}, updates=updates)
 
 
@@ -157,13 +168,17 @@ def ppo(seed: int) -> Training:
             held[:] = [(places, actions, value, before)]
         yield "net", (held[0],)
 
-    learner = Learner(model=net, optimizer=torch.optim.Adam(net.parameters(), lr=3e-3), loss=loss, clip=0.5)
+    learner = Learner(
+        model=net, optimizer=torch.optim.Adam(net.parameters(), lr=3e-3), loss=loss, clip=0.5
+    )
     return Training(learners={"net": learner}, updates=updates)
 
 
 @family(GROUP, "step")
 def sac(seed: int) -> Training:
-    """Critic, actor and temperature: three optimizers, a target network, a loss that pushes the others about."""
+    """Critic, actor and temperature: three optimizers, a target network, a loss that pushes the
+    others about.
+    """
     generator = torch.Generator().manual_seed(seed)
     critic, actor = mlp(3, 16, 1), mlp(2, 16, 2)
     target = copied(critic, partial(mlp, 3, 16, 1))
@@ -208,9 +223,15 @@ def sac(seed: int) -> Training:
         follow(target, critic, 0.02)
 
     learners = {
-        "critic": Learner(model=critic, optimizer=torch.optim.Adam(critic.parameters(), lr=3e-3), loss=critic_loss),
-        "actor": Learner(model=actor, optimizer=torch.optim.Adam(actor.parameters(), lr=1e-3), loss=actor_loss),
-        "heat": Learner(model=heat, optimizer=torch.optim.Adam(heat.parameters(), lr=1e-2), loss=heat_loss),
+        "critic": Learner(
+            model=critic, optimizer=torch.optim.Adam(critic.parameters(), lr=3e-3), loss=critic_loss
+        ),
+        "actor": Learner(
+            model=actor, optimizer=torch.optim.Adam(actor.parameters(), lr=1e-3), loss=actor_loss
+        ),
+        "heat": Learner(
+            model=heat, optimizer=torch.optim.Adam(heat.parameters(), lr=1e-2), loss=heat_loss
+        ),
     }
     return Training(learners=learners, updates=updates, world=target.state_dict)
 
@@ -237,4 +258,6 @@ def bandit(seed: int) -> Training:
         yield "policy", ((arms, worth[arms] + tail),)
 
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
-    return Training(learners={"policy": Learner(model=policy, optimizer=optimizer, loss=loss)}, updates=updates)
+    return Training(
+        learners={"policy": Learner(model=policy, optimizer=optimizer, loss=loss)}, updates=updates
+    )

@@ -1,4 +1,6 @@
-"""Self-supervised learning: target networks, queues, temperatures, and losses that say little about progress."""
+"""Self-supervised learning: target networks, queues, temperatures, and losses that say little about
+progress.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def byol(seed: int) -> Training:
         yield "student", (two_views(clouds),)
         follow(target, model["online"], 0.05)
 
-    learner = Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), loss=loss)
+    learner = Learner(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), loss=loss
+    )
     return Training(learners={"student": learner}, updates=updates, world=target.state_dict)
 
 
@@ -110,14 +114,18 @@ def contrastive_learnt_temperature(seed: int) -> Training:
         return one[:rows], other[:rows]
 
     learner = Learner(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=lambda views: model(*views)
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        loss=lambda views: model(*views),
     )
     return single(learner, batch)
 
 
 @family(GROUP, "watch")
 def centred_teacher(seed: int) -> Training:
-    """DINO-like: the teacher's outputs are centred by a running mean that the loop keeps, and its heat rises."""
+    """DINO-like: the teacher's outputs are centred by a running mean that the loop keeps, and its
+    heat rises.
+    """
     clouds = Clouds(seed)
     student = mlp(FEATURES, 16, 8)
     teacher = copied(student, partial(mlp, FEATURES, 16, 8))
@@ -136,5 +144,14 @@ def centred_teacher(seed: int) -> Training:
         yield "student", ((one, wanted),)
         follow(teacher, student, 0.02)
 
-    learner = Learner(model=student, optimizer=torch.optim.AdamW(student.parameters(), lr=1e-3), loss=loss, clip=3.0)
-    return Training(learners={"student": learner}, updates=updates, world=lambda: [centre, dict(teacher.state_dict())])
+    learner = Learner(
+        model=student,
+        optimizer=torch.optim.AdamW(student.parameters(), lr=1e-3),
+        loss=loss,
+        clip=3.0,
+    )
+    return Training(
+        learners={"student": learner},
+        updates=updates,
+        world=lambda: [centre, dict(teacher.state_dict())],
+    )

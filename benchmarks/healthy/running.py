@@ -1,4 +1,6 @@
-"""The way in without a changed line: `stepguard run SCRIPT` in a child process, the same script bare in this one."""
+"""The way in without a changed line: `stepguard run SCRIPT` in a child process, the same script
+bare in this one.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,21 @@ def _bare(path: Path, arguments: list[str]) -> None:
 
 def _guarded(path: Path, arguments: list[str], outcome: Outcome) -> None:
     with tempfile.TemporaryDirectory(prefix="stepguard-harmless-") as run_dir:
-        command = [sys.executable, "-m", "stepguard", "run", "--run-dir", run_dir, str(path), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "stepguard",
+            "run",
+            "--run-dir",
+            run_dir,
+            str(path),
+            *arguments,
+        ]
         # sums are added up in another order with another number of threads
         surroundings = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=surroundings)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=surroundings
+        )
         actions = [_action(file) for file in Path(run_dir).rglob("incident.json")]
     done = Counter(action for action in actions if action not in ("note", "warn"))
     if ended.returncode:

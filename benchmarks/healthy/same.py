@@ -14,7 +14,9 @@ from benchmarks.healthy.training import Training
 
 
 def state_of(training: Training) -> dict[str, Any]:
-    """Weights, gradients, buffers, optimizers, schedules, scalers, the loop's own things and every random generator."""
+    """Weights, gradients, buffers, optimizers, schedules, scalers, the loop's own things and every
+    random generator.
+    """
     held: dict[str, Any] = {}
     for name, learner in training.learners.items():
         model = learner.model

@@ -1,4 +1,6 @@
-"""Learning rates that leap as they were told to: warm restarts, cycles, warm-up by epoch, rates set by hand."""
+"""Learning rates that leap as they were told to: warm restarts, cycles, warm-up by epoch, rates set
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,19 @@ Make = Callable[[Optimizer], Any]
 def scheduled(make: Make, seed: int) -> Training:
     model, clouds = mlp(), Clouds(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    learner = Learner(model=model, optimizer=optimizer, loss=classified(model), scheduler=make(optimizer))
+    learner = Learner(
+        model=model, optimizer=optimizer, loss=classified(model), scheduler=make(optimizer)
+    )
     return single(learner, lambda step: clouds.batch())
 
 
 SCHEDULES: dict[str, tuple[Make, Way]] = {
     "warm_restarts": (lambda o: schedules.CosineAnnealingWarmRestarts(o, 50, 2), "step"),
     "cyclic": (lambda o: schedules.CyclicLR(o, 1e-4, 0.3, step_size_up=20), "watch"),
-    "one_cycle": (lambda o: schedules.OneCycleLR(o, 0.3, total_steps=100_000, pct_start=0.001), "step"),
+    "one_cycle": (
+        lambda o: schedules.OneCycleLR(o, 0.3, total_steps=100_000, pct_start=0.001),
+        "step",
+    ),
     "steps_down_and_up": (
         lambda o: schedules.MultiplicativeLR(o, lambda s: {100: 0.01, 200: 100.0}.get(s, 1.0)),
         "step",
@@ -72,12 +79,16 @@ def rate_by_hand(seed: int) -> Training:
 
 @family(GROUP, "step")
 def edge_of_stability(seed: int) -> Training:
-    """Full batches with a rate so large that the loss climbs and falls again, as it does in real networks."""
+    """Full batches with a rate so large that the loss climbs and falls again, as it does in real
+    networks.
+    """
     clouds = Clouds(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 10))
     whole = clouds.batch(64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
-    return single(Learner(model=model, optimizer=optimizer, loss=classified(model)), lambda step: whole)
+    return single(
+        Learner(model=model, optimizer=optimizer, loss=classified(model)), lambda step: whole
+    )
 
 
 @family(GROUP, "watch")
@@ -85,6 +96,9 @@ def large_rate_with_clipping(seed: int) -> Training:
     """Adam at 0.05 under a tight clip: noisy, up and down, and learning."""
     model, clouds = mlp(), Clouds(seed)
     learner = Learner(
-        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), loss=classified(model), clip=0.1
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        loss=classified(model),
+        clip=0.1,
     )
     return single(learner, lambda step: clouds.batch(8))

@@ -1,4 +1,6 @@
-"""Sequences, diffusion, learning to learn: state between steps, random difficulty, gradients of gradients."""
+"""Sequences, diffusion, learning to learn: state between steps, random difficulty, gradients of
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,18 @@ def truncated_backpropagation(seed: int) -> Training:
         words = [held["words"]]
         for _ in range(LENGTH):
             slips = torch.rand(4, generator=generator) < 0.1
-            words.append(torch.where(slips, torch.randint(WORDS, (4,), generator=generator), table[words[-1]]))
+            words.append(
+                torch.where(
+                    slips, torch.randint(WORDS, (4,), generator=generator), table[words[-1]]
+                )
+            )
         held["words"] = words[-1]
         yield "only", ((torch.stack(words, 1), held["state"]),)
         held["state"] = held["after"].detach()
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss, clip=1.0)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss, clip=1.0
+    )
     return Training(learners={"only": learner}, updates=updates, world=lambda: held["state"])
 
 
@@ -87,7 +95,10 @@ def masked_words_sometimes_none(seed: int) -> Training:
         missed = F.cross_entropy(model(batch[0]).flatten(0, 1), labels, reduction="sum")
         return missed / (labels != -100).sum().clamp(min=1)
 
-    return single(Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss), batch)
+    return single(
+        Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss),
+        batch,
+    )
 
 
 @family(GROUP, "step")
@@ -107,18 +118,27 @@ def ctc(seed: int) -> Training:
         lengths = torch.full((4,), 9), torch.full((4,), 3)
         return F.ctc_loss(said, batch[1], *lengths, zero_infinity=True)
 
-    return single(Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss), batch)
+    return single(
+        Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=loss),
+        batch,
+    )
 
 
 @family(GROUP, "step")
 def diffusion(seed: int) -> Training:
-    """Every batch has its own noise level, so its loss says more about the level than about the model."""
+    """Every batch has its own noise level, so its loss says more about the level than about the
+    model.
+    """
     clouds = Clouds(seed)
     model = mlp(FEATURES + 1, 24, FEATURES)
 
     def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
         x, _ = clouds.batch()
-        return x, torch.rand((), generator=clouds.generator), torch.randn(ROWS, FEATURES, generator=clouds.generator)
+        return (
+            x,
+            torch.rand((), generator=clouds.generator),
+            torch.randn(ROWS, FEATURES, generator=clouds.generator),
+        )
 
     def loss(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         x, time, noise = batch
@@ -126,13 +146,17 @@ def diffusion(seed: int) -> Training:
         said = model(torch.cat([noisy, time.expand(len(x), 1)], -1))
         return F.mse_loss(said, noise - x) / (1.05 - time)
 
-    learner = Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), loss=loss, clip=1.0)
+    learner = Learner(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), loss=loss, clip=1.0
+    )
     return single(learner, batch)
 
 
 @family(GROUP, "step")
 def maml(seed: int) -> Training:
-    """Learning to learn sines: an inner step by `torch.func.functional_call`, the outer loss through it."""
+    """Learning to learn sines: an inner step by `torch.func.functional_call`, the outer loss
+    through it.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
 
@@ -149,5 +173,7 @@ def maml(seed: int) -> Training:
         moved = {name: w - 0.01 * g for (name, w), g in zip(weights.items(), slopes, strict=True)}
         return F.mse_loss(torch.func.functional_call(model, moved, (x[4:],)), y[4:])
 
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss, clip=10.0)
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3), loss=loss, clip=10.0
+    )
     return single(learner, batch)

@@ -1,4 +1,6 @@
-"""Models that change under training: experts, sparse tables, frozen and pruned parts, running statistics, EMA."""
+"""Models that change under training: experts, sparse tables, frozen and pruned parts, running
+statistics, EMA.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ class Experts(nn.Module):
 @family(GROUP, "watch")
 def mixture_of_experts(seed: int) -> Training:
     clouds, model = Clouds(seed), Experts()
-    learner = Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=classified(model))
+    learner = Learner(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        loss=classified(model),
+    )
     return single(learner, lambda step: clouds.batch(8))
 
 
@@ -54,7 +60,12 @@ def sparse_embedding(seed: int) -> Training:
     def loss(words: Tensor) -> Tensor:
         return F.mse_loss(model(words), wanted[words])
 
-    return single(Learner(model=model, optimizer=torch.optim.SparseAdam(model.parameters(), lr=0.05), loss=loss), batch)
+    return single(
+        Learner(
+            model=model, optimizer=torch.optim.SparseAdam(model.parameters(), lr=0.05), loss=loss
+        ),
+        batch,
+    )
 
 
 @family(GROUP, "watch")
@@ -63,7 +74,11 @@ def progressive_unfreezing(seed: int) -> Training:
     model, clouds = pretrained(seed)
     clouds = Clouds(seed + 1)
     model[0].requires_grad_(False)
-    learner = Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=classified(model))
+    learner = Learner(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        loss=classified(model),
+    )
 
     def updates(step: int) -> Iterator[Update]:
         if step == 100:
@@ -78,7 +93,9 @@ def pruning_in_the_loop(seed: int) -> Training:
     """Every 50 steps the smallest tenth of the weights is set to 0 and kept there by the loop."""
     model, clouds = pretrained(seed)
     masks = {name: torch.ones_like(w) for name, w in model.named_parameters() if w.dim() == 2}
-    learner = Learner(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=classified(model))
+    learner = Learner(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=classified(model)
+    )
 
     @torch.no_grad()
     def updates(step: int) -> Iterator[Update]:
@@ -94,11 +111,17 @@ def pruning_in_the_loop(seed: int) -> Training:
 
 
 class Normed(nn.Module):
-    """BatchNorm, dropout, and a plain number and a tensor on the module that the forward pass changes."""
+    """BatchNorm, dropout, and a plain number and a tensor on the module that the forward pass
+    changes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES)
+        self.first, self.norm, self.last = (
+            nn.Linear(FEATURES, 16),
+            nn.BatchNorm1d(16),
+            nn.Linear(16, CLASSES),
+        )
         self.drop = nn.Dropout(0.3)
         self.calls, self.usual = 0, torch.zeros(16)
 
@@ -113,7 +136,9 @@ class Normed(nn.Module):
 def batchnorm_and_dropout(seed: int) -> Training:
     """Evaluated every 50 steps in between, as loops do."""
     clouds, model = Clouds(seed), Normed()
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=classified(model))
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=classified(model)
+    )
     seen: list[Tensor] = []
 
     def updates(step: int) -> Iterator[Update]:
@@ -132,8 +157,12 @@ def batchnorm_and_dropout(seed: int) -> Training:
 def ema_in_the_loop(seed: int) -> Training:
     """An averaged copy that the loop updates, with its counter and a warm-up of its decay."""
     clouds, model = Clouds(seed), mlp()
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.98))
-    learner = Learner(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=classified(model))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.98)
+    )
+    learner = Learner(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2), loss=classified(model)
+    )
 
     def updates(step: int) -> Iterator[Update]:
         yield "only", (clouds.batch(),)
@@ -150,5 +179,7 @@ def gradient_accumulation(seed: int) -> Training:
     def loss(batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1]) / 4
 
-    learner = Learner(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss, clip=1.0)
+    learner = Learner(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss, clip=1.0
+    )
     return single(learner, lambda step: [clouds.batch(rows) for rows in (2, 8, 4, 16)])

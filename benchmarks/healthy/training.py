@@ -1,10 +1,12 @@
-"""What a family of healthy training is: a seed gives learners, and a generator that says which update comes next.
+"""What a family of healthy training is: a seed gives learners, and a generator that says which
+update comes next.
 
     @family("reinforcement", "step", "watch")
     def reinforce(seed: int) -> Training: ...
 
-The same training is driven bare and guarded. What the loop does between two updates (acting, target networks, EMA)
-stands in the generator between two `yield`s, as it stands between two updates in a script.
+The same training is driven bare and guarded. What the loop does between two updates (acting, target
+networks, EMA) stands in the generator between two `yield`s, as it stands between two updates in a
+script.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Learner:
     optimizer: Optimizer
     loss: Loss
     further: tuple[Optimizer, ...] = ()
-    """Optimizers of other parts of the same model that step after the same backward; only where the loop is watched."""
+    """Optimizers of other parts of the same model that step after the same backward; only where the
+    loop is watched.
+    """
     scheduler: Any = None
     scaler: torch.amp.GradScaler | None = None
     scaler_handed_over: bool = True
@@ -62,7 +66,9 @@ class Family:
     group: str
     way: Way
     build: Callable[..., Any]
-    """`step` and `watch`: of a seed, a Training. Else a whole run: of seed, steps and an Outcome (None: bare)."""
+    """`step` and `watch`: of a seed, a Training. Else a whole run: of seed, steps and an Outcome
+    (None: bare).
+    """
 
 
 FAMILIES: dict[str, Family] = {}
@@ -86,7 +92,9 @@ def family(group: str, *ways: Way) -> Callable[[Callable[[int], Any]], Callable[
     return taken
 
 
-def single(learner: Learner, batches: Callable[[int], Any], world: Callable[[], Any] = dict) -> Training:
+def single(
+    learner: Learner, batches: Callable[[int], Any], world: Callable[[], Any] = dict
+) -> Training:
     """One learner, one update a step. A list of `batches` is taken as micro-batches."""
 
     def updates(step: int) -> Iterator[Update]:

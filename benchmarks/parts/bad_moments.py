@@ -1,4 +1,6 @@
-"""Moments in which a training goes wrong: bad batches, divergence, damaged state, a bad shard, a full disk."""
+"""Moments in which a training goes wrong: bad batches, divergence, damaged state, a bad shard, a
+full disk.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Net(nn.Module):
-    """Two layers; on demand BatchNorm between them, or a running mean of the inputs as a plain tensor, no buffer."""
+    """Two layers; on demand BatchNorm between them, or a running mean of the inputs as a plain
+    tensor, no buffer.
+    """
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
@@ -42,7 +46,9 @@ class Net(nn.Module):
 
 
 class Normed(Optimizer):
-    """LARS in small: an update as long as the weights, in the direction of the gradient. Without one it is 0 / 0."""
+    """LARS in small: an update as long as the weights, in the direction of the gradient. Without
+    one it is 0 / 0.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -90,7 +96,8 @@ class Run:
 
 
 NOISE = 2.0
-"""So much that the classes overlap: what is left of the loss at the end is theirs, not the run's."""
+"""So much that the classes overlap: what is left of the loss at the end is theirs, not the run's.
+"""
 
 
 def _unspoiled(batch: Batch, step: int) -> Batch:
@@ -129,7 +136,8 @@ def begin(moment: Moment, seed: int, steps: int) -> Run:
     return run
 
 
-# --- the moments ------------------------------------------------------------------------------------------------------
+# --- the moments
+# ------------------------------------------------------------------------------------------------------
 
 
 def _bad_from(first: int, count: int) -> Callable[[Batch, int], Batch]:
@@ -196,10 +204,15 @@ def _sgd(params: Any) -> Optimizer:
 
 
 MOMENTS: tuple[Moment, ...] = (
-    *(Moment(name=f"{count} bad batches in a row", spoil=_bad_from(AT, count)) for count in (1, 4, 16, 64)),
+    *(
+        Moment(name=f"{count} bad batches in a row", spoil=_bad_from(AT, count))
+        for count in (1, 4, 16, 64)
+    ),
     Moment(name="5 % of the batches bad", spoil=_scattered),
     Moment(name="bad batches through BatchNorm", spoil=_bad_from(AT, 4), kind="batchnorm"),
-    Moment(name="bad batch through a running tensor", spoil=_bad_from(AT, 1), kind="running tensor"),
+    Moment(
+        name="bad batch through a running tensor", spoil=_bad_from(AT, 1), kind="running tensor"
+    ),
     Moment(name="learning rate x1000", harm=_rate_jumps, acts=True),
     Moment(name="one batch ruins the weights", spoil=_enormous, optimizer=_sgd, acts=True),
     Moment(name="Adam's second moments lost", harm=_moments_zero, acts=True),
@@ -208,7 +221,11 @@ MOMENTS: tuple[Moment, ...] = (
     Moment(name="NaN in an Adam moment", harm=_moment_lost),
     Moment(name="NaN in a running variance", harm=_statistics, kind="batchnorm"),
     Moment(name="NaN in a tensor that is no buffer", harm=_attribute, kind="running tensor"),
-    Moment(name="NaN made by the optimizer", spoil=_nothing_counts, optimizer=lambda p: Normed(p, lr=0.01)),
+    Moment(
+        name="NaN made by the optimizer",
+        spoil=_nothing_counts,
+        optimizer=lambda p: Normed(p, lr=0.01),
+    ),
     Moment(name="bad shard, restarted", spoil=_bad_from(AT, BAD_SHARD), restarts=5),
     Moment(name="disk full, then bad batches", spoil=_bad_from(AT + 20, 4), full_disk=True),
 )

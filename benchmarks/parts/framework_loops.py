@@ -1,7 +1,8 @@
-"""Training loops of frameworks that can be run for a few steps, guarded or not, and say how long each step took.
+"""Training loops of frameworks that can be run for a few steps, guarded or not, and say how long
+each step took.
 
-A new framework is one more class and one more line in `LOOPS`. Its guard must be gone when `run` returns, so that the
-bare steps beside it are bare.
+A new framework is one more class and one more line in `LOOPS`. Its guard must be gone when `run`
+returns, so that the bare steps beside it are bare.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Size:
 
 
 QUICK = Size("Llama, tiny", hidden=16, layers=1, vocabulary=64, rows=2, length=8)
-FULL = Size("Llama, 7M parameters, batch 8 x 128", hidden=256, layers=6, vocabulary=4096, rows=8, length=128)
+FULL = Size(
+    "Llama, 7M parameters, batch 8 x 128", hidden=256, layers=6, vocabulary=4096, rows=8, length=128
+)
 
 
 class Loop(Protocol):
@@ -81,7 +84,9 @@ def llama(size: Size) -> Any:
 def rows(size: Size, count: int) -> list[dict[str, torch.Tensor]]:
     source = torch.Generator().manual_seed(1)
     ids = torch.randint(1, size.vocabulary, (count, size.length), generator=source)
-    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids]
+    return [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids
+    ]
 
 
 class TrainerLoop:
@@ -118,7 +123,9 @@ class TrainerLoop:
             disable_tqdm=True,
             learning_rate=1e-5,
         )
-        trainer = Trainer(model=self._model, args=settings, train_dataset=self._rows, callbacks=[Mark()])
+        trainer = Trainer(
+            model=self._model, args=settings, train_dataset=self._rows, callbacks=[Mark()]
+        )
         trainer.remove_callback(PrinterCallback)
         watching: AbstractContextManager[Any] = (
             guard(trainer, GuardConfig(terminal="quiet")) if guarded else nullcontext()

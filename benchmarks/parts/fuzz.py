@@ -1,4 +1,5 @@
-"""Damaged and invented checkpoints without end, given to the readers: no exception, no code, no hang.
+"""Damaged and invented checkpoints without end, given to the readers: no exception, no code, no
+hang.
 
     python -m benchmarks.parts.fuzz --minutes 10      # what `make fuzz` does
     python -m benchmarks.parts.fuzz --cases 2000 --seed 7
@@ -30,7 +31,15 @@ from stepguard.verification import pickle_opcodes
 from stepguard.verification.check import check
 
 FORBIDDEN = frozenset(
-    {"pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "socket.connect"}
+    {
+        "pickle.find_class",
+        "os.system",
+        "subprocess.Popen",
+        "os.exec",
+        "os.posix_spawn",
+        "os.fork",
+        "socket.connect",
+    }
 )
 """Audit events that no reader may cause."""
 NUMBERS = (0, 1, 0x7F, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
@@ -38,7 +47,9 @@ Seed = tuple[str, bytes]
 
 
 class Watch:
-    """Notes forbidden audit events while it is on. A hook cannot be removed, so there is one a process."""
+    """Notes forbidden audit events while it is on. A hook cannot be removed, so there is one a
+    process.
+    """
 
     seen: list[str] = []  # noqa: RUF012 (one list a process is the point)
     on = False
@@ -72,7 +83,10 @@ def seeds() -> list[Seed]:
     torch.save(value, zipped)
     torch.save(value, legacy, _use_new_zipfile_serialization=False)
     plain = {"a": [1.5, {"b": (None, True, 2**70)}], "t": line.weight.detach()}
-    index = {"metadata": {"total_size": 20}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    index = {
+        "metadata": {"total_size": 20},
+        "weight_map": {"w": "model-00001-of-00001.safetensors"},
+    }
     return [
         ("m.pt", zipped.getvalue()),
         ("m.pt", legacy.getvalue()),
@@ -161,7 +175,10 @@ def invented(chance: random.Random) -> bytes:
         elif kind < 0.5:
             parts.append(b"K" + bytes([chance.randrange(256)]))
         else:
-            parts.append(bytes([chance.choice(OPCODES)]) + chance.randbytes(chance.choice((0, 0, 0, 1, 4, 8))))
+            parts.append(
+                bytes([chance.choice(OPCODES)])
+                + chance.randbytes(chance.choice((0, 0, 0, 1, 4, 8)))
+            )
     return b"".join(parts) + b"."
 
 
@@ -207,13 +224,19 @@ def run(cases: int | None, minutes: float | None, seed: int, keep: Path | None) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parts.fuzz", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parts.fuzz", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--cases", type=int, help="a fixed number instead of a time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder for the bytes of a case that breaks something")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the bytes of a case that breaks something"
+    )
     options = parser.parse_args(arguments)
-    print(f"{run(options.cases, options.minutes, options.seed, options.keep)} cases, no reader broke")
+    print(
+        f"{run(options.cases, options.minutes, options.seed, options.keep)} cases, no reader broke"
+    )
     return 0
 
 

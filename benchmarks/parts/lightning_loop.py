@@ -1,4 +1,6 @@
-"""Lightning's Trainer as a loop to be measured: the same Llama, clipping and schedule as in the other frameworks."""
+"""Lightning's Trainer as a loop to be measured: the same Llama, clipping and schedule as in the
+other frameworks.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,13 @@ def _module(model: Any, *, fused: bool) -> Any:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-5, fused=fused)
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=1000)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            schedule = torch.optim.lr_scheduler.LinearLR(
+                optimizer, start_factor=1.0, end_factor=0.1, total_iters=1000
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
 
     return Language()
 

@@ -1,4 +1,6 @@
-"""Facts that a number needs to be read by, and strict JSON to keep both in. No path and no host name."""
+"""Facts that a number needs to be read by, and strict JSON to keep both in. No path and no host
+name.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ _kept = False
 
 
 def keep_memory() -> bool:
-    """Have the allocator keep what is freed, for the rest of this process. False where it is not glibc's.
+    """Have the allocator keep what is freed, for the rest of this process. False where it is not
+    glibc's.
 
-    By default glibc gives large blocks back to the system and takes them anew at every step: a good part of a
-    bare step is page faults then, how many depends on where blocks happen to lie, and one per cent drowns in that.
-    Those who train on CPUs for a living use tcmalloc or jemalloc, which keep their memory as well.
+    By default glibc gives large blocks back to the system and takes them anew at every step: a good
+    part of a bare step is page faults then, how many depends on where blocks happen to lie, and one
+    per cent drowns in that. Those who train on CPUs for a living use tcmalloc or jemalloc, which
+    keep their memory as well.
     """
     global _kept
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None

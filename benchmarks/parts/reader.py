@@ -1,7 +1,8 @@
-"""A small reader of noisy characters with hyper-connections mixed by an exp-space Sinkhorn, as in the restran recipe.
+"""A small reader of noisy characters with hyper-connections mixed by an exp-space Sinkhorn, as in
+the restran recipe.
 
-Its natural failure: a learning rate far too high drives the mixing logits until `exp` overflows; the loss is ruined
-some steps before that.
+Its natural failure: a learning rate far too high drives the mixing logits until `exp` overflows;
+the loss is ruined some steps before that.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Mixed(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.block = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
         self.logits = nn.Linear(width, STREAMS * STREAMS)
         self.gain = nn.Parameter(torch.tensor(0.1))
 
@@ -61,9 +64,13 @@ class Reader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        )
         self.first = Mixed(8)
-        self.down = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.down = nn.Sequential(
+            nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+        )
         self.second = Mixed(16)
         self.head = nn.Linear(16 * (SIDE // 4) ** 2, CLASSES)
 

@@ -1,4 +1,6 @@
-"""One contender of the verify benchmark in a process of its own: prints its seconds and its peak memory."""
+"""One contender of the verify benchmark in a process of its own: prints its seconds and its peak
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SMALL, LARGE = 1 << 19, 8 << 20
-"""Sizes of a reader's buffer: one that stays in the processor's cache, and the one that is often recommended."""
+"""Sizes of a reader's buffer: one that stays in the processor's cache, and the one that is often
+recommended.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,9 @@ def _loop(load: Callable[[Path], dict[str, object]]) -> Callable[[Path], bool]:
     def run(path: Path) -> bool:
         good = True
         for value in load(path).values():
-            if isinstance(value, torch.Tensor) and (torch.isnan(value).any() or torch.isinf(value).any()):
+            if isinstance(value, torch.Tensor) and (
+                torch.isnan(value).any() or torch.isinf(value).any()
+            ):
                 good = False
         return good
 
@@ -84,7 +90,9 @@ CONTENDERS: dict[str, Contender] = {
     "stepguard": Contender("stepguard.verify", _stepguard),
     "torch.load": Contender("torch.load + isnan, isinf", _torch_load, (".pt",)),
     "torch.load mmap": Contender("torch.load(mmap=True) + isnan, isinf", _torch_mmap, (".pt",)),
-    "safetensors": Contender("safetensors load_file + isnan, isinf", _safetensors, (".safetensors",)),
+    "safetensors": Contender(
+        "safetensors load_file + isnan, isinf", _safetensors, (".safetensors",)
+    ),
 }
 
 

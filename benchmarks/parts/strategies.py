@@ -1,4 +1,6 @@
-"""What people do about a bad step: nothing, `continue`, reload the newest finite checkpoint, or a guard."""
+"""What people do about a bad step: nothing, `continue`, reload the newest finite checkpoint, or a
+guard.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from benchmarks.parts.bad_moments import AT, MOMENTS, Moment, Run, begin
 EVERY = 25
 """Steps between two checkpoints of those who keep some."""
 Strategy = Callable[[Moment, int, int], tuple[float, str]]
-"""Of a moment, a seed and a number of batches: the loss on held-out data, and what was done in words."""
+"""Of a moment, a seed and a number of batches: the loss on held-out data, and what was done in
+words.
+"""
 
 
 def do_nothing(moment: Moment, seed: int, steps: int) -> tuple[float, str]:
@@ -48,7 +52,8 @@ def plain_continue(moment: Moment, seed: int, steps: int) -> tuple[float, str]:
 
 
 def newest_finite(moment: Moment, seed: int, steps: int) -> tuple[float, str]:
-    """`torch.save` every 25 steps if the weights are finite; a bad loss loads the newest, and the data go on.
+    """`torch.save` every 25 steps if the weights are finite; a bad loss loads the newest, and the
+    data go on.
 
     Where the launcher restarts the run instead, the data begin again at the checkpoint.
     """
@@ -88,7 +93,9 @@ def guarded(moment: Moment, seed: int, steps: int) -> tuple[float, str]:
     return run.held_out(), done
 
 
-def _attempt(run: Run, folder: Path, attempt: int, steps: int, said: Counter[str], fill: Callable[[], None]) -> bool:
+def _attempt(
+    run: Run, folder: Path, attempt: int, steps: int, said: Counter[str], fill: Callable[[], None]
+) -> bool:
     """One process's part of the run. True when it came to its end."""
     config = stepguard.GuardConfig(
         terminal="quiet",
@@ -126,10 +133,21 @@ def all_of(moment: Moment, seed: int, steps: int) -> dict[str, tuple[float, str]
 
 
 def in_a_child(moment: Moment, seed: int, steps: int) -> dict[str, tuple[float, str]]:
-    """The same in a process of its own: a limit on the size of files holds for all that a process writes."""
-    command = [sys.executable, "-m", "benchmarks.parts.strategies", moment.name, str(seed), str(steps)]
+    """The same in a process of its own: a limit on the size of files holds for all that a process
+    writes.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.parts.strategies",
+        moment.name,
+        str(seed),
+        str(steps),
+    ]
     root = Path(__file__).parents[2]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, timeout=600)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=root, timeout=600
+    )
     return {name: (loss, done) for name, (loss, done) in json.loads(ended.stdout).items()}
 
 
@@ -167,7 +185,9 @@ def _load(run: Run, path: Path) -> int:
 
 @contextmanager
 def _disk(moment: Moment) -> Iterator[Callable[[], None]]:
-    """A disk that takes nothing more once the function given is called: no file may grow, and writing says so."""
+    """A disk that takes nothing more once the function given is called: no file may grow, and
+    writing says so.
+    """
     if not moment.full_disk:
         yield lambda: None
         return

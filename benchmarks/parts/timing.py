@@ -1,9 +1,10 @@
 """Timing variants against each other on a machine that does other things as well.
 
-Every variant has its own model with the same weights and sees the same batches. In each round it is run right beside a
-bare step on that same model, each of the two first in half of the rounds, and only the ratio of such neighbours counts:
-what slows the machine down for seconds slows down both. The control is bare on both sides: how far it lies from 1 is
-what the method cannot tell apart. Intervals are over rounds only.
+Every variant has its own model with the same weights and sees the same batches. In each round it is
+run right beside a bare step on that same model, each of the two first in half of the rounds, and
+only the ratio of such neighbours counts: what slows the machine down for seconds slows down both.
+The control is bare on both sides: how far it lies from 1 is what the method cannot tell apart.
+Intervals are over rounds only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """What is reported of one variant on one workload. Ratios are to the bare step with the same optimizer."""
+    """What is reported of one variant on one workload. Ratios are to the bare step with the same
+    optimizer.
+    """
 
     variant: str
     what: str
@@ -69,7 +72,11 @@ class Row:
 
 
 def compare(
-    workload: Workload, variants: Sequence[Variant], rounds: tuple[int, int], warmup: int, tick: Callable[[], None]
+    workload: Workload,
+    variants: Sequence[Variant],
+    rounds: tuple[int, int],
+    warmup: int,
+    tick: Callable[[], None],
 ) -> list[Row]:
     """Full steps in the first number of rounds, steps without forward and backward in the second."""
     full = measure(workload, variants, rounds[0], warmup, tick)
@@ -78,7 +85,11 @@ def compare(
 
 
 def measure(
-    workload: Workload, variants: Sequence[Variant], rounds: int, warmup: int, tick: Callable[[], None]
+    workload: Workload,
+    variants: Sequence[Variant],
+    rounds: int,
+    warmup: int,
+    tick: Callable[[], None],
 ) -> dict[str, Times]:
     """Run all variants in turns; `tick` is called after every pair."""
     present = [v for v in variants if v.missing is None]
@@ -107,7 +118,9 @@ Spent = tuple[float, float]
 
 
 def _orders(turns: int, draw: random.Random) -> list[bool]:
-    """Who comes first in each round: each as often as the other, for the second finds its weights in the cache."""
+    """Who comes first in each round: each as often as the other, for the second finds its weights
+    in the cache.
+    """
     orders = []
     while len(orders) < turns:
         orders += draw.sample([True, False], 2)
@@ -141,8 +154,13 @@ def _bare_rows(present: Sequence[Variant], times: dict[str, Times]) -> None:
     """The bare steps were timed beside the others; each round counts once for every neighbour."""
     for bare in present:
         if bare.name == bare.reference:
-            beside = [times[v.name] for v in present if v.reference == bare.name and v.name != bare.name]
-            walls, cpus = [w for t in beside for w in t.bare_wall], [c for t in beside for c in t.bare_cpu]
+            beside = [
+                times[v.name] for v in present if v.reference == bare.name and v.name != bare.name
+            ]
+            walls, cpus = (
+                [w for t in beside for w in t.bare_wall],
+                [c for t in beside for c in t.bare_cpu],
+            )
             times[bare.name] = Times(walls, cpus, walls, cpus)
 
 
@@ -167,11 +185,15 @@ def _row(variant: Variant, full: Times | None, own: Times | None) -> Row:
     if own is None or variant.name == variant.reference:
         return row
     added = [1e3 * (a - b) for a, b in zip(own.cpu, own.bare_cpu, strict=True)]
-    return replace(row, added_milliseconds=statistics.median(added), added_interval=interval_of_median(added))
+    return replace(
+        row, added_milliseconds=statistics.median(added), added_interval=interval_of_median(added)
+    )
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
     """95 % of the medians of resampled values; always the same for the same values."""
     draw = random.Random(SEED)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    medians = sorted(
+        statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)
+    )
     return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]

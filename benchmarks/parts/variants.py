@@ -1,4 +1,6 @@
-"""The training steps that are compared: a bare one, the checks people write or import today, and stepguard's."""
+"""The training steps that are compared: a bare one, the checks people write or import today, and
+stepguard's.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Runner:
 class Pair:
     """A variant and the bare step on the very same model and optimizer.
 
-    Two instances of one model differ in speed by where their memory lies, which no number of rounds averages out.
+    Two instances of one model differ in speed by where their memory lies, which no number of rounds
+    averages out.
     """
 
     own: Runner
@@ -111,12 +114,16 @@ def watched(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runne
     guard = stepguard.watch(model, optimizer, config=stepguard.GuardConfig(terminal="quiet"))
     listener = torch_patches._listeners[-1]
     torch_patches._stop(listener)
-    return Runner(bare(workload, model, optimizer).step, functools.partial(_listening, listener), guard.close)
+    return Runner(
+        bare(workload, model, optimizer).step, functools.partial(_listening, listener), guard.close
+    )
 
 
 @contextmanager
 def _listening(listener: torch_patches.Listener) -> Iterator[None]:
-    """A watching guard hears every backward of the process; here it must not slow down the other variants."""
+    """A watching guard hears every backward of the process; here it must not slow down the other
+    variants.
+    """
     stop = torch_patches.listen(listener)
     try:
         yield
@@ -133,7 +140,9 @@ def stepped(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runne
 
 
 def seed_loop(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
-    """What the incident reports settled on: `if isnan or isinf` on the loss and on the clipping norm."""
+    """What the incident reports settled on: `if isnan or isinf` on the loss and on the clipping
+    norm.
+    """
 
     def step(batch: Batch) -> None:
         optimizer.zero_grad()
@@ -171,7 +180,8 @@ def underflow_overflow(workload: Workload, model: nn.Module, optimizer: Optimize
     """transformers' DebugUnderflowOverflow: hooks on every module."""
     from transformers.debug_utils import DebugUnderflowOverflow
 
-    # it numbers batches by root forwards and keeps the last frames; nothing is printed while all is finite
+    # it numbers batches by root forwards and keeps the last frames; nothing is printed while all is
+    # finite
     DebugUnderflowOverflow(model, max_frames_to_save=21)
     return bare(workload, model, optimizer)
 

@@ -47,18 +47,20 @@ class _Given(torch.autograd.Function):
 
 
 def hollow(workload: Workload) -> Workload:
-    """The same model, buffers and optimizer with forward and backward taken out: what is left shows a check's own cost.
+    """The same model, buffers and optimizer with forward and backward taken out: what is left shows
+    a check's own cost.
 
-    On a busy machine a full step varies by several per cent from one to the next, which hides a check of a few
-    milliseconds; the rest of the step without forward and backward is short and steady enough to show it. The output
-    and its gradient stay as large as they were.
+    On a busy machine a full step varies by several per cent from one to the next, which hides a
+    check of a few milliseconds; the rest of the step without forward and backward is short and
+    steady enough to show it. The output and its gradient stay as large as they were.
     """
 
     def build() -> nn.Module:
         model = workload.build()
         parameters = list(model.parameters())
         grads = [torch.randn_like(p) for p in parameters]
-        # above every clipping limit in use: a guard that may leave out a clipping that would not act gains nothing here
+        # above every clipping limit in use: a guard that may leave out a clipping that would not
+        # act gains nothing here
         torch._foreach_mul_(grads, 4.0 / nn.utils.get_total_norm(grads))
         inputs, _ = workload.batch(torch.Generator().manual_seed(0))
         with torch.no_grad():
@@ -77,7 +79,9 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -114,7 +118,9 @@ class Residual(nn.Module):
         self.norm1, self.norm2 = nn.BatchNorm2d(outside), nn.BatchNorm2d(outside)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inside != outside:
-            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
@@ -139,7 +145,9 @@ class ResNet(nn.Module):
         return self.head(self.blocks(F.relu(self.norm(self.stem(x)))).mean((2, 3)))
 
 
-def gpt(name: str, *, vocabulary: int, width: int, depth: int, rows: int, length: int, rounds: int) -> Workload:
+def gpt(
+    name: str, *, vocabulary: int, width: int, depth: int, rows: int, length: int, rounds: int
+) -> Workload:
     """Next-token prediction on generated ids."""
 
     def build() -> nn.Module:
@@ -150,7 +158,9 @@ def gpt(name: str, *, vocabulary: int, width: int, depth: int, rows: int, length
         ids = torch.randint(0, vocabulary, (rows, length + 1), generator=generator)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    return Workload(name, f"GPT, {_millions(build())}, {rows}x{length} tokens", build, batch, rounds)
+    return Workload(
+        name, f"GPT, {_millions(build())}, {rows}x{length} tokens", build, batch, rounds
+    )
 
 
 def resnet(name: str, *, width: int, rows: int, rounds: int, depth: int = 2) -> Workload:
@@ -164,16 +174,24 @@ def resnet(name: str, *, width: int, rows: int, rounds: int, depth: int = 2) -> 
         images = torch.randn(rows, 3, 32, 32, generator=generator)
         return images, torch.randint(0, 100, (rows,), generator=generator)
 
-    return Workload(name, f"ResNet-18, {_millions(build())}, {rows} images of 32x32", build, batch, rounds)
+    return Workload(
+        name, f"ResNet-18, {_millions(build())}, {rows} images of 32x32", build, batch, rounds
+    )
 
 
 FULL: dict[str, Callable[[], Workload]] = {
-    "gpt-7m": lambda: gpt("gpt-7m", vocabulary=4096, width=256, depth=8, rows=8, length=128, rounds=40),
-    "gpt-50m": lambda: gpt("gpt-50m", vocabulary=24576, width=512, depth=12, rows=2, length=128, rounds=20),
+    "gpt-7m": lambda: gpt(
+        "gpt-7m", vocabulary=4096, width=256, depth=8, rows=8, length=128, rounds=40
+    ),
+    "gpt-50m": lambda: gpt(
+        "gpt-50m", vocabulary=24576, width=512, depth=12, rows=2, length=128, rounds=20
+    ),
     "resnet-18": lambda: resnet("resnet-18", width=64, rows=16, rounds=40),
 }
 QUICK: dict[str, Callable[[], Workload]] = {
-    "gpt-tiny": lambda: gpt("gpt-tiny", vocabulary=64, width=32, depth=2, rows=2, length=16, rounds=3),
+    "gpt-tiny": lambda: gpt(
+        "gpt-tiny", vocabulary=64, width=32, depth=2, rows=2, length=16, rounds=3
+    ),
     "resnet-tiny": lambda: resnet("resnet-tiny", width=4, rows=2, rounds=3, depth=1),
 }
 

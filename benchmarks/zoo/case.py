@@ -1,7 +1,8 @@
-"""What a zoo entry is: a tiny training scene that fails the way a public incident did, and the right answer to it.
+"""What a zoo entry is: a tiny training scene that fails the way a public incident did, and the
+right answer to it.
 
-The conventions are those of the shared failure zoo. `step` is the optimizer step in which the first harmful value is
-created. `event` says how that is proven:
+The conventions are those of the shared failure zoo. `step` is the optimizer step in which the first
+harmful value is created. `event` says how that is proven:
 
     nan          the first operation that outputs NaN without a NaN going in
     inf          the first operation that outputs an infinity from finite operands
@@ -43,7 +44,9 @@ class Scene:
     after_step: StepHook | None = None
     evaluate: Callable[[nn.Module], Tensor] | None = None
     skips: str | None = None
-    """What the user's own loop does about a bad loss: "skip" the update, or "restore" the model as well."""
+    """What the user's own loop does about a bad loss: "skip" the update, or "restore" the model as
+    well.
+    """
     save: Callable[[], dict[str, Tensor]] | None = None
     tolerated: tuple[int, ...] = ()
     """Steps that stay bad even with the fix, because only what follows them is repaired."""

@@ -1,4 +1,6 @@
-"""Every case of the zoo, in a fixed order: the entries known in advance, then those written to be unseen."""
+"""Every case of the zoo, in a fixed order: the entries known in advance, then those written to be
+unseen.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,17 @@ from importlib import import_module
 
 from benchmarks.zoo.case import CASES, Case
 
-KNOWN = ("masks", "reductions", "domains", "gradients", "precision", "state", "rates", "data", "controls")
+KNOWN = (
+    "masks",
+    "reductions",
+    "domains",
+    "gradients",
+    "precision",
+    "state",
+    "rates",
+    "data",
+    "controls",
+)
 MORE = (
     "more_masks",
     "more_reductions",
@@ -63,7 +75,9 @@ def load() -> dict[str, Case]:
 
 
 def chosen(names: list[str] | None = None) -> list[Case]:
-    """The named cases, a group's name standing for all of its cases; everything when no name is given."""
+    """The named cases, a group's name standing for all of its cases; everything when no name is
+    given.
+    """
     cases = load()
     if not names:
         return list(cases.values())
@@ -71,6 +85,7 @@ def chosen(names: list[str] | None = None) -> list[Case]:
     for name in names:
         if name not in known:
             raise SystemExit(
-                f"{name!r} is neither a case nor a group of the zoo; groups are {', '.join(KNOWN + MORE)}."
+                f"{name!r} is neither a case nor a group of the zoo; groups are "
+                f"{', '.join(KNOWN + MORE)}."
             )
     return [case for case in cases.values() if case.name in names or case.group in names]

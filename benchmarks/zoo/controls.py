@@ -37,7 +37,9 @@ def ok_causal_mask_neginf(fixed: bool) -> Scene:
 
 @control("LEEYOONHYUNG/BVAE-TTS#3", transient_grads=True)
 def ok_gradscaler_warmup_overflow(fixed: bool) -> Scene:
-    """GradScaler begins at 2**22 with fp16 autocast: the first steps overflow and are skipped, then all is well."""
+    """GradScaler begins at 2**22 with fp16 autocast: the first steps overflow and are skipped, then
+    all is well.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 
@@ -64,7 +66,9 @@ def ok_double_where(fixed: bool) -> Scene:
     torch.manual_seed(0)
 
     def root(x: Tensor) -> Tensor:
-        return torch.where(x > 0, torch.sqrt(torch.where(x > 0, x, torch.ones_like(x))), torch.zeros_like(x))
+        return torch.where(
+            x > 0, torch.sqrt(torch.where(x > 0, x, torch.ones_like(x))), torch.zeros_like(x)
+        )
 
     model = nn.Sequential(nn.Linear(3, 6), Lambda(root), nn.Linear(6, 1))
     return Scene(model=model, batch=regression, loss=mse, optimizer=sgd(model))

@@ -15,7 +15,9 @@ from benchmarks.zoo.parts import INF, NAN, chain, randn, regression, sgd
     "unit8co/darts#1977",
     "unit8co/darts#1438",
     "unit8co/darts#2100",
-    expected=Expected(step=2, phase="input", module="fc1", op="aten.addmm", event="batch:x", sample=3),
+    expected=Expected(
+        step=2, phase="input", module="fc1", op="aten.addmm", event="batch:x", sample=3
+    ),
     accepted=("SG101",),
 )
 def nan_feature_in_one_sample(fixed: bool) -> Scene:
@@ -35,16 +37,22 @@ def nan_feature_in_one_sample(fixed: bool) -> Scene:
 @incident(
     "ecmwf/WeatherGenerator#2724",
     "NVIDIA/Megatron-LM#780",
-    expected=Expected(step=1, phase="input", module="", op="aten.addmm", event="batch:x", micro=1, sample=2),
+    expected=Expected(
+        step=1, phase="input", module="", op="aten.addmm", event="batch:x", micro=1, sample=2
+    ),
     accepted=("SG101", "SG701"),
 )
 def one_rank_poisons_all_reduce(fixed: bool) -> Scene:
-    """Two simulated data-parallel ranks whose gradients are averaged: the bad shard of one ruins both."""
+    """Two simulated data-parallel ranks whose gradients are averaged: the bad shard of one ruins
+    both.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
 
     def batch(step: int) -> list[Batch]:
-        shards = [{"x": randn(4, 3, seed=10 * step + r), "y": randn(4, 1, seed=r + 1)} for r in range(2)]
+        shards = [
+            {"x": randn(4, 3, seed=10 * step + r), "y": randn(4, 1, seed=r + 1)} for r in range(2)
+        ]
         if step == 1:
             shards[1]["x"][2, 0] = 0.0 if fixed else INF
         return shards

@@ -1,4 +1,5 @@
-"""NaN that the forward makes and drops later: indexed away, masked, passed over. The loss is finite, the gradient not.
+"""NaN that the forward makes and drops later: indexed away, masked, passed over. The loss is
+finite, the gradient not.
 
 No public threads: the cases were written after such incidents had been given the wrong place.
 """
@@ -33,7 +34,9 @@ def one_empty(step: int, row: int = 2) -> Batch:
     return batch
 
 
-DIVIDED = Expected(step=1, phase="forward", module="unit", op="aten.div", event="nan", sample=2, loss_finite=True)
+DIVIDED = Expected(
+    step=1, phase="forward", module="unit", op="aten.div", event="nan", sample=2, loss_finite=True
+)
 
 
 @incident(expected=DIVIDED, accepted=("SG201",))
@@ -66,7 +69,10 @@ def normalised_row_left_out_by_nanmean(fixed: bool) -> Scene:
     """nanmean passes over the NaN; its gradient does not."""
     model = normalising(fixed)
     return Scene(
-        model=model, batch=one_empty, loss=lambda model, b: model(b["x"]).nanmean(), optimizer=sgd(model, 1e-3)
+        model=model,
+        batch=one_empty,
+        loss=lambda model, b: model(b["x"]).nanmean(),
+        optimizer=sgd(model, 1e-3),
     )
 
 
@@ -106,7 +112,9 @@ def one_closed(step: int, row: int = 1) -> Batch:
     return {"x": randn(4, 3, seed=step), "mask": mask}
 
 
-SOFTMAX = Expected(step=1, phase="forward", module="", op="aten._softmax", event="nan", sample=1, loss_finite=True)
+SOFTMAX = Expected(
+    step=1, phase="forward", module="", op="aten._softmax", event="nan", sample=1, loss_finite=True
+)
 
 
 @incident(expected=SOFTMAX, accepted=("SG204",))
@@ -162,8 +170,12 @@ def spread_of_one_frame_left_out(fixed: bool) -> Scene:
         frames = model(b["x"])
         several = b["length"] > 1
         if fixed:
-            return torch.stack([frames[i, : b["length"][i]].std() for i in several.nonzero().flatten()]).mean()
-        spreads = torch.stack([row[:n].std() for row, n in zip(frames, b["length"].tolist(), strict=True)])
+            return torch.stack(
+                [frames[i, : b["length"][i]].std() for i in several.nonzero().flatten()]
+            ).mean()
+        spreads = torch.stack(
+            [row[:n].std() for row, n in zip(frames, b["length"].tolist(), strict=True)]
+        )
         return spreads[several].mean()
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-3))
@@ -186,14 +198,18 @@ def sample_variance_of_one_under_where(fixed: bool) -> Scene:
         out = model(b["x"])
         centre = (out * inside).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
         others = inside.sum(-1) - 1
-        variance = ((out - centre) * inside).pow(2).sum(-1) / (others.clamp_min(1) if fixed else others)
+        variance = ((out - centre) * inside).pow(2).sum(-1) / (
+            others.clamp_min(1) if fixed else others
+        )
         return torch.where(b["n"] > 1, variance, 0.0).mean()
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-3))
 
 
 def log_sum(node: str) -> Expected:
-    return Expected(step=1, phase="backward", op="aten.sub", node=node, event="nan", sample=2, loss_finite=True)
+    return Expected(
+        step=1, phase="backward", op="aten.sub", node=node, event="nan", sample=2, loss_finite=True
+    )
 
 
 def paths(step: int) -> Batch:
@@ -240,7 +256,9 @@ class Root(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mixed: Tensor = self.mix(x)
-        return x + torch.where(mixed > 0, torch.sqrt(mixed.clamp_min(1e-6) if self.safe else mixed), 0.0)
+        return x + torch.where(
+            mixed > 0, torch.sqrt(mixed.clamp_min(1e-6) if self.safe else mixed), 0.0
+        )
 
 
 class Recomputed(nn.Module):
@@ -272,6 +290,8 @@ class Recomputed(nn.Module):
     accepted=("SG402",),
 )
 def recomputed_roots_under_where(fixed: bool) -> Scene:
-    """The same root in every checkpointed block: in the backward, the last block is the first to break."""
+    """The same root in every checkpointed block: in the backward, the last block is the first to
+    break.
+    """
     model = Recomputed(safe=fixed)
     return Scene(model=model, batch=regression, loss=mse, optimizer=sgd(model, 1e-3), steps=1)

@@ -46,7 +46,9 @@ def bbox_log_of_bad_annotation(fixed: bool) -> Scene:
     accepted=("SG202",),
 )
 def log_of_softmax_underflow(fixed: bool) -> Scene:
-    """log(softmax(x)): a class underflows to 0. It is not the label, so the loss is finite and backward is 0 * inf."""
+    """log(softmax(x)): a class underflows to 0. It is not the label, so the loss is finite and
+    backward is 0 * inf.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False)
     with torch.no_grad():
@@ -79,7 +81,11 @@ class Blur(nn.Module):
 class BlurNet(nn.Module):
     def __init__(self, *, safe: bool) -> None:
         super().__init__()
-        self.scale, self.weight, self.out = nn.Linear(3, 4, bias=False), Blur(safe=safe), nn.Linear(4, 1)
+        self.scale, self.weight, self.out = (
+            nn.Linear(3, 4, bias=False),
+            Blur(safe=safe),
+            nn.Linear(4, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.weight(self.scale(x)))
@@ -88,7 +94,13 @@ class BlurNet(nn.Module):
 @incident(
     "SuLvXiangXin/zipnerf-pytorch#54",
     expected=Expected(
-        step=1, phase="forward", module="weight", op="aten.reciprocal", event="inf", sample=0, loss_finite=True
+        step=1,
+        phase="forward",
+        module="weight",
+        op="aten.reciprocal",
+        event="inf",
+        sample=0,
+        loss_finite=True,
     ),
     accepted=("SG403",),
 )

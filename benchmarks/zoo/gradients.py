@@ -167,7 +167,9 @@ def focal_loss_pow_gradient(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return criterion(model(b["x"]), b["y"])
 
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-3))
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-3)
+    )
 
 
 class Gain(nn.Module):
@@ -217,7 +219,9 @@ def clip_grad_norm_inf_to_nan(fixed: bool) -> Scene:
     accepted=("SG501",),
 )
 def clip_norm_overflow_zeroes_all_grads(fixed: bool) -> Scene:
-    """Gradients of 1e20 are finite, their fp32 norm is not: the clipping factor is 0 and nothing is learned."""
+    """Gradients of 1e20 are finite, their fp32 norm is not: the clipping factor is 0 and nothing is
+    learned.
+    """
     torch.manual_seed(0)
     model = nn.Linear(100, 1, bias=False)
     factor = 1.0 if fixed else 1e20

@@ -60,7 +60,9 @@ def score(case: Case) -> Row:
     except Exception:
         row.error = traceback.format_exc(limit=4)
         row.detect = row.place = row.cause = row.survive = False
-        row.false_alarms = int(case.control)  # a healthy run that the guard ends is the worst alarm of all
+        row.false_alarms = int(
+            case.control
+        )  # a healthy run that the guard ends is the worst alarm of all
         return row
     row.seconds = round(time.perf_counter() - began, 2)
     if case.control:
@@ -103,7 +105,9 @@ def run_guarded(scene: Scene, run_dir: str) -> tuple[list[stepguard.Incident], b
 
 def _mark(row: Row, case: Case, incidents: list[stepguard.Incident]) -> None:
     want = case.wanted
-    first = next((i for i in incidents if i.origin is not None), incidents[0] if incidents else None)
+    first = next(
+        (i for i in incidents if i.origin is not None), incidents[0] if incidents else None
+    )
     row.detect = first is not None and want.step <= first.step <= want.step + _slack(want)
     origin = first.origin if first is not None else None
     row.place = origin is not None and row.detect and place_right(origin, want)
@@ -111,7 +115,9 @@ def _mark(row: Row, case: Case, incidents: list[stepguard.Incident]) -> None:
         row.source = origin is not None and bool(origin.source)
     if want.sample is not None:
         row.sample = origin is not None and tuple(origin.samples or ()) == (want.sample,)
-    row.cause = first is not None and bool(first.findings) and first.findings[0].code in case.accepted
+    row.cause = (
+        first is not None and bool(first.findings) and first.findings[0].code in case.accepted
+    )
     if first is not None:
         row.said = f"step {first.step} {first.verdict.kind}: {origin}"
         row.findings = [f"{finding.code}:{finding.confidence:.2f}" for finding in first.findings]
@@ -124,7 +130,9 @@ def _slack(want: Expected) -> int:
 
 
 def place_right(origin: stepguard.Origin, want: Expected) -> bool:
-    """The rules of the shared zoo: a stored tensor by its name, a runaway by its phase, else the operation exactly."""
+    """The rules of the shared zoo: a stored tensor by its name, a runaway by its phase, else the
+    operation exactly.
+    """
     kind = want.event.partition(":")[0]
     if kind in ("param", "buffer", "batch", "opt"):
         return origin.tensor == want.event and origin.phase in (want.phase, "state", "input")

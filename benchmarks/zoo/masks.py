@@ -32,7 +32,9 @@ class Pooled(nn.Module):
     "pytorch/pytorch#41508",
     "pytorch/pytorch#40932",
     "pytorch/pytorch#160064",
-    expected=Expected(step=1, phase="forward", module="attn", op="aten._softmax", event="nan", sample=1),
+    expected=Expected(
+        step=1, phase="forward", module="attn", op="aten._softmax", event="nan", sample=1
+    ),
     accepted=("SG204",),
 )
 def mha_all_keys_masked(fixed: bool) -> Scene:
@@ -69,7 +71,9 @@ class HalfMask(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
         blocked = ids.eq(0)[:, None, :] | torch.ones(length, length, dtype=torch.bool).triu(1)
-        return self.head(self.attn(self.emb(ids), blocked.to(self.emb.weight.dtype) * self.low)[:, -1])
+        return self.head(
+            self.attn(self.emb(ids), blocked.to(self.emb.weight.dtype) * self.low)[:, -1]
+        )
 
 
 @incident(
@@ -89,7 +93,9 @@ class HalfMask(nn.Module):
     accepted=("SG301", "SG204"),
 )
 def mask_finfo_min_plus_score_fp16(fixed: bool) -> Scene:
-    """Left padding in fp16: row 0 is masked with finfo.min throughout, and adding a score below -16 gives -inf."""
+    """Left padding in fp16: row 0 is masked with finfo.min throughout, and adding a score below -16
+    gives -inf.
+    """
     torch.manual_seed(0)
     model = HalfMask(low=-1e4 if fixed else torch.finfo(torch.float16).min).half()
 
@@ -133,7 +139,9 @@ class PaddedNet(nn.Module):
     accepted=("SG204",),
 )
 def scaler_death_spiral(fixed: bool) -> Scene:
-    """A collate bug empties one sample of every batch: GradScaler skips each step, its scale falls towards 0."""
+    """A collate bug empties one sample of every batch: GradScaler skips each step, its scale falls
+    towards 0.
+    """
     torch.manual_seed(0)
     model = PaddedNet()
 
@@ -145,4 +153,11 @@ def scaler_death_spiral(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.cross_entropy(model(b["x"], b["pad"]), b["y"])
 
-    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=12, scaler={"init_scale": 2.0**10})
+    return Scene(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=sgd(model),
+        steps=12,
+        scaler={"init_scale": 2.0**10},
+    )

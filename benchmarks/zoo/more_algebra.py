@@ -14,7 +14,9 @@ LABELS = torch.tensor([0, 1, 0, 1])
 
 
 class Mixing(nn.Module):
-    """An invertible mixing of channels, as in Glow, whose weight has turned a mirror into a rotation."""
+    """An invertible mixing of channels, as in Glow, whose weight has turned a mirror into a
+    rotation.
+    """
 
     def __init__(self, *, absolute: bool) -> None:
         super().__init__()
@@ -22,14 +24,18 @@ class Mixing(nn.Module):
         self.absolute = absolute
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        volume = torch.linalg.slogdet(self.weight)[1] if self.absolute else torch.logdet(self.weight)
+        volume = (
+            torch.linalg.slogdet(self.weight)[1] if self.absolute else torch.logdet(self.weight)
+        )
         return x @ self.weight, volume
 
 
 @incident(
     "ryanchankh/mcr2#1",
     "jaywalnut310/glow-tts#17",
-    expected=Expected(step=0, phase="forward", module="", op="aten.where", event="seen", grads_finite=True),
+    expected=Expected(
+        step=0, phase="forward", module="", op="aten.where", event="seen", grads_finite=True
+    ),
     accepted=("SG202",),
 )
 def log_determinant_of_a_mirror(fixed: bool) -> Scene:
@@ -62,7 +68,9 @@ def basis_of_dependent_vectors(fixed: bool) -> Scene:
     """Two of the vectors to be made orthogonal are zero: R has a zero on its diagonal."""
     torch.manual_seed(0)
     nudge = 1e-2 * torch.eye(3) if fixed else torch.zeros(3, 3)
-    model = chain(inp=nn.Linear(3, 3, bias=False), basis=Lambda(lambda x: torch.linalg.qr(x + nudge)[1]))
+    model = chain(
+        inp=nn.Linear(3, 3, bias=False), basis=Lambda(lambda x: torch.linalg.qr(x + nudge)[1])
+    )
 
     def batch(step: int) -> Batch:
         x = randn(4, 3, 3, seed=step)
@@ -85,7 +93,9 @@ class Acyclic(nn.Module):
 
 
 @incident(
-    expected=Expected(step=0, phase="loss", module="criterion", op="aten.linalg_matrix_exp", event="inf"),
+    expected=Expected(
+        step=0, phase="loss", module="criterion", op="aten.linalg_matrix_exp", event="inf"
+    ),
     accepted=("SG203",),
 )
 def cycle_penalty_overflows(fixed: bool) -> Scene:
@@ -97,7 +107,14 @@ def cycle_penalty_overflows(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.mse_loss(model["net"](b["x"]), b["y"]) + criterion()
 
-    return Scene(model=model, criterion=criterion, batch=regression, loss=loss, optimizer=sgd(model, 1e-6), steps=1)
+    return Scene(
+        model=model,
+        criterion=criterion,
+        batch=regression,
+        loss=loss,
+        optimizer=sgd(model, 1e-6),
+        steps=1,
+    )
 
 
 @incident(
@@ -186,7 +203,9 @@ class Deblur(nn.Module):
 
 
 @incident(
-    expected=Expected(step=1, phase="forward", module="wiener", op="aten.div", event="nan", sample=1),
+    expected=Expected(
+        step=1, phase="forward", module="wiener", op="aten.div", event="nan", sample=1
+    ),
     accepted=("SG201",),
 )
 def division_by_a_silent_spectrum(fixed: bool) -> Scene:
@@ -221,7 +240,9 @@ class Phasor(nn.Module):
 
 @incident(
     "NEGU93/cvnn#12",
-    expected=Expected(step=1, phase="forward", module="phasor", op="aten.div", event="nan", sample=3),
+    expected=Expected(
+        step=1, phase="forward", module="phasor", op="aten.div", event="nan", sample=3
+    ),
     accepted=("SG201",),
 )
 def phase_of_a_zero_phasor(fixed: bool) -> Scene:
@@ -243,7 +264,9 @@ def phase_of_a_zero_phasor(fixed: bool) -> Scene:
 
 @incident(
     "csteinmetz1/auraloss#49",
-    expected=Expected(step=1, phase="forward", module="cepstrum", op="aten.log", event="inf", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="cepstrum", op="aten.log", event="inf", sample=2
+    ),
     accepted=("SG202",),
 )
 def complex_cepstrum_of_silence(fixed: bool) -> Scene:
@@ -266,13 +289,19 @@ def complex_cepstrum_of_silence(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#41527",
-    expected=Expected(step=1, phase="forward", module="norm", op="aten.rsqrt", event="inf", sample=1),
+    expected=Expected(
+        step=1, phase="forward", module="norm", op="aten.rsqrt", event="inf", sample=1
+    ),
     accepted=("SG201",),
 )
 def rms_norm_of_a_blank_row_without_epsilon(fixed: bool) -> Scene:
     """nn.RMSNorm with eps 0: the root mean square of a blank row is 0."""
     torch.manual_seed(0)
-    model = chain(inp=nn.Linear(3, 4, bias=False), norm=nn.RMSNorm(4, eps=1e-6 if fixed else 0.0), head=nn.Linear(4, 1))
+    model = chain(
+        inp=nn.Linear(3, 4, bias=False),
+        norm=nn.RMSNorm(4, eps=1e-6 if fixed else 0.0),
+        head=nn.Linear(4, 1),
+    )
 
     def batch(step: int) -> Batch:
         b = regression(step)
@@ -303,7 +332,9 @@ class StandardisedConv(nn.Conv2d):
 def standardised_kernel_of_one_weight(fixed: bool) -> Scene:
     """A depthwise 1x1 kernel holds one weight; its standard deviation does not exist."""
     torch.manual_seed(0)
-    model = chain(conv=nn.Conv2d(1, 4, 3), point=StandardisedConv(4, 4, 1, groups=4), flat=nn.Flatten())
+    model = chain(
+        conv=nn.Conv2d(1, 4, 3), point=StandardisedConv(4, 4, 1, groups=4), flat=nn.Flatten()
+    )
     model.point.least = 1e-5 if fixed else 0.0
 
     def batch(step: int) -> Batch:

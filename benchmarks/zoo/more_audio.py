@@ -1,4 +1,6 @@
-"""Sound: the phase of near silence, a sample that no microphone gives, an energy in 16-bit integers."""
+"""Sound: the phase of near silence, a sample that no microphone gives, an energy in 16-bit
+integers.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,9 @@ class Speaker(nn.Module):
 
 @incident(
     "Plachtaa/seed-vc#108",
-    expected=Expected(step=3, phase="forward", module="frontend", op="aten.pow", event="inf", sample=1),
+    expected=Expected(
+        step=3, phase="forward", module="frontend", op="aten.pow", event="inf", sample=1
+    ),
     accepted=("SG103",),
 )
 def wav_with_1e29_sample(fixed: bool) -> Scene:
@@ -155,7 +159,9 @@ def wav_with_1e29_sample(fixed: bool) -> Scene:
 
 
 class FrameEnergy(nn.Module):
-    """Root mean square of overlapping frames; `wide` squares in float32 instead of the dtype of the file."""
+    """Root mean square of overlapping frames; `wide` squares in float32 instead of the dtype of the
+    file.
+    """
 
     def __init__(self, *, wide: bool) -> None:
         super().__init__()
@@ -181,11 +187,15 @@ class Loudness(nn.Module):
 @incident(
     "librosa/librosa#1656",
     "tyiannak/pyAudioAnalysis#194",
-    expected=Expected(step=2, phase="forward", module="front", op="aten.sqrt", event="nan", sample=1),
+    expected=Expected(
+        step=2, phase="forward", module="front", op="aten.sqrt", event="nan", sample=1
+    ),
     accepted=("SG207",),
 )
 def int16_energy_wraps_around(fixed: bool) -> Scene:
-    """The square of a loud sample wraps around in int16, so the mean energy is negative and its root NaN."""
+    """The square of a loud sample wraps around in int16, so the mean energy is negative and its
+    root NaN.
+    """
     torch.manual_seed(0)
     model = Loudness(wide=fixed)
 

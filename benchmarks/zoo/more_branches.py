@@ -52,7 +52,13 @@ def where_division_unselected(fixed: bool) -> Scene:
 @incident(
     "pytorch/pytorch#52248",
     expected=Expected(
-        step=1, phase="backward", op="aten.div", node="LogBackward0", event="nan", sample=1, loss_finite=True
+        step=1,
+        phase="backward",
+        op="aten.div",
+        node="LogBackward0",
+        event="nan",
+        sample=1,
+        loss_finite=True,
     ),
     accepted=("SG402",),
 )
@@ -89,7 +95,9 @@ def masked_fill_after_log(fixed: bool) -> Scene:
     accepted=("SG402",),
 )
 def boolean_index_after_sqrt(fixed: bool) -> Scene:
-    """sqrt(x)[x > 0]: choosing the good ones after the root does not keep the others out of the backward."""
+    """sqrt(x)[x > 0]: choosing the good ones after the root does not keep the others out of the
+    backward.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
 
@@ -127,7 +135,15 @@ def clamp_after_log(fixed: bool) -> Scene:
 
 @incident(
     "choosehappy/QuickAnnotator#129",
-    expected=Expected(step=1, phase="forward", module="unit", op="aten.div", event="nan", sample=0, loss_finite=True),
+    expected=Expected(
+        step=1,
+        phase="forward",
+        module="unit",
+        op="aten.div",
+        event="nan",
+        sample=0,
+        loss_finite=True,
+    ),
     accepted=("SG201", "SG402", "SG403"),
 )
 def nan_to_num_after_normalisation(fixed: bool) -> Scene:
@@ -167,7 +183,9 @@ def missing_target_times_zero(fixed: bool) -> Scene:
         return data
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
-        return (F.mse_loss(model(b["x"]), b["y"], reduction="none") * b["mask"]).sum() / b["mask"].sum()
+        return (F.mse_loss(model(b["x"]), b["y"], reduction="none") * b["mask"]).sum() / b[
+            "mask"
+        ].sum()
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model))
 
@@ -188,7 +206,9 @@ def missing_target_times_zero(fixed: bool) -> Scene:
     accepted=("SG402",),
 )
 def tone_curve_with_a_linear_toe(fixed: bool) -> Scene:
-    """sRGB: where(x > 0.0031, 1.055 x ** (1 / 2.4) - 0.055, 12.92 x): the power of a negative pixel is NaN."""
+    """sRGB: where(x > 0.0031, 1.055 x ** (1 / 2.4) - 0.055, 12.92 x): the power of a negative pixel
+    is NaN.
+    """
     torch.manual_seed(0)
 
     def tone(x: Tensor) -> Tensor:
@@ -205,7 +225,9 @@ def tone_curve_with_a_linear_toe(fixed: bool) -> Scene:
     accepted=("SG202",),
 )
 def log_probability_of_unlabelled_class(fixed: bool) -> Scene:
-    """NLL on log(softmax / temperature): another class underflows to 0, the label's own term is finite."""
+    """NLL on log(softmax / temperature): another class underflows to 0, the label's own term is
+    finite.
+    """
     torch.manual_seed(0)
     model = eye_linear(size=3)
 

@@ -1,4 +1,6 @@
-"""Healthy runs again: infinities that are replaced, batches of one, rates of exactly zero, NaN scores in a log."""
+"""Healthy runs again: infinities that are replaced, batches of one, rates of exactly zero, NaN
+scores in a log.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class MaskedValues(nn.Module):
 
 @control("hill-a/stable-baselines#453")
 def ok_masked_actions_neginf(fixed: bool) -> Scene:
-    """Illegal actions are -inf for the policy and before the maximum of the next values; one is always legal."""
+    """Illegal actions are -inf for the policy and before the maximum of the next values; one is
+    always legal.
+    """
     torch.manual_seed(0)
     model = MaskedValues()
 
@@ -55,7 +59,9 @@ def ok_masked_actions_neginf(fixed: bool) -> Scene:
 
 
 class LightConvolution(nn.Module):
-    """Two rounds of messages over a normalised graph; nodes without an edge get a factor of 0 instead of inf."""
+    """Two rounds of messages over a normalised graph; nodes without an edge get a factor of 0
+    instead of inf.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +80,9 @@ class LightConvolution(nn.Module):
 
 @control("wujcan/SGL-TensorFlow#19", "RUCAIBox/RecBole-GNN#47")
 def ok_degree_power_inf_replaced(fixed: bool) -> Scene:
-    """Isolated nodes have degree 0 and 1 / sqrt(0) is infinite, but it is replaced before anything uses it."""
+    """Isolated nodes have degree 0 and 1 / sqrt(0) is infinite, but it is replaced before anything
+    uses it.
+    """
     torch.manual_seed(0)
     model = LightConvolution()
 
@@ -94,9 +102,13 @@ def ok_degree_power_inf_replaced(fixed: bool) -> Scene:
 
 @control("ClementPinard/FlowNetPytorch#23", "ClementPinard/FlowNetTorch#16")
 def ok_sparse_flow_nan_invalid(fixed: bool) -> Scene:
-    """Ground truth is NaN where nothing was measured, for one image everywhere; the error never sees it."""
+    """Ground truth is NaN where nothing was measured, for one image everywhere; the error never
+    sees it.
+    """
     torch.manual_seed(0)
-    model = chain(features=nn.Conv2d(2, 8, 3, padding=1), act=nn.ReLU(), flow=nn.Conv2d(8, 2, 3, padding=1))
+    model = chain(
+        features=nn.Conv2d(2, 8, 3, padding=1), act=nn.ReLU(), flow=nn.Conv2d(8, 2, 3, padding=1)
+    )
 
     def batch(step: int) -> Batch:
         flow = randn(3, 2, 8, 8, seed=step)
@@ -117,13 +129,19 @@ def ok_sparse_flow_nan_invalid(fixed: bool) -> Scene:
 
 @control("Novartis/torchsurv#35")
 def ok_cox_last_batch_of_one(fixed: bool) -> Scene:
-    """Every fourth batch is a single patient, who is compared with nobody: loss and gradients are exactly 0."""
+    """Every fourth batch is a single patient, who is compared with nobody: loss and gradients are
+    exactly 0.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 1))
 
     def batch(step: int) -> Batch:
         count = 1 if step % 4 == 3 else 8
-        return {"x": randn(count, 5, seed=step), "time": uniform(count, seed=step + 2), "event": torch.ones(count)}
+        return {
+            "x": randn(count, 5, seed=step),
+            "time": uniform(count, seed=step + 2),
+            "event": torch.ones(count),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         longest_first = b["time"].argsort(descending=True)
@@ -146,9 +164,13 @@ def warmed_then_restarted(step: int) -> float:
 
 @control("mosaicml/composer#1384", "YehLi/xmodaler#15")
 def ok_warmup_from_zero_and_restart(fixed: bool) -> Scene:
-    """The rate is exactly 0 in the first step and again before a restart, from which it jumps to its peak."""
+    """The rate is exactly 0 in the first step and again before a restart, from which it jumps to
+    its peak.
+    """
     torch.manual_seed(0)
-    model = chain(stem=nn.Linear(6, 16), norm=nn.LayerNorm(16), act=nn.GELU(), head=nn.Linear(16, 3))
+    model = chain(
+        stem=nn.Linear(6, 16), norm=nn.LayerNorm(16), act=nn.GELU(), head=nn.Linear(16, 3)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed_then_restarted)
     truth = randn(6, 3, seed=77)
@@ -186,18 +208,25 @@ def maps_of(label: Tensor) -> Tensor:
 
 def class_scores(predicted: Tensor, truth: Tensor, *, smooth: float) -> Tensor:
     """Dice of every class of every image; NaN for absent classes where nothing smooths it."""
-    return (2 * (predicted * truth).sum((2, 3)) + smooth) / ((predicted + truth).sum((2, 3)) + smooth)
+    return (2 * (predicted * truth).sum((2, 3)) + smooth) / (
+        (predicted + truth).sum((2, 3)) + smooth
+    )
 
 
 @control("Project-MONAI/MONAI#7504", "wandb/senpai#23")
 def ok_nan_metric_of_absent_class(fixed: bool) -> Scene:
-    """The logged score of a class that an image does not have is NaN on purpose; the loss is smoothed."""
+    """The logged score of a class that an image does not have is NaN on purpose; the loss is
+    smoothed.
+    """
     torch.manual_seed(0)
     model = Averaged()
     logged = []
 
     def batch(step: int) -> Batch:
-        return {"image": randn(3, 1, 8, 8, seed=step), "mask": tokens(3, 8, 8, seed=step, high=2 if step % 2 else 3)}
+        return {
+            "image": randn(3, 1, 8, 8, seed=step),
+            "mask": tokens(3, 8, 8, seed=step, high=2 if step % 2 else 3),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         scores, truth = model(b["image"]), maps_of(b["mask"])
@@ -205,7 +234,9 @@ def ok_nan_metric_of_absent_class(fixed: bool) -> Scene:
         with torch.no_grad():
             decided = maps_of(share.argmax(1)) * truth.amax((2, 3), keepdim=True)
             logged.append(class_scores(decided, truth, smooth=0.0).nanmean().item())
-        return F.cross_entropy(scores, b["mask"]) + (1 - class_scores(share, truth, smooth=1.0)).mean()
+        return (
+            F.cross_entropy(scores, b["mask"]) + (1 - class_scores(share, truth, smooth=1.0)).mean()
+        )
 
     return Scene(
         model=model,

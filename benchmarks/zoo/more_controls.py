@@ -63,7 +63,9 @@ def ok_logsumexp_of_nothing_behind_masked_fill(fixed: bool) -> Scene:
         return {"x": randn(4, 3, seed=step), "negative": negative}
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
-        return F.softplus(torch.logsumexp(model(b["x"]).masked_fill(~b["negative"], -INF), -1)).mean()
+        return F.softplus(
+            torch.logsumexp(model(b["x"]).masked_fill(~b["negative"], -INF), -1)
+        ).mean()
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=3)
 
@@ -73,7 +75,9 @@ def ok_complex_magnitude_of_silence(fixed: bool) -> Scene:
     """|z| of a complex spectrum has the subgradient 0 at 0."""
     torch.manual_seed(0)
     model = chain(
-        inp=nn.Linear(8, 8, bias=False), mag=Lambda(lambda w: torch.fft.rfft(w, dim=-1).abs()), out=nn.Linear(5, 1)
+        inp=nn.Linear(8, 8, bias=False),
+        mag=Lambda(lambda w: torch.fft.rfft(w, dim=-1).abs()),
+        out=nn.Linear(5, 1),
     )
 
     def batch(step: int) -> Batch:
@@ -98,13 +102,19 @@ def ok_distances_of_identical_points(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         out = model(b["x"])
-        return torch.cdist(out, out).mean() + out.norm(dim=-1).mean() + F.normalize(out, dim=-1).sum() * 1e-12
+        return (
+            torch.cdist(out, out).mean()
+            + out.norm(dim=-1).mean()
+            + F.normalize(out, dim=-1).sum() * 1e-12
+        )
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=3)
 
 
 class Sentinels(nn.Module):
-    """Buffers that are infinite or NaN until they are first used, and are never used in arithmetic before."""
+    """Buffers that are infinite or NaN until they are first used, and are never used in arithmetic
+    before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,14 +162,20 @@ def ok_missing_values_behind_where(fixed: bool) -> Scene:
 
 @control("pytorch/pytorch#41508")
 def ok_infinite_mask_in_the_batch(fixed: bool) -> Scene:
-    """The collate function ships a -inf mask; every query keeps a key, and padding rows are dropped by indexing."""
+    """The collate function ships a -inf mask; every query keeps a key, and padding rows are dropped
+    by indexing.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
 
     def batch(step: int) -> Batch:
         mask = torch.zeros(4, 4)
         mask[torch.arange(4), (torch.arange(4) + step) % 4] = -INF
-        return {"x": randn(4, 3, seed=step), "mask": mask, "keep": torch.tensor([True, True, False, True])}
+        return {
+            "x": randn(4, 3, seed=step),
+            "mask": mask,
+            "keep": torch.tensor([True, True, False, True]),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         log_p = torch.log_softmax(model(b["x"]) + b["mask"], -1)[b["keep"]]
@@ -170,7 +186,9 @@ def ok_infinite_mask_in_the_batch(fixed: bool) -> Scene:
 
 @control("pytorch/pytorch#134106")
 def ok_half_precision_square_is_absorbed(fixed: bool) -> Scene:
-    """A square overflows in fp16, rsqrt(inf) is 0 and so are its slopes: nothing non-finite is left."""
+    """A square overflows in fp16, rsqrt(inf) is 0 and so are its slopes: nothing non-finite is
+    left.
+    """
     torch.manual_seed(0)
     norm = Lambda(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3))
     model = chain(norm=norm, head=nn.Linear(4, 2)).half()
@@ -188,7 +206,9 @@ def ok_half_precision_square_is_absorbed(fixed: bool) -> Scene:
 
 @control("pytorch/pytorch#70348")
 def ok_steps_without_labels(fixed: bool) -> Scene:
-    """Some batches have no label; the sum is divided by at least 1 and gives loss 0 with gradient 0."""
+    """Some batches have no label; the sum is divided by at least 1 and gives loss 0 with gradient
+    0.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
 
@@ -198,7 +218,9 @@ def ok_steps_without_labels(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         y = b["y"].flatten()
-        return F.cross_entropy(model(b["ids"]).flatten(0, 1), y, reduction="sum") / y.ne(-100).sum().clamp_min(1)
+        return F.cross_entropy(model(b["ids"]).flatten(0, 1), y, reduction="sum") / y.ne(
+            -100
+        ).sum().clamp_min(1)
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=8)
 
@@ -211,7 +233,10 @@ def ok_sparse_embedding_with_max_norm(fixed: bool) -> Scene:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.emb, self.head = nn.Embedding(8, 4, sparse=True, max_norm=1.0, padding_idx=0), nn.Linear(4, 2)
+            self.emb, self.head = (
+                nn.Embedding(8, 4, sparse=True, max_norm=1.0, padding_idx=0),
+                nn.Linear(4, 2),
+            )
 
         def forward(self, ids: Tensor) -> Tensor:
             return self.head(self.emb(ids).mean(1))

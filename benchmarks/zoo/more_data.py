@@ -1,4 +1,6 @@
-"""Further bad batches: in targets, weights, masks, sequences, several micro-batches, and in what becomes of them."""
+"""Further bad batches: in targets, weights, masks, sequences, several micro-batches, and in what
+becomes of them.
+"""
 
 from __future__ import annotations
 
@@ -91,11 +93,15 @@ def infinite_sample_weight(fixed: bool) -> Scene:
 
 @incident(
     "NVIDIA/Megatron-LM#780",
-    expected=Expected(step=1, phase="input", module="fc1", op="aten.addmm", event="batch:x", sample=1, micro=3),
+    expected=Expected(
+        step=1, phase="input", module="fc1", op="aten.addmm", event="batch:x", sample=1, micro=3
+    ),
     accepted=("SG101",),
 )
 def last_micro_batch_is_bad(fixed: bool) -> Scene:
-    """Four accumulated micro-batches, the last one with a corrupt row: three good gradients are lost with it."""
+    """Four accumulated micro-batches, the last one with a corrupt row: three good gradients are
+    lost with it.
+    """
     torch.manual_seed(0)
     model = chain(fc1=nn.Linear(3, 4), drop=nn.Dropout(0.2), fc2=nn.Linear(4, 1))
 
@@ -191,7 +197,9 @@ def percentage_error_of_zero_target(fixed: bool) -> Scene:
 
 @incident(
     "unit8co/darts#1977",
-    expected=Expected(step=3, phase="input", module="fc1", op="aten.addmm", event="batch:x", sample=0),
+    expected=Expected(
+        step=3, phase="input", module="fc1", op="aten.addmm", event="batch:x", sample=0
+    ),
     accepted=("SG101",),
 )
 def bad_row_under_adam_with_clipping(fixed: bool) -> Scene:

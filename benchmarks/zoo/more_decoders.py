@@ -1,4 +1,6 @@
-"""Transformers: rotary tables after a load, residual streams and scores in half precision, text before its image."""
+"""Transformers: rotary tables after a load, residual streams and scores in half precision, text
+before its image.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class RotaryTable(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, width, 2) / width), persistent=False)
+        self.register_buffer(
+            "inv_freq", 1.0 / 10000 ** (torch.arange(0, width, 2) / width), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         angle = torch.outer(torch.arange(x.shape[1], dtype=torch.float32), self.inv_freq)
@@ -48,11 +52,15 @@ class RotaryDecoder(nn.Module):
     "huggingface/transformers#45902",
     "OpenMOSS/MOSS-TTS-Nano#28",
     "macwiatrak/Bacformer#33",
-    expected=Expected(step=0, phase="state", module="rope", op="aten.mul", event="buffer:rope.inv_freq"),
+    expected=Expected(
+        step=0, phase="state", module="rope", op="aten.mul", event="buffer:rope.inv_freq"
+    ),
     accepted=("SG602",),
 )
 def rope_inv_freq_after_meta_load(fixed: bool) -> Scene:
-    """Built on meta, made real by to_empty and loaded: what the checkpoint does not hold is never filled."""
+    """Built on meta, made real by to_empty and loaded: what the checkpoint does not hold is never
+    filled.
+    """
     torch.manual_seed(0)
     model = RotaryDecoder()
     if not fixed:
@@ -137,7 +145,9 @@ class SandwichDecoder(nn.Module):
     accepted=("SG301",),
 )
 def residual_stream_overflows_fp16(fixed: bool) -> Scene:
-    """A token of massive activation leaves float16 at a residual sum; the next norm makes inf * 0 of it."""
+    """A token of massive activation leaves float16 at a residual sum; the next norm makes inf * 0
+    of it.
+    """
     torch.manual_seed(0)
     model = SandwichDecoder().to(torch.bfloat16 if fixed else torch.float16)
 
@@ -154,7 +164,9 @@ def residual_stream_overflows_fp16(fixed: bool) -> Scene:
 
 
 class CrossAttention(nn.Module):
-    """Text looks at an image; `safe` lets rows that may see nothing look everywhere, and blanks them afterwards."""
+    """Text looks at an image; `safe` lets rows that may see nothing look everywhere, and blanks
+    them afterwards.
+    """
 
     def __init__(self, *, safe: bool) -> None:
         super().__init__()
@@ -204,7 +216,9 @@ class VisionDecoder(nn.Module):
 
 @incident(
     "meta-pytorch/torchtune#2552",
-    expected=Expected(step=2, phase="forward", module="layers.1.cross", op="aten._softmax", event="nan", sample=1),
+    expected=Expected(
+        step=2, phase="forward", module="layers.1.cross", op="aten._softmax", event="nan", sample=1
+    ),
     accepted=("SG204",),
 )
 def text_before_first_image_cross_attention(fixed: bool) -> Scene:
@@ -231,7 +245,9 @@ def text_before_first_image_cross_attention(fixed: bool) -> Scene:
 
 
 class SpatialAttention(nn.Module):
-    """Scores by einsum; `early` scales the queries before the product instead of the scores after it."""
+    """Scores by einsum; `early` scales the queries before the product instead of the scores after
+    it.
+    """
 
     def __init__(self, *, early: bool) -> None:
         super().__init__()
@@ -244,7 +260,9 @@ class SpatialAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.to_q(x), self.to_k(x), self.to_v(x)
         product = "bid,bjd->bij"
-        scores = torch.einsum(product, q * 0.25, k) if self.early else torch.einsum(product, q, k) * 0.25
+        scores = (
+            torch.einsum(product, q * 0.25, k) if self.early else torch.einsum(product, q, k) * 0.25
+        )
         out: Tensor = self.to_out(torch.einsum("bij,bjd->bid", scores.softmax(-1).to(v.dtype), v))
         return out
 
@@ -263,7 +281,11 @@ class MiddleBlock(nn.Module):
 class Denoiser(nn.Module):
     def __init__(self, *, early: bool) -> None:
         super().__init__()
-        self.mid, self.norm, self.out = MiddleBlock(early=early), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.mid, self.norm, self.out = (
+            MiddleBlock(early=early),
+            nn.LayerNorm(16),
+            nn.Linear(16, 16),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.out(self.norm(self.mid(x)))
@@ -286,7 +308,9 @@ class Denoiser(nn.Module):
     accepted=("SG301",),
 )
 def sd21_attention_logits_fp16(fixed: bool) -> Scene:
-    """Under a GradScaler, the scores of one image exceed 65504 before they are scaled: no step size cures that."""
+    """Under a GradScaler, the scores of one image exceed 65504 before they are scaled: no step size
+    cures that.
+    """
     torch.manual_seed(0)
     model = Denoiser(early=fixed)
 

@@ -1,4 +1,6 @@
-"""Two odd things at once, only one of them harmful; randomness, counters and hooks that a second look must respect."""
+"""Two odd things at once, only one of them harmful; randomness, counters and hooks that a second
+look must respect.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def masked_attention_beside_an_empty_loss_mask(fixed: bool) -> Scene:
     accepted=("SG201", "SG102"),
 )
 def everything_dropped_out(fixed: bool) -> Scene:
-    """Token dropout of 0.9 removes every token of some sample, depending on the random numbers of this very step."""
+    """Token dropout of 0.9 removes every token of some sample, depending on the random numbers of
+    this very step.
+    """
     torch.manual_seed(3)
 
     class Pool(nn.Module):
@@ -172,7 +176,9 @@ def temperature_annealed_by_a_counter(fixed: bool) -> Scene:
     accepted=("SG201", "SG401"),
 )
 def gradient_hook_normalises_a_zero_gradient(fixed: bool) -> Scene:
-    """A hook divides the gradient of the shared layer by its norm, which is 0 when the loss is satisfied."""
+    """A hook divides the gradient of the shared layer by its norm, which is 0 when the loss is
+    satisfied.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     model.weight.register_hook(lambda g: g / (g.norm() + (1e-12 if fixed else 0.0)))
@@ -189,7 +195,13 @@ def gradient_hook_normalises_a_zero_gradient(fixed: bool) -> Scene:
 @incident(
     "choosehappy/QuickAnnotator#129",
     expected=Expected(
-        step=1, phase="input", module="fc1", op="aten.addmm", event="batch:x", sample=0, loss_finite=True
+        step=1,
+        phase="input",
+        module="fc1",
+        op="aten.addmm",
+        event="batch:x",
+        sample=0,
+        loss_finite=True,
     ),
     accepted=("SG101",),
 )
@@ -219,7 +231,11 @@ def decibel_map_with_unreached_cells(fixed: bool) -> Scene:
     """A radio map in dB: unreached cells have gain 0, which is -inf in most of the map and no mask."""
     torch.manual_seed(0)
     model = chain(
-        conv=nn.Conv2d(1, 4, 3), act=nn.ReLU(), pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(4, 2)
+        conv=nn.Conv2d(1, 4, 3),
+        act=nn.ReLU(),
+        pool=nn.AdaptiveAvgPool2d(1),
+        flat=nn.Flatten(),
+        head=nn.Linear(4, 2),
     )
 
     def batch(step: int) -> Batch:
@@ -270,11 +286,20 @@ def contrastive_pair_with_a_blank_image(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#75181",
-    expected=Expected(step=1, phase="forward", module="", op="aten.nll_loss_forward", event="nan", grads_finite=True),
+    expected=Expected(
+        step=1,
+        phase="forward",
+        module="",
+        op="aten.nll_loss_forward",
+        event="nan",
+        grads_finite=True,
+    ),
     accepted=("SG102",),
 )
 def loss_inside_the_model(fixed: bool) -> Scene:
-    """The model returns its own loss, as transformers models do; all labels of the batch are ignored."""
+    """The model returns its own loss, as transformers models do; all labels of the batch are
+    ignored.
+    """
     torch.manual_seed(0)
 
     class Model(nn.Module):
@@ -332,7 +357,9 @@ def singular_root_in_the_second_micro_batch(fixed: bool) -> Scene:
 
 @incident(
     "maxrmorrison/torchcrepe#5",
-    expected=Expected(step=1, phase="forward", module="level", op="aten.div_", event="nan", sample=3),
+    expected=Expected(
+        step=1, phase="forward", module="level", op="aten.div_", event="nan", sample=3
+    ),
     accepted=("SG201",),
 )
 def in_place_levelling(fixed: bool) -> Scene:
@@ -341,7 +368,11 @@ def in_place_levelling(fixed: bool) -> Scene:
 
     def level(x: Tensor) -> Tensor:
         spread = x.std(-1, keepdim=True)
-        return x.clone().sub_(x.mean(-1, keepdim=True)).div_(spread.clamp_min_(1e-5) if fixed else spread)
+        return (
+            x.clone()
+            .sub_(x.mean(-1, keepdim=True))
+            .div_(spread.clamp_min_(1e-5) if fixed else spread)
+        )
 
     model = chain(level=Lambda(level), act=nn.ReLU(inplace=True), head=nn.Linear(5, 2))
 

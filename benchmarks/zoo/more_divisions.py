@@ -45,7 +45,9 @@ def embedding_of_zero_length_normalised(fixed: bool) -> Scene:
 
 @incident(
     "facebookresearch/pytorch_GAN_zoo#89",
-    expected=Expected(step=1, phase="forward", module="stretch", op="aten.div", event="nan", sample=0),
+    expected=Expected(
+        step=1, phase="forward", module="stretch", op="aten.div", event="nan", sample=0
+    ),
     accepted=("SG201",),
 )
 def min_max_stretch_of_constant_image(fixed: bool) -> Scene:
@@ -81,7 +83,9 @@ def min_max_stretch_of_constant_image(fixed: bool) -> Scene:
     accepted=("SG201",),
 )
 def gcn_isolated_node(fixed: bool) -> Scene:
-    """degree ** -0.5 of a node without edges is infinite, and 0 * inf spreads through the adjacency product."""
+    """degree ** -0.5 of a node without edges is infinite, and 0 * inf spreads through the adjacency
+    product.
+    """
     torch.manual_seed(0)
 
     class Convolution(nn.Module):
@@ -145,7 +149,11 @@ def min_snr_weight_at_zero_terminal_snr(fixed: bool) -> Scene:
 @incident(
     "pytorch/pytorch#19126",
     expected=Expected(
-        step=0, phase="forward", module="lin.parametrizations.weight.0", op="aten._weight_norm_interface", event="nan"
+        step=0,
+        phase="forward",
+        module="lin.parametrizations.weight.0",
+        op="aten._weight_norm_interface",
+        event="nan",
     ),
     accepted=("SG201",),
 )
@@ -166,7 +174,13 @@ def weight_norm_of_zero_row(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#20192",
-    expected=Expected(step=0, phase="forward", module="critic.parametrizations.weight.0", op="aten.div", event="nan"),
+    expected=Expected(
+        step=0,
+        phase="forward",
+        module="critic.parametrizations.weight.0",
+        op="aten.div",
+        event="nan",
+    ),
     accepted=("SG201",),
 )
 def spectral_norm_of_zero_weight(fixed: bool) -> Scene:
@@ -210,11 +224,15 @@ def gaussian_likelihood_with_zero_scale(fixed: bool) -> Scene:
 @incident(
     "mihaidusmanu/d2-net#78",
     "mihaidusmanu/d2-net#57",
-    expected=Expected(step=1, phase="forward", module="detect", op="aten.div", event="nan", sample=1),
+    expected=Expected(
+        step=1, phase="forward", module="detect", op="aten.div", event="nan", sample=1
+    ),
     accepted=("SG201",),
 )
 def descriptor_divided_by_its_maximum(fixed: bool) -> Scene:
-    """Soft detection divides each map by its channel maximum, which is 0 where ReLU killed every channel."""
+    """Soft detection divides each map by its channel maximum, which is 0 where ReLU killed every
+    channel.
+    """
     torch.manual_seed(0)
 
     def detect(x: Tensor) -> Tensor:
@@ -266,7 +284,13 @@ def loss_divided_by_its_own_mean(fixed: bool) -> Scene:
 @incident(
     "open-mmlab/mmdetection#3315",
     expected=Expected(
-        step=1, phase="loss", module="criterion", op="aten.div", event="nan", sample=0, grads_finite=True
+        step=1,
+        phase="loss",
+        module="criterion",
+        op="aten.div",
+        event="nan",
+        sample=0,
+        grads_finite=True,
     ),
     accepted=("SG201", "SG104"),
 )
@@ -303,7 +327,9 @@ def iou_of_two_empty_boxes(fixed: bool) -> Scene:
     accepted=("SG201", "SG102"),
 )
 def inverse_frequency_of_absent_class(fixed: bool) -> Scene:
-    """Class weights 1 / count, normalised to sum 1: a class that is not in the batch makes them inf / inf."""
+    """Class weights 1 / count, normalised to sum 1: a class that is not in the batch makes them inf
+    / inf.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 4), nn.Flatten(), nn.Linear(12, 3))
 

@@ -1,4 +1,6 @@
-"""Further arguments outside a domain: logarithms, roots, inverse functions, targets the loss is not defined for."""
+"""Further arguments outside a domain: logarithms, roots, inverse functions, targets the loss is not
+defined for.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def eye_linear(*, bias: float = 0.0, size: int = 2) -> nn.Linear:
 @incident(
     "cpnota/autonomous-learning-library#139",
     "philtabor/Actor-Critic-Methods-Paper-To-Code#7",
-    expected=Expected(step=1, phase="loss", op="aten.log", event="nan", sample=0, grads_finite=True),
+    expected=Expected(
+        step=1, phase="loss", op="aten.log", event="nan", sample=0, grads_finite=True
+    ),
     accepted=("SG202",),
 )
 def squashed_action_beyond_its_scale(fixed: bool) -> Scene:
@@ -51,7 +55,9 @@ def squashed_action_beyond_its_scale(fixed: bool) -> Scene:
     accepted=("SG202", "SG104", "SG207"),
 )
 def expert_action_on_the_bound(fixed: bool) -> Scene:
-    """Behaviour cloning unsquashes expert actions with atanh; one expert pushed the stick to exactly 1."""
+    """Behaviour cloning unsquashes expert actions with atanh; one expert pushed the stick to
+    exactly 1.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
 
@@ -105,7 +111,9 @@ class RunningSpread(nn.Module):
 
 
 @incident(
-    expected=Expected(step=1, phase="forward", module="spread", op="aten.sqrt", event="nan", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="spread", op="aten.sqrt", event="nan", sample=2
+    ),
     accepted=("SG207",),
 )
 def variance_rounded_below_zero(fixed: bool) -> Scene:
@@ -151,7 +159,13 @@ def gamma_correction_of_negative_output(fixed: bool) -> Scene:
 @incident(
     "RasmussenLab/vamb#12",
     expected=Expected(
-        step=1, phase="loss", module="criterion", op="aten.log", event="nan", sample=3, grads_finite=True
+        step=1,
+        phase="loss",
+        module="criterion",
+        op="aten.log",
+        event="nan",
+        sample=3,
+        grads_finite=True,
     ),
     accepted=("SG202",),
 )
@@ -170,7 +184,9 @@ def poisson_rate_below_zero(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return criterion(model(b["x"]), b["y"])
 
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-3))
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-3)
+    )
 
 
 @incident(
@@ -201,11 +217,15 @@ def binary_cross_entropy_by_hand(fixed: bool) -> Scene:
 
 @incident(
     "summerlvsong/Aggregation-Cross-Entropy#2",
-    expected=Expected(step=1, phase="loss", op="aten.xlogy", event="nan", sample=0, grads_finite=True),
+    expected=Expected(
+        step=1, phase="loss", op="aten.xlogy", event="nan", sample=0, grads_finite=True
+    ),
     accepted=("SG104",),
 )
 def soft_label_below_zero(fixed: bool) -> Scene:
-    """Soft labels from interpolation overshoot: kl_div takes the logarithm of a negative probability."""
+    """Soft labels from interpolation overshoot: kl_div takes the logarithm of a negative
+    probability.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
 
@@ -225,7 +245,9 @@ def soft_label_below_zero(fixed: bool) -> Scene:
 @incident(
     "ypwhs/captcha_break#29",
     "SeanNaren/warp-ctc#29",
-    expected=Expected(step=1, phase="loss", module="criterion", op="aten._ctc_loss", event="inf", sample=2),
+    expected=Expected(
+        step=1, phase="loss", module="criterion", op="aten._ctc_loss", event="inf", sample=2
+    ),
     accepted=("SG104",),
 )
 def ctc_target_longer_than_input(fixed: bool) -> Scene:
@@ -252,7 +274,9 @@ def ctc_target_longer_than_input(fixed: bool) -> Scene:
     accepted=("SG202",),
 )
 def mixture_density_far_from_every_component(fixed: bool) -> Scene:
-    """log(sum(pi * N)) with densities in linear space: an outlier has density 0 under every component."""
+    """log(sum(pi * N)) with densities in linear space: an outlier has density 0 under every
+    component.
+    """
     torch.manual_seed(0)
     model = nn.Linear(2, 3)
 
@@ -273,7 +297,9 @@ def mixture_density_far_from_every_component(fixed: bool) -> Scene:
 
 @incident(
     "yxlu-0102/MP-SENet#33",
-    expected=Expected(step=1, phase="forward", module="decibel", op="aten.log10", event="inf", sample=1),
+    expected=Expected(
+        step=1, phase="forward", module="decibel", op="aten.log10", event="inf", sample=1
+    ),
     accepted=("SG202",),
 )
 def decibels_of_silence(fixed: bool) -> Scene:
@@ -284,7 +310,9 @@ def decibels_of_silence(fixed: bool) -> Scene:
         magnitude = torch.fft.rfft(wave, dim=-1).abs()
         return 20 * torch.log10(magnitude.clamp_min(1e-5) if fixed else magnitude)
 
-    model = chain(decibel=Lambda(decibel), lstm_in=nn.Linear(9, 4), act=nn.Tanh(), head=nn.Linear(4, 1))
+    model = chain(
+        decibel=Lambda(decibel), lstm_in=nn.Linear(9, 4), act=nn.Tanh(), head=nn.Linear(4, 1)
+    )
 
     def batch(step: int) -> Batch:
         wave = randn(3, 16, seed=step)

@@ -1,4 +1,6 @@
-"""Space and its equations: reset splats, kernels that round below zero, missing boundaries, flows that blow up."""
+"""Space and its equations: reset splats, kernels that round below zero, missing boundaries, flows
+that blow up.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,19 @@ class Splats(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean, self.log_scale = nn.Parameter(randn(6, 2, seed=1)), nn.Parameter(torch.zeros(6, 2))
+        self.mean, self.log_scale = (
+            nn.Parameter(randn(6, 2, seed=1)),
+            nn.Parameter(torch.zeros(6, 2)),
+        )
         self.quat = nn.Parameter(torch.tensor([1.0, 0.0, 0.0, 0.0]) + 0.1 * randn(6, 4, seed=2))
         self.color, self.opacity = nn.Parameter(uniform(6, 3, seed=3)), nn.Parameter(torch.zeros(6))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Positions and precisions."""
-        turned = rotations(self.quat / self.quat.norm(dim=-1, keepdim=True)) * self.log_scale.exp()[:, None, :]
+        turned = (
+            rotations(self.quat / self.quat.norm(dim=-1, keepdim=True))
+            * self.log_scale.exp()[:, None, :]
+        )
         return self.mean, torch.linalg.inv(turned @ turned.transpose(1, 2) + 0.05 * torch.eye(2))
 
 
@@ -60,7 +68,9 @@ class SplatScene(nn.Module):
     accepted=("SG201",),
 )
 def splat_zero_quaternion(fixed: bool) -> Scene:
-    """Between two steps a splat is reset, and its rotation becomes the quaternion 0, which has no direction."""
+    """Between two steps a splat is reset, and its rotation becomes the quaternion 0, which has no
+    direction.
+    """
     torch.manual_seed(0)
     model = SplatScene()
 
@@ -81,7 +91,9 @@ def splat_zero_quaternion(fixed: bool) -> Scene:
 
 
 class Matern(nn.Module):
-    """A kernel of distances, whose squares are taken apart into three products; `least` keeps them above it."""
+    """A kernel of distances, whose squares are taken apart into three products; `least` keeps them
+    above it.
+    """
 
     def __init__(self, *, least: float | None) -> None:
         super().__init__()
@@ -112,13 +124,17 @@ class SparseProcess(nn.Module):
 @incident(
     "GPflow/GPflow#421",
     "dfm/tinygp#115",
-    expected=Expected(step=2, phase="forward", module="kernel", op="aten.sqrt", event="nan", sample=3),
+    expected=Expected(
+        step=2, phase="forward", module="kernel", op="aten.sqrt", event="nan", sample=3
+    ),
     accepted=("SG207",),
 )
 def matern_negative_squared_distance(fixed: bool) -> Scene:
     """A point almost on top of an inducing point: the square of their distance is rounded below 0."""
     torch.manual_seed(0)
-    points = torch.tensor([[31.554370, 31.554371, 32.363457], [28.318024, 21.845333, -29.127110], [10.1, -3.3, 7.7]])
+    points = torch.tensor(
+        [[31.554370, 31.554371, 32.363457], [28.318024, 21.845333, -29.127110], [10.1, -3.3, 7.7]]
+    )
     model = SparseProcess(points, least=1e-10 if fixed else None)
 
     def batch(step: int) -> Batch:
@@ -156,7 +172,9 @@ def slope(y: Tensor, x: Tensor) -> Tensor:
     accepted=("SG102",),
 )
 def pinn_no_boundary_point(fixed: bool) -> Scene:
-    """Collocation points are drawn anew, and one draw has none on the boundary: its error is a mean over nothing."""
+    """Collocation points are drawn anew, and one draw has none on the boundary: its error is a mean
+    over nothing.
+    """
     torch.manual_seed(0)
     model = SmoothNet()
 
@@ -184,7 +202,11 @@ class CubicField(nn.Module):
 
     def __init__(self, *, bounded: bool) -> None:
         super().__init__()
-        self.linear, self.cubic, self.bounded = nn.Linear(3, 3), nn.Linear(3, 3, bias=False), bounded
+        self.linear, self.cubic, self.bounded = (
+            nn.Linear(3, 3),
+            nn.Linear(3, 3, bias=False),
+            bounded,
+        )
 
     def forward(self, y: Tensor) -> Tensor:
         y = torch.tanh(y) if self.bounded else y
@@ -197,7 +219,11 @@ class IntegratedField(nn.Module):
 
     def __init__(self, *, bounded: bool) -> None:
         super().__init__()
-        self.encode, self.field, self.decode = nn.Linear(4, 3), CubicField(bounded=bounded), nn.Linear(3, 2)
+        self.encode, self.field, self.decode = (
+            nn.Linear(4, 3),
+            CubicField(bounded=bounded),
+            nn.Linear(3, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.encode(x)
@@ -219,11 +245,15 @@ class IntegratedField(nn.Module):
     "rtqichen/torchdiffeq#149",
     "stevenygd/PointFlow#4",
     "patrick-kidger/NeuralCDE#2",
-    expected=Expected(step=1, phase="forward", module="field", op="aten.pow", event="inf", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="field", op="aten.pow", event="inf", sample=2
+    ),
     accepted=("SG103",),
 )
 def rk4_cubic_blow_up(fixed: bool) -> Scene:
-    """One trajectory starts two hundred times further out than the others; its cube feeds on itself within a step."""
+    """One trajectory starts two hundred times further out than the others; its cube feeds on itself
+    within a step.
+    """
     torch.manual_seed(0)
     model = IntegratedField(bounded=fixed)
 
@@ -240,7 +270,9 @@ def rk4_cubic_blow_up(fixed: bool) -> Scene:
 
 
 class Coupling(nn.Module):
-    """Half of the coordinates scale and shift the other half; `bounded` keeps the log-scale within 2."""
+    """Half of the coordinates scale and shift the other half; `bounded` keeps the log-scale within
+    2.
+    """
 
     def __init__(self, *, flipped: bool, bounded: bool) -> None:
         super().__init__()
@@ -282,11 +314,15 @@ class CoupledFlow(nn.Module):
 @incident(
     "VincentStimper/normalizing-flows#73",
     "volflow/DeFlow#4",
-    expected=Expected(step=1, phase="forward", module="flows.1", op="aten.exp", event="inf", sample=3),
+    expected=Expected(
+        step=1, phase="forward", module="flows.1", op="aten.exp", event="inf", sample=3
+    ),
     accepted=("SG203",),
 )
 def affine_coupling_unbounded_scale(fixed: bool) -> Scene:
-    """A point far from the data gets a log-scale above 89 from a network that runs under checkpointing."""
+    """A point far from the data gets a log-scale above 89 from a network that runs under
+    checkpointing.
+    """
     torch.manual_seed(0)
     model = CoupledFlow(bounded=fixed)
 

@@ -52,7 +52,11 @@ def ok_empty_bag_is_zero(fixed: bool) -> Scene:
         return F.cross_entropy(model["head"](model["bag"](b["ids"], b["offsets"])), b["y"])
 
     def batch(step: int) -> Batch:
-        return {"ids": torch.tensor([1, 2, 3, 4, 5]), "offsets": torch.tensor([0, 2, 2, 4]), "y": LABELS}
+        return {
+            "ids": torch.tensor([1, 2, 3, 4, 5]),
+            "offsets": torch.tensor([0, 2, 2, 4]),
+            "y": LABELS,
+        }
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=6)
 
@@ -71,7 +75,9 @@ def ok_impossible_alignment_is_zeroed(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         log_probs = model(b["x"]).log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(log_probs, b["y"], torch.full((4,), 4), torch.full((4,), 4), zero_infinity=True)
+        return F.ctc_loss(
+            log_probs, b["y"], torch.full((4,), 4), torch.full((4,), 4), zero_infinity=True
+        )
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=6)
 
@@ -86,7 +92,13 @@ def ok_standard_deviation_of_constant_features(fixed: bool) -> Scene:
         z = model(b["x"])
         return F.relu(1 - z.std(0)).mean() + z.pow(2).mean()
 
-    return Scene(model=model, batch=lambda step: {"x": torch.ones(4, 3)}, loss=loss, optimizer=sgd(model), steps=6)
+    return Scene(
+        model=model,
+        batch=lambda step: {"x": torch.ones(4, 3)},
+        loss=loss,
+        optimizer=sgd(model),
+        steps=6,
+    )
 
 
 @control("tensorflow/tensorflow#3862")
@@ -116,7 +128,10 @@ def ok_perfect_fit_meets_noise(fixed: bool) -> Scene:
     def batch(step: int) -> Batch:
         x = randn(16, 3, seed=step)
         y = x.sum(1, keepdim=True)
-        return {"x": x, "y": y + (1e-3 * randn(16, 1, seed=step + 1) if step > 150 and step % 10 == 0 else 0)}
+        return {
+            "x": x,
+            "y": y + (1e-3 * randn(16, 1, seed=step + 1) if step > 150 and step % 10 == 0 else 0),
+        }
 
     return Scene(model=model, batch=batch, loss=mse, optimizer=sgd(model, 0.3), steps=200)
 
@@ -129,9 +144,19 @@ def ok_reward_is_maximised(fixed: bool) -> Scene:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, maximize=True)
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
-        return 1000 * torch.exp(-(model(b["x"]) - b["x"].sum(1, keepdim=True) - 3).pow(2) / 10).mean() / 300
+        return (
+            1000
+            * torch.exp(-(model(b["x"]) - b["x"].sum(1, keepdim=True) - 3).pow(2) / 10).mean()
+            / 300
+        )
 
-    return Scene(model=model, batch=lambda step: regression(step, count=16), loss=loss, optimizer=optimizer, steps=80)
+    return Scene(
+        model=model,
+        batch=lambda step: regression(step, count=16),
+        loss=loss,
+        optimizer=optimizer,
+        steps=80,
+    )
 
 
 @control()

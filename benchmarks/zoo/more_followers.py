@@ -1,4 +1,6 @@
-"""Targets that follow a network, and what disturbs them: replayed errors, simulators, teachers, loud neighbours."""
+"""Targets that follow a network, and what disturbs them: replayed errors, simulators, teachers,
+loud neighbours.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class DoubleQ(nn.Module):
     accepted=("SG201",),
 )
 def per_weight_of_zero_priority(fixed: bool) -> Scene:
-    """Prioritised replay drew a transition whose last error was exactly 0: its weight is 0 to a negative power."""
+    """Prioritised replay drew a transition whose last error was exactly 0: its weight is 0 to a
+    negative power.
+    """
     torch.manual_seed(0)
     model = DoubleQ()
 
@@ -120,7 +124,9 @@ def generalised_advantage(reward: Tensor, value: Tensor, done: Tensor) -> Tensor
     accepted=("SG101",),
 )
 def simulator_nan_reward_in_gae(fixed: bool) -> Scene:
-    """The physics of one environment blew up; normalised advantages carry its NaN reward to all the others."""
+    """The physics of one environment blew up; normalised advantages carry its NaN reward to all the
+    others.
+    """
     torch.manual_seed(0)
     model = ActorCritic()
 
@@ -129,7 +135,12 @@ def simulator_nan_reward_in_gae(fixed: bool) -> Scene:
         if step == 2:
             reward[2, 3] = 0.0 if fixed else NAN
         action = tokens(4, 5, seed=step, high=3)
-        return {"seen": randn(4, 6, 4, seed=step), "action": action, "reward": reward, "done": torch.zeros(4, 5)}
+        return {
+            "seen": randn(4, 6, 4, seed=step),
+            "action": action,
+            "reward": reward,
+            "done": torch.zeros(4, 5),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         logits, value = model(b["seen"])
@@ -169,7 +180,9 @@ class SelfDistilled(nn.Module):
     def forward(self, first: Tensor, second: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         said = [self.student(first), self.student(second)]
         with torch.no_grad():
-            taught = [((self.teacher(crop) - self.center) / 0.1).softmax(-1) for crop in (first, second)]
+            taught = [
+                ((self.teacher(crop) - self.center) / 0.1).softmax(-1) for crop in (first, second)
+            ]
         return said, taught
 
 
@@ -177,12 +190,19 @@ class SelfDistilled(nn.Module):
     "discovery-unicamp/Minerva#111",
     "prs-eth/Marigold#111",
     expected=Expected(
-        step=3, phase="input", module="student.conv", op="aten.convolution", event="batch:first", sample=1
+        step=3,
+        phase="input",
+        module="student.conv",
+        op="aten.convolution",
+        event="batch:first",
+        sample=1,
     ),
     accepted=("SG101",),
 )
 def dino_nan_crop(fixed: bool) -> Scene:
-    """A NaN pixel in one crop of one image: student, teacher and everything the average holds are lost."""
+    """A NaN pixel in one crop of one image: student, teacher and everything the average holds are
+    lost.
+    """
     torch.manual_seed(0)
     model = SelfDistilled()
 
@@ -194,7 +214,9 @@ def dino_nan_crop(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         said, taught = model(b["first"], b["second"])
-        crossed = [(taught[i] * (said[1 - i] / 0.2).log_softmax(-1)).sum(-1).mean() for i in range(2)]
+        crossed = [
+            (taught[i] * (said[1 - i] / 0.2).log_softmax(-1)).sum(-1).mean() for i in range(2)
+        ]
         return -0.5 * torch.stack(crossed).sum()
 
     return Scene(
@@ -238,11 +260,15 @@ class SeriesEncoder(nn.Module):
 
 @incident(
     "emadeldeen24/TS-TCC#25",
-    expected=Expected(step=2, phase="loss", module="criterion", op="aten.log", event="inf", sample=4),
+    expected=Expected(
+        step=2, phase="loss", module="criterion", op="aten.log", event="inf", sample=4
+    ),
     accepted=("SG202",),
 )
 def supcon_denominator_underflow(fixed: bool) -> Scene:
-    """A sensor in another unit is so like itself that, next to that, no other series counts: log(0)."""
+    """A sensor in another unit is so like itself that, next to that, no other series counts:
+    log(0).
+    """
     torch.manual_seed(0)
     model, criterion = SeriesEncoder(), SupervisedContrast(unit=fixed)
 
@@ -257,4 +283,6 @@ def supcon_denominator_underflow(fixed: bool) -> Scene:
         return total
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3)
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3
+    )

@@ -19,7 +19,9 @@ LABELS = torch.tensor([0, 1, 2, 1])
     accepted=("SG403", "SG201"),
 )
 def aspect_ratio_of_a_flat_box(fixed: bool) -> Scene:
-    """CIoU compares atan(w / h): a box without height gives atan(inf), fine forward and NaN backward."""
+    """CIoU compares atan(w / h): a box without height gives atan(inf), fine forward and NaN
+    backward.
+    """
     torch.manual_seed(0)
     model = chain(head=nn.Linear(3, 2, bias=False), act=nn.ReLU())
     with torch.no_grad():
@@ -28,7 +30,9 @@ def aspect_ratio_of_a_flat_box(fixed: bool) -> Scene:
     def batch(step: int) -> Batch:
         x = randn(4, 3, seed=step).abs() + 0.1
         if step == 1:
-            x[1] = torch.linalg.lstsq(model.head.weight.detach(), torch.tensor([1.0, -1.0])).solution
+            x[1] = torch.linalg.lstsq(
+                model.head.weight.detach(), torch.tensor([1.0, -1.0])
+            ).solution
         return {"x": x, "y": torch.tensor([1.0, 0.5, 2.0, 1.0])}
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
@@ -75,7 +79,11 @@ def point_in_the_camera_plane(fixed: bool) -> Scene:
         points = randn(4, 5, 3, seed=step) * 0.2
         points[..., 2] = 1.0
         points[2, 3] = torch.tensor([0.5, 0.5, 0.0])
-        return {"image": randn(4, 1, 6, 6, seed=step), "points": points, "y": randn(4, 1, 1, 5, seed=step + 1)}
+        return {
+            "image": randn(4, 1, 6, 6, seed=step),
+            "points": points,
+            "y": randn(4, 1, 1, 5, seed=step + 1),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.mse_loss(model(b["image"], b["points"]), b["y"])
@@ -130,7 +138,9 @@ def margin_at_a_perfect_match(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return criterion(model(b["x"]), b["y"])
 
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-9))
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-9)
+    )
 
 
 @incident(
@@ -161,7 +171,11 @@ def distances_clamped_before_the_root(fixed: bool) -> Scene:
         return F.relu(1 - distance.sqrt()).mean()
 
     return Scene(
-        model=model, batch=lambda step: {"x": randn(4, 3, seed=step)}, loss=loss, optimizer=sgd(model), steps=1
+        model=model,
+        batch=lambda step: {"x": randn(4, 3, seed=step)},
+        loss=loss,
+        optimizer=sgd(model),
+        steps=1,
     )
 
 
@@ -217,7 +231,11 @@ def phase_wrapped_by_a_period_of_zero(fixed: bool) -> Scene:
         period = torch.tensor([1.0, 2.0, 0.5, 3.0])
         if step == 1:
             period[2] = 0
-        return {"x": randn(4, 3, seed=step), "t": torch.tensor([3.3, 4.1, 1.7, 2.2]), "period": period}
+        return {
+            "x": randn(4, 3, seed=step),
+            "t": torch.tensor([3.3, 4.1, 1.7, 2.2]),
+            "period": period,
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         period = b["period"].clamp_min(1e-3) if fixed else b["period"]
@@ -241,7 +259,13 @@ class Radial(nn.Module):
 @incident(
     "kornia/kornia#2924",
     expected=Expected(
-        step=1, phase="backward", module="radius", op="aten.div", node="SqrtBackward0", event="inf", sample=1
+        step=1,
+        phase="backward",
+        module="radius",
+        op="aten.div",
+        node="SqrtBackward0",
+        event="inf",
+        sample=1,
     ),
     accepted=("SG401",),
 )
@@ -293,5 +317,9 @@ def logarithm_of_the_identity_rotation(fixed: bool) -> Scene:
         return F.mse_loss(log.expand_as(b["y"]), b["y"])
 
     return Scene(
-        model=model, batch=lambda step: {"y": randn(4, 3, seed=step)}, loss=loss, optimizer=sgd(model, 1e-9), steps=1
+        model=model,
+        batch=lambda step: {"y": randn(4, 3, seed=step)},
+        loss=loss,
+        optimizer=sgd(model, 1e-9),
+        steps=1,
     )

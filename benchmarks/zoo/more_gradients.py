@@ -18,7 +18,9 @@ ONLY = {"backward_only": True}
 @incident(
     "pytorch/pytorch#4605",
     "banctilrobitaille/torch-vectorized#7",
-    expected=Expected(step=1, op="aten.rsqrt", node="AcosBackward0", event="inf", sample=0, proof=ONLY, **BACKWARD),
+    expected=Expected(
+        step=1, op="aten.rsqrt", node="AcosBackward0", event="inf", sample=0, proof=ONLY, **BACKWARD
+    ),
     accepted=("SG401",),
 )
 def angle_between_equal_vectors(fixed: bool) -> Scene:
@@ -57,14 +59,22 @@ class Whitening(nn.Module):
     "pytorch/pytorch#76531",
     "pytorch/pytorch#23133",
     expected=Expected(
-        step=0, module="whiten", op="aten.div_", node="LinalgEighBackward0", event="inf", proof=ONLY, **BACKWARD
+        step=0,
+        module="whiten",
+        op="aten.div_",
+        node="LinalgEighBackward0",
+        event="inf",
+        proof=ONLY,
+        **BACKWARD,
     ),
     accepted=("SG401",),
 )
 def whitening_with_equal_eigenvalues(fixed: bool) -> Scene:
     """A perfectly white batch: equal eigenvalues, whose eigenvectors have no derivative."""
     torch.manual_seed(0)
-    model = chain(inp=eye_linear(size=3), whiten=Whitening(jitter=0.01 if fixed else 0.0), out=nn.Linear(3, 1))
+    model = chain(
+        inp=eye_linear(size=3), whiten=Whitening(jitter=0.01 if fixed else 0.0), out=nn.Linear(3, 1)
+    )
 
     def batch(step: int) -> Batch:
         return {"x": torch.eye(3), "y": randn(3, 1, seed=step)}
@@ -76,7 +86,13 @@ def whitening_with_equal_eigenvalues(fixed: bool) -> Scene:
     "pytorch/pytorch#49886",
     "KinglittleQ/torch-batch-svd#5",
     expected=Expected(
-        step=0, module="rotate", op="aten.div", node="LinalgSvdBackward0", event="inf", proof=ONLY, **BACKWARD
+        step=0,
+        module="rotate",
+        op="aten.div",
+        node="LinalgSvdBackward0",
+        event="inf",
+        proof=ONLY,
+        **BACKWARD,
     ),
     accepted=("SG401",),
 )
@@ -99,7 +115,9 @@ def procrustes_of_symmetric_points(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#19126",
-    expected=Expected(step=1, op="aten.div", node="SqrtBackward0", event="inf", sample=2, proof=ONLY, **BACKWARD),
+    expected=Expected(
+        step=1, op="aten.div", node="SqrtBackward0", event="inf", sample=2, proof=ONLY, **BACKWARD
+    ),
     accepted=("SG401",),
 )
 def triplet_with_identical_embeddings(fixed: bool) -> Scene:
@@ -125,11 +143,15 @@ def triplet_with_identical_embeddings(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#19126",
-    expected=Expected(step=1, op="aten.div", node="SqrtBackward0", event="inf", sample=1, proof=ONLY, **BACKWARD),
+    expected=Expected(
+        step=1, op="aten.div", node="SqrtBackward0", event="inf", sample=1, proof=ONLY, **BACKWARD
+    ),
     accepted=("SG401",),
 )
 def knowledge_graph_with_sparse_embeddings(fixed: bool) -> Scene:
-    """TransE with a sparse embedding: head + relation equals tail exactly for a self-loop of relation 0."""
+    """TransE with a sparse embedding: head + relation equals tail exactly for a self-loop of
+    relation 0.
+    """
     torch.manual_seed(0)
     model = nn.Embedding(8, 4, sparse=True)
     with torch.no_grad():
@@ -150,7 +172,15 @@ def knowledge_graph_with_sparse_embeddings(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#4605",
-    expected=Expected(step=1, op="aten.rsqrt", node="AcoshBackward0", event="inf", sample=1, proof=ONLY, **BACKWARD),
+    expected=Expected(
+        step=1,
+        op="aten.rsqrt",
+        node="AcoshBackward0",
+        event="inf",
+        sample=1,
+        proof=ONLY,
+        **BACKWARD,
+    ),
     accepted=("SG401",),
 )
 def hyperbolic_distance_of_a_point_to_itself(fixed: bool) -> Scene:
@@ -174,7 +204,14 @@ def hyperbolic_distance_of_a_point_to_itself(fixed: bool) -> Scene:
 @incident(
     "speechbrain/speechbrain#181",
     expected=Expected(
-        step=1, module="std", op="aten.div", node="SqrtBackward0", event="inf", sample=0, proof=ONLY, **BACKWARD
+        step=1,
+        module="std",
+        op="aten.div",
+        node="SqrtBackward0",
+        event="inf",
+        sample=0,
+        proof=ONLY,
+        **BACKWARD,
     ),
     accepted=("SG401",),
 )
@@ -199,7 +236,9 @@ def contrast_as_root_of_variance(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#98276",
-    expected=Expected(step=1, op="aten.div", node="HypotBackward0", event="nan", sample=2, proof=ONLY, **BACKWARD),
+    expected=Expected(
+        step=1, op="aten.div", node="HypotBackward0", event="nan", sample=2, proof=ONLY, **BACKWARD
+    ),
     accepted=("SG401",),
 )
 def hypotenuse_of_no_flow(fixed: bool) -> Scene:
@@ -222,11 +261,15 @@ def hypotenuse_of_no_flow(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#52248",
-    expected=Expected(step=1, op="aten.div", node="SqrtBackward0", event="inf", proof=ONLY, **BACKWARD),
+    expected=Expected(
+        step=1, op="aten.div", node="SqrtBackward0", event="inf", proof=ONLY, **BACKWARD
+    ),
     accepted=("SG401",),
 )
 def gradient_penalty_of_a_dead_critic(fixed: bool) -> Scene:
-    """WGAN-GP: ReLU units are all dead, the input gradient is 0 and sqrt(sum of squares) has no slope there."""
+    """WGAN-GP: ReLU units are all dead, the input gradient is 0 and sqrt(sum of squares) has no
+    slope there.
+    """
     torch.manual_seed(0)
     model = chain(fc1=nn.Linear(2, 4), act=nn.ReLU(), fc2=nn.Linear(4, 1))
 
@@ -265,7 +308,14 @@ class Inverse(torch.autograd.Function):
 @incident(
     "pytorch/pytorch#52248",
     expected=Expected(
-        step=1, module="binary", op="aten.div", node="InverseBackward", event="inf", sample=1, proof=ONLY, **BACKWARD
+        step=1,
+        module="binary",
+        op="aten.div",
+        node="InverseBackward",
+        event="inf",
+        sample=1,
+        proof=ONLY,
+        **BACKWARD,
     ),
     accepted=("SG401", "SG201"),
 )
@@ -273,7 +323,11 @@ def custom_backward_divides_by_activation(fixed: bool) -> Scene:
     """A custom autograd Function divides by |x| in its backward, and a dead sample gives x = 0."""
     torch.manual_seed(0)
     eps = 1e-3 if fixed else 0.0
-    model = chain(inp=nn.Linear(3, 4, bias=False), binary=Lambda(lambda x: Inverse.apply(x, eps)), out=nn.Linear(4, 1))
+    model = chain(
+        inp=nn.Linear(3, 4, bias=False),
+        binary=Lambda(lambda x: Inverse.apply(x, eps)),
+        out=nn.Linear(4, 1),
+    )
 
     def batch(step: int) -> Batch:
         data = regression(step)

@@ -1,4 +1,6 @@
-"""Segments, graphs, routers and sequences: a group with nobody in it, a state that cannot be reached."""
+"""Segments, graphs, routers and sequences: a group with nobody in it, a state that cannot be
+reached.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,13 @@ class EdgeAttention(nn.Module):
 @incident(
     "fenchri/edge-oriented-graph#21",
     expected=Expected(
-        step=1, phase="forward", module="softmax", op="aten.sub", event="nan", sample=3, grads_finite=True
+        step=1,
+        phase="forward",
+        module="softmax",
+        op="aten.sub",
+        event="nan",
+        sample=3,
+        grads_finite=True,
     ),
     accepted=("SG204", "SG206"),
 )
@@ -77,7 +85,9 @@ class Segments(nn.Module):
 
 @incident(
     "pyg-team/pytorch_geometric#4826",
-    expected=Expected(step=1, phase="forward", module="", op="aten.segment_reduce", event="nan", grads_finite=True),
+    expected=Expected(
+        step=1, phase="forward", module="", op="aten.segment_reduce", event="nan", grads_finite=True
+    ),
     accepted=("SG102", "SG201"),
 )
 def mean_of_a_segment_without_rows(fixed: bool) -> Scene:
@@ -148,7 +158,9 @@ def spread_of_a_single_neighbour(fixed: bool) -> Scene:
 
 
 class Router(nn.Module):
-    """The two best experts of a token, their gates made to sum to one after full experts are closed."""
+    """The two best experts of a token, their gates made to sum to one after full experts are
+    closed.
+    """
 
     def __init__(self, *, floor: float) -> None:
         super().__init__()
@@ -184,7 +196,9 @@ def token_whose_experts_are_all_full(fixed: bool) -> Scene:
 @incident(
     "HobbitLong/SupContrast#141",
     "BorealisAI/ConR#2",
-    expected=Expected(step=1, phase="loss", module="criterion", op="aten.div", event="nan", sample=3),
+    expected=Expected(
+        step=1, phase="loss", module="criterion", op="aten.div", event="nan", sample=3
+    ),
     accepted=("SG102", "SG201"),
 )
 def anchor_without_a_positive(fixed: bool) -> Scene:
@@ -193,7 +207,10 @@ def anchor_without_a_positive(fixed: bool) -> Scene:
     model, criterion = nn.Linear(3, 4), SupervisedContrast(least=1.0 if fixed else 0.0)
 
     def batch(step: int) -> Batch:
-        return {"x": randn(5, 3, seed=step), "y": torch.tensor([0, 0, 1, 2, 1] if step == 1 else [0, 0, 1, 1, 1])}
+        return {
+            "x": randn(5, 3, seed=step),
+            "y": torch.tensor([0, 0, 1, 2, 1] if step == 1 else [0, 0, 1, 1, 1]),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return criterion(model(b["x"]), b["y"])
@@ -277,12 +294,16 @@ def recurrence_with_relu_explodes(fixed: bool) -> Scene:
 
 
 class Denoiser(nn.Module):
-    """A diffusion loss weighted by the precision of the posterior, taken from a table of log variances."""
+    """A diffusion loss weighted by the precision of the posterior, taken from a table of log
+    variances.
+    """
 
     def __init__(self, *, clipped: bool) -> None:
         super().__init__()
         variance = torch.tensor([0.0, 0.1, 0.2, 0.4])
-        self.register_buffer("log_variance", torch.log(variance.clamp_min(1e-4) if clipped else variance))
+        self.register_buffer(
+            "log_variance", torch.log(variance.clamp_min(1e-4) if clipped else variance)
+        )
         self.net = nn.Linear(3, 1)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +312,9 @@ class Denoiser(nn.Module):
 
 @incident(
     "TiankaiHang/Min-SNR-Diffusion-Training#4",
-    expected=Expected(step=1, phase="state", module="", op="aten.index", event="buffer:log_variance"),
+    expected=Expected(
+        step=1, phase="state", module="", op="aten.index", event="buffer:log_variance"
+    ),
     accepted=("SG602", "SG202"),
 )
 def posterior_variance_of_the_first_timestep(fixed: bool) -> Scene:
@@ -311,7 +334,9 @@ def posterior_variance_of_the_first_timestep(fixed: bool) -> Scene:
 
 @incident(
     "huggingface/trl#5594",
-    expected=Expected(step=1, phase="input", op="aten.sub", event="batch:teacher", sample=0, grads_finite=True),
+    expected=Expected(
+        step=1, phase="input", op="aten.sub", event="batch:teacher", sample=0, grads_finite=True
+    ),
     accepted=("SG101", "SG206"),
 )
 def distillation_from_a_masked_vocabulary(fixed: bool) -> Scene:
@@ -327,6 +352,8 @@ def distillation_from_a_masked_vocabulary(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         teacher = b["teacher"].clamp_min(-100.0) if fixed else b["teacher"]
-        return F.kl_div(model(b["x"]).log_softmax(-1), teacher, log_target=True, reduction="batchmean")
+        return F.kl_div(
+            model(b["x"]).log_softmax(-1), teacher, log_target=True, reduction="batchmean"
+        )
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model))

@@ -1,4 +1,6 @@
-"""Half precision where it is easily overlooked: a prior's exponent, a schedule, a guard of 1e-16, rows nobody reads."""
+"""Half precision where it is easily overlooked: a prior's exponent, a schedule, a guard of 1e-16,
+rows nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def prior_divergence(latent: Tensor, noise: Tensor, mean: Tensor, log_scale: Ten
     accepted=("SG301", "SG203"),
 )
 def vits_kl_exp_in_half(fixed: bool) -> Scene:
-    """A prior's scale of e^-6 is harmless, but the divergence needs e^13, which is more than float16 holds."""
+    """A prior's scale of e^-6 is harmless, but the divergence needs e^13, which is more than
+    float16 holds.
+    """
     torch.manual_seed(0)
     model = Speaker()
 
@@ -124,7 +128,9 @@ class Retriever(nn.Module):
     accepted=("SG301",),
 )
 def retrieval_scores_overflow_half(fixed: bool) -> Scene:
-    """Scores are plain dot products, and one long document exceeds 65504 with the query of another pair."""
+    """Scores are plain dot products, and one long document exceeds 65504 with the query of another
+    pair.
+    """
     torch.manual_seed(0)
     model = Retriever(wide=fixed)
 
@@ -140,7 +146,9 @@ def retrieval_scores_overflow_half(fixed: bool) -> Scene:
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
     optimizer = sgd(model, 1e-8)
-    return Scene(model=model, batch=batch, loss=loss, optimizer=optimizer, steps=3, autocast=torch.float16)
+    return Scene(
+        model=model, batch=batch, loss=loss, optimizer=optimizer, steps=3, autocast=torch.float16
+    )
 
 
 class TimedDenoiser(nn.Module):
@@ -163,7 +171,10 @@ class Diffusion(nn.Module):
         self.kept = torch.cos(t * math.pi / 2).pow(2).clamp(min=least)
 
     def forward(self, image: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        noisy = self._at(t, self.kept.sqrt(), image) * image + self._at(t, (1 - self.kept).sqrt(), image) * noise
+        noisy = (
+            self._at(t, self.kept.sqrt(), image) * image
+            + self._at(t, (1 - self.kept).sqrt(), image) * noise
+        )
         guess: Tensor = self.net(noisy, t)
         grown, shift = (1 / self.kept).sqrt(), (1 / self.kept - 1).sqrt()
         return guess, self._at(t, grown, noisy) * noisy - self._at(t, shift, noisy) * guess
@@ -174,11 +185,15 @@ class Diffusion(nn.Module):
 
 @incident(
     "LTH14/mar#70",
-    expected=Expected(step=2, phase="forward", module="", op="aten._to_copy", event="inf", sample=2),
+    expected=Expected(
+        step=2, phase="forward", module="", op="aten._to_copy", event="inf", sample=2
+    ),
     accepted=("SG301",),
 )
 def x0_from_eps_half_schedule(fixed: bool) -> Scene:
-    """The last step of a cosine schedule keeps almost nothing of the image: 1 over it is 1e16, and no float16."""
+    """The last step of a cosine schedule keeps almost nothing of the image: 1 over it is 1e16, and
+    no float16.
+    """
     torch.manual_seed(0)
     model = Diffusion(least=1e-3 if fixed else 0.0).half()
 
@@ -186,7 +201,11 @@ def x0_from_eps_half_schedule(fixed: bool) -> Scene:
         t = torch.tensor([3, 7, 11, 5]) + step
         if step == 2:
             t[2] = 19
-        return {"image": randn(4, 6, seed=step).half(), "noise": randn(4, 6, seed=step + 9).half(), "t": t}
+        return {
+            "image": randn(4, 6, seed=step).half(),
+            "noise": randn(4, 6, seed=step + 9).half(),
+            "t": t,
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         guess, restored = model(b["image"], b["noise"], b["t"])
@@ -201,8 +220,12 @@ def area(sides: Tensor) -> Tensor:
 
 
 def overlap(box: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """Intersection over union, and the distance of the centres over the diagonal of both; boxes are cx, cy, w, h."""
-    low, high = (torch.stack([b[:, :2] + side * b[:, 2:] / 2 for b in (box, truth)]) for side in (-1, 1))
+    """Intersection over union, and the distance of the centres over the diagonal of both; boxes are
+    cx, cy, w, h.
+    """
+    low, high = (
+        torch.stack([b[:, :2] + side * b[:, 2:] / 2 for b in (box, truth)]) for side in (-1, 1)
+    )
     inside = area((high.amin(0) - low.amax(0)).clamp(min=0))
     union = area(box[:, 2:]) + area(truth[:, 2:]) - inside
     hull = (high.amax(0) - low.amin(0)).pow(2).sum(1)
@@ -246,12 +269,20 @@ class BoxHead(nn.Module):
 @incident(
     "Megvii-BaseDetection/YOLOX#1565",
     expected=Expected(
-        step=1, phase="loss", module="criterion", op="aten.div", event="nan", sample=1, grads_finite=True
+        step=1,
+        phase="loss",
+        module="criterion",
+        op="aten.div",
+        event="nan",
+        sample=1,
+        grads_finite=True,
     ),
     accepted=("SG302",),
 )
 def yolox_ciou_half_eps(fixed: bool) -> Scene:
-    """A box shrinks to 0 by 0, and the clamp at 1e-16 that guards its aspect ratio is 0 in half precision."""
+    """A box shrinks to 0 by 0, and the clamp at 1e-16 that guards its aspect ratio is 0 in half
+    precision.
+    """
     torch.manual_seed(0)
     model, criterion = BoxHead().half(), CompleteIoU(wide=fixed)
     truth = torch.tensor([[0.1, 0.1, 0.8, 0.7], [0.2, -0.1, 0.6, 0.9], [0.0, 0.0, 0.5, 0.5]]).half()
@@ -266,7 +297,9 @@ def yolox_ciou_half_eps(fixed: bool) -> Scene:
         total: Tensor = criterion(model(b["features"]), b["box"])
         return total.float()
 
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-3))
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-3)
+    )
 
 
 class HalfLoRA(nn.Module):
@@ -275,7 +308,10 @@ class HalfLoRA(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(6, 6).half().requires_grad_(False)
-        self.down, self.up = nn.Parameter(randn(2, 6, seed=5) * 0.1), nn.Parameter(torch.zeros(6, 2))
+        self.down, self.up = (
+            nn.Parameter(randn(2, 6, seed=5) * 0.1),
+            nn.Parameter(torch.zeros(6, 2)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         frozen: Tensor = self.base(x)
@@ -283,7 +319,9 @@ class HalfLoRA(nn.Module):
 
 
 class ModulatedBlock(nn.Module):
-    """Scales its normalised input by what the condition says; `limit` bounds that before it is cast."""
+    """Scales its normalised input by what the condition says; `limit` bounds that before it is
+    cast.
+    """
 
     def __init__(self, text_gain: float, *, limit: float | None) -> None:
         super().__init__()
@@ -307,7 +345,9 @@ class VideoTransformer(nn.Module):
     def __init__(self, *, limit: float | None) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 6).requires_grad_(False)
-        self.blocks = nn.ModuleList([ModulatedBlock(0.5, limit=limit), ModulatedBlock(9e4, limit=limit)])
+        self.blocks = nn.ModuleList(
+            [ModulatedBlock(0.5, limit=limit), ModulatedBlock(9e4, limit=limit)]
+        )
         self.outer = nn.Linear(6, 4).requires_grad_(False)
 
     def forward(self, text: Tensor, video: Tensor, t: Tensor) -> Tensor:
@@ -323,11 +363,20 @@ class VideoTransformer(nn.Module):
 
 @incident(
     "ostris/ai-toolkit#1046",
-    expected=Expected(step=0, phase="forward", module="blocks.1", op="aten._to_copy", event="inf", loss_finite=True),
+    expected=Expected(
+        step=0,
+        phase="forward",
+        module="blocks.1",
+        op="aten._to_copy",
+        event="inf",
+        loss_finite=True,
+    ),
     accepted=("SG301", "SG403"),
 )
 def lora_adaln_half_overflow_on_unread_rows(fixed: bool) -> Scene:
-    """The text's modulation does not fit into float16 in the last block, whose text nobody reads: 0 * inf backward."""
+    """The text's modulation does not fit into float16 in the last block, whose text nobody reads: 0
+    * inf backward.
+    """
     torch.manual_seed(0)
     model = VideoTransformer(limit=100.0 if fixed else None)
 

@@ -1,4 +1,6 @@
-"""Further healthy runs whose loss does unusual things: jumps, is huge, negative or zero, follows a schedule."""
+"""Further healthy runs whose loss does unusual things: jumps, is huge, negative or zero, follows a
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def ok_adversarial_losses_jump(fixed: bool) -> Scene:
 
     def batch(step: int) -> Batch:
         size = 1.0 + 6.0 * float(torch.rand((), generator=generator(1000 + step)))
-        return {"real": randn(16, 4, seed=step) * size, "fake": randn(16, 4, seed=step + 500) * (8.0 - size)}
+        return {
+            "real": randn(16, 4, seed=step) * size,
+            "fake": randn(16, 4, seed=step + 500) * (8.0 - size),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return model(b["fake"]).mean() - model(b["real"]).mean()
@@ -71,7 +76,9 @@ def ok_hard_batches_now_and_then(fixed: bool) -> Scene:
         data = teacher_batch(step)
         return {"x": data["x"], "y": data["y"] * 7 if step % 7 == 6 else data["y"]}
 
-    return Scene(model=model, batch=batch, loss=mse, optimizer=sgd(model, 0.005), steps=40, clip=1.0)
+    return Scene(
+        model=model, batch=batch, loss=mse, optimizer=sgd(model, 0.005), steps=40, clip=1.0
+    )
 
 
 @control("facebookresearch/svoice#22")
@@ -89,7 +96,9 @@ def ok_negative_log_likelihood_below_zero(fixed: bool) -> Scene:
         log_scale = log_scale.clamp(-4, 4)
         return (0.5 * ((b["y"] - mean) * torch.exp(-log_scale)).pow(2) + log_scale).mean()
 
-    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 0.01), steps=50, clip=1.0)
+    return Scene(
+        model=model, batch=batch, loss=loss, optimizer=sgd(model, 0.01), steps=50, clip=1.0
+    )
 
 
 @control("karpathy/nanoGPT#578")
@@ -103,7 +112,14 @@ def ok_warmup_then_warm_restarts(fixed: bool) -> Scene:
         rate = 0.02 * step / 5 if step < 5 else 0.01 * (1 + math.cos(math.pi * phase))
         optimizer.param_groups[0]["lr"] = rate
 
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=40, before_step=before)
+    return Scene(
+        model=model,
+        batch=teacher_batch,
+        loss=mse,
+        optimizer=optimizer,
+        steps=40,
+        before_step=before,
+    )
 
 
 @control("brjathu/iTAML#10")
@@ -170,7 +186,11 @@ def ok_frozen_and_unused_parameters(fixed: bool) -> Scene:
     class Adapter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.base, self.down, self.up = nn.Linear(8, 1), nn.Linear(8, 2, bias=False), nn.Linear(2, 1, bias=False)
+            self.base, self.down, self.up = (
+                nn.Linear(8, 1),
+                nn.Linear(8, 2, bias=False),
+                nn.Linear(2, 1, bias=False),
+            )
             self.unused = nn.Linear(4, 4)
             self.base.requires_grad_(False)
             nn.init.zeros_(self.up.weight)
@@ -185,7 +205,9 @@ def ok_frozen_and_unused_parameters(fixed: bool) -> Scene:
 
 @control("karpathy/nanoGPT#468")
 def ok_outlier_batch_without_clipping(fixed: bool) -> Scene:
-    """One batch with labels off by a factor of 30 pushes the weights a little; they come back by themselves."""
+    """One batch with labels off by a factor of 30 pushes the weights a little; they come back by
+    themselves.
+    """
     model = student()
 
     def batch(step: int) -> Batch:

@@ -1,4 +1,6 @@
-"""Images: structure that is opposite, pictures without a label, a batch of one, heads that run away."""
+"""Images: structure that is opposite, pictures without a label, a batch of one, heads that run
+away.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from benchmarks.zoo.parts import randn, sgd, tokens, uniform
 
 
 class MultiScaleSSIM(nn.Module):
-    """A product of contrast terms, each to the power of its scale's weight; `least` keeps them above it."""
+    """A product of contrast terms, each to the power of its scale's weight; `least` keeps them
+    above it.
+    """
 
     def __init__(self, *, least: float | None) -> None:
         super().__init__()
@@ -24,7 +28,9 @@ class MultiScaleSSIM(nn.Module):
         shared = F.avg_pool2d(x * y, 3, 1) - mean_x * mean_y
         light = (2 * mean_x * mean_y + 1e-4) / (mean_x.square() + mean_y.square() + 1e-4)
         contrast = ((2 * shared + 9e-4) / (spread + 9e-4)).mean((1, 2, 3))
-        return light.mean((1, 2, 3)), contrast if self.least is None else contrast.clamp(min=self.least)
+        return light.mean((1, 2, 3)), contrast if self.least is None else contrast.clamp(
+            min=self.least
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         total = torch.ones(len(x))
@@ -49,11 +55,15 @@ class Restorer(nn.Module):
     "VainF/pytorch-msssim#7",
     "VainF/pytorch-msssim#11",
     "jorge-pessoa/pytorch-msssim#2",
-    expected=Expected(step=2, phase="loss", module="criterion", op="aten.pow", event="nan", sample=0),
+    expected=Expected(
+        step=2, phase="loss", module="criterion", op="aten.pow", event="nan", sample=0
+    ),
     accepted=("SG207",),
 )
 def msssim_anticorrelated(fixed: bool) -> Scene:
-    """One input is the negative of its target: the contrast term is below 0, and its weight is a fraction."""
+    """One input is the negative of its target: the contrast term is below 0, and its weight is a
+    fraction.
+    """
     torch.manual_seed(0)
     model, criterion = Restorer(), MultiScaleSSIM(least=1e-4 if fixed else None)
 
@@ -70,7 +80,9 @@ def msssim_anticorrelated(fixed: bool) -> Scene:
         return 0.84 * structure + 0.16 * F.l1_loss(restored, b["clean"])
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3)
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3
+    )
 
 
 class SmallUNet(nn.Module):
@@ -78,7 +90,10 @@ class SmallUNet(nn.Module):
 
     def __init__(self, classes: int = 1) -> None:
         super().__init__()
-        self.fine, self.coarse = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.fine, self.coarse = (
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.Conv2d(4, 8, 3, stride=2, padding=1),
+        )
         self.norm, self.up = nn.GroupNorm(2, 8), nn.ConvTranspose2d(8, 4, 2, stride=2)
         self.head = nn.Conv2d(8, classes, 1)
 
@@ -103,7 +118,9 @@ def dice(predicted: Tensor, truth: Tensor, *, smooth: float) -> Tensor:
     accepted=("SG102", "SG201"),
 )
 def dice_fully_ignored_image(fixed: bool) -> Scene:
-    """In the second micro-batch one image carries the ignore label everywhere: nothing over nothing."""
+    """In the second micro-batch one image carries the ignore label everywhere: nothing over
+    nothing.
+    """
     torch.manual_seed(0)
     model = SmallUNet()
 
@@ -113,7 +130,10 @@ def dice_fully_ignored_image(fixed: bool) -> Scene:
             mask[:, :1] = 255
         if step == 2:
             masks[1][0] = 255
-        return [{"image": randn(3, 1, 8, 8, seed=10 * step + k), "mask": mask} for k, mask in enumerate(masks)]
+        return [
+            {"image": randn(3, 1, 8, 8, seed=10 * step + k), "mask": mask}
+            for k, mask in enumerate(masks)
+        ]
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         logit = model(b["image"])[:, 0]
@@ -121,7 +141,14 @@ def dice_fully_ignored_image(fixed: bool) -> Scene:
         pixels = F.binary_cross_entropy_with_logits(logit, truth, weight=known)
         return (pixels + dice(logit.sigmoid() * known, truth * known, smooth=float(fixed))) / 2
 
-    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 0.05, momentum=0.9), steps=3, clip=1.0)
+    return Scene(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=sgd(model, 0.05, momentum=0.9),
+        steps=3,
+        clip=1.0,
+    )
 
 
 class MinibatchDeviation(nn.Module):
@@ -139,9 +166,13 @@ class MinibatchDeviation(nn.Module):
 class Discriminator(nn.Module):
     def __init__(self, *, unbiased: bool) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.2), nn.AvgPool2d(2))
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.2), nn.AvgPool2d(2)
+        )
         self.deviation = MinibatchDeviation(unbiased=unbiased)
-        self.final = nn.Sequential(nn.Conv2d(5, 4, 3, padding=1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(36, 1))
+        self.final = nn.Sequential(
+            nn.Conv2d(5, 4, 3, padding=1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(36, 1)
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         score: Tensor = self.final(self.deviation(self.stem(image)))
@@ -160,11 +191,15 @@ class Adversaries(nn.Module):
 
 @incident(
     "ziwei-jiang/PGGAN-PyTorch#1",
-    expected=Expected(step=2, phase="forward", module="discriminator.deviation", op="aten.std", event="nan"),
+    expected=Expected(
+        step=2, phase="forward", module="discriminator.deviation", op="aten.std", event="nan"
+    ),
     accepted=("SG205",),
 )
 def pggan_minibatch_std_of_one(fixed: bool) -> Scene:
-    """A discriminator looks at how the images of a batch differ, and the last batch of the epoch is one image."""
+    """A discriminator looks at how the images of a batch differ, and the last batch of the epoch is
+    one image.
+    """
     torch.manual_seed(0)
     model = Adversaries(unbiased=not fixed)
 
@@ -185,7 +220,9 @@ class PoseMaps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 12, 3, padding=1), nn.ReLU())
+        self.trunk = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 12, 3, padding=1), nn.ReLU()
+        )
         self.trunk.requires_grad_(False)
         self.belief, self.affinity = nn.Conv2d(12, 3, 1), nn.Conv2d(12, 4, 1)
 
@@ -198,12 +235,20 @@ class PoseMaps(nn.Module):
     "NVlabs/Deep_Object_Pose#74",
     "rtqichen/torchdiffeq#58",
     expected=Expected(
-        step=0, phase="optimizer", op="aten.add_", event="spike", loss_finite=True, grads_finite=True, slack=6
+        step=0,
+        phase="optimizer",
+        op="aten.add_",
+        event="spike",
+        loss_finite=True,
+        grads_finite=True,
+        slack=6,
     ),
     accepted=("SG505",),
 )
 def belief_maps_diverge(fixed: bool) -> Scene:
-    """Errors are summed over pixels and the rate does not allow for that: both heads overshoot more with every step."""
+    """Errors are summed over pixels and the rate does not allow for that: both heads overshoot more
+    with every step.
+    """
     torch.manual_seed(0)
     model = PoseMaps()
 
@@ -218,7 +263,9 @@ def belief_maps_diverge(fixed: bool) -> Scene:
         belief, affinity = model(b["image"])
         return sum_of_squares(belief, b["belief"]) + sum_of_squares(affinity, b["affinity"])
 
-    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-3 if fixed else 0.05), steps=14)
+    return Scene(
+        model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-3 if fixed else 0.05), steps=14
+    )
 
 
 def sum_of_squares(predicted: Tensor, truth: Tensor) -> Tensor:

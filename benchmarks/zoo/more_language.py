@@ -1,4 +1,6 @@
-"""Language: rewards that are missing, tasks without an example, forbidden words, packed rows, scans over time."""
+"""Language: rewards that are missing, tasks without an example, forbidden words, packed rows, scans
+over time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class NormedLM(nn.Module):
 
 
 def group_advantages(reward: Tensor, scored: Tensor, *, least: int) -> Tensor:
-    """Rewards standardised within their group, over the answers that have one; 0 in groups below `least`."""
+    """Rewards standardised within their group, over the answers that have one; 0 in groups below
+    `least`.
+    """
     advantage = torch.zeros_like(reward)
     for group, (gained, known) in enumerate(zip(reward, scored, strict=True)):
         kept = gained[known]
@@ -41,7 +45,9 @@ def group_advantages(reward: Tensor, scored: Tensor, *, least: int) -> Tensor:
     accepted=("SG205",),
 )
 def grpo_group_with_one_scored_answer(fixed: bool) -> Scene:
-    """Answers that cannot be scored stay out of their group's statistics, and one group keeps a single reward."""
+    """Answers that cannot be scored stay out of their group's statistics, and one group keeps a
+    single reward.
+    """
     torch.manual_seed(0)
     model = NormedLM()
 
@@ -56,7 +62,9 @@ def grpo_group_with_one_scored_answer(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         log_p = token_log_probs(model, b["ids"].flatten(0, 1))
         ratio = torch.exp(log_p - log_p.detach())
-        gain = group_advantages(b["reward"], b["scored"], least=2 if fixed else 1).flatten()[:, None]
+        gain = group_advantages(b["reward"], b["scored"], least=2 if fixed else 1).flatten()[
+            :, None
+        ]
         return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -93,12 +101,20 @@ class SlotDecoder(nn.Module):
 @incident(
     "facebookresearch/pytext#1698",
     expected=Expected(
-        step=2, phase="loss", module="criterion", op="aten.mul", event="nan", sample=1, grads_finite=True
+        step=2,
+        phase="loss",
+        module="criterion",
+        op="aten.mul",
+        event="nan",
+        sample=1,
+        grads_finite=True,
     ),
     accepted=("SG206",),
 )
 def label_smoothing_zero_times_inf(fixed: bool) -> Scene:
-    """Smoothing is switched off by a weight of 0, which a forbidden word's infinite term turns into NaN."""
+    """Smoothing is switched off by a weight of 0, which a forbidden word's infinite term turns into
+    NaN.
+    """
     torch.manual_seed(0)
     model, criterion = SlotDecoder(), SmoothedCrossEntropy(0.0, skips=fixed)
 
@@ -114,7 +130,9 @@ def label_smoothing_zero_times_inf(fixed: bool) -> Scene:
         return total
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3)
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3
+    )
 
 
 class TwoTasks(nn.Module):
@@ -122,7 +140,10 @@ class TwoTasks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.encoder = nn.Embedding(12, 8), nn.GRU(8, 8, batch_first=True, bidirectional=True)
+        self.emb, self.encoder = (
+            nn.Embedding(12, 8),
+            nn.GRU(8, 8, batch_first=True, bidirectional=True),
+        )
         self.label_head, self.tag_head = nn.Linear(16, 3), nn.Linear(16, 4)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +153,9 @@ class TwoTasks(nn.Module):
 
 @incident(
     "JayYip/m3tl#35",
-    expected=Expected(step=1, phase="loss", op="aten.nll_loss_forward", event="nan", micro=1, grads_finite=True),
+    expected=Expected(
+        step=1, phase="loss", op="aten.nll_loss_forward", event="nan", micro=1, grads_finite=True
+    ),
     accepted=("SG102",),
 )
 def multitask_micro_batch_without_task(fixed: bool) -> Scene:
@@ -150,7 +173,9 @@ def multitask_micro_batch_without_task(fixed: bool) -> Scene:
 
     def batch(step: int) -> list[Batch]:
         mixed, first_only = torch.tensor([0, 1, 0, 1]), torch.zeros(4, dtype=torch.long)
-        return [micro(10 * step + k, first_only if (step, k) == (1, 1) else mixed) for k in range(2)]
+        return [
+            micro(10 * step + k, first_only if (step, k) == (1, 1) else mixed) for k in range(2)
+        ]
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         outputs = model(b["ids"])
@@ -158,14 +183,18 @@ def multitask_micro_batch_without_task(fixed: bool) -> Scene:
         for task, (scores, y) in enumerate(zip(outputs, (b["label"], b["tag"]), strict=True)):
             own = b["task"] == task
             if not fixed or own.any():
-                total = total + F.cross_entropy(scores[own].reshape(-1, scores.shape[-1]), y[own].reshape(-1))
+                total = total + F.cross_entropy(
+                    scores[own].reshape(-1, scores.shape[-1]), y[own].reshape(-1)
+                )
         return total / 2
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 0.05))
 
 
 class Biaffine(nn.Module):
-    """A score for every pair of words; `filled` is False where the weight was left as the memory happened to be."""
+    """A score for every pair of words; `filled` is False where the weight was left as the memory
+    happened to be.
+    """
 
     def __init__(self, width: int, labels: int, *, filled: bool) -> None:
         super().__init__()
@@ -178,13 +207,18 @@ class Biaffine(nn.Module):
 
     def forward(self, starts: Tensor, ends: Tensor) -> Tensor:
         one = torch.ones(*starts.shape[:2], 1)
-        return torch.einsum("bxi,oij,byj->bxyo", torch.cat([starts, one], -1), self.U, torch.cat([ends, one], -1))
+        return torch.einsum(
+            "bxi,oij,byj->bxyo", torch.cat([starts, one], -1), self.U, torch.cat([ends, one], -1)
+        )
 
 
 class SpanTagger(nn.Module):
     def __init__(self, *, filled: bool) -> None:
         super().__init__()
-        self.emb, self.lstm = nn.Embedding(12, 8), nn.LSTM(8, 6, batch_first=True, bidirectional=True)
+        self.emb, self.lstm = (
+            nn.Embedding(12, 8),
+            nn.LSTM(8, 6, batch_first=True, bidirectional=True),
+        )
         self.start, self.end = nn.Linear(12, 5), nn.Linear(12, 5)
         self.biaffine = Biaffine(5, 3, filled=filled)
 
@@ -200,13 +234,20 @@ class SpanTagger(nn.Module):
     accepted=("SG601",),
 )
 def biaffine_weight_from_torch_tensor(fixed: bool) -> Scene:
-    """torch.Tensor(...) took memory nobody fills: finite numbers, but of 1e38, in one factor of an einsum."""
+    """torch.Tensor(...) took memory nobody fills: finite numbers, but of 1e38, in one factor of an
+    einsum.
+    """
     torch.manual_seed(0)
     model = SpanTagger(filled=fixed)
     return Scene(
         model=model,
-        batch=lambda step: {"ids": tokens(3, 5, seed=step, high=12), "span": tokens(3, 5, 5, seed=step + 1, high=3)},
-        loss=lambda model, b: F.cross_entropy(model(b["ids"]).reshape(-1, 3), b["span"].reshape(-1)),
+        batch=lambda step: {
+            "ids": tokens(3, 5, seed=step, high=12),
+            "span": tokens(3, 5, 5, seed=step + 1, high=3),
+        },
+        loss=lambda model, b: F.cross_entropy(
+            model(b["ids"]).reshape(-1, 3), b["span"].reshape(-1)
+        ),
         optimizer=torch.optim.Adam(model.parameters(), lr=1e-3),
     )
 
@@ -230,7 +271,9 @@ class SelectiveScan(nn.Module):
         written, read = self.read_write(x).chunk(2, -1)
         memory, outputs = x.new_zeros(len(x), 6, 4), []
         for t in range(x.shape[1]):
-            memory = keep[:, t] * memory + (delta[:, t] * x[:, t])[..., None] * written[:, t, None, :]
+            memory = (
+                keep[:, t] * memory + (delta[:, t] * x[:, t])[..., None] * written[:, t, None, :]
+            )
             outputs.append((memory * read[:, t, None, :]).sum(-1))
         return torch.stack(outputs, 1) + self.direct * x
 
@@ -250,7 +293,11 @@ class ScanLM(nn.Module):
 
     def __init__(self, *, positive: bool) -> None:
         super().__init__()
-        self.emb, first, second = nn.Embedding(10, 6), ScanBlock(positive=positive), ScanBlock(positive=positive)
+        self.emb, first, second = (
+            nn.Embedding(10, 6),
+            ScanBlock(positive=positive),
+            ScanBlock(positive=positive),
+        )
         self.layers, self.head = nn.ModuleList([first, second]), nn.Linear(6, 10)
         with torch.no_grad():
             self.emb.weight[:, 0] *= 0.05
@@ -268,11 +315,15 @@ class ScanLM(nn.Module):
 @incident(
     "alxndrTL/mamba.py#53",
     "state-spaces/mamba#72",
-    expected=Expected(step=2, phase="forward", module="layers.0.mixer", op="aten.exp", event="inf", sample=3),
+    expected=Expected(
+        step=2, phase="forward", module="layers.0.mixer", op="aten.exp", event="inf", sample=3
+    ),
     accepted=("SG203",),
 )
 def ssm_delta_without_softplus(fixed: bool) -> Scene:
-    """A selective scan forgot its softplus: a rare token's step size is negative, and its decay is exp of +160."""
+    """A selective scan forgot its softplus: a rare token's step size is negative, and its decay is
+    exp of +160.
+    """
     torch.manual_seed(0)
     model = ScanLM(positive=fixed)
 
@@ -341,11 +392,15 @@ class PackedLM(nn.Module):
 
 @incident(
     "NVIDIA-NeMo/Automodel#2826",
-    expected=Expected(step=2, phase="forward", module="blocks.0.attn", op="aten._softmax", event="nan", sample=1),
+    expected=Expected(
+        step=2, phase="forward", module="blocks.0.attn", op="aten._softmax", event="nan", sample=1
+    ),
     accepted=("SG204",),
 )
 def packed_padding_rows_fully_masked(fixed: bool) -> Scene:
-    """The padding at the end of a short pack belongs to no segment, so that its rows see nothing at all."""
+    """The padding at the end of a short pack belongs to no segment, so that its rows see nothing at
+    all.
+    """
     torch.manual_seed(0)
     model = PackedLM(reflexive=fixed)
 
@@ -359,7 +414,9 @@ def packed_padding_rows_fully_masked(fixed: bool) -> Scene:
     return Scene(
         model=model,
         batch=batch,
-        loss=lambda model, b: F.cross_entropy(model(b["ids"], b["segment"]).flatten(0, 1), b["y"].flatten()),
+        loss=lambda model, b: F.cross_entropy(
+            model(b["ids"], b["segment"]).flatten(0, 1), b["y"].flatten()
+        ),
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         steps=3,
         clip=1.0,

@@ -1,4 +1,6 @@
-"""Likelihoods, policies and noise: probabilities that are exactly 0 or 1, exponents that leave float32."""
+"""Likelihoods, policies and noise: probabilities that are exactly 0 or 1, exponents that leave
+float32.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def dirichlet_density_on_the_edge(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         share = b["share"].clamp_min(1e-6) if fixed else b["share"]
-        return -Dirichlet(F.softplus(model(b["x"])) + 0.1, validate_args=False).log_prob(share).mean()
+        return (
+            -Dirichlet(F.softplus(model(b["x"])) + 0.1, validate_args=False).log_prob(share).mean()
+        )
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-4))
 
@@ -91,7 +95,9 @@ class Sampler(nn.Module):
 @incident(
     "pytorch/pytorch#22442",
     "clab/dynet#561",
-    expected=Expected(step=1, phase="forward", module="gumbel", op="aten.log", event="inf", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="gumbel", op="aten.log", event="inf", sample=2
+    ),
     accepted=("SG202",),
 )
 def gumbel_noise_of_certainty(fixed: bool) -> Scene:
@@ -129,7 +135,9 @@ def von_mises_normaliser_overflows(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         kappa = model(b["x"])
-        log_i0 = torch.log(torch.special.i0e(kappa)) + kappa if fixed else torch.log(torch.i0(kappa))
+        log_i0 = (
+            torch.log(torch.special.i0e(kappa)) + kappa if fixed else torch.log(torch.i0(kappa))
+        )
         return (log_i0 - kappa * torch.cos(b["angle"])).mean()
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-6))
@@ -142,14 +150,20 @@ def von_mises_normaliser_overflows(fixed: bool) -> Scene:
     accepted=("SG403", "SG402", "SG203"),
 )
 def clipped_ratio_overflows(fixed: bool) -> Scene:
-    """PPO takes the clipped objective, so the loss is fine; the ratio that it passed over is infinite."""
+    """PPO takes the clipped objective, so the loss is fine; the ratio that it passed over is
+    infinite.
+    """
     model = identity(1)
 
     def batch(step: int) -> Batch:
         old = torch.tensor([0.1, 0.2, 0.3, 0.1])
         if step == 1:
             old[1] = -120.0
-        return {"x": torch.tensor([[0.1], [0.2], [0.3], [0.2]]), "old": old, "advantage": torch.ones(4)}
+        return {
+            "x": torch.tensor([[0.1], [0.2], [0.3], [0.2]]),
+            "old": old,
+            "advantage": torch.ones(4),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         gap = model(b["x"]).squeeze(-1) - b["old"]
@@ -214,7 +228,10 @@ def denoising_weight_of_no_noise(fixed: bool) -> Scene:
     model = nn.Linear(3, 1)
 
     def batch(step: int) -> Batch:
-        return {**regression(step), "sigma": torch.tensor([1.0, 0.5, 2.0, 0.0 if step == 1 else 0.3])}
+        return {
+            **regression(step),
+            "sigma": torch.tensor([1.0, 0.5, 2.0, 0.0 if step == 1 else 0.3]),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         sigma = b["sigma"].clamp_min(1e-2) if fixed else b["sigma"]
@@ -241,19 +258,27 @@ def log_cosh_of_a_large_error(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         e = model(b["x"]) - b["y"]
-        return (e + F.softplus(-2 * e) - math.log(2)).mean() if fixed else torch.log(torch.cosh(e)).mean()
+        return (
+            (e + F.softplus(-2 * e) - math.log(2)).mean()
+            if fixed
+            else torch.log(torch.cosh(e)).mean()
+        )
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model))
 
 
 @incident(
-    expected=Expected(step=1, phase="forward", module="hertz", op="aten.pow", event="inf", sample=0),
+    expected=Expected(
+        step=1, phase="forward", module="hertz", op="aten.pow", event="inf", sample=0
+    ),
     accepted=("SG203", "SG103"),
 )
 def pitch_in_octaves_overflows(fixed: bool) -> Scene:
     """440 * 2^pitch with a pitch that should have been in cents."""
     limit = 20.0 if fixed else 1e9
-    model = chain(inp=identity(1), hertz=Lambda(lambda p: 440.0 * torch.pow(2.0, p.clamp(max=limit))))
+    model = chain(
+        inp=identity(1), hertz=Lambda(lambda p: 440.0 * torch.pow(2.0, p.clamp(max=limit)))
+    )
 
     def batch(step: int) -> Batch:
         x = randn(4, 1, seed=step)

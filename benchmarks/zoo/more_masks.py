@@ -36,7 +36,9 @@ def entropy_of_masked_action(fixed: bool) -> Scene:
         entropy = -(log_p.exp() * log_p).sum(-1)
         return (-log_p.gather(1, b["a"][:, None])[:, 0] - 0.01 * entropy).mean()
 
-    return Scene(model=model, batch=lambda step: legal_moves(step, 1, 2), loss=loss, optimizer=sgd(model))
+    return Scene(
+        model=model, batch=lambda step: legal_moves(step, 1, 2), loss=loss, optimizer=sgd(model)
+    )
 
 
 @incident(
@@ -45,17 +47,31 @@ def entropy_of_masked_action(fixed: bool) -> Scene:
     accepted=("SG206",),
 )
 def policy_ratio_of_forbidden_action(fixed: bool) -> Scene:
-    """PPO ratio exp(new - old): the stored action is forbidden in both policies, and -inf - -inf is NaN."""
+    """PPO ratio exp(new - old): the stored action is forbidden in both policies, and -inf - -inf is
+    NaN.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     forbidden = -1e9 if fixed else -INF
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
-        new = F.log_softmax(model(b["x"]).masked_fill(~b["legal"], forbidden), -1).gather(1, b["a"][:, None])[:, 0]
-        old = torch.zeros(4, 3)[: len(new)].masked_fill(~b["legal"], forbidden).gather(1, b["a"][:, None])[:, 0]
+        new = F.log_softmax(model(b["x"]).masked_fill(~b["legal"], forbidden), -1).gather(
+            1, b["a"][:, None]
+        )[:, 0]
+        old = (
+            torch.zeros(4, 3)[: len(new)]
+            .masked_fill(~b["legal"], forbidden)
+            .gather(1, b["a"][:, None])[:, 0]
+        )
         return -(torch.exp(new - old)).mean()
 
-    return Scene(model=model, batch=lambda step: legal_moves(step, 2, 3), loss=loss, optimizer=sgd(model), steps=3)
+    return Scene(
+        model=model,
+        batch=lambda step: legal_moves(step, 2, 3),
+        loss=loss,
+        optimizer=sgd(model),
+        steps=3,
+    )
 
 
 class HandSoftmax(nn.Module):
@@ -101,7 +117,12 @@ def attention_pooling_by_hand_of_empty_bag(fixed: bool) -> Scene:
     """The row maximum of an empty bag is -inf, and subtracting it from the row is -inf - -inf."""
     torch.manual_seed(0)
     model = Pooler(low=-1e9 if fixed else -INF)
-    return Scene(model=model, batch=lambda step: padded(step, 1, 1), loss=classify_padded, optimizer=sgd(model))
+    return Scene(
+        model=model,
+        batch=lambda step: padded(step, 1, 1),
+        loss=classify_padded,
+        optimizer=sgd(model),
+    )
 
 
 class Decoder(nn.Module):
@@ -109,7 +130,11 @@ class Decoder(nn.Module):
 
     def __init__(self, *, safe: bool) -> None:
         super().__init__()
-        self.emb, self.attn, self.head = nn.Embedding(8, 4), Attention(4, safe=safe), nn.Linear(4, 8)
+        self.emb, self.attn, self.head = (
+            nn.Embedding(8, 4),
+            Attention(4, safe=safe),
+            nn.Linear(4, 8),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
@@ -122,12 +147,20 @@ class Decoder(nn.Module):
     "huggingface/transformers#25284",
     "pytorch/pytorch#41508",
     expected=Expected(
-        step=2, phase="forward", module="attn", op="aten._softmax", event="nan", sample=0, loss_finite=True
+        step=2,
+        phase="forward",
+        module="attn",
+        op="aten._softmax",
+        event="nan",
+        sample=0,
+        loss_finite=True,
     ),
     accepted=("SG204",),
 )
 def left_padding_under_causal_mask(fixed: bool) -> Scene:
-    """The first row of a left-padded sample sees only itself, a pad. Labels ignore it, so only gradients are NaN."""
+    """The first row of a left-padded sample sees only itself, a pad. Labels ignore it, so only
+    gradients are NaN.
+    """
     torch.manual_seed(0)
     model = Decoder(safe=fixed)
 
@@ -156,7 +189,9 @@ class Masked(nn.Module):
 
 @incident(
     "pytorch/pytorch#160064",
-    expected=Expected(step=1, phase="forward", module="attn", op="aten._softmax", event="nan", sample=3),
+    expected=Expected(
+        step=1, phase="forward", module="attn", op="aten._softmax", event="nan", sample=3
+    ),
     accepted=("SG204",),
 )
 def collated_mask_closes_a_row(fixed: bool) -> Scene:
@@ -181,12 +216,20 @@ def collated_mask_closes_a_row(fixed: bool) -> Scene:
     "pytorch/pytorch#31829",
     "pytorch/pytorch#49724",
     expected=Expected(
-        step=1, phase="backward", op="aten.sub", node="LogsumexpBackward0", event="nan", sample=2, loss_finite=True
+        step=1,
+        phase="backward",
+        op="aten.sub",
+        node="LogsumexpBackward0",
+        event="nan",
+        sample=2,
+        loss_finite=True,
     ),
     accepted=("SG204", "SG402"),
 )
 def logsumexp_of_no_negatives(fixed: bool) -> Scene:
-    """No negatives: logsumexp over -inf is -inf, which softplus makes 0; backward subtracts infinities."""
+    """No negatives: logsumexp over -inf is -inf, which softplus makes 0; backward subtracts
+    infinities.
+    """
     torch.manual_seed(0)
     model = chain(a=nn.Linear(3, 4), b=nn.Linear(4, 4))
 
@@ -197,7 +240,9 @@ def logsumexp_of_no_negatives(fixed: bool) -> Scene:
         return {"x": randn(4, 3, seed=step), "negative": negative}
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
-        closed = torch.zeros(b["negative"].shape).masked_fill(~b["negative"], -1e9 if fixed else -INF)
+        closed = torch.zeros(b["negative"].shape).masked_fill(
+            ~b["negative"], -1e9 if fixed else -INF
+        )
         scores = model(b["x"]) + closed
         return F.softplus(torch.logsumexp(scores, -1)).mean()
 
@@ -206,11 +251,15 @@ def logsumexp_of_no_negatives(fixed: bool) -> Scene:
 
 @incident(
     "huggingface/transformers#17306",
-    expected=Expected(step=1, phase="loss", op="aten.nll_loss_forward", event="seen", sample=1, grads_finite=True),
+    expected=Expected(
+        step=1, phase="loss", op="aten.nll_loss_forward", event="seen", sample=1, grads_finite=True
+    ),
     accepted=("SG104",),
 )
 def label_is_a_masked_class(fixed: bool) -> Scene:
-    """Logits of classes outside the task are -inf, and one label is such a class: its loss is infinite."""
+    """Logits of classes outside the task are -inf, and one label is such a class: its loss is
+    infinite.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
     allowed = torch.tensor([True, True, True, False])

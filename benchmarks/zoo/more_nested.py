@@ -1,4 +1,6 @@
-"""Derivatives inside the loss, functions over modules, checkpoints under autocast, precision in odd places."""
+"""Derivatives inside the loss, functions over modules, checkpoints under autocast, precision in odd
+places.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ class Checkpointed(nn.Module):
 
 @incident(
     "huggingface/transformers#12225",
-    expected=Expected(step=0, phase="forward", module="blocks.second.down", op="aten.mm", event="inf"),
+    expected=Expected(
+        step=0, phase="forward", module="blocks.second.down", op="aten.mm", event="inf"
+    ),
     accepted=("SG301",),
 )
 def half_overflow_in_a_checkpointed_block(fixed: bool) -> Scene:
@@ -136,7 +140,9 @@ class Positions(nn.Module):
 
 @incident(
     "ROCm/AMDMIGraphX#1494",
-    expected=Expected(step=1, phase="forward", module="rope", op="aten._to_copy", event="inf", sample=3),
+    expected=Expected(
+        step=1, phase="forward", module="rope", op="aten._to_copy", event="inf", sample=3
+    ),
     accepted=("SG301", "SG103"),
 )
 def rotary_position_beyond_half(fixed: bool) -> Scene:
@@ -222,7 +228,12 @@ class MaskedAttention(nn.Module):
 
     def __init__(self, *, depth: float) -> None:
         super().__init__()
-        self.inp, self.attn, self.head, self.depth = nn.Linear(3, 4), Attention(4), nn.Linear(4, 2), depth
+        self.inp, self.attn, self.head, self.depth = (
+            nn.Linear(3, 4),
+            Attention(4),
+            nn.Linear(4, 2),
+            depth,
+        )
 
     def forward(self, x: Tensor, pad: Tensor) -> Tensor:
         mask = (pad.float() * self.depth).to(x.dtype)[:, None, :]
@@ -231,7 +242,9 @@ class MaskedAttention(nn.Module):
 
 @incident(
     "huggingface/transformers#17306",
-    expected=Expected(step=1, phase="forward", module="", op="aten._to_copy", event="inf", sample=0),
+    expected=Expected(
+        step=1, phase="forward", module="", op="aten._to_copy", event="inf", sample=0
+    ),
     accepted=("SG301", "SG204"),
 )
 def large_negative_mask_cast_to_half(fixed: bool) -> Scene:
@@ -275,7 +288,9 @@ def custom_function_takes_the_log_of_zero(fixed: bool) -> Scene:
     torch.manual_seed(0)
     floor = 1e-6 if fixed else 0.0
     model = chain(
-        inp=nn.Linear(3, 4, bias=False), act=Lambda(torch.abs), log=Lambda(lambda x: LogWithFloor.apply(x, floor))
+        inp=nn.Linear(3, 4, bias=False),
+        act=Lambda(torch.abs),
+        log=Lambda(lambda x: LogWithFloor.apply(x, floor)),
     )
 
     def batch(step: int) -> Batch:
@@ -296,7 +311,10 @@ class Heads(nn.Module):
         self.heads = nn.ModuleDict(
             {
                 "normal": nn.Linear(4, 3),
-                "depth": chain(disparity=nn.Linear(4, 1, bias=False), invert=Lambda(lambda d: 1 / (d.abs() + floor))),
+                "depth": chain(
+                    disparity=nn.Linear(4, 1, bias=False),
+                    invert=Lambda(lambda d: 1 / (d.abs() + floor)),
+                ),
             }
         )
 
@@ -307,7 +325,13 @@ class Heads(nn.Module):
 
 @incident(
     expected=Expected(
-        step=1, phase="forward", module="heads.depth.invert", op="aten.reciprocal", event="inf", sample=2, micro=1
+        step=1,
+        phase="forward",
+        module="heads.depth.invert",
+        op="aten.reciprocal",
+        event="inf",
+        sample=2,
+        micro=1,
     ),
     accepted=("SG201",),
 )

@@ -1,4 +1,6 @@
-"""Objectives of today: preferences, contrast with a learned temperature, several tasks, distillation."""
+"""Objectives of today: preferences, contrast with a learned temperature, several tasks,
+distillation.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class OddsRatio(nn.Module):
     def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         if self.margin:
             chosen, rejected = chosen.clamp(max=-self.margin), rejected.clamp(max=-self.margin)
-        odds = (chosen - rejected) - (torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected)))
+        odds = (chosen - rejected) - (
+            torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected))
+        )
         return -chosen.mean() - 0.5 * F.logsigmoid(odds).mean()
 
 
@@ -60,12 +64,20 @@ class OddsRatio(nn.Module):
     "axolotl-ai-cloud/axolotl#3910",
     "huggingface/optimum-neuron#719",
     expected=Expected(
-        step=1, phase="loss", module="criterion", op="aten.log1p", event="inf", sample=2, loss_finite=True
+        step=1,
+        phase="loss",
+        module="criterion",
+        op="aten.log1p",
+        event="inf",
+        sample=2,
+        loss_finite=True,
     ),
     accepted=("SG202",),
 )
 def orpo_answer_known_by_heart(fixed: bool) -> Scene:
-    """log(1 - exp(log p)) of an answer with probability 1 is -inf; the loss stays finite, the gradients do not."""
+    """log(1 - exp(log p)) of an answer with probability 1 is -inf; the loss stays finite, the
+    gradients do not.
+    """
     torch.manual_seed(0)
     model, criterion = Bigram(), OddsRatio(margin=1e-5 if fixed else 0.0)
     model.memorise(5, 6)
@@ -81,13 +93,19 @@ def orpo_answer_known_by_heart(fixed: bool) -> Scene:
         total: Tensor = criterion(*sides)
         return total
 
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-3))
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model, 1e-3)
+    )
 
 
 class RecurrentLM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.rnn, self.head = nn.Embedding(9, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 9)
+        self.emb, self.rnn, self.head = (
+            nn.Embedding(9, 6),
+            nn.GRU(6, 6, batch_first=True),
+            nn.Linear(6, 9),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         scores: Tensor = self.head(self.rnn(self.emb(ids))[0])
@@ -102,7 +120,9 @@ class RecurrentLM(nn.Module):
     accepted=("SG102",),
 )
 def simpo_prompt_fills_the_window(fixed: bool) -> Scene:
-    """A length-normalised preference under vmap: the prompt left no room for one answer, so its length is 0."""
+    """A length-normalised preference under vmap: the prompt left no room for one answer, so its
+    length is 0.
+    """
     torch.manual_seed(0)
     model = RecurrentLM()
 
@@ -210,7 +230,9 @@ class TwoEncoders(nn.Module):
     accepted=("SG203",),
 )
 def clip_logit_scale_runs_away(fixed: bool) -> Scene:
-    """Nothing bounds the log temperature, and Lion's step never shrinks, until its exponential overflows."""
+    """Nothing bounds the log temperature, and Lion's step never shrinks, until its exponential
+    overflows.
+    """
     torch.manual_seed(0)
     model = TwoEncoders(most=math.log(100) if fixed else None)
     towers = [p for name, p in model.named_parameters() if name != "logit_scale"]
@@ -261,7 +283,9 @@ class TwoTasks(nn.Module):
 @incident(
     "QunBB/DeepLearning#1",
     "Mikoto10032/AutomaticWeightedLoss#2",
-    expected=Expected(step=3, phase="forward", module="weighting", op="aten.log", event="nan", grads_finite=True),
+    expected=Expected(
+        step=3, phase="forward", module="weighting", op="aten.log", event="nan", grads_finite=True
+    ),
     accepted=("SG202",),
 )
 def task_sigma_trained_below_zero(fixed: bool) -> Scene:
@@ -293,7 +317,9 @@ def task_sigma_trained_below_zero(fixed: bool) -> Scene:
     accepted=("SG206",),
 )
 def distillation_over_padded_vocabulary(fixed: bool) -> Scene:
-    """Teacher and student both give the padding of the vocabulary -inf, and p * log p is 0 * -inf there."""
+    """Teacher and student both give the padding of the vocabulary -inf, and p * log p is 0 * -inf
+    there.
+    """
     torch.manual_seed(0)
     model = chain(emb=nn.Embedding(12, 6), drop=nn.Dropout(0.1), head=nn.Linear(6, 12))
     padding = torch.arange(12) >= 10

@@ -55,7 +55,9 @@ def vae_log_variance_overflows(fixed: bool) -> Scene:
 
 @incident(
     "LEEYOONHYUNG/BVAE-TTS#8",
-    expected=Expected(step=1, phase="forward", module="positive", op="aten.exp", event="inf", sample=0),
+    expected=Expected(
+        step=1, phase="forward", module="positive", op="aten.exp", event="inf", sample=0
+    ),
     accepted=("SG203",),
 )
 def softplus_by_hand(fixed: bool) -> Scene:
@@ -96,7 +98,9 @@ class Uncertainty(nn.Module):
     accepted=("SG203",),
 )
 def learned_task_weight_overflows(fixed: bool) -> Scene:
-    """A checkpoint of the task weights holds s = -90: exp(90) is infinite. The weights live in the criterion."""
+    """A checkpoint of the task weights holds s = -90: exp(90) is infinite. The weights live in the
+    criterion.
+    """
     torch.manual_seed(0)
     model, criterion = nn.Linear(3, 2), Uncertainty(-1.0 if fixed else -90.0)
     optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=1e-3)
@@ -135,7 +139,9 @@ def netcdf_fill_value_as_feature(fixed: bool) -> Scene:
 
 @incident(
     "cvignac/SMP#3",
-    expected=Expected(step=1, phase="forward", module="features", op="aten.pow", event="inf", sample=3),
+    expected=Expected(
+        step=1, phase="forward", module="features", op="aten.pow", event="inf", sample=3
+    ),
     accepted=("SG103", "SG203"),
 )
 def polynomial_features_of_a_timestamp(fixed: bool) -> Scene:
@@ -209,7 +215,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, gain: float) -> None:
         super().__init__()
-        self.emb, self.gain, self.head = nn.Embedding(8, 4), nn.Parameter(torch.full((4,), gain)), nn.Linear(4, 8)
+        self.emb, self.gain, self.head = (
+            nn.Embedding(8, 4),
+            nn.Parameter(torch.full((4,), gain)),
+            nn.Linear(4, 8),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x, state = self.emb(ids), torch.zeros(ids.shape[0], 4)

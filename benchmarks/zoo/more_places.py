@@ -1,4 +1,6 @@
-"""Further places: a rendering loss, a criterion made of modules, two losses that depend on each other."""
+"""Further places: a rendering loss, a criterion made of modules, two losses that depend on each
+other.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from benchmarks.zoo.parts import Lambda, chain, randn, regression, sgd
 
 @incident(
     "SuLvXiangXin/zipnerf-pytorch#54",
-    expected=Expected(step=1, phase="loss", op="aten.div", event="nan", sample=3, grads_finite=True),
+    expected=Expected(
+        step=1, phase="loss", op="aten.div", event="nan", sample=3, grads_finite=True
+    ),
     accepted=("SG201", "SG102"),
 )
 def expected_depth_of_an_empty_ray(fixed: bool) -> Scene:
-    """Volume rendering divides depth by accumulated opacity, which is 0 for a ray through empty space."""
+    """Volume rendering divides depth by accumulated opacity, which is 0 for a ray through empty
+    space.
+    """
     torch.manual_seed(0)
     model = chain(density=nn.Linear(3, 1), act=nn.ReLU())
     with torch.no_grad():
@@ -56,7 +62,9 @@ def expected_depth_of_an_empty_ray(fixed: bool) -> Scene:
     accepted=("SG401",),
 )
 def nested_criterion_with_clipping(fixed: bool) -> Scene:
-    """A criterion made of modules; a perfect prediction has distance 0, and clipping turns the Inf into NaN."""
+    """A criterion made of modules; a perfect prediction has distance 0, and clipping turns the Inf
+    into NaN.
+    """
     torch.manual_seed(0)
 
     class Criterion(nn.Module):
@@ -79,7 +87,9 @@ def nested_criterion_with_clipping(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return criterion(model(b["x"]), b["y"])
 
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model), clip=1.0)
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=sgd(model), clip=1.0
+    )
 
 
 @incident(
@@ -98,6 +108,8 @@ def perplexity_weight_of_a_perfect_batch(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         fit = mse(model, b)
-        return fit + 0.1 / (fit.detach() + (1e-3 if fixed else 0.0)) * model.weight.pow(2).sum().add(1.0)
+        return fit + 0.1 / (fit.detach() + (1e-3 if fixed else 0.0)) * model.weight.pow(
+            2
+        ).sum().add(1.0)
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=1)

@@ -1,4 +1,6 @@
-"""Reinforcement learning: squashed actions, importance ratios, illegal actions, advantages of a leftover rollout."""
+"""Reinforcement learning: squashed actions, importance ratios, illegal actions, advantages of a
+leftover rollout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from benchmarks.zoo.parts import INF, randn, tokens
 
 
 class Actor(nn.Module):
-    """A squashed Gaussian; `rescaled` corrects the density with the action after scaling, which is wrong."""
+    """A squashed Gaussian; `rescaled` corrects the density with the action after scaling, which is
+    wrong.
+    """
 
     def __init__(self, *, rescaled: bool) -> None:
         super().__init__()
@@ -34,7 +38,9 @@ class Agent(nn.Module):
     def __init__(self, *, rescaled: bool) -> None:
         super().__init__()
         self.actor = Actor(rescaled=rescaled)
-        self.critic = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1)).requires_grad_(False)
+        self.critic = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1)).requires_grad_(
+            False
+        )
 
     def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
         action, log_p = self.actor(seen)
@@ -45,7 +51,15 @@ class Agent(nn.Module):
     "philtabor/Actor-Critic-Methods-Paper-To-Code#7",
     "cpnota/autonomous-learning-library#139",
     "philtabor/Youtube-Code-Repository#59",
-    expected=Expected(step=3, phase="forward", module="actor", op="aten.log", event="nan", sample=1, grads_finite=True),
+    expected=Expected(
+        step=3,
+        phase="forward",
+        module="actor",
+        op="aten.log",
+        event="nan",
+        sample=1,
+        grads_finite=True,
+    ),
     accepted=("SG202",),
 )
 def sac_action_scale_inside_log(fixed: bool) -> Scene:
@@ -84,11 +98,20 @@ class TextPolicy(nn.Module):
     "radixark/miles#1363",
     "MakazhanAlpamys/Soup#342",
     "OpenRLHF/OpenRLHF#1293",
-    expected=Expected(step=2, phase="loss", op="aten.exp", event="inf", sample=2, proof={"then": ("aten.mul", None)}),
+    expected=Expected(
+        step=2,
+        phase="loss",
+        op="aten.exp",
+        event="inf",
+        sample=2,
+        proof={"then": ("aten.mul", None)},
+    ),
     accepted=("SG203",),
 )
 def grpo_ratio_exp_overflow(fixed: bool) -> Scene:
-    """One rollout token has an old log-probability of -150: exp overflows, and times advantage 0 it is NaN."""
+    """One rollout token has an old log-probability of -150: exp overflows, and times advantage 0 it
+    is NaN.
+    """
     torch.manual_seed(0)
     model = TextPolicy()
 
@@ -100,7 +123,9 @@ def grpo_ratio_exp_overflow(fixed: bool) -> Scene:
         return {"ids": ids, "old": old, "advantage": torch.tensor([0.9, -0.4, 0.0, -0.5])}
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
-        log_p = model(b["ids"][:, :-1]).log_softmax(-1).gather(-1, b["ids"][:, 1:, None]).squeeze(-1)
+        log_p = (
+            model(b["ids"][:, :-1]).log_softmax(-1).gather(-1, b["ids"][:, 1:, None]).squeeze(-1)
+        )
         gap = log_p - b["old"]
         ratio, gain = torch.exp(gap.clamp(-20, 20) if fixed else gap), b["advantage"][:, None]
         return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean(1).mean()
@@ -119,14 +144,19 @@ class MaskedCategorical(nn.Module):
     def forward(self, hidden: Tensor, legal: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         if self.idle:
             legal = legal | ((~legal).all(-1, keepdim=True) & (torch.arange(5) == 0))
-        policy = Categorical(logits=self.logits(hidden).masked_fill(~legal, -INF), validate_args=False)
+        policy = Categorical(
+            logits=self.logits(hidden).masked_fill(~legal, -INF), validate_args=False
+        )
         return policy.log_prob(action), policy.entropy()  # type: ignore[no-untyped-call]
 
 
 class MaskedAgent(nn.Module):
     def __init__(self, *, idle: bool) -> None:
         super().__init__()
-        self.body, self.policy = nn.Sequential(nn.Linear(3, 8), nn.Tanh()), MaskedCategorical(idle=idle)
+        self.body, self.policy = (
+            nn.Sequential(nn.Linear(3, 8), nn.Tanh()),
+            MaskedCategorical(idle=idle),
+        )
 
     def forward(self, seen: Tensor, legal: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         log_p, entropy = self.policy(self.body(seen), legal, action)
@@ -136,7 +166,13 @@ class MaskedAgent(nn.Module):
 @incident(
     "entity-neural-network/incubator#186",
     expected=Expected(
-        step=2, phase="forward", module="policy", op="aten.sub", event="nan", sample=3, grads_finite=True
+        step=2,
+        phase="forward",
+        module="policy",
+        op="aten.sub",
+        event="nan",
+        sample=3,
+        grads_finite=True,
     ),
     accepted=("SG204",),
 )
@@ -184,13 +220,19 @@ class DiscretePolicy(nn.Module):
     accepted=("SG205",),
 )
 def advantage_std_of_a_leftover_rollout(fixed: bool) -> Scene:
-    """Advantages are normalised per micro-batch, and the last one of the rollout has a single sample."""
+    """Advantages are normalised per micro-batch, and the last one of the rollout has a single
+    sample.
+    """
     torch.manual_seed(0)
     model = DiscretePolicy()
 
     def micro(seed: int, count: int) -> Batch:
         action = tokens(count, seed=seed, high=3)
-        return {"seen": randn(count, 4, seed=seed), "action": action, "gain": randn(count, seed=90 + seed)}
+        return {
+            "seen": randn(count, 4, seed=seed),
+            "action": action,
+            "gain": randn(count, seed=90 + seed),
+        }
 
     def batch(step: int) -> list[Batch]:
         return [micro(10 * step + k, 1 if step == 1 and k == 2 else 4) for k in range(3)]

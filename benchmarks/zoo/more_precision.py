@@ -1,4 +1,6 @@
-"""Further half precision: epsilons that vanish, squares and scores that overflow, casts, accumulated scales."""
+"""Further half precision: epsilons that vanish, squares and scores that overflow, casts,
+accumulated scales.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def half_batch(step: int, dtype: torch.dtype, bad: Tensor | None = None, sample:
 @incident(
     "pytorch/pytorch#41527",
     "huggingface/diffusers#13316",
-    expected=Expected(step=1, phase="forward", module="norm", op="aten.rsqrt", event="inf", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="norm", op="aten.rsqrt", event="inf", sample=2
+    ),
     accepted=("SG302",),
 )
 def rms_norm_epsilon_vanishes_in_half(fixed: bool) -> Scene:
@@ -108,7 +112,12 @@ def attention_scores_overflow_under_autocast(fixed: bool) -> Scene:
         return F.cross_entropy(model(b["ids"]).float(), b["y"])
 
     return Scene(
-        model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-6), steps=1, autocast=BRAIN if fixed else HALF
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=sgd(model, 1e-6),
+        steps=1,
+        autocast=BRAIN if fixed else HALF,
     )
 
 
@@ -157,7 +166,9 @@ def one_minus_timestep_vanishes_in_bfloat16(fixed: bool) -> Scene:
 
 @incident(
     "NVIDIA/apex#240",
-    expected=Expected(step=1, phase="forward", module="cast", op="aten._to_copy", event="inf", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="cast", op="aten._to_copy", event="inf", sample=2
+    ),
     accepted=("SG301", "SG103"),
 )
 def feature_cast_to_half_overflows(fixed: bool) -> Scene:
@@ -178,17 +189,25 @@ def feature_cast_to_half_overflows(fixed: bool) -> Scene:
 @incident(
     "huggingface/transformers#25284",
     "pytorch/pytorch#41508",
-    expected=Expected(step=1, phase="forward", module="attn", op="aten._softmax", event="nan", sample=1),
+    expected=Expected(
+        step=1, phase="forward", module="attn", op="aten._softmax", event="nan", sample=1
+    ),
     accepted=("SG204",),
 )
 def empty_prompt_under_autocast_and_scaler(fixed: bool) -> Scene:
-    """fp16 autocast, GradScaler and an empty prompt: the scaler would skip and shrink, the data is at fault."""
+    """fp16 autocast, GradScaler and an empty prompt: the scaler would skip and shrink, the data is
+    at fault.
+    """
     torch.manual_seed(0)
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.emb, self.attn, self.head = nn.Embedding(8, 4), Attention(4, safe=fixed), nn.Linear(4, 2)
+            self.emb, self.attn, self.head = (
+                nn.Embedding(8, 4),
+                Attention(4, safe=fixed),
+                nn.Linear(4, 2),
+            )
 
         def forward(self, ids: Tensor) -> Tensor:
             mask = torch.zeros(ids.shape).masked_fill(ids.eq(0), -torch.inf)[:, None, :]
@@ -218,11 +237,15 @@ def empty_prompt_under_autocast_and_scaler(fixed: bool) -> Scene:
 
 @incident(
     "deepspeedai/DeepSpeed#8035",
-    expected=Expected(step=1, phase="backward", op="aten.mul", node="MulBackward0", event="inf", loss_finite=True),
+    expected=Expected(
+        step=1, phase="backward", op="aten.mul", node="MulBackward0", event="inf", loss_finite=True
+    ),
     accepted=("SG301",),
 )
 def loss_weight_overflows_half_gradient(fixed: bool) -> Scene:
-    """A loss weight of 1e5 enters the graph in fp16 at step 1: the gradient exceeds 65504, the loss does not."""
+    """A loss weight of 1e5 enters the graph in fp16 at step 1: the gradient exceeds 65504, the loss
+    does not.
+    """
     torch.manual_seed(0)
     model = nn.Linear(4, 1, bias=False).to(HALF)
     dial = {"weight": 1.0}

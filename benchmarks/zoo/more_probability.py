@@ -80,7 +80,9 @@ def log_of_overlap_of_disjoint_boxes(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         got, want = model(b["x"]), b["box"]
-        inter = (torch.minimum(got[:, 1], want[:, 1]) - torch.maximum(got[:, 0], want[:, 0])).clamp_min(0)
+        inter = (
+            torch.minimum(got[:, 1], want[:, 1]) - torch.maximum(got[:, 0], want[:, 0])
+        ).clamp_min(0)
         union = (got[:, 1] - got[:, 0]) + (want[:, 1] - want[:, 0]) - inter
         overlap = inter / union
         return -torch.log(overlap.clamp_min(1e-6) if fixed else overlap).mean()
@@ -113,7 +115,9 @@ def squared_log_error_of_negative_forecast(fixed: bool) -> Scene:
 
 @incident(
     "RasmussenLab/vamb#12",
-    expected=Expected(step=1, phase="loss", op="aten.lgamma", event="inf", sample=3, grads_finite=True),
+    expected=Expected(
+        step=1, phase="loss", op="aten.lgamma", event="inf", sample=3, grads_finite=True
+    ),
     accepted=("SG202",),
 )
 def dispersion_of_zero(fixed: bool) -> Scene:
@@ -136,7 +140,9 @@ def dispersion_of_zero(fixed: bool) -> Scene:
 
 @incident(
     "hwalsuklee/tensorflow-mnist-VAE#4",
-    expected=Expected(step=1, phase="forward", module="probit", op="aten.erfinv", event="inf", sample=0),
+    expected=Expected(
+        step=1, phase="forward", module="probit", op="aten.erfinv", event="inf", sample=0
+    ),
     accepted=("SG202", "SG207"),
 )
 def probit_of_certainty(fixed: bool) -> Scene:
@@ -184,11 +190,15 @@ def log_determinant_of_collapsed_batch(fixed: bool) -> Scene:
 
 @incident(
     "SUTDBrainLab/MGP-VAE#2",
-    expected=Expected(step=1, phase="loss", op="aten.linalg_solve_triangular", event="inf", sample=1),
+    expected=Expected(
+        step=1, phase="loss", op="aten.linalg_solve_triangular", event="inf", sample=1
+    ),
     accepted=("SG201", "SG401"),
 )
 def triangular_solve_with_zero_diagonal(fixed: bool) -> Scene:
-    """A Gaussian process prior solves with its Cholesky factor; a predicted scale on the diagonal is 0."""
+    """A Gaussian process prior solves with its Cholesky factor; a predicted scale on the diagonal
+    is 0.
+    """
     torch.manual_seed(0)
     model = eye_linear()
 
@@ -212,7 +222,9 @@ def triangular_solve_with_zero_diagonal(fixed: bool) -> Scene:
     accepted=("SG102",),
 )
 def prototype_of_a_class_without_samples(fixed: bool) -> Scene:
-    """Class prototypes are sums over the members divided by their number; one class is not in the batch."""
+    """Class prototypes are sums over the members divided by their number; one class is not in the
+    batch.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 4), nn.Flatten())
 
@@ -256,7 +268,9 @@ def positive_weight_of_a_negative_batch(fixed: bool) -> Scene:
 
 @incident(
     "mihaidusmanu/d2-net#57",
-    expected=Expected(step=1, phase="forward", module="weigh", op="aten.pow", event="inf", sample=1),
+    expected=Expected(
+        step=1, phase="forward", module="weigh", op="aten.pow", event="inf", sample=1
+    ),
     accepted=("SG201", "SG203"),
 )
 def inverse_square_of_a_tiny_distance(fixed: bool) -> Scene:
@@ -368,7 +382,9 @@ def expert_without_tokens(fixed: bool) -> Scene:
         def forward(self, x: Tensor, route: Tensor) -> Tensor:
             chosen = F.one_hot(route, 3)
             load = chosen.sum(0)
-            mean = (chosen.to(x.dtype).T @ self.value(x)) / (load.clamp_min(1) if fixed else load)[:, None]
+            mean = (chosen.to(x.dtype).T @ self.value(x)) / (load.clamp_min(1) if fixed else load)[
+                :, None
+            ]
             return chosen.to(x.dtype) @ mean
 
     class Net(nn.Module):
@@ -382,7 +398,11 @@ def expert_without_tokens(fixed: bool) -> Scene:
     model = Net()
 
     def batch(step: int) -> Batch:
-        return {"x": randn(4, 3, seed=step), "route": torch.tensor([0, 1, 1 if step == 1 else 2, 0]), "y": LABELS}
+        return {
+            "x": randn(4, 3, seed=step),
+            "route": torch.tensor([0, 1, 1 if step == 1 else 2, 0]),
+            "y": LABELS,
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.cross_entropy(model(b["x"], b["route"]), b["y"])

@@ -34,7 +34,9 @@ def schedule_divides_by_zero_warmup(fixed: bool) -> Scene:
     def before(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 0.01 if step != 3 or fixed else float("nan")
 
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=5, before_step=before)
+    return Scene(
+        model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=5, before_step=before
+    )
 
 
 @incident(
@@ -58,7 +60,9 @@ def nan_rate_under_adam(fixed: bool) -> Scene:
     def before(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 1e-3 if step != 2 or fixed else float("nan")
 
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=4, before_step=before)
+    return Scene(
+        model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=4, before_step=before
+    )
 
 
 @incident(
@@ -74,7 +78,14 @@ def warmup_that_never_ends(fixed: bool) -> Scene:
     def before(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 0.001 * 3.0 ** (min(step, 2) if fixed else step)
 
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=14, before_step=before)
+    return Scene(
+        model=model,
+        batch=teacher_batch,
+        loss=mse,
+        optimizer=optimizer,
+        steps=14,
+        before_step=before,
+    )
 
 
 @incident(
@@ -112,7 +123,9 @@ def summed_loss_instead_of_mean(fixed: bool) -> Scene:
 def images_from_0_to_255(fixed: bool) -> Scene:
     """Pixels are not divided by 255: activations and steps are four orders of magnitude too large."""
     torch.manual_seed(0)
-    model = chain(conv=nn.Conv2d(1, 4, 3), act=nn.LeakyReLU(0.5), flat=nn.Flatten(), head=nn.Linear(64, 1))
+    model = chain(
+        conv=nn.Conv2d(1, 4, 3), act=nn.LeakyReLU(0.5), flat=nn.Flatten(), head=nn.Linear(64, 1)
+    )
 
     def batch(step: int) -> Batch:
         pixels = torch.randint(0, 256, (8, 1, 6, 6), generator=generator(step)).float()
@@ -135,7 +148,14 @@ def adam_rate_restored_thousandfold(fixed: bool) -> Scene:
     def before(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 30.0 if step >= 20 and not fixed else 1e-3
 
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=26, before_step=before)
+    return Scene(
+        model=model,
+        batch=teacher_batch,
+        loss=mse,
+        optimizer=optimizer,
+        steps=26,
+        before_step=before,
+    )
 
 
 @incident(
@@ -164,7 +184,9 @@ def momentum_at_its_limit(fixed: bool) -> Scene:
     accepted=("SG501",),
 )
 def language_model_gradients_beyond_the_norm(fixed: bool) -> Scene:
-    """A loss divided by a perplexity of almost 0 gives gradients near 1e22: finite, but not their norm."""
+    """A loss divided by a perplexity of almost 0 gives gradients near 1e22: finite, but not their
+    norm.
+    """
     torch.manual_seed(0)
     model = chain(emb=nn.Embedding(8, 6), flat=nn.Flatten(), head=nn.Linear(18, 8))
     dial = {"scale": 1.0}
@@ -178,4 +200,12 @@ def language_model_gradients_beyond_the_norm(fixed: bool) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.cross_entropy(model(b["ids"]), b["y"]) * dial["scale"]
 
-    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model), steps=3, clip=1.0, before_step=before)
+    return Scene(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=sgd(model),
+        steps=3,
+        clip=1.0,
+        before_step=before,
+    )

@@ -74,7 +74,11 @@ class TemporalVariance(nn.Module):
 def statistics_pooling_of_one_frame(fixed: bool) -> Scene:
     """A batch of very short clips has one frame each: the variance over time divides by n - 1 = 0."""
     torch.manual_seed(0)
-    model = chain(frame=nn.Linear(3, 4), pool=TemporalVariance(correction=0 if fixed else 1), head=nn.Linear(8, 2))
+    model = chain(
+        frame=nn.Linear(3, 4),
+        pool=TemporalVariance(correction=0 if fixed else 1),
+        head=nn.Linear(8, 2),
+    )
 
     def batch(step: int) -> Batch:
         return {"x": randn(4, 1 if step == 1 else 6, 3, seed=step), "y": torch.tensor([0, 1, 0, 1])}
@@ -135,7 +139,9 @@ def mean_pooling_of_empty_sentence(fixed: bool) -> Scene:
     accepted=("SG102",),
 )
 def token_mean_of_empty_micro_batch(fixed: bool) -> Scene:
-    """Gradient accumulation: the third micro-batch was truncated to its prompt, so no label is left to divide by."""
+    """Gradient accumulation: the third micro-batch was truncated to its prompt, so no label is left
+    to divide by.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
 
@@ -144,12 +150,16 @@ def token_mean_of_empty_micro_batch(fixed: bool) -> Scene:
         for k in range(3):
             ids = tokens(2, 4, seed=10 * step + k)
             blank = step == 1 and k == 2
-            micros.append({"ids": ids, "y": torch.full_like(ids, -100) if blank else ids.roll(-1, 1)})
+            micros.append(
+                {"ids": ids, "y": torch.full_like(ids, -100) if blank else ids.roll(-1, 1)}
+            )
         return micros
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         y = b["y"].flatten()
-        total = F.cross_entropy(model(b["ids"]).flatten(0, 1), y, reduction="sum", ignore_index=-100)
+        total = F.cross_entropy(
+            model(b["ids"]).flatten(0, 1), y, reduction="sum", ignore_index=-100
+        )
         count = y.ne(-100).sum()
         return total / (count.clamp_min(1) if fixed else count)
 
@@ -158,7 +168,9 @@ def token_mean_of_empty_micro_batch(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#75181",
-    expected=Expected(step=1, phase="loss", module="criterion", op="aten.nll_loss_forward", event="nan"),
+    expected=Expected(
+        step=1, phase="loss", module="criterion", op="aten.nll_loss_forward", event="nan"
+    ),
     accepted=("SG102",),
 )
 def all_classes_of_the_batch_weigh_nothing(fixed: bool) -> Scene:
@@ -205,7 +217,9 @@ def mean_over_missing_sensor(fixed: bool) -> Scene:
 
 @incident(
     "open-mmlab/mmdetection#3013",
-    expected=Expected(step=1, phase="loss", op="aten.smooth_l1_loss", event="nan", grads_finite=True),
+    expected=Expected(
+        step=1, phase="loss", op="aten.smooth_l1_loss", event="nan", grads_finite=True
+    ),
     accepted=("SG102",),
 )
 def box_loss_of_image_without_objects(fixed: bool) -> Scene:
@@ -214,7 +228,9 @@ def box_loss_of_image_without_objects(fixed: bool) -> Scene:
     model = nn.Linear(3, 4)
 
     def batch(step: int) -> Batch:
-        positive = torch.tensor([True, False, True]) if step != 1 else torch.zeros(3, dtype=torch.bool)
+        positive = (
+            torch.tensor([True, False, True]) if step != 1 else torch.zeros(3, dtype=torch.bool)
+        )
         return {"x": randn(3, 3, seed=step), "y": randn(3, 4, seed=step + 1), "positive": positive}
 
     def loss(model: nn.Module, b: Batch) -> Tensor:

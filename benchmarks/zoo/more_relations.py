@@ -1,4 +1,6 @@
-"""Attention and messages: scores without a maximum, atoms in one place, a scale below zero, unseen variables."""
+"""Attention and messages: scores without a maximum, atoms in one place, a scale below zero, unseen
+variables.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 from benchmarks.zoo.case import Batch, Expected, Scene, incident
 from benchmarks.zoo.parts import INF, randn, tokens, uniform
 
-RING = torch.tensor([[0, 1, 2, 3, 4, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4], [1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])
+RING = torch.tensor(
+    [[0, 1, 2, 3, 4, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4], [1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]
+)
 """Five nodes, joined to both neighbours and to themselves: sources and targets."""
 
 
@@ -41,7 +45,10 @@ class GraphAttention(nn.Module):
 class GraphClassifier(nn.Module):
     def __init__(self, *, shifted: bool) -> None:
         super().__init__()
-        self.first, self.second = GraphAttention(4, shifted=shifted), GraphAttention(8, shifted=shifted)
+        self.first, self.second = (
+            GraphAttention(4, shifted=shifted),
+            GraphAttention(8, shifted=shifted),
+        )
         self.readout = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,7 +59,9 @@ class GraphClassifier(nn.Module):
 @incident(
     "pyg-team/pytorch_geometric#53",
     "JuliaGraphs/GraphNeuralNetworks.jl#246",
-    expected=Expected(step=1, phase="forward", module="first", op="aten.exp", event="inf", sample=0),
+    expected=Expected(
+        step=1, phase="forward", module="first", op="aten.exp", event="inf", sample=0
+    ),
     accepted=("SG203",),
 )
 def gat_softmax_without_max(fixed: bool) -> Scene:
@@ -123,7 +132,9 @@ class MoleculeNet(nn.Module):
     accepted=("SG401",),
 )
 def egnn_coincident_atoms(fixed: bool) -> Scene:
-    """All atoms of one molecule lie at the origin: the 1e-3 beside the root saves the quotient, not its slope."""
+    """All atoms of one molecule lie at the origin: the 1e-3 beside the root saves the quotient, not
+    its slope.
+    """
     torch.manual_seed(0)
     model = MoleculeNet(eps=1e-8 if fixed else 0.0)
 
@@ -132,7 +143,12 @@ def egnn_coincident_atoms(fixed: bool) -> Scene:
         if step == 2:
             position[1] = 0.0
         atom = tokens(3, 4, seed=step, high=5)
-        return {"atom": atom, "position": position, "energy": randn(3, seed=step + 2), "relaxed": position + 0.1}
+        return {
+            "atom": atom,
+            "position": position,
+            "energy": randn(3, seed=step + 2),
+            "relaxed": position + 0.1,
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         energy, position = model(b["atom"], b["position"])
@@ -143,7 +159,9 @@ def egnn_coincident_atoms(fixed: bool) -> Scene:
 
 
 class CosineAttention(nn.Module):
-    """Queries and keys of unit length, each times the root of a learned scale; `folded` takes its absolute value."""
+    """Queries and keys of unit length, each times the root of a learned scale; `folded` takes its
+    absolute value.
+    """
 
     def __init__(self, *, folded: bool) -> None:
         super().__init__()
@@ -190,7 +208,9 @@ class PatchDenoiser(nn.Module):
     accepted=("SG207",),
 )
 def cosine_attention_scale_turns_negative(fixed: bool) -> Scene:
-    """The scale of cosine attention is learned as it is, at a rate of its own: two updates later it is negative."""
+    """The scale of cosine attention is learned as it is, at a rate of its own: two updates later it
+    is negative.
+    """
     torch.manual_seed(0)
     model = PatchDenoiser(folded=fixed)
     named = list(model.named_parameters())
@@ -200,7 +220,10 @@ def cosine_attention_scale_turns_negative(fixed: bool) -> Scene:
     ]
     return Scene(
         model=model,
-        batch=lambda step: {"x": randn(3, 5, 4, seed=step), "noise": randn(3, 5, 4, seed=step + 60)},
+        batch=lambda step: {
+            "x": randn(3, 5, 4, seed=step),
+            "noise": randn(3, 5, 4, seed=step + 60),
+        },
         loss=lambda model, b: F.mse_loss(model(b["x"] + b["noise"]), b["noise"]),
         optimizer=torch.optim.Adam(groups),
         steps=5,
@@ -208,7 +231,9 @@ def cosine_attention_scale_turns_negative(fixed: bool) -> Scene:
 
 
 class ObservedNorm(nn.Module):
-    """Standardises every variable of a series over what was observed of it; `least` is the smallest count."""
+    """Standardises every variable of a series over what was observed of it; `least` is the smallest
+    count.
+    """
 
     def __init__(self, *, least: float) -> None:
         super().__init__()

@@ -14,7 +14,9 @@ from benchmarks.zoo.parts import NAN, randn, tokens
 
 
 class Smoothed(torch.optim.Optimizer):
-    """The memory of squares depends on how straight the path of a parameter was; `least` guards that division."""
+    """The memory of squares depends on how straight the path of a parameter was; `least` guards
+    that division.
+    """
 
     def __init__(self, params: Iterable[Tensor], *, least: float) -> None:
         super().__init__(params, {"lr": 1e-2, "least": least})
@@ -25,19 +27,27 @@ class Smoothed(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     keep = self._straightness(p, group["least"]) * 0.49 + 0.01
-                    squares = self.state[p]["squares"].mul_(1 - keep * keep).add_(keep * keep * p.grad * p.grad)
+                    squares = (
+                        self.state[p]["squares"]
+                        .mul_(1 - keep * keep)
+                        .add_(keep * keep * p.grad * p.grad)
+                    )
                     p.sub_(group["lr"] * p.grad / (squares.sqrt() + 1e-6))
 
     def _straightness(self, p: Tensor, least: float) -> Tensor:
         state = self.state[p]
         if not state:
-            state.update({slot: torch.zeros_like(p) for slot in ("before", "signed", "length", "squares")})
+            state.update(
+                {slot: torch.zeros_like(p) for slot in ("before", "signed", "length", "squares")}
+            )
         move = p - state["before"]
         state["before"].copy_(p)
         state["signed"].add_(move)
         state["length"].add_(move.abs())
         length: Tensor = state["length"].sum()
-        straightness: Tensor = state["signed"].sum().abs_().div_(length + least if least else length)
+        straightness: Tensor = (
+            state["signed"].sum().abs_().div_(length + least if least else length)
+        )
         return straightness
 
 
@@ -57,7 +67,11 @@ class Adapter(nn.Module):
 class AdaptedClassifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.up, self.head = nn.Embedding(12, 8).requires_grad_(False), Adapter(), nn.Linear(8, 3)
+        self.emb, self.up, self.head = (
+            nn.Embedding(12, 8).requires_grad_(False),
+            Adapter(),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         scores: Tensor = self.head(torch.tanh(self.up(self.emb(ids))).mean(1))
@@ -78,13 +92,18 @@ class AdaptedClassifier(nn.Module):
     accepted=("SG201", "SG502"),
 )
 def lora_b_zero_init_adasmooth(fixed: bool) -> Scene:
-    """AdaSmooth divides where a parameter has got by how far it went; an adapter that starts at 0 went nowhere."""
+    """AdaSmooth divides where a parameter has got by how far it went; an adapter that starts at 0
+    went nowhere.
+    """
     torch.manual_seed(0)
     model = AdaptedClassifier()
     trained = [p for p in model.parameters() if p.requires_grad]
     return Scene(
         model=model,
-        batch=lambda step: {"ids": tokens(4, 5, seed=step, high=12), "y": torch.tensor([0, 1, 2, 0])},
+        batch=lambda step: {
+            "ids": tokens(4, 5, seed=step, high=12),
+            "y": torch.tensor([0, 1, 2, 0]),
+        },
         loss=lambda model, b: F.cross_entropy(model(b["ids"]), b["y"]),
         optimizer=Smoothed(trained, least=1e-6 if fixed else 0.0),
         steps=3,
@@ -95,7 +114,13 @@ class LateEpsilon(torch.optim.Optimizer):
     """Adam with decoupled decay, whose epsilon comes after the inverse root, or `inside` it."""
 
     def __init__(self, params: Iterable[Tensor], *, inside: bool) -> None:
-        settings = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-2, "inside": inside}
+        settings = {
+            "lr": 1e-3,
+            "betas": (0.9, 0.99),
+            "eps": 1e-8,
+            "weight_decay": 1e-2,
+            "inside": inside,
+        }
         super().__init__(params, settings)
 
     @torch.no_grad()
@@ -105,7 +130,9 @@ class LateEpsilon(torch.optim.Optimizer):
                 if p.grad is not None:
                     mean, square = self._moments(p, *group["betas"])
                     eps: float = group["eps"]
-                    inverse = (square + eps**2).rsqrt() if group["inside"] else square.rsqrt().add_(eps)
+                    inverse = (
+                        (square + eps**2).rsqrt() if group["inside"] else square.rsqrt().add_(eps)
+                    )
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.sub_(mean * inverse * group["lr"])
 
@@ -113,7 +140,11 @@ class LateEpsilon(torch.optim.Optimizer):
         """Both moments, corrected for their start at 0."""
         state, grad = self.state[p], p.grad
         if not state:
-            state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(p), torch.zeros_like(p)
+            state["step"], state["exp_avg"], state["exp_avg_sq"] = (
+                0,
+                torch.zeros_like(p),
+                torch.zeros_like(p),
+            )
         state["step"] += 1
         state["exp_avg"].mul_(short).add_(grad, alpha=1 - short)
         state["exp_avg_sq"].mul_(long).addcmul_(grad, grad, value=1 - long)
@@ -127,7 +158,11 @@ class SemiSupervised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         first = nn.Linear(5, 12)
-        self.body, self.label, self.extra = nn.Sequential(first, nn.ReLU()), nn.Linear(12, 3), nn.Linear(12, 4)
+        self.body, self.label, self.extra = (
+            nn.Sequential(first, nn.ReLU()),
+            nn.Linear(12, 3),
+            nn.Linear(12, 4),
+        )
         nn.init.ones_(first.bias)
 
     def forward(self, x: Tensor, *, both: bool) -> tuple[Tensor, Tensor | None]:
@@ -150,18 +185,28 @@ class SemiSupervised(nn.Module):
     accepted=("SG201", "SG502"),
 )
 def adamp_eps_after_rsqrt(fixed: bool) -> Scene:
-    """A second loss is ramped up from 0: its head has gradients of exactly 0, and a root of 0 has no inverse."""
+    """A second loss is ramped up from 0: its head has gradients of exactly 0, and a root of 0 has
+    no inverse.
+    """
     torch.manual_seed(0)
     model = SemiSupervised()
     now = {"step": 0}
 
     def batch(step: int) -> Batch:
-        return {"x": randn(6, 5, seed=step), "y": torch.tensor([0, 1, 2, 0, 1, 2]), "extra": randn(6, 4, seed=step + 3)}
+        return {
+            "x": randn(6, 5, seed=step),
+            "y": torch.tensor([0, 1, 2, 0, 1, 2]),
+            "extra": randn(6, 4, seed=step + 3),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         label, extra = model(b["x"], both=now["step"] >= 2)
         total = F.cross_entropy(label, b["y"])
-        return total if extra is None else total + (now["step"] - 2) / 10 * F.mse_loss(extra, b["extra"])
+        return (
+            total
+            if extra is None
+            else total + (now["step"] - 2) / 10 * F.mse_loss(extra, b["extra"])
+        )
 
     return Scene(
         model=model,
@@ -187,12 +232,19 @@ class WordModel(nn.Module):
     "bitsandbytes-foundation/bitsandbytes#1382",
     "NVIDIA-NeMo/RL#3544",
     expected=Expected(
-        step=3, phase="optimizer", op="aten.lerp_", event="opt:exp_avg", loss_finite=True, grads_finite=True
+        step=3,
+        phase="optimizer",
+        op="aten.lerp_",
+        event="opt:exp_avg",
+        loss_finite=True,
+        grads_finite=True,
     ),
     accepted=("SG503", "SG603"),
 )
 def resumed_moments_are_nan(fixed: bool) -> Scene:
-    """The weights of a resumed run are fine, but one entry of its moments is NaN: the next update kills a weight."""
+    """The weights of a resumed run are fine, but one entry of its moments is NaN: the next update
+    kills a weight.
+    """
     torch.manual_seed(0)
     model = WordModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

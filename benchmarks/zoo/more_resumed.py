@@ -1,4 +1,6 @@
-"""Optimizers of one's own, schedules past their end, and state that a checkpoint did not keep as it was."""
+"""Optimizers of one's own, schedules past their end, and state that a checkpoint did not keep as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Keypoints(nn.Module):
 
 
 @incident(
-    expected=Expected(step=4, phase="optimizer", event="spike", loss_finite=True, grads_finite=True),
+    expected=Expected(
+        step=4, phase="optimizer", event="spike", loss_finite=True, grads_finite=True
+    ),
     accepted=("SG504", "SG505"),
 )
 def unfrozen_backbone_gets_head_lr(fixed: bool) -> Scene:
@@ -49,7 +53,9 @@ def unfrozen_backbone_gets_head_lr(fixed: bool) -> Scene:
             rate = 0.002 if fixed else 5.0
             optimizer.add_param_group({"params": list(model.backbone.parameters()), "lr": rate})
 
-    return Scene(model=model, batch=batch, loss=mse, optimizer=optimizer, steps=12, before_step=before)
+    return Scene(
+        model=model, batch=batch, loss=mse, optimizer=optimizer, steps=12, before_step=before
+    )
 
 
 class RowNormalised(torch.optim.Optimizer):
@@ -106,7 +112,9 @@ class PatchClassifier(nn.Module):
     accepted=("SG201",),
 )
 def normuon_zero_gradient_matrix(fixed: bool) -> Scene:
-    """The update of a layer without gradient is 0, and it is scaled by its old norm over its new one: 0 / 0."""
+    """The update of a layer without gradient is 0, and it is scaled by its old norm over its new
+    one: 0 / 0.
+    """
     torch.manual_seed(0)
     model = PatchClassifier()
     return Scene(
@@ -144,7 +152,9 @@ class PixelRegressor(nn.Module):
     accepted=("SG503",),
 )
 def momentum_saved_as_half(fixed: bool) -> Scene:
-    """The checkpoint that is resumed at step 3 was saved in float16: momentum above 65504 comes back infinite."""
+    """The checkpoint that is resumed at step 3 was saved in float16: momentum above 65504 comes
+    back infinite.
+    """
     torch.manual_seed(0)
     model = PixelRegressor()
     optimizer = sgd(model, 1e-8, momentum=0.9)
@@ -158,7 +168,10 @@ def momentum_saved_as_half(fixed: bool) -> Scene:
 
     return Scene(
         model=model,
-        batch=lambda step: {"x": randn(6, 5, seed=step), "y": 320 + 60 * randn(6, 4, seed=step + 1)},
+        batch=lambda step: {
+            "x": randn(6, 5, seed=step),
+            "y": 320 + 60 * randn(6, 4, seed=step + 1),
+        },
         loss=lambda model, b: (model(b["x"]) - b["y"]).pow(2).sum(),
         optimizer=optimizer,
         steps=5,
@@ -203,7 +216,9 @@ class LeftPreconditioned(torch.optim.Optimizer):
     accepted=("SG207",),
 )
 def shampoo_root_of_a_rounded_eigenvalue(fixed: bool) -> Scene:
-    """The statistics have rank 3 of 8; eigh rounds a zero eigenvalue below 0, and its inverse root is NaN."""
+    """The statistics have rank 3 of 8; eigh rounds a zero eigenvalue below 0, and its inverse root
+    is NaN.
+    """
     torch.manual_seed(0)
     model = nn.Linear(6, 8, bias=False)
     return Scene(
@@ -232,7 +247,11 @@ class Factored(torch.optim.Optimizer):
     def _update(self, p: Tensor, grad: Tensor) -> Tensor:
         state = self.state[p]
         if not state:
-            state["t"], state["row"], state["col"] = 0, torch.zeros_like(grad[:, 0]), torch.zeros_like(grad[0])
+            state["t"], state["row"], state["col"] = (
+                0,
+                torch.zeros_like(grad[:, 0]),
+                torch.zeros_like(grad[0]),
+            )
         state["t"] += 1
         keep = 1 - state["t"] ** -0.8
         square = grad * grad + 1e-30
@@ -272,13 +291,18 @@ class HalfAdapter(nn.Module):
     accepted=("SG502",),
 )
 def adafactor_on_fp16_lora(fixed: bool) -> Scene:
-    """The first gradient of one factor is 0, and the 1e-30 that should keep its moments apart from 0 is 0 in half."""
+    """The first gradient of one factor is 0, and the 1e-30 that should keep its moments apart from
+    0 is 0 in half.
+    """
     torch.manual_seed(0)
     model = chain(proj=HalfAdapter()).half()
     trained = [p for p in model.parameters() if p.requires_grad]
     return Scene(
         model=model,
-        batch=lambda step: {"x": randn(8, 6, seed=step, dtype=torch.float16), "y": tokens(8, seed=step, high=5)},
+        batch=lambda step: {
+            "x": randn(8, 6, seed=step, dtype=torch.float16),
+            "y": tokens(8, seed=step, high=5),
+        },
         loss=lambda model, b: F.cross_entropy(model(b["x"]).float(), b["y"]),
         optimizer=Factored(trained, wide=fixed),
         steps=3,
@@ -301,18 +325,25 @@ def adafactor_on_fp16_lora(fixed: bool) -> Scene:
     accepted=("SG504",),
 )
 def poly_schedule_past_its_end(fixed: bool) -> Scene:
-    """The rate is a power of what is left of the run; training goes on, and the power of a negative rest is NaN."""
+    """The rate is a power of what is left of the run; training goes on, and the power of a negative
+    rest is NaN.
+    """
     torch.manual_seed(0)
     model = chain(emb=nn.Embedding(10, 6), act=nn.Tanh(), head=nn.Linear(6, 10))
     optimizer = sgd(model, 0.05, momentum=0.9)
 
     def before(step: int) -> None:
         rest = torch.tensor(1 - step / 4)
-        optimizer.param_groups[0]["lr"] = 0.05 * float((rest.clamp_min(0.0) if fixed else rest) ** 0.9)
+        optimizer.param_groups[0]["lr"] = 0.05 * float(
+            (rest.clamp_min(0.0) if fixed else rest) ** 0.9
+        )
 
     return Scene(
         model=model,
-        batch=lambda step: {"ids": tokens(4, 4, seed=step, high=10), "y": tokens(4, 4, seed=step + 3, high=10)},
+        batch=lambda step: {
+            "ids": tokens(4, 4, seed=step, high=10),
+            "y": tokens(4, 4, seed=step + 3, high=10),
+        },
         loss=lambda model, b: F.cross_entropy(model(b["ids"]).flatten(0, 1), b["y"].flatten()),
         optimizer=optimizer,
         steps=7,
@@ -323,11 +354,15 @@ def poly_schedule_past_its_end(fixed: bool) -> Scene:
 @incident(
     "ultralytics/ultralytics#24085",
     "ultralytics/ultralytics#17282",
-    expected=Expected(step=8, phase="optimizer", event="spike", loss_finite=True, grads_finite=True),
+    expected=Expected(
+        step=8, phase="optimizer", event="spike", loss_finite=True, grads_finite=True
+    ),
     accepted=("SG503", "SG302"),
 )
 def second_moment_saved_in_fp16(fixed: bool) -> Scene:
-    """Squares below 3e-8 became 0 in a float16 checkpoint, their means did not: unused rows move by lr * m / eps."""
+    """Squares below 3e-8 became 0 in a float16 checkpoint, their means did not: unused rows move by
+    lr * m / eps.
+    """
     torch.manual_seed(0)
     model = chain(emb=nn.Embedding(24, 4), head=nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -1,4 +1,6 @@
-"""Further damage done by an update or a load: weights that explode at once, state that is replaced in mid-run."""
+"""Further damage done by an update or a load: weights that explode at once, state that is replaced
+in mid-run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from benchmarks.zoo.rates import RUNAWAY, student, teacher_batch
 def rate_without_its_exponent(fixed: bool) -> Scene:
     """lr: 1e12 by a slip in a configuration: the very next loss is infinite."""
     model = student()
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=sgd(model, 1e-2 if fixed else 1e12), steps=4)
+    return Scene(
+        model=model,
+        batch=teacher_batch,
+        loss=mse,
+        optimizer=sgd(model, 1e-2 if fixed else 1e12),
+        steps=4,
+    )
 
 
 @incident(
@@ -31,14 +39,18 @@ def rate_without_its_exponent(fixed: bool) -> Scene:
     accepted=("SG504",),
 )
 def rate_jumps_until_nothing_fits(fixed: bool) -> Scene:
-    """A schedule bug multiplies the rate by 1e13 at step 4: weights stay finite, every loss after it is not."""
+    """A schedule bug multiplies the rate by 1e13 at step 4: weights stay finite, every loss after
+    it is not.
+    """
     model = student()
     optimizer = sgd(model, 0.01)
 
     def before(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 1e11 if step == 4 and not fixed else 0.01
 
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=8, before_step=before)
+    return Scene(
+        model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=8, before_step=before
+    )
 
 
 @incident(
@@ -53,17 +65,24 @@ def classifier_rate_too_high(fixed: bool) -> Scene:
 
     def batch(step: int) -> Batch:
         data = teacher_batch(step)
-        return {"x": data["x"], "y": (data["y"][:, 0] > 0).long() + 2 * (data["x"][:, 0] > 0).long()}
+        return {
+            "x": data["x"],
+            "y": (data["y"][:, 0] > 0).long() + 2 * (data["x"][:, 0] > 0).long(),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.cross_entropy(model(b["x"]), b["y"])
 
-    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 0.05 if fixed else 50.0), steps=8)
+    return Scene(
+        model=model, batch=batch, loss=loss, optimizer=sgd(model, 0.05 if fixed else 50.0), steps=8
+    )
 
 
 @incident(
     "facebookresearch/maskrcnn-benchmark#464",
-    expected=Expected(step=2, phase="state", event="param:fc1.weight", op="aten.addmm", module="fc1"),
+    expected=Expected(
+        step=2, phase="state", event="param:fc1.weight", op="aten.addmm", module="fc1"
+    ),
     accepted=("SG601",),
 )
 def bad_weights_loaded_in_mid_run(fixed: bool) -> Scene:
@@ -76,7 +95,14 @@ def bad_weights_loaded_in_mid_run(fixed: bool) -> Scene:
         if step == 2:
             model.load_state_dict(poisoned)
 
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=sgd(model), steps=3, before_step=before)
+    return Scene(
+        model=model,
+        batch=teacher_batch,
+        loss=mse,
+        optimizer=sgd(model),
+        steps=3,
+        before_step=before,
+    )
 
 
 @incident(
@@ -110,7 +136,12 @@ def half_precision_weights_overflow_in_the_update(fixed: bool) -> Scene:
 @incident(
     "facebookresearch/svoice#22",
     expected=Expected(
-        step=2, phase="optimizer", op="aten.lerp_", event="opt:exp_avg", loss_finite=True, grads_finite=True
+        step=2,
+        phase="optimizer",
+        op="aten.lerp_",
+        event="opt:exp_avg",
+        loss_finite=True,
+        grads_finite=True,
     ),
     accepted=("SG503",),
 )
@@ -126,4 +157,6 @@ def moments_loaded_with_nan(fixed: bool) -> Scene:
             state["state"][0]["exp_avg"][0, 0] = 0.0 if fixed else NAN
             optimizer.load_state_dict(state)
 
-    return Scene(model=model, batch=regression, loss=mse, optimizer=optimizer, steps=4, before_step=before)
+    return Scene(
+        model=model, batch=regression, loss=mse, optimizer=optimizer, steps=4, before_step=before
+    )

@@ -69,12 +69,16 @@ class Renderer(nn.Module):
     accepted=("SG402",),
 )
 def tonemap_srgb_of_black_ray(fixed: bool) -> Scene:
-    """A ray that misses the scene is black; the power that `where` does not take has an infinite slope at 0."""
+    """A ray that misses the scene is black; the power that `where` does not take has an infinite
+    slope at 0.
+    """
     torch.manual_seed(0)
     model = Renderer(safe=fixed)
 
     def batch(step: int) -> Batch:
-        origin = torch.tensor([[0.0, 0.0, -1.0], [0.2, 0.0, -1.0], [-0.3, 0.1, -1.0], [0.0, 0.4, -1.0]])
+        origin = torch.tensor(
+            [[0.0, 0.0, -1.0], [0.2, 0.0, -1.0], [-0.3, 0.1, -1.0], [0.0, 0.4, -1.0]]
+        )
         direction = torch.tensor([[0.0, 0.0, 1.0]]).repeat(4, 1)
         if step == 1:
             origin[2] = torch.tensor([3.0, 0.0, -1.0])
@@ -138,7 +142,9 @@ class Pose(nn.Module):
     accepted=("SG401",),
 )
 def rotation_head_svd_at_identity(fixed: bool) -> Scene:
-    """The head starts at the identity: three equal singular values, whose differences the slope divides by."""
+    """The head starts at the identity: three equal singular values, whose differences the slope
+    divides by.
+    """
     torch.manual_seed(0)
     model = Pose(by_columns=fixed)
 
@@ -188,7 +194,9 @@ class Picture(nn.Module):
 
 @incident(
     "kcheng1021/GaussianPro#87",
-    expected=Expected(step=3, phase="state", module="splats", op="aten.softplus", event="param:splats.opacity"),
+    expected=Expected(
+        step=3, phase="state", module="splats", op="aten.softplus", event="param:splats.opacity"
+    ),
     accepted=("SG601",),
 )
 def splat_opacity_logit_of_one(fixed: bool) -> Scene:
@@ -213,7 +221,9 @@ def splat_opacity_logit_of_one(fixed: bool) -> Scene:
 
 
 class GraphConvolution(nn.Module):
-    """Weights of edges are normalised by degree ** -0.5; isolated nodes are patched, negative degrees are not."""
+    """Weights of edges are normalised by degree ** -0.5; isolated nodes are patched, negative
+    degrees are not.
+    """
 
     ROW = torch.tensor([0, 1, 1, 2, 2, 3, 3, 0, 0, 2])
     COLUMN = torch.tensor([1, 0, 2, 1, 3, 2, 0, 3, 2, 0])
@@ -228,7 +238,9 @@ class GraphConvolution(nn.Module):
         scale[scale == INF] = 0
         norm = scale[:, self.ROW] * edges * scale[:, self.COLUMN]
         hidden = self.lin(x)
-        return torch.zeros_like(hidden).index_add(1, self.COLUMN, norm[..., None] * hidden[:, self.ROW])
+        return torch.zeros_like(hidden).index_add(
+            1, self.COLUMN, norm[..., None] * hidden[:, self.ROW]
+        )
 
 
 class SmallGraph(nn.Module):
@@ -246,7 +258,9 @@ class SmallGraph(nn.Module):
 
 @incident(
     "pyg-team/pytorch_geometric#61",
-    expected=Expected(step=2, phase="forward", module="convs.0", op="aten.pow", event="nan", sample=1),
+    expected=Expected(
+        step=2, phase="forward", module="convs.0", op="aten.pow", event="nan", sample=1
+    ),
     accepted=("SG207",),
 )
 def gcn_negative_edge_weights(fixed: bool) -> Scene:
@@ -314,11 +328,15 @@ class PorousMedium(nn.Module):
     "prateekbhustali/Physics-Informed-Neural-Networks#1",
     "lululxvi/deepxde#1177",
     "lululxvi/deepxde#428",
-    expected=Expected(step=3, phase="loss", module="criterion", op="aten.pow", event="nan", sample=2),
+    expected=Expected(
+        step=3, phase="loss", module="criterion", op="aten.pow", event="nan", sample=2
+    ),
     accepted=("SG207",),
 )
 def pinn_fractional_power_of_negative_u(fixed: bool) -> Scene:
-    """At one collocation point the network is negative, and so u^1.2 is NaN, deep inside two derivatives."""
+    """At one collocation point the network is negative, and so u^1.2 is NaN, deep inside two
+    derivatives.
+    """
     torch.manual_seed(0)
     model, criterion = Solution(), PorousMedium(least=1e-3 if fixed else None)
 
@@ -334,4 +352,6 @@ def pinn_fractional_power_of_negative_u(fixed: bool) -> Scene:
         return start + inside
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=4)
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=4
+    )

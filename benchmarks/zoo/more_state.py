@@ -1,4 +1,6 @@
-"""Further stored tensors: buffers written in forward, frozen statistics, loaded weights and moments."""
+"""Further stored tensors: buffers written in forward, frozen statistics, loaded weights and
+moments.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ class Codebook(nn.Module):
         with torch.no_grad():
             chosen = F.one_hot(nearest, 3).to(x.dtype)
             total, count = chosen.T @ x, chosen.sum(0)[:, None]
-            self.codes.copy_(0.9 * self.codes + 0.1 * total / (count.clamp_min(self.least) if self.least else count))
+            self.codes.copy_(
+                0.9 * self.codes
+                + 0.1 * total / (count.clamp_min(self.least) if self.least else count)
+            )
         return x + (quantised - x).detach()
 
 
@@ -55,9 +60,13 @@ class Codebook(nn.Module):
     accepted=("SG102", "SG201", "SG602"),
 )
 def codebook_entry_without_members(fixed: bool) -> Scene:
-    """Running-mean codes are divided by their member count, 0 for a dead code. This step is fine, the next is not."""
+    """Running-mean codes are divided by their member count, 0 for a dead code. This step is fine,
+    the next is not.
+    """
     torch.manual_seed(0)
-    model = chain(inp=nn.Linear(3, 2), quantise=Codebook(least=1.0 if fixed else 0.0), out=nn.Linear(2, 2))
+    model = chain(
+        inp=nn.Linear(3, 2), quantise=Codebook(least=1.0 if fixed else 0.0), out=nn.Linear(2, 2)
+    )
     return Scene(model=model, batch=labelled, loss=classify, optimizer=sgd(model), steps=3)
 
 
@@ -117,11 +126,15 @@ class FrozenNorm(nn.Module):
 
 @incident(
     "facebookresearch/SparseConvNet#190",
-    expected=Expected(step=0, phase="forward", module="bn", op="aten.native_batch_norm", event="nan"),
+    expected=Expected(
+        step=0, phase="forward", module="bn", op="aten.native_batch_norm", event="nan"
+    ),
     accepted=("SG207", "SG602"),
 )
 def frozen_statistics_with_negative_variance(fixed: bool) -> Scene:
-    """An averaged checkpoint has a running variance of -0.5; frozen BatchNorm takes its root in training."""
+    """An averaged checkpoint has a running variance of -0.5; frozen BatchNorm takes its root in
+    training.
+    """
     torch.manual_seed(0)
     model = FrozenNorm(0.5 if fixed else -0.5)
     model.train()
@@ -152,11 +165,15 @@ def position_table_never_filled(fixed: bool) -> Scene:
 
 @incident(
     "jiesutd/NCRFpp#126",
-    expected=Expected(step=0, phase="state", module="emb", op="aten.embedding", event="param:emb.weight"),
+    expected=Expected(
+        step=0, phase="state", module="emb", op="aten.embedding", event="param:emb.weight"
+    ),
     accepted=("SG601",),
 )
 def pretrained_embedding_with_nan_rows(fixed: bool) -> Scene:
-    """Rows of unknown words come from numpy.empty and hold NaN; the first batch contains one of them."""
+    """Rows of unknown words come from numpy.empty and hold NaN; the first batch contains one of
+    them.
+    """
     torch.manual_seed(0)
     model = chain(emb=nn.Embedding(6, 4), flat=nn.Flatten(), head=nn.Linear(8, 2))
     if not fixed:
@@ -185,7 +202,9 @@ def weights_cast_to_half_and_back(fixed: bool) -> Scene:
 
 
 class BestSoFar(nn.Module):
-    """Normalises by the largest value ever seen; the buffer begins at -inf and is divided by before it is updated."""
+    """Normalises by the largest value ever seen; the buffer begins at -inf and is divided by before
+    it is updated.
+    """
 
     def __init__(self, start: float) -> None:
         super().__init__()
@@ -197,7 +216,9 @@ class BestSoFar(nn.Module):
 
 @incident(
     "ecmwf/WeatherGenerator#2724",
-    expected=Expected(step=0, phase="state", module="peak", op="aten.mul", event="buffer:peak.peak"),
+    expected=Expected(
+        step=0, phase="state", module="peak", op="aten.mul", event="buffer:peak.peak"
+    ),
     accepted=("SG602",),
 )
 def running_peak_used_before_first_update(fixed: bool) -> Scene:
@@ -221,7 +242,9 @@ def running_peak_used_before_first_update(fixed: bool) -> Scene:
     accepted=("SG103", "SG602"),
 )
 def batch_norm_variance_overflows(fixed: bool) -> Scene:
-    """A fill value of 1e20: the batch variance is infinite, the output 0 and finite, the running variance ruined."""
+    """A fill value of 1e20: the batch variance is infinite, the output 0 and finite, the running
+    variance ruined.
+    """
     torch.manual_seed(0)
     model = chain(bn=nn.BatchNorm1d(3), head=nn.Linear(3, 2))
 
@@ -236,7 +259,9 @@ def batch_norm_variance_overflows(fixed: bool) -> Scene:
 
 @incident(
     "unit8co/darts#2100",
-    expected=Expected(step=2, phase="input", module="norm", op="aten.native_layer_norm", event="batch:x", sample=1),
+    expected=Expected(
+        step=2, phase="input", module="norm", op="aten.native_layer_norm", event="batch:x", sample=1
+    ),
     accepted=("SG101",),
 )
 def infinite_ratio_feature(fixed: bool) -> Scene:

@@ -1,4 +1,6 @@
-"""Further healthy runs: observers, margins that hold, restarts, first rewards, numbers that are only logged."""
+"""Further healthy runs: observers, margins that hold, restarts, first rewards, numbers that are
+only logged.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,17 @@ class Quantised(nn.Module):
 
     def forward(self, x: Tensor, other: bool = False) -> Tensor:
         hidden = self.seen(self.first(x).relu())
-        out: Tensor = self.seen_other(self.other(hidden)) if other else self.seen_last(self.last(hidden))
+        out: Tensor = (
+            self.seen_other(self.other(hidden)) if other else self.seen_last(self.last(hidden))
+        )
         return out
 
 
 @control("pytorch/pytorch#43789", "pytorch/pytorch#87708")
 def ok_observers_start_at_inf(fixed: bool) -> Scene:
-    """Quantisation-aware training: extremes start at +inf and -inf, and one pair of them stays there."""
+    """Quantisation-aware training: extremes start at +inf and -inf, and one pair of them stays
+    there.
+    """
     torch.manual_seed(0)
     model = Quantised()
 
@@ -70,7 +76,9 @@ def ok_observers_start_at_inf(fixed: bool) -> Scene:
 
 @control("KevinMusgrave/pytorch-metric-learning#268", "adambielski/siamese-triplet#9")
 def ok_triplet_loss_zero_for_most_batches(fixed: bool) -> Scene:
-    """Most batches keep the margin, so loss and gradients are exactly 0; now and then there is a hard one."""
+    """Most batches keep the margin, so loss and gradients are exactly 0; now and then there is a
+    hard one.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
@@ -91,7 +99,9 @@ def ok_triplet_loss_zero_for_most_batches(fixed: bool) -> Scene:
 
 @control("ivadomed/ivadomed#57", "pytorch/pytorch#23480")
 def ok_cosine_warm_restarts(fixed: bool) -> Scene:
-    """The rate falls to almost 0 and jumps back more than a hundredfold every five steps, as intended."""
+    """The rate falls to almost 0 and jumps back more than a hundredfold every five steps, as
+    intended.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = sgd(model, 0.05, momentum=0.9)
@@ -103,13 +113,20 @@ def ok_cosine_warm_restarts(fixed: bool) -> Scene:
         return {"x": x, "y": (x @ truth).tanh() + 0.05 * randn(16, 1, seed=step + 70)}
 
     return Scene(
-        model=model, batch=batch, loss=mse, optimizer=optimizer, steps=16, after_step=lambda step: schedule.step()
+        model=model,
+        batch=batch,
+        loss=mse,
+        optimizer=optimizer,
+        steps=16,
+        after_step=lambda step: schedule.step(),
     )
 
 
 @control("Stanford-ILIAD/PantheonRL#5", "Unity-Technologies/ml-agents#2897")
 def ok_first_sparse_reward(fixed: bool) -> Scene:
-    """Returns are 0 for seven steps, then the goal is found, and the value loss is a hundred thousand times larger."""
+    """Returns are 0 for seven steps, then the goal is found, and the value loss is a hundred
+    thousand times larger.
+    """
     torch.manual_seed(0)
     first, last = nn.Linear(5, 32), nn.Linear(32, 1)
     model = nn.Sequential(first, nn.Tanh(), last)
@@ -119,7 +136,10 @@ def ok_first_sparse_reward(fixed: bool) -> Scene:
 
     def batch(step: int) -> Batch:
         seen = randn(16, 5, seed=step)
-        return {"seen": seen, "gain": 10.0 * (seen[:, :1] > 0.3).float() if step >= 7 else torch.zeros(16, 1)}
+        return {
+            "seen": seen,
+            "gain": 10.0 * (seen[:, :1] > 0.3).float() if step >= 7 else torch.zeros(16, 1),
+        }
 
     return Scene(
         model=model,
@@ -133,7 +153,9 @@ def ok_first_sparse_reward(fixed: bool) -> Scene:
 
 @control("facebookresearch/fairseq#1834", "huggingface/transformers#11855")
 def ok_perplexity_inf_in_the_log(fixed: bool) -> Scene:
-    """A badly scaled head starts with a loss far above 88: the perplexity that is logged is infinite for a while."""
+    """A badly scaled head starts with a loss far above 88: the perplexity that is logged is
+    infinite for a while.
+    """
     torch.manual_seed(0)
     emb, head = nn.Embedding(10, 8), nn.Linear(8, 10)
     model = chain(emb=emb, head=head)
@@ -150,12 +172,16 @@ def ok_perplexity_inf_in_the_log(fixed: bool) -> Scene:
         logged.append(torch.exp(total.detach()))
         return total
 
-    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 0.02), steps=14, clip=20.0)
+    return Scene(
+        model=model, batch=batch, loss=loss, optimizer=sgd(model, 0.02), steps=14, clip=20.0
+    )
 
 
 @control("OpenNMT/OpenNMT-py#714", "NovaSky-AI/SkyRL#2259")
 def ok_padded_vocab_neg_inf(fixed: bool) -> Scene:
-    """The padding of the vocabulary has logits of -inf and no label; the entropy, only logged, is NaN."""
+    """The padding of the vocabulary has logits of -inf and no label; the entropy, only logged, is
+    NaN.
+    """
     torch.manual_seed(0)
     model = chain(emb=nn.Embedding(12, 6), drop=nn.Dropout(0.1), head=nn.Linear(6, 12))
     logged = []
@@ -179,7 +205,9 @@ def ok_padded_vocab_neg_inf(fixed: bool) -> Scene:
 
 @control("huggingface/trl#3452", "huggingface/open-r1#239", "lsdefine/simple_GRPO#30")
 def ok_grpo_zero_and_negative_loss(fixed: bool) -> Scene:
-    """The loss hovers around 0 with either sign, and groups with equal rewards have no gradient at all."""
+    """The loss hovers around 0 with either sign, and groups with equal rewards have no gradient at
+    all.
+    """
     torch.manual_seed(0)
     model = Bigram()
 
@@ -191,7 +219,9 @@ def ok_grpo_zero_and_negative_loss(fixed: bool) -> Scene:
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         group = b["reward"].view(2, 4)
-        advantage = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)).flatten()
+        advantage = (
+            (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)
+        ).flatten()
         log_p = token_log_probs(model, b["ids"])
         return -(torch.exp(log_p - log_p.detach()) * advantage[:, None]).mean()
 
@@ -214,7 +244,9 @@ class WeighedTasks(nn.Module):
 
 @control("aharley/simple_bev#13", "lorenmt/mtan#51")
 def ok_uncertainty_loss_below_zero(fixed: bool) -> Scene:
-    """Learned weights of two tasks, under warm restarts: the loss falls through 0 and stays negative."""
+    """Learned weights of two tasks, under warm restarts: the loss falls through 0 and stays
+    negative.
+    """
     torch.manual_seed(0)
     model = WeighedTasks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -226,10 +258,17 @@ def ok_uncertainty_loss_below_zero(fixed: bool) -> Scene:
 
     def loss(_: nn.Module, b: Batch) -> Tensor:
         first, second = model(b["x"])
-        tasks, weight = torch.stack([F.mse_loss(first, b["a"]), F.mse_loss(second, b["b"])]), model.log_variance
+        tasks, weight = (
+            torch.stack([F.mse_loss(first, b["a"]), F.mse_loss(second, b["b"])]),
+            model.log_variance,
+        )
         return (0.5 * torch.exp(-weight) * tasks + 0.5 * weight).sum()
 
     def before(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = 0.005 + 0.0225 * (1 + math.cos(math.pi * (step % 15) / 15))
+        optimizer.param_groups[0]["lr"] = 0.005 + 0.0225 * (
+            1 + math.cos(math.pi * (step % 15) / 15)
+        )
 
-    return Scene(model=model, batch=batch, loss=loss, optimizer=optimizer, steps=40, before_step=before)
+    return Scene(
+        model=model, batch=batch, loss=loss, optimizer=optimizer, steps=40, before_step=before
+    )

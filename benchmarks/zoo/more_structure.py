@@ -1,4 +1,6 @@
-"""Further places: inside checkpointed blocks, shared modules, transformer stacks, convolutions, nested containers."""
+"""Further places: inside checkpointed blocks, shared modules, transformer stacks, convolutions,
+nested containers.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,20 @@ def with_zero_row(step: int, sample: int, width: int = 4) -> Batch:
 
 @incident(
     "pytorch/pytorch#41527",
-    expected=Expected(step=1, phase="forward", module="blocks.1", op="aten.div", event="nan", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="blocks.1", op="aten.div", event="nan", sample=2
+    ),
     accepted=("SG201",),
 )
 def zero_token_in_a_checkpointed_block(fixed: bool) -> Scene:
-    """Activation checkpointing runs the block twice; the division by zero is in its first run already."""
+    """Activation checkpointing runs the block twice; the division by zero is in its first run
+    already.
+    """
     torch.manual_seed(0)
     model = Checkpointed(eps=1e-6 if fixed else 0.0, reentrant=False)
-    return Scene(model=model, batch=lambda step: with_zero_row(step, 2), loss=classify, optimizer=sgd(model))
+    return Scene(
+        model=model, batch=lambda step: with_zero_row(step, 2), loss=classify, optimizer=sgd(model)
+    )
 
 
 class RootBlock(nn.Module):
@@ -73,7 +81,11 @@ class RootBlock(nn.Module):
 class CheckpointedRoot(nn.Module):
     def __init__(self, *, eps: float, reentrant: bool) -> None:
         super().__init__()
-        self.inp, self.block, self.head = nn.Linear(4, 4, bias=False), RootBlock(eps=eps), nn.Linear(4, 2)
+        self.inp, self.block, self.head = (
+            nn.Linear(4, 4, bias=False),
+            RootBlock(eps=eps),
+            nn.Linear(4, 2),
+        )
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +109,9 @@ def singular_root_in_a_checkpointed_block(fixed: bool) -> Scene:
     """sqrt at 0 inside a checkpointed block: born in the backward, after the block ran again."""
     torch.manual_seed(0)
     model = CheckpointedRoot(eps=1e-8 if fixed else 0.0, reentrant=False)
-    return Scene(model=model, batch=lambda step: with_zero_row(step, 1), loss=classify, optimizer=sgd(model))
+    return Scene(
+        model=model, batch=lambda step: with_zero_row(step, 1), loss=classify, optimizer=sgd(model)
+    )
 
 
 @incident("pytorch/audio#993", expected=ROOT, accepted=("SG401",))
@@ -105,7 +119,9 @@ def singular_root_in_a_reentrant_checkpoint(fixed: bool) -> Scene:
     """The same with the older reentrant checkpoint, whose backward runs a backward of its own."""
     torch.manual_seed(0)
     model = CheckpointedRoot(eps=1e-8 if fixed else 0.0, reentrant=True)
-    return Scene(model=model, batch=lambda step: with_zero_row(step, 1), loss=classify, optimizer=sgd(model))
+    return Scene(
+        model=model, batch=lambda step: with_zero_row(step, 1), loss=classify, optimizer=sgd(model)
+    )
 
 
 class Siamese(nn.Module):
@@ -114,7 +130,8 @@ class Siamese(nn.Module):
     def __init__(self, *, eps: float) -> None:
         super().__init__()
         self.encoder = chain(
-            lin=nn.Linear(3, 4, bias=False), unit=Lambda(lambda x: x / (x.norm(dim=-1, keepdim=True) + eps))
+            lin=nn.Linear(3, 4, bias=False),
+            unit=Lambda(lambda x: x / (x.norm(dim=-1, keepdim=True) + eps)),
         )
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -123,7 +140,9 @@ class Siamese(nn.Module):
 
 @incident(
     "mihaidusmanu/d2-net#78",
-    expected=Expected(step=1, phase="forward", module="encoder.unit", op="aten.div", event="nan", sample=3),
+    expected=Expected(
+        step=1, phase="forward", module="encoder.unit", op="aten.div", event="nan", sample=3
+    ),
     accepted=("SG201",),
 )
 def shared_encoder_second_call(fixed: bool) -> Scene:
@@ -191,7 +210,9 @@ def contrastive_temperature_of_zero(fixed: bool) -> Scene:
 
 @incident(
     "pytorch/pytorch#41527",
-    expected=Expected(step=1, phase="forward", module="norm", op="aten.native_group_norm", event="nan", sample=0),
+    expected=Expected(
+        step=1, phase="forward", module="norm", op="aten.native_group_norm", event="nan", sample=0
+    ),
     accepted=("SG201",),
 )
 def group_norm_without_epsilon(fixed: bool) -> Scene:
@@ -242,7 +263,9 @@ class Matcher(nn.Module):
 
 @incident(
     "deepmodeling/deepmd-kit#5519",
-    expected=Expected(step=1, phase="forward", module="transport", op="aten.div", event="nan", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="transport", op="aten.div", event="nan", sample=2
+    ),
     accepted=("SG201",),
 )
 def sinkhorn_kernel_underflows(fixed: bool) -> Scene:
@@ -286,7 +309,9 @@ def _bare_sinc(x: Tensor) -> Tensor:
 class Stack(nn.Module):
     def __init__(self, *, safe: bool) -> None:
         super().__init__()
-        self.decoder = nn.ModuleDict({"layers": nn.ModuleList([Rotary(safe=True), Rotary(safe=safe)])})
+        self.decoder = nn.ModuleDict(
+            {"layers": nn.ModuleList([Rotary(safe=True), Rotary(safe=safe)])}
+        )
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -298,7 +323,12 @@ class Stack(nn.Module):
 @incident(
     "pytorch/pytorch#98276",
     expected=Expected(
-        step=1, phase="forward", module="decoder.layers.1.attention.scale", op="aten.div", event="nan", sample=1
+        step=1,
+        phase="forward",
+        module="decoder.layers.1.attention.scale",
+        op="aten.div",
+        event="nan",
+        sample=1,
     ),
     accepted=("SG201",),
 )
@@ -307,7 +337,9 @@ def sinc_by_hand_deep_inside(fixed: bool) -> Scene:
     torch.manual_seed(0)
     model = Stack(safe=fixed)
     first = model.decoder["layers"][0].attention["scale"]
-    first.formula = lambda x: _sinc(x) - 1.0  # so that a zero sample is still zero in the second layer
+    first.formula = lambda x: (
+        _sinc(x) - 1.0
+    )  # so that a zero sample is still zero in the second layer
 
     def batch(step: int) -> Batch:
         return {k: v.detach() for k, v in with_zero_row(step, 1).items()}

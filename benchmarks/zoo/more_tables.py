@@ -1,4 +1,6 @@
-"""What is looked up or counted: experts, rows of an embedding, states, items, patients, columns of a table."""
+"""What is looked up or counted: experts, rows of an embedding, states, items, patients, columns of
+a table.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class Gate(nn.Module):
 class Experts(nn.Module):
     def __init__(self, *, floor: float) -> None:
         super().__init__()
-        self.gate, self.experts = Gate(floor=floor), nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.gate, self.experts = (
+            Gate(floor=floor),
+            nn.ModuleList(nn.Linear(6, 6) for _ in range(4)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
@@ -66,11 +71,15 @@ def next_token(model: nn.Module, b: Batch) -> Tensor:
 @incident(
     "sgl-project/sglang#31017",
     "apple/axlearn#1375",
-    expected=Expected(step=1, phase="forward", module="moe.gate", op="aten.div", event="nan", sample=3),
+    expected=Expected(
+        step=1, phase="forward", module="moe.gate", op="aten.div", event="nan", sample=3
+    ),
     accepted=("SG201",),
 )
 def moe_gate_renormalised_by_zero(fixed: bool) -> Scene:
-    """A glitch token drives every score of a sigmoid router to 0, and the weights of its experts are 0 / 0."""
+    """A glitch token drives every score of a sigmoid router to 0, and the weights of its experts
+    are 0 / 0.
+    """
     torch.manual_seed(0)
     model = SparseDecoder(floor=1e-20 if fixed else 0.0)
 
@@ -118,7 +127,9 @@ class Resized(nn.Module):
     accepted=("SG601",),
 )
 def resized_embedding_rows_never_filled(fixed: bool) -> Scene:
-    """Rows for new special tokens were never filled, and the first of them is looked up only at step 3."""
+    """Rows for new special tokens were never filled, and the first of them is looked up only at
+    step 3.
+    """
     torch.manual_seed(0)
     model = Resized(filled=fixed)
 
@@ -137,7 +148,10 @@ class Aligner(nn.Module):
 
     def __init__(self, *, impossible: float) -> None:
         super().__init__()
-        self.stay, self.move = nn.Parameter(torch.full((3,), -0.7)), nn.Parameter(torch.full((3,), -0.7))
+        self.stay, self.move = (
+            nn.Parameter(torch.full((3,), -0.7)),
+            nn.Parameter(torch.full((3,), -0.7)),
+        )
         self.impossible = impossible
 
     def forward(self, emission: Tensor, start: Tensor) -> Tensor:
@@ -152,7 +166,11 @@ class Aligner(nn.Module):
 class AlignedText(nn.Module):
     def __init__(self, *, impossible: float) -> None:
         super().__init__()
-        self.emb, self.score, self.hmm = nn.Embedding(8, 6), nn.Linear(6, 3), Aligner(impossible=impossible)
+        self.emb, self.score, self.hmm = (
+            nn.Embedding(8, 6),
+            nn.Linear(6, 3),
+            Aligner(impossible=impossible),
+        )
 
     def forward(self, ids: Tensor, start: Tensor) -> Tensor:
         out: Tensor = self.hmm(self.score(self.emb(ids)).log_softmax(-1), start)
@@ -176,7 +194,9 @@ class AlignedText(nn.Module):
     accepted=("SG204", "SG403"),
 )
 def hmm_aligner_unreachable_state(fixed: bool) -> Scene:
-    """logaddexp(-inf, -inf) of a state that cannot be reached is a correct -inf, and its slope is NaN."""
+    """logaddexp(-inf, -inf) of a state that cannot be reached is a correct -inf, and its slope is
+    NaN.
+    """
     torch.manual_seed(0)
     model = AlignedText(impossible=-1e4 if fixed else -INF)
 
@@ -225,7 +245,9 @@ def new_item_without_popularity(fixed: bool) -> Scene:
         return {"user": tokens(6, seed=step + 5, high=20), "item": item, "share": share[item]}
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
-        scores = model(b["user"], b["item"]) - torch.log(b["share"].clamp_min(1e-6) if fixed else b["share"])
+        scores = model(b["user"], b["item"]) - torch.log(
+            b["share"].clamp_min(1e-6) if fixed else b["share"]
+        )
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-2)
@@ -246,11 +268,15 @@ class WideAndDeep(nn.Module):
 @incident(
     "RUCAIBox/RecBole#1062",
     "sktime/pytorch-forecasting#528",
-    expected=Expected(step=2, phase="forward", module="wide", op="aten._to_copy", event="inf", sample=3),
+    expected=Expected(
+        step=2, phase="forward", module="wide", op="aten._to_copy", event="inf", sample=3
+    ),
     accepted=("SG103", "SG301"),
 )
 def epoch_seconds_in_a_day_column(fixed: bool) -> Scene:
-    """One row has its date in epoch seconds instead of days: finite, but not in the float16 of autocast."""
+    """One row has its date in epoch seconds instead of days: finite, but not in the float16 of
+    autocast.
+    """
     torch.manual_seed(0)
     model = WideAndDeep()
 
@@ -259,12 +285,18 @@ def epoch_seconds_in_a_day_column(fixed: bool) -> Scene:
         dense[:, 2] *= 30
         if step == 2 and not fixed:
             dense[3, 2] = 1.7e9
-        return {"item": tokens(6, seed=step, high=15), "dense": dense, "click": tokens(6, seed=step, high=2).float()}
+        return {
+            "item": tokens(6, seed=step, high=15),
+            "dense": dense,
+            "click": tokens(6, seed=step, high=2).float(),
+        }
 
     return Scene(
         model=model,
         batch=batch,
-        loss=lambda model, b: F.binary_cross_entropy_with_logits(model(b["item"], b["dense"]).float(), b["click"]),
+        loss=lambda model, b: F.binary_cross_entropy_with_logits(
+            model(b["item"], b["dense"]).float(), b["click"]
+        ),
         optimizer=sgd(model),
         steps=3,
         autocast=torch.float16,
@@ -299,7 +331,9 @@ class PartialLikelihood(nn.Module):
     "havakv/pycox#124",
     "liupei101/TFDeepSurv#15",
     "lasso-net/lassonet#52",
-    expected=Expected(step=4, phase="loss", module="criterion", op="aten.mean", event="nan", grads_finite=True),
+    expected=Expected(
+        step=4, phase="loss", module="criterion", op="aten.mean", event="nan", grads_finite=True
+    ),
     accepted=("SG102",),
 )
 def cox_batch_all_censored(fixed: bool) -> Scene:
@@ -310,7 +344,12 @@ def cox_batch_all_censored(fixed: bool) -> Scene:
     def batch(step: int) -> Batch:
         event = torch.tensor([True, False, True, False, False, True]) & torch.tensor(step != 4)
         site = tokens(6, seed=step, high=4)
-        return {"values": randn(6, 5, seed=step), "site": site, "time": uniform(6, seed=step), "event": event}
+        return {
+            "values": randn(6, 5, seed=step),
+            "site": site,
+            "time": uniform(6, seed=step),
+            "event": event,
+        }
 
     return Scene(
         model=model,

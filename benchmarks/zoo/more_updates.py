@@ -31,38 +31,61 @@ def word_loss(model: nn.Module, b: Batch) -> Tensor:
 
 @incident(
     expected=Expected(
-        step=0, phase="optimizer", op="aten.addcdiv_", event="nan", proof={"param": "emb.weight"}, **SEEN
+        step=0,
+        phase="optimizer",
+        op="aten.addcdiv_",
+        event="nan",
+        proof={"param": "emb.weight"},
+        **SEEN,
     ),
     accepted=("SG502",),
 )
 def adamax_without_epsilon(fixed: bool) -> Scene:
     """Words that the batch does not hold have gradient 0 and infinity norm 0."""
     model = words()
-    optimizer = torch.optim.Adamax(model.parameters(), lr=1e-3, eps=1e-8 if fixed else 0.0, foreach=False)
-    return Scene(model=model, batch=word_batch, loss=word_loss, optimizer=optimizer, steps=3)
-
-
-@incident(
-    expected=Expected(step=0, phase="optimizer", op="aten.div_", event="nan", proof={"param": "emb.weight"}, **SEEN),
-    accepted=("SG502",),
-)
-def adadelta_without_epsilon(fixed: bool) -> Scene:
-    """Adadelta divides one running square by another, and both are 0."""
-    model = words()
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0, eps=1e-6 if fixed else 0.0, foreach=False)
+    optimizer = torch.optim.Adamax(
+        model.parameters(), lr=1e-3, eps=1e-8 if fixed else 0.0, foreach=False
+    )
     return Scene(model=model, batch=word_batch, loss=word_loss, optimizer=optimizer, steps=3)
 
 
 @incident(
     expected=Expected(
-        step=0, phase="optimizer", op="aten.addcdiv_", event="nan", proof={"param": "emb.weight"}, **SEEN
+        step=0,
+        phase="optimizer",
+        op="aten.div_",
+        event="nan",
+        proof={"param": "emb.weight"},
+        **SEEN,
+    ),
+    accepted=("SG502",),
+)
+def adadelta_without_epsilon(fixed: bool) -> Scene:
+    """Adadelta divides one running square by another, and both are 0."""
+    model = words()
+    optimizer = torch.optim.Adadelta(
+        model.parameters(), lr=1.0, eps=1e-6 if fixed else 0.0, foreach=False
+    )
+    return Scene(model=model, batch=word_batch, loss=word_loss, optimizer=optimizer, steps=3)
+
+
+@incident(
+    expected=Expected(
+        step=0,
+        phase="optimizer",
+        op="aten.addcdiv_",
+        event="nan",
+        proof={"param": "emb.weight"},
+        **SEEN,
     ),
     accepted=("SG502",),
 )
 def nadam_without_epsilon(fixed: bool) -> Scene:
     """0 / 0 in both terms of the Nesterov step."""
     model = words()
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3, eps=1e-8 if fixed else 0.0, foreach=False)
+    optimizer = torch.optim.NAdam(
+        model.parameters(), lr=1e-3, eps=1e-8 if fixed else 0.0, foreach=False
+    )
     return Scene(model=model, batch=word_batch, loss=word_loss, optimizer=optimizer, steps=3)
 
 
@@ -94,7 +117,9 @@ class LowRank(nn.Module):
 
 @incident(
     "cybertronai/pytorch-lamb#6",
-    expected=Expected(step=0, phase="optimizer", op="aten.div", event="inf", proof={"param": "down"}, **SEEN),
+    expected=Expected(
+        step=0, phase="optimizer", op="aten.div", event="inf", proof={"param": "down"}, **SEEN
+    ),
     accepted=("SG502", "SG201"),
 )
 def trust_ratio_of_a_fresh_adapter(fixed: bool) -> Scene:
@@ -147,7 +172,9 @@ def normalised_step_of_a_zero_gradient(fixed: bool) -> Scene:
 
 @incident(
     "facebookresearch/svoice#22",
-    expected=Expected(step=2, phase="optimizer", op="aten.mul_", event="opt:momentum_buffer", **SEEN),
+    expected=Expected(
+        step=2, phase="optimizer", op="aten.mul_", event="opt:momentum_buffer", **SEEN
+    ),
     accepted=("SG503",),
 )
 def momentum_restored_with_nan(fixed: bool) -> Scene:
@@ -162,11 +189,15 @@ def momentum_restored_with_nan(fixed: bool) -> Scene:
             state["state"][0]["momentum_buffer"] = torch.full((1, 3), NAN)
             optimizer.load_state_dict(state)
 
-    return Scene(model=model, batch=regression, loss=mse, optimizer=optimizer, steps=4, before_step=before)
+    return Scene(
+        model=model, batch=regression, loss=mse, optimizer=optimizer, steps=4, before_step=before
+    )
 
 
 @incident(
-    expected=Expected(step=2, phase="optimizer", op="aten.maximum", event="opt:max_exp_avg_sq", **SEEN),
+    expected=Expected(
+        step=2, phase="optimizer", op="aten.maximum", event="opt:max_exp_avg_sq", **SEEN
+    ),
     accepted=("SG503",),
 )
 def amsgrad_maximum_restored_with_nan(fixed: bool) -> Scene:
@@ -181,7 +212,9 @@ def amsgrad_maximum_restored_with_nan(fixed: bool) -> Scene:
             state["state"][1]["max_exp_avg_sq"] = torch.full((1,), NAN)
             optimizer.load_state_dict(state)
 
-    return Scene(model=model, batch=regression, loss=mse, optimizer=optimizer, steps=4, before_step=before)
+    return Scene(
+        model=model, batch=regression, loss=mse, optimizer=optimizer, steps=4, before_step=before
+    )
 
 
 @incident(
@@ -193,7 +226,13 @@ def nesterov_with_a_rate_for_plain_descent(fixed: bool) -> Scene:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = sgd(model, 0.005 if fixed else 2.5, momentum=0.99, nesterov=True)
-    return Scene(model=model, batch=lambda step: regression(0, count=8), loss=mse, optimizer=optimizer, steps=40)
+    return Scene(
+        model=model,
+        batch=lambda step: regression(0, count=8),
+        loss=mse,
+        optimizer=optimizer,
+        steps=40,
+    )
 
 
 @incident(
@@ -201,11 +240,16 @@ def nesterov_with_a_rate_for_plain_descent(fixed: bool) -> Scene:
     accepted=("SG504",),
 )
 def rate_of_one_group_in_the_wrong_unit(fixed: bool) -> Scene:
-    """After 30 steps the backbone is unfrozen with a rate of 50 instead of 0.005; the head keeps its own."""
+    """After 30 steps the backbone is unfrozen with a rate of 50 instead of 0.005; the head keeps
+    its own.
+    """
     torch.manual_seed(0)
     model = chain(body=nn.Linear(3, 4), head=nn.Linear(4, 1))
     optimizer = torch.optim.SGD(
-        [{"params": model.head.parameters(), "lr": 0.05}, {"params": model.body.parameters(), "lr": 0.0}]
+        [
+            {"params": model.head.parameters(), "lr": 0.05},
+            {"params": model.body.parameters(), "lr": 0.0},
+        ]
     )
 
     def before(step: int) -> None:

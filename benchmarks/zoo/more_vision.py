@@ -1,4 +1,6 @@
-"""Images: critics, activations with a backward of their own, local statistics, detectors, tiles with missing pixels."""
+"""Images: critics, activations with a backward of their own, local statistics, detectors, tiles
+with missing pixels.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class GradientPenalty(nn.Module):
     accepted=("SG401",),
 )
 def gradient_penalty_on_blank_image(fixed: bool) -> Scene:
-    """Every unit of the critic is off for one blank image: its input gradient is 0, where the root has no slope."""
+    """Every unit of the critic is off for one blank image: its input gradient is 0, where the root
+    has no slope.
+    """
     torch.manual_seed(0)
     model, criterion = Adversaries(), GradientPenalty(floor=1e-12 if fixed else 0.0)
 
@@ -72,7 +76,9 @@ def gradient_penalty_on_blank_image(fixed: bool) -> Scene:
         return gap + 10 * penalty
 
     optimizer = torch.optim.Adam(model.critic.parameters(), lr=1e-4, betas=(0.0, 0.9))
-    return Scene(model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3)
+    return Scene(
+        model=model, criterion=criterion, batch=batch, loss=loss, optimizer=optimizer, steps=3
+    )
 
 
 class MishFunction(torch.autograd.Function):
@@ -145,7 +151,9 @@ class BoxRegressor(nn.Module):
     accepted=("SG203",),
 )
 def mish_closed_form_backward(fixed: bool) -> Scene:
-    """The forward is stable; the hand-written derivative takes exp(3x) of an image that was not divided by 255."""
+    """The forward is stable; the hand-written derivative takes exp(3x) of an image that was not
+    divided by 255.
+    """
     torch.manual_seed(0)
     model = BoxRegressor(stable=fixed)
 
@@ -185,7 +193,10 @@ class LocalNorm(nn.Module):
 class NormedBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, *, safe: bool) -> None:
         super().__init__()
-        self.norm, self.conv = LocalNorm(inputs, safe=safe), nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm, self.conv = (
+            LocalNorm(inputs, safe=safe),
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.leaky_relu(self.conv(self.norm(x)), 0.1)
@@ -210,11 +221,15 @@ class Segmenter(nn.Module):
     "megvii-research/TLC#3",
     "anthonymlortiz/lcn#4",
     "Project-MONAI/MONAI#1868",
-    expected=Expected(step=2, phase="forward", module="blocks.0.norm", op="aten.sqrt", event="nan", sample=3),
+    expected=Expected(
+        step=2, phase="forward", module="blocks.0.norm", op="aten.sqrt", event="nan", sample=3
+    ),
     accepted=("SG207",),
 )
 def local_norm_negative_variance(fixed: bool) -> Scene:
-    """A saturated 12-bit tile: the variance cancels to a negative number, inside a checkpointed block."""
+    """A saturated 12-bit tile: the variance cancels to a negative number, inside a checkpointed
+    block.
+    """
     torch.manual_seed(0)
     model = Segmenter(safe=fixed)
 
@@ -238,12 +253,16 @@ class Detector(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.trunk = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()
+        )
         self.classes, self.boxes = nn.Conv2d(8, 3, 1), nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.trunk(x)
-        return self.classes(hidden).flatten(2).transpose(1, 2), self.boxes(hidden).flatten(2).transpose(1, 2)
+        return self.classes(hidden).flatten(2).transpose(1, 2), self.boxes(hidden).flatten(
+            2
+        ).transpose(1, 2)
 
 
 class MultiBox(nn.Module):
@@ -259,18 +278,24 @@ class MultiBox(nn.Module):
         if self.least:
             count = count.clamp_min(self.least)
         place = F.smooth_l1_loss(boxes[positive], wanted[positive], reduction="sum")
-        return (place + F.cross_entropy(classes.flatten(0, 1), target.flatten(), reduction="sum")) / count
+        return (
+            place + F.cross_entropy(classes.flatten(0, 1), target.flatten(), reduction="sum")
+        ) / count
 
 
 @incident(
     "kuangliu/torchcv#35",
     "HotaekHan/SSTDNet#9",
     "kuangliu/pytorch-retinanet#14",
-    expected=Expected(step=1, phase="loss", module="criterion", op="aten.div", event="inf", micro=1),
+    expected=Expected(
+        step=1, phase="loss", module="criterion", op="aten.div", event="inf", micro=1
+    ),
     accepted=("SG201", "SG102"),
 )
 def ssd_microbatch_without_objects(fixed: bool) -> Scene:
-    """No anchor of the second micro-batch matches an object, and the loss is divided by their number."""
+    """No anchor of the second micro-batch matches an object, and the loss is divided by their
+    number.
+    """
     torch.manual_seed(0)
     model, criterion = Detector(), MultiBox(least=1 if fixed else 0)
 
@@ -279,7 +304,11 @@ def ssd_microbatch_without_objects(fixed: bool) -> Scene:
         target[:, 0] = 1
         if (step, k) == (1, 1):
             target.zero_()
-        return {"image": randn(2, 3, 6, 6, seed=10 * step + k), "target": target, "box": randn(2, 9, 4, seed=k)}
+        return {
+            "image": randn(2, 3, 6, 6, seed=10 * step + k),
+            "target": target,
+            "box": randn(2, 9, 4, seed=k),
+        }
 
     return Scene(
         model=model,
@@ -306,12 +335,20 @@ class LandCover(nn.Module):
     "NRCan/geo-deep-learning#68",
     "chengtan9907/OpenSTL#137",
     expected=Expected(
-        step=2, phase="input", module="encode.0", op="aten.convolution", event="batch:image", micro=1, sample=2
+        step=2,
+        phase="input",
+        module="encode.0",
+        op="aten.convolution",
+        event="batch:image",
+        micro=1,
+        sample=2,
     ),
     accepted=("SG101",),
 )
 def satellite_tile_with_nan_pixels(fixed: bool) -> Scene:
-    """Missing pixels are stored as NaN in one tile of the second micro-batch; BatchNorm spreads them over all."""
+    """Missing pixels are stored as NaN in one tile of the second micro-batch; BatchNorm spreads
+    them over all.
+    """
     torch.manual_seed(0)
     model = LandCover()
 

@@ -1,6 +1,8 @@
-"""Bad values from outside model and batch (numbers, tensors kept by a module), divisors that are no counts, poles.
+"""Bad values from outside model and batch (numbers, tensors kept by a module), divisors that are no
+counts, poles.
 
-No public threads: the cases were written after such incidents had been given no cause, or the wrong one.
+No public threads: the cases were written after such incidents had been given no cause, or the wrong
+one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def weighted(fixed: bool, bad: float) -> Scene:
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.mse_loss(model(b["x"]), b["y"]) * weight[0]
 
-    return Scene(model=model, batch=regression, loss=loss, optimizer=sgd(model), before_step=before_step)
+    return Scene(
+        model=model, batch=regression, loss=loss, optimizer=sgd(model), before_step=before_step
+    )
 
 
 @incident(expected=Expected(step=1, phase="loss", op="aten.mul", event="seen"), accepted=("SG101",))
@@ -35,7 +39,10 @@ def loss_weight_is_nan(fixed: bool) -> Scene:
     return weighted(fixed, NAN)
 
 
-@incident(expected=Expected(step=1, phase="loss", op="aten.mul", event="seen", grads_finite=False), accepted=("SG101",))
+@incident(
+    expected=Expected(step=1, phase="loss", op="aten.mul", event="seen", grads_finite=False),
+    accepted=("SG101",),
+)
 def loss_weight_is_infinite(fixed: bool) -> Scene:
     """1 / p of a class that was never seen, as a Python number."""
     return weighted(fixed, INF)
@@ -55,7 +62,10 @@ class Scaled(nn.Module):
         return scores / self.temperature
 
 
-@incident(expected=Expected(step=1, phase="forward", module="", op="aten.div", event="seen"), accepted=("SG101",))
+@incident(
+    expected=Expected(step=1, phase="forward", module="", op="aten.div", event="seen"),
+    accepted=("SG101",),
+)
 def temperature_is_nan(fixed: bool) -> Scene:
     """A schedule computed the temperature as inf - inf; the model keeps it as a number."""
     model = Scaled()
@@ -91,7 +101,9 @@ class Centred(nn.Module):
     guarded=Expected(step=1, phase="state", module="head", op="aten.sub", event="seen"),
 )
 def centre_that_is_no_buffer(fixed: bool) -> Scene:
-    """self.centre of a teacher head has turned NaN; no checkpoint and no check of buffers knows of it."""
+    """self.centre of a teacher head has turned NaN; no checkpoint and no check of buffers knows of
+    it.
+    """
     torch.manual_seed(0)
     model = chain(head=Centred())
 
@@ -99,21 +111,31 @@ def centre_that_is_no_buffer(fixed: bool) -> Scene:
         if step == 1:
             model.head.centre = torch.tensor([0.0 if fixed else NAN])
 
-    return Scene(model=model, batch=regression, loss=mse, optimizer=sgd(model), before_step=before_step)
+    return Scene(
+        model=model, batch=regression, loss=mse, optimizer=sgd(model), before_step=before_step
+    )
 
 
-@incident(expected=Expected(step=1, phase="loss", op="aten.div", event="inf", sample=3), accepted=("SG201",))
+@incident(
+    expected=Expected(step=1, phase="loss", op="aten.div", event="inf", sample=3),
+    accepted=("SG201",),
+)
 def weight_by_log_of_length(fixed: bool) -> Scene:
     """A document's loss over the logarithm of its length: log(1) is 0, and no count."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
 
     def batch(step: int) -> Batch:
-        return {"x": randn(4, 3, seed=step), "length": torch.tensor([3, 8, 17, 1 if step == 1 else 5])}
+        return {
+            "x": randn(4, 3, seed=step),
+            "length": torch.tensor([3, 8, 17, 1 if step == 1 else 5]),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         length = b["length"].float()
-        return (model(b["x"]).squeeze(-1).pow(2) / (torch.log1p(length) if fixed else torch.log(length))).mean()
+        return (
+            model(b["x"]).squeeze(-1).pow(2) / (torch.log1p(length) if fixed else torch.log(length))
+        ).mean()
 
     return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-3))
 
@@ -130,12 +152,16 @@ def zero_row(step: int) -> Batch:
     accepted=("SG302",),
 )
 def root_mean_square_in_half(fixed: bool) -> Scene:
-    """x / sqrt(mean(x * x) + 1e-8) in float16, where 1e-8 is 0; the root stands between epsilon and division."""
+    """x / sqrt(mean(x * x) + 1e-8) in float16, where 1e-8 is 0; the root stands between epsilon and
+    division.
+    """
     torch.manual_seed(0)
 
     def norm(x: Tensor) -> Tensor:
         half = x.half()
-        return (half / (half.pow(2).mean(-1, keepdim=True) + (1e-5 if fixed else 1e-8)).sqrt()).float()
+        return (
+            half / (half.pow(2).mean(-1, keepdim=True) + (1e-5 if fixed else 1e-8)).sqrt()
+        ).float()
 
     model = chain(inp=nn.Linear(3, 4, bias=False), norm=Lambda(norm), out=nn.Linear(4, 1))
     return Scene(model=model, batch=zero_row, loss=mse, optimizer=sgd(model, 1e-3))
@@ -193,12 +219,15 @@ class Pool(nn.Module):
 def generalised_mean_of_nothing(fixed: bool) -> Scene:
     """mean(x ** p) ** (1 / p) of a row of zeros."""
     torch.manual_seed(0)
-    model = chain(inp=nn.Linear(3, 4, bias=False), pool=Pool(eps=1e-6 if fixed else 0.0), out=nn.Linear(1, 1))
+    model = chain(
+        inp=nn.Linear(3, 4, bias=False), pool=Pool(eps=1e-6 if fixed else 0.0), out=nn.Linear(1, 1)
+    )
     return Scene(model=model, batch=zero_row, loss=mse, optimizer=sgd(model, 1e-4))
 
 
 @incident(
-    expected=Expected(step=1, phase="loss", op="aten.reciprocal", event="inf", grads_finite=True), accepted=("SG201",)
+    expected=Expected(step=1, phase="loss", op="aten.reciprocal", event="inf", grads_finite=True),
+    accepted=("SG201",),
 )
 def repulsion_of_twins(fixed: bool) -> Scene:
     """1 / distance over all pairs, and two samples are the same."""

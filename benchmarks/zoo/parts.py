@@ -1,4 +1,6 @@
-"""Building blocks that several cases share: reproducible tensors, one optimizer, one small attention."""
+"""Building blocks that several cases share: reproducible tensors, one optimizer, one small
+attention.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def uninitialised(*shape: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Single-head attention with an additive mask and a plain softmax; `safe` repairs dead rows before it."""
+    """Single-head attention with an additive mask and a plain softmax; `safe` repairs dead rows
+    before it.
+    """
 
     def __init__(self, width: int = 4, *, safe: bool = False) -> None:
         super().__init__()

@@ -1,15 +1,17 @@
-"""The zoo under stepguard beside what people use today: who notices, at the right step, and who names the place?
+"""The zoo under stepguard beside what people use today: who notices, at the right step, and who
+names the place?
 
     python -m benchmarks.zoo.peers [--only NAME ...]
 
 Writes benchmarks/results/zoo.json. The peers:
 
     detect_anomaly   torch.autograd.detect_anomaly: raises in the backward, names an autograd node
-    module hooks     the forward hook that everybody copies: NaN in a module's output
-    transformers     DebugUnderflowOverflow: hooks on every module, NaN and Inf (where transformers is installed)
+    module hooks     the forward hook that everybody copies: NaN in a module's output transformers
+    DebugUnderflowOverflow: hooks on every module, NaN and Inf (where transformers is installed)
 
-A place counts as right when the tool names the autograd node (detect_anomaly) or the module (hooks) in which the first
-harmful value is born, at that step. None of the peers can name an operation, a sample or a cause.
+A place counts as right when the tool names the autograd node (detect_anomaly) or the module (hooks)
+in which the first harmful value is born, at that step. None of the peers can name an operation, a
+sample or a cause.
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ def module_hooks(scene: Scene) -> Alarm | None:
 
     def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            floats = (t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point())
+            floats = (
+                t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()
+            )
             if any(bool(torch.isnan(t).any()) for t in floats):
                 alarms.append(Alarm(now["step"], name))
 
@@ -121,12 +125,18 @@ def transformers_debug(scene: Scene) -> Alarm | None:
 
 def _last_frame(printed: str) -> str | None:
     """The dotted path in the last frame header: `encoder.block.2 T5LayerNorm`."""
-    frames = [line.split()[0] for line in printed.splitlines() if line and line[0].isalpha() and len(line.split()) == 2]
+    frames = [
+        line.split()[0]
+        for line in printed.splitlines()
+        if line and line[0].isalpha() and len(line.split()) == 2
+    ]
     return frames[-1] if frames else None
 
 
 def _modules(scene: Scene) -> dict[str, nn.Module]:
-    roots = {"": scene.model} | ({"criterion": scene.criterion} if scene.criterion is not None else {})
+    roots = {"": scene.model} | (
+        {"criterion": scene.criterion} if scene.criterion is not None else {}
+    )
     return {f"{k}.{n}".strip("."): m for k, root in roots.items() for n, m in root.named_modules()}
 
 
@@ -148,7 +158,9 @@ def names_place(tool: str, alarm: Alarm | None, want: Expected) -> bool:
     return want.phase in ("forward", "loss", "input", "state") and want.module == alarm.place
 
 
-def compare(case: Case, tools: dict[str, Callable[[Scene], Alarm | None]]) -> dict[str, dict[str, Any]]:
+def compare(
+    case: Case, tools: dict[str, Callable[[Scene], Alarm | None]]
+) -> dict[str, dict[str, Any]]:
     """For every tool: right step, right place, false alarm."""
     row = score(case)
     said: dict[str, dict[str, Any]] = {
@@ -164,19 +176,28 @@ def compare(case: Case, tools: dict[str, Callable[[Scene], Alarm | None]]) -> di
             said[name] = {"step": False, "place": False, "false_alarm": alarm is not None}
             continue
         right = alarm is not None and alarm.step == case.expected.step
-        said[name] = {"step": right, "place": names_place(name, alarm, case.expected), "false_alarm": False}
+        said[name] = {
+            "step": right,
+            "place": names_place(name, alarm, case.expected),
+            "false_alarm": False,
+        }
     return said
 
 
 def _ask(tool: Callable[[Scene], Alarm | None], case: Case) -> Alarm | None:
     try:
         return tool(case.build(False))
-    except (RuntimeError, ValueError):  # the broken run itself ended in an error, as some do after their first NaN
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # the broken run itself ended in an error, as some do after their first NaN
         return None
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", metavar="NAME", help="cases or groups")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -186,7 +207,11 @@ def main(argv: list[str] | None = None) -> int:
     answers = {case.name: compare(case, tools) for case in shown}
     incidents = [case.name for case in cases if not case.control]
     controls = [case.name for case in cases if case.control]
-    table = Table(title=f"{len(incidents)} incidents, {len(controls)} healthy controls", box=None, header_style="bold")
+    table = Table(
+        title=f"{len(incidents)} incidents, {len(controls)} healthy controls",
+        box=None,
+        header_style="bold",
+    )
     for heading in ("tool", "right step", "right place", "false alarms"):
         table.add_column(heading, justify="left" if heading == "tool" else "right")
     totals = {}
@@ -201,7 +226,12 @@ def main(argv: list[str] | None = None) -> int:
     Console(width=100).print(table)
     if not args.only:
         RESULTS.parent.mkdir(exist_ok=True)
-        content = {"incidents": len(incidents), "controls": len(controls), "totals": totals, "cases": answers}
+        content = {
+            "incidents": len(incidents),
+            "controls": len(controls),
+            "totals": totals,
+            "cases": answers,
+        }
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 

@@ -1,4 +1,6 @@
-"""The plain training loop people write, under the observer: what happens to a case when nobody guards it."""
+"""The plain training loop people write, under the observer: what happens to a case when nobody
+guards it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def make_scaler(scene: Scene) -> torch.amp.GradScaler | None:
 
 def run(scene: Scene, *, without: tuple[int, int, int] | None = None) -> Record:
     """Train. `without` = (step, micro-batch, sample) leaves one sample out."""
-    roots = {"": scene.model} | ({"criterion": scene.criterion} if scene.criterion is not None else {})
+    roots = {"": scene.model} | (
+        {"criterion": scene.criterion} if scene.criterion is not None else {}
+    )
     observer = Observer(roots)
     record, scaler = Record(observer.events), make_scaler(scene)
     with observer.following_modules():
@@ -53,7 +57,12 @@ def run(scene: Scene, *, without: tuple[int, int, int] | None = None) -> Record:
 
 
 def _step(
-    scene: Scene, observer: Observer, record: Record, scaler: Any, step: int, without: tuple[int, int, int] | None
+    scene: Scene,
+    observer: Observer,
+    record: Record,
+    scaler: Any,
+    step: int,
+    without: tuple[int, int, int] | None,
 ) -> None:
     observer.begin(step)
     if scene.before_step:
@@ -62,7 +71,11 @@ def _step(
     if without is not None and without[0] == step:
         micros[without[1]] = leave_out(micros[without[1]], without[2])
     record.bad_before.append(_bad_before(scene, micros))
-    kept = {k: v.clone() for k, v in scene.model.state_dict().items()} if scene.skips == "restore" else {}
+    kept = (
+        {k: v.clone() for k, v in scene.model.state_dict().items()}
+        if scene.skips == "restore"
+        else {}
+    )
     scene.optimizer.zero_grad()
     total = 0.0
     for observer.micro, batch in enumerate(micros):
@@ -121,7 +134,12 @@ def _bad_before(scene: Scene, micros: list[Batch]) -> list[str]:
     bad = [f"param:{name}" for name, p in model.named_parameters() if any(flaws(p))]
     bad += [f"buffer:{name}" for name, b in model.named_buffers() if any(flaws(b))]
     bad += [f"batch:{key}" for batch in micros for key, value in batch.items() if any(flaws(value))]
-    slots = {slot for state in scene.optimizer.state.values() for slot, value in state.items() if any(flaws(value))}
+    slots = {
+        slot
+        for state in scene.optimizer.state.values()
+        for slot, value in state.items()
+        if any(flaws(value))
+    }
     return bad + sorted(f"opt:{slot}" for slot in slots)
 
 

@@ -59,13 +59,18 @@ def t5_ffn_fp16_overflow(fixed: bool) -> Scene:
     model = Encoder()
 
     def batch(step: int) -> Batch:
-        return {"ids": torch.tensor([[1, 2, 3], [4, 5, 1]]), "y": torch.tensor([[2, 3, 4], [5, 1, 2]])}
+        return {
+            "ids": torch.tensor([[1, 2, 3], [4, 5, 1]]),
+            "y": torch.tensor([[2, 3, 4], [5, 1, 2]]),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
         return F.cross_entropy(model(b["ids"]).flatten(0, 1).float(), b["y"].flatten())
 
     precision = torch.bfloat16 if fixed else torch.float16
-    return Scene(model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-5), steps=1, autocast=precision)
+    return Scene(
+        model=model, batch=batch, loss=loss, optimizer=sgd(model, 1e-5), steps=1, autocast=precision
+    )
 
 
 @incident(
@@ -84,7 +89,9 @@ def t5_ffn_fp16_overflow(fixed: bool) -> Scene:
     accepted=("SG502",),
 )
 def adam_eps_underflow_fp16(fixed: bool) -> Scene:
-    """fp16 weights under Adam: eps=1e-8 is 0, rows without gradient become 0 / 0. The loss breaks a step later."""
+    """fp16 weights under Adam: eps=1e-8 is 0, rows without gradient become 0 / 0. The loss breaks a
+    step later.
+    """
     torch.manual_seed(0)
     model = chain(emb=nn.Embedding(6, 4), head=nn.Linear(4, 2)).half()
     ids = [[1, 2], [1, 2], [3, 1]]
@@ -113,7 +120,9 @@ def adam_eps_underflow_fp16(fixed: bool) -> Scene:
     accepted=("SG301",),
 )
 def fp16_grad_accumulation_overflow(fixed: bool) -> Scene:
-    """Every micro-batch gradient is about 3e4; their fp16 sum exceeds 65504 in the third micro-batch."""
+    """Every micro-batch gradient is about 3e4; their fp16 sum exceeds 65504 in the third
+    micro-batch.
+    """
     torch.manual_seed(0)
     model = nn.Linear(2, 1, bias=False)
     model = model if fixed else model.half()

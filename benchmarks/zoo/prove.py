@@ -25,7 +25,11 @@ def problems(case: Case) -> list[str]:
     record = run(case.build(False))
     if case.expected is None:
         return _control(case, record)
-    found = [*_origin(case.expected, record), *_sight(case.expected, record), *_claims(case.expected, record)]
+    found = [
+        *_origin(case.expected, record),
+        *_sight(case.expected, record),
+        *_claims(case.expected, record),
+    ]
     if case.expected.sample is not None and case.expected.event != "checkpoint":
         found += _sample(case)
     return found + _fix(case)
@@ -62,7 +66,9 @@ def _origin(want: Expected, record: Record) -> list[str]:
     kind = want.event.partition(":")[0]
     if kind in ("nan", "inf"):
         event = first(record.events, kind, want.step)
-        early = [e for step in range(want.step) if (e := first(record.events, "nan", step)) is not None]
+        early = [
+            e for step in range(want.step) if (e := first(record.events, "nan", step)) is not None
+        ]
         said = [] if _matches(event, want) else [f"the first {kind} of step {want.step} is {event}"]
         return said + [f"an earlier NaN: {e}" for e in early[:1]]
     if kind == "seen":
@@ -80,21 +86,33 @@ def _origin(want: Expected, record: Record) -> list[str]:
 
 def _stored(want: Expected, record: Record, kind: str) -> list[str]:
     when = want.step + 1 if want.proof.get("left_behind") else want.step
-    said = [] if want.event in record.bad_before[when] else [f"{want.event} was fine: {record.bad_before}"]
-    if kind in ("batch", "opt") and any(want.event in bad for bad in record.bad_before[: want.step]):
+    said = (
+        []
+        if want.event in record.bad_before[when]
+        else [f"{want.event} was fine: {record.bad_before}"]
+    )
+    if kind in ("batch", "opt") and any(
+        want.event in bad for bad in record.bad_before[: want.step]
+    ):
         said.append(f"{want.event} was bad earlier")
     read = any(
-        (e.op, e.module) == (want.op, want.module) and (e.phase == want.phase or want.phase in ("state", "input"))
+        (e.op, e.module) == (want.op, want.module)
+        and (e.phase == want.phase or want.phase in ("state", "input"))
         for e in record.events
         if e.step >= want.step
     )
     if want.op is not None and not read:
-        said.append(f"no {want.op} in {want.module} read it; events: {_first_few(record, want.step)}")
+        said.append(
+            f"no {want.op} in {want.module} read it; events: {_first_few(record, want.step)}"
+        )
     return said
 
 
 def _first_few(record: Record, step: int) -> str:
-    return "; ".join(f"{e.phase}/{e.module}/{e.op}/{e.node}" for e in [e for e in record.events if e.step == step][:6])
+    return "; ".join(
+        f"{e.phase}/{e.module}/{e.op}/{e.node}"
+        for e in [e for e in record.events if e.step == step][:6]
+    )
 
 
 def _sight(want: Expected, record: Record) -> list[str]:
@@ -113,14 +131,20 @@ def _claims(want: Expected, record: Record) -> list[str]:
     checks = {
         "then": lambda: not _turns_nan(record, want, *proof["then"]),
         "transient": lambda: not _in_forward(record, want, *proof["transient"]),
-        "backward_only": lambda: any(e.phase in ("forward", "loss") and e.nan_out for e in _events(record, want)),
+        "backward_only": lambda: any(
+            e.phase in ("forward", "loss") and e.nan_out for e in _events(record, want)
+        ),
         "eval_finite": lambda: record.evaluations_finite[-1] != proof["eval_finite"],
         "poisoned": lambda: record.bad_buffers[-1] != proof["poisoned"],
         "scale_collapse": lambda: not (record.scale[-1] < 1.0 and all(record.params_finite)),
         "zero_grads": lambda: not all(record.zero_grads),
         "param": lambda: record.params_finite[want.step],
     }
-    return [f"{claim}={proof[claim]} does not hold" for claim, wrong in checks.items() if claim in proof and wrong()]
+    return [
+        f"{claim}={proof[claim]} does not hold"
+        for claim, wrong in checks.items()
+        if claim in proof and wrong()
+    ]
 
 
 def _events(record: Record, want: Expected) -> list[Event]:
@@ -128,7 +152,10 @@ def _events(record: Record, want: Expected) -> list[Event]:
 
 
 def _turns_nan(record: Record, want: Expected, op: str, module: str | None) -> bool:
-    return any((e.op, e.module) == (op, module) and e.nan_out and not e.nan_in for e in _events(record, want))
+    return any(
+        (e.op, e.module) == (op, module) and e.nan_out and not e.nan_in
+        for e in _events(record, want)
+    )
 
 
 def _in_forward(record: Record, want: Expected, op: str, module: str | None) -> bool:

@@ -21,7 +21,13 @@ def student() -> nn.Module:
     return chain(fc1=nn.Linear(8, 32), act=nn.ReLU(), fc2=nn.Linear(32, 1))
 
 
-RUNAWAY = {"phase": "optimizer", "op": "aten.add_", "event": "spike", "loss_finite": True, "grads_finite": True}
+RUNAWAY = {
+    "phase": "optimizer",
+    "op": "aten.add_",
+    "event": "spike",
+    "loss_finite": True,
+    "grads_finite": True,
+}
 
 
 @incident(
@@ -40,7 +46,14 @@ def lr_spike_after_resume(fixed: bool) -> Scene:
         if step == 5 and not fixed:
             optimizer.param_groups[0]["lr"] = 4.0
 
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=optimizer, steps=14, before_step=before)
+    return Scene(
+        model=model,
+        batch=teacher_batch,
+        loss=mse,
+        optimizer=optimizer,
+        steps=14,
+        before_step=before,
+    )
 
 
 @incident(
@@ -51,6 +64,14 @@ def lr_spike_after_resume(fixed: bool) -> Scene:
     accepted=("SG505",),
 )
 def lr_too_high_divergence(fixed: bool) -> Scene:
-    """A constant rate above the stability limit: the loss grows for several steps before the first Inf."""
+    """A constant rate above the stability limit: the loss grows for several steps before the first
+    Inf.
+    """
     model = student()
-    return Scene(model=model, batch=teacher_batch, loss=mse, optimizer=sgd(model, 0.02 if fixed else 0.8), steps=14)
+    return Scene(
+        model=model,
+        batch=teacher_batch,
+        loss=mse,
+        optimizer=sgd(model, 0.02 if fixed else 0.8),
+        steps=14,
+    )

@@ -28,10 +28,16 @@ def masked_mean_no_valid_token(fixed: bool) -> Scene:
 
     def batch(step: int) -> Batch:
         ids = tokens(2, 4, seed=step)
-        return {"ids": ids, "y": ids.roll(-1, 1), "mask": torch.zeros(2, 4) if step == 2 else torch.ones(2, 4)}
+        return {
+            "ids": ids,
+            "y": ids.roll(-1, 1),
+            "mask": torch.zeros(2, 4) if step == 2 else torch.ones(2, 4),
+        }
 
     def loss(model: nn.Module, b: Batch) -> Tensor:
-        each = F.cross_entropy(model(b["ids"]).flatten(0, 1), b["y"].flatten(), reduction="none").view(2, 4)
+        each = F.cross_entropy(
+            model(b["ids"]).flatten(0, 1), b["y"].flatten(), reduction="none"
+        ).view(2, 4)
         count = b["mask"].sum()
         return (each * b["mask"]).sum() / (count.clamp_min(1) if fixed else count)
 
@@ -42,11 +48,15 @@ def masked_mean_no_valid_token(fixed: bool) -> Scene:
     "pytorch/pytorch#70348",
     "karpathy/nanochat#618",
     "pytorch/pytorch#75181",
-    expected=Expected(step=1, phase="loss", op="aten.nll_loss_forward", event="nan", grads_finite=True),
+    expected=Expected(
+        step=1, phase="loss", op="aten.nll_loss_forward", event="nan", grads_finite=True
+    ),
     accepted=("SG102",),
 )
 def ce_all_labels_ignored(fixed: bool) -> Scene:
-    """Every label is -100: the loss is NaN, yet on CPU the gradients are exactly 0 and the weights survive."""
+    """Every label is -100: the loss is NaN, yet on CPU the gradients are exactly 0 and the weights
+    survive.
+    """
     model = language_model()
 
     def batch(step: int) -> Batch:
@@ -92,7 +102,9 @@ class DoRA(nn.Module):
 def dora_zero_weight_row(fixed: bool) -> Scene:
     """DoRA on a projection with an all-zero row: magnitude / norm is 0 / 0."""
     torch.manual_seed(0)
-    model = chain(q_proj=nn.Linear(3, 4), o_proj=DoRA(4, least=1e-7 if fixed else 0.0), head=nn.Linear(4, 2))
+    model = chain(
+        q_proj=nn.Linear(3, 4), o_proj=DoRA(4, least=1e-7 if fixed else 0.0), head=nn.Linear(4, 2)
+    )
 
     def batch(step: int) -> Batch:
         return {"x": randn(3, 3, seed=step), "y": torch.tensor([0, 1, 1])}
@@ -112,14 +124,18 @@ class FrontEnd(nn.Module):
 
     def forward(self, wave: Tensor) -> Tensor:
         spread = wave.std(-1, keepdim=True)
-        return (wave - wave.mean(-1, keepdim=True)) / (spread.clamp_min(self.least) if self.least else spread)
+        return (wave - wave.mean(-1, keepdim=True)) / (
+            spread.clamp_min(self.least) if self.least else spread
+        )
 
 
 @incident(
     "maxrmorrison/torchcrepe#5",
     "yxlu-0102/MP-SENet#33",
     "philipperemy/deep-speaker#5",
-    expected=Expected(step=1, phase="forward", module="frontend", op="aten.div", event="nan", sample=2),
+    expected=Expected(
+        step=1, phase="forward", module="frontend", op="aten.div", event="nan", sample=2
+    ),
     accepted=("SG201",),
 )
 def silent_clip_normalised_by_std(fixed: bool) -> Scene:

@@ -1,8 +1,10 @@
-"""Scores stepguard on the zoo: does one guarded run name the right step, place, sample and cause, and survive?
+"""Scores stepguard on the zoo: does one guarded run name the right step, place, sample and cause,
+and survive?
 
     python -m benchmarks.zoo.score [--json OUT] [--only NAME ...]
 
-A name is a case or a group. The exit code is 0 when every mark is right and no control raised an alarm.
+A name is a case or a group. The exit code is 0 when every mark is right and no control raised an
+alarm.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ MARK = {True: "[green]yes[/]", False: "[red]NO[/]", None: "[dim]-[/]"}
 def rates(rows: list[Row]) -> dict[str, tuple[int, int]]:
     """How many of the questions that apply were answered rightly, by part."""
     asked = {part: [getattr(row, part) for row in rows if not row.control] for part in PARTS}
-    return {part: (sum(bool(m) for m in marks), sum(m is not None for m in marks)) for part, marks in asked.items()}
+    return {
+        part: (sum(bool(m) for m in marks), sum(m is not None for m in marks))
+        for part, marks in asked.items()
+    }
 
 
 def table(rows: list[Row]) -> Table:
@@ -51,7 +56,9 @@ def explain(row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write rows and rates to this file")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="cases or groups")
     args = parser.parse_args(argv)
@@ -59,7 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     console = Console(width=max(120, Console().width))
     cases = chosen(args.only)
-    rows = [score(case) for case in track(cases, description="scoring", console=Console(stderr=True), transient=True)]
+    rows = [
+        score(case)
+        for case in track(
+            cases, description="scoring", console=Console(stderr=True), transient=True
+        )
+    ]
     console.print(table(rows))
     for row in rows:
         if not row.right:
@@ -67,7 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     done, alarms = rates(rows), sum(row.false_alarms for row in rows if row.control)
     controls = sum(row.control for row in rows)
     summary = "  ".join(f"{part} {right}/{asked}" for part, (right, asked) in done.items())
-    console.print(f"{len(rows) - controls} incidents: {summary}\n{controls} controls: {alarms} false alarms")
+    console.print(
+        f"{len(rows) - controls} incidents: {summary}\n{controls} controls: {alarms} false alarms"
+    )
     if args.json:
         content = {"rows": [asdict(row) for row in rows], "rates": done, "false_alarms": alarms}
         args.json.write_text(json.dumps(content, indent=1))

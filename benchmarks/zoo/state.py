@@ -77,7 +77,9 @@ def bn_running_var_nan_in_checkpoint(fixed: bool) -> Scene:
     """A loaded checkpoint has NaN in running_var: training looks perfect, evaluation is NaN."""
     model = normalised_net()
     if not fixed:
-        model.load_state_dict(model.state_dict() | {"bn.running_var": torch.tensor([1.0, NAN, 1.0, 1.0])})
+        model.load_state_dict(
+            model.state_dict() | {"bn.running_var": torch.tensor([1.0, NAN, 1.0, 1.0])}
+        )
 
     def batch(step: int) -> Batch:
         return {"x": randn(6, 3, seed=step), "y": LABELS}
@@ -124,13 +126,20 @@ def bn_stats_poisoned_by_skipped_batch(fixed: bool) -> Scene:
     "facebookresearch/maskrcnn-benchmark#464",
     "Project-MONAI/monai-physio#137",
     expected=Expected(
-        step=2, phase="optimizer", op="aten.lerp_", event="opt:exp_avg", loss_finite=True, grads_finite=True
+        step=2,
+        phase="optimizer",
+        op="aten.lerp_",
+        event="opt:exp_avg",
+        loss_finite=True,
+        grads_finite=True,
     ),
     accepted=("SG101",),
     guarded=Expected(step=1, phase="input", event="batch:x", sample=0),
 )
 def adam_state_poisoned_after_weight_restore(fixed: bool) -> Scene:
-    """After a NaN step only the weights are put back; exp_avg stays NaN and the next clean step is NaN again."""
+    """After a NaN step only the weights are put back; exp_avg stays NaN and the next clean step is
+    NaN again.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -1,7 +1,8 @@
-"""An observer of plain training loops that is independent of stepguard: every operation with a non-finite result.
+"""An observer of plain training loops that is independent of stepguard: every operation with a
+non-finite result.
 
-It knows the phase, the module whose forward runs (or created the autograd node), and the node. It judges nothing;
-`prove` compares what it saw with what a case claims.
+It knows the phase, the module whose forward runs (or created the autograd node), and the node. It
+judges nothing; `prove` compares what it saw with what a case claims.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 IGNORED = frozenset(
-    "aten." + name for name in ("empty", "new_empty", "empty_like", "empty_strided", "detach", "isnan", "isinf")
+    "aten." + name
+    for name in ("empty", "new_empty", "empty_like", "empty_strided", "detach", "isnan", "isinf")
 )
 
 
@@ -96,7 +98,9 @@ class Observer(TorchDispatchMode):
         nan_in, inf_in = flaws((args, kwargs))
         out = func(*args, **kwargs)
         written = [
-            a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write
+            a
+            for a, s in zip(args, func._schema.arguments, strict=False)
+            if s.alias_info and s.alias_info.is_write
         ]
         nan_out, inf_out = flaws((out, written))
         if nan_out or inf_out:
@@ -106,7 +110,11 @@ class Observer(TorchDispatchMode):
                 phase = "backward"  # a gradient that the loss itself asks for
             elif phase == "loss" and module is not None and module.partition(".")[0] != "criterion":
                 phase = "forward"
-            self.events.append(Event(self.step, self.micro, phase, module, op, node, nan_in, inf_in, nan_out, inf_out))
+            self.events.append(
+                Event(
+                    self.step, self.micro, phase, module, op, node, nan_in, inf_in, nan_out, inf_out
+                )
+            )
         return out
 
 
@@ -118,7 +126,10 @@ def flaws(tree: Any) -> tuple[bool, bool]:
             nan, inf = nan or math.isnan(leaf), inf or math.isinf(leaf)
         elif isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             values = dense(leaf)
-            nan, inf = nan or bool(torch.isnan(values).any()), inf or bool(torch.isinf(values).any())
+            nan, inf = (
+                nan or bool(torch.isnan(values).any()),
+                inf or bool(torch.isinf(values).any()),
+            )
     return nan, inf
 
 

@@ -27,7 +27,9 @@ class Expectation:
     """File the origin's line must be in."""
     higher_is_better: bool = False
     early: bool = False
-    """The guard may see the ruin while everything is still finite: before the unguarded run's first bad step."""
+    """The guard may see the ruin while everything is still finite: before the unguarded run's first
+    bad step.
+    """
     positive: tuple[str, ...] = ()
     """Of the numbers in `Outcome.also`, those that must be above 0 when guarded."""
 
@@ -41,15 +43,24 @@ def problems(expected: Expectation, outcomes: Mapping[Mode, Outcome]) -> list[st
     if not (unguarded.bad_parameters or unguarded.bad_buffers):
         found.append("the unguarded run ended without a bad tensor, so nothing was survived")
     if guarded.bad_parameters or guarded.bad_buffers:
-        found.append(f"guarded, {guarded.bad_parameters} parameters and {guarded.bad_buffers} buffers are bad")
+        found.append(
+            f"guarded, {guarded.bad_parameters} parameters and {guarded.bad_buffers} buffers are "
+            f"bad"
+        )
     if not guarded.incidents:
         return [*found, "guarded, no incident was recorded"]
     found += _detection(expected, guarded, unguarded) + _origin(expected, guarded)
     if guarded.cause not in expected.causes:
         found.append(f"cause {guarded.cause or None}, expected one of {', '.join(expected.causes)}")
     if not _near(expected, healthy.metric, guarded.metric):
-        found.append(f"{expected.metric} is {guarded.metric:.4g} guarded and {healthy.metric:.4g} healthy")
-    found += [f"{n} is {guarded.also[n]:.4g} guarded" for n in expected.positive if guarded.also.get(n, 1.0) <= 0.0]
+        found.append(
+            f"{expected.metric} is {guarded.metric:.4g} guarded and {healthy.metric:.4g} healthy"
+        )
+    found += [
+        f"{n} is {guarded.also[n]:.4g} guarded"
+        for n in expected.positive
+        if guarded.also.get(n, 1.0) <= 0.0
+    ]
     return found
 
 
@@ -67,7 +78,9 @@ def _origin(expected: Expectation, guarded: Outcome) -> list[str]:
     origin = guarded.incidents[0].origin
     found = []
     if origin is None or origin.op not in expected.ops:
-        found.append(f"origin {origin.op if origin else None}, expected one of {', '.join(expected.ops)}")
+        found.append(
+            f"origin {origin.op if origin else None}, expected one of {', '.join(expected.ops)}"
+        )
     if expected.source and (origin is None or file_of(origin.source) != expected.source):
         found.append(f"source {origin.source if origin else None}, expected {expected.source}")
     return found
@@ -82,5 +95,9 @@ def _near(expected: Expectation, healthy: float, guarded: float) -> bool:
     if not (math.isfinite(healthy) and math.isfinite(guarded)):
         return False
     worse = healthy - guarded if expected.higher_is_better else guarded - healthy
-    allowed = expected.absolute if expected.absolute is not None else (expected.relative or 0.0) * abs(healthy)
+    allowed = (
+        expected.absolute
+        if expected.absolute is not None
+        else (expected.relative or 0.0) * abs(healthy)
+    )
     return worse <= allowed

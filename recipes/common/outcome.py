@@ -24,7 +24,9 @@ class Outcome:
     losses: tuple[float, ...]
     """The true loss of every step, NaN included."""
     first_bad: int | None
-    """The first step whose loss, gradient norm or parameters were not finite, counted by the recipe itself."""
+    """The first step whose loss, gradient norm or parameters were not finite, counted by the recipe
+    itself.
+    """
     metric: float
     bad_parameters: int = 0
     bad_buffers: int = 0
@@ -55,7 +57,10 @@ class Outcome:
 
 def first_bad(losses: Sequence[float], norms: Sequence[float]) -> int | None:
     """The first bad step by the recipe's own eyes, so that the guard is not its own judge."""
-    finite = [math.isfinite(loss) and math.isfinite(norm) for loss, norm in zip(losses, norms, strict=True)]
+    finite = [
+        math.isfinite(loss) and math.isfinite(norm)
+        for loss, norm in zip(losses, norms, strict=True)
+    ]
     return None if all(finite) else finite.index(False)
 
 

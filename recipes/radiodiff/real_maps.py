@@ -2,9 +2,10 @@
 
     python real_maps.py --number 400        # some minutes; writes data/maps.npz
 
-Needs `pip install sionna-rt` and an LLVM library for its ray tracer (Debian: libllvm19, DRJIT_LIBLLVM_PATH). Buildings
-are boxes of concrete 10 to 30 m high, as many as in the toy cities; the transmitter stands 5 m above a free cell. Cells
-that no ray reaches have gain 0, whose logarithm is -inf: they become the noise floor before anything is stored.
+Needs `pip install sionna-rt` and an LLVM library for its ray tracer (Debian: libllvm19,
+DRJIT_LIBLLVM_PATH). Buildings are boxes of concrete 10 to 30 m high, as many as in the toy cities;
+the transmitter stands 5 m above a free cell. Cells that no ray reaches have gain 0, whose logarithm
+is -inf: they become the noise floor before anything is stored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SENDER_HEIGHT, SEEN_HEIGHT = 5.0, 1.5
 def boxes(
     plan: list[tuple[int, int, int, int]], size: int, heights: Sequence[float]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Corners [8, 3] and triangles [12, 3] of each building, in metres around the middle of the map."""
+    """Corners [8, 3] and triangles [12, 3] of each building, in metres around the middle of the
+    map.
+    """
     faces = np.array(
         [
             [0, 2, 1],
@@ -49,24 +52,34 @@ def boxes(
         x0, x1 = (np.array([left, min(left + wide, size)]) - size / 2) * METRES
         y0, y1 = (np.array([top, min(top + high, size)]) - size / 2) * METRES
         flat = [[x0, y0], [x1, y0], [x1, y1], [x0, y1]]
-        yield np.array([[*p, 0.0] for p in flat] + [[*p, height] for p in flat], dtype=np.float32), faces
+        yield (
+            np.array([[*p, 0.0] for p in flat] + [[*p, height] for p in flat], dtype=np.float32),
+            faces,
+        )
 
 
 def write_ply(path: Path, corners: np.ndarray, faces: np.ndarray) -> None:
     head = (
-        f"ply\nformat ascii 1.0\nelement vertex {len(corners)}\nproperty float x\nproperty float y\nproperty float z\n"
+        f"ply\nformat ascii 1.0\nelement vertex {len(corners)}\nproperty float x\nproperty "
+        f"float y\nproperty float z\n"
     )
     head += f"element face {len(faces)}\nproperty list uchar int vertex_indices\nend_header\n"
-    lines = [" ".join(f"{v:.3f}" for v in row) for row in corners] + ["3 " + " ".join(map(str, row)) for row in faces]
+    lines = [" ".join(f"{v:.3f}" for v in row) for row in corners] + [
+        "3 " + " ".join(map(str, row)) for row in faces
+    ]
     path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
 
 
-def scene_of(folder: Path, plan: list[tuple[int, int, int, int]], size: int, heights: Sequence[float]) -> Any:
+def scene_of(
+    folder: Path, plan: list[tuple[int, int, int, int]], size: int, heights: Sequence[float]
+) -> Any:
     """A Sionna scene of the ground and the buildings."""
     from sionna.rt import load_scene
 
     half = size * METRES / 2
-    ground = np.array([[-half, -half, 0], [half, -half, 0], [half, half, 0], [-half, half, 0]], dtype=np.float32)
+    ground = np.array(
+        [[-half, -half, 0], [half, -half, 0], [half, half, 0], [-half, half, 0]], dtype=np.float32
+    )
     write_ply(folder / "ground.ply", ground, np.array([[0, 1, 2], [0, 2, 3]]))
     names = ["ground"]
     for number, (corners, faces) in enumerate(boxes(plan, size, heights)):
@@ -74,14 +87,18 @@ def scene_of(folder: Path, plan: list[tuple[int, int, int, int]], size: int, hei
         names.append(f"building{number}")
     shapes = "".join(
         f'<shape type="ply" id="{name}"><string name="filename" value="{name}.ply"/>'
-        f'<ref id="mat-itu_{"wet_ground" if name == "ground" else "concrete"}" name="bsdf"/></shape>'
+        f'<ref id="mat-itu_{"wet_ground" if name == "ground" else "concrete"}" '
+        f'name="bsdf"/></shape>'
         for name in names
     )
     materials = "".join(
-        f'<bsdf type="itu-radio-material" id="mat-itu_{kind}"><string name="type" value="{kind}"/></bsdf>'
+        f'<bsdf type="itu-radio-material" id="mat-itu_{kind}"><string name="type" '
+        f'value="{kind}"/></bsdf>'
         for kind in ("concrete", "wet_ground")
     )
-    (folder / "scene.xml").write_text(f'<scene version="2.1.0">{materials}{shapes}</scene>', encoding="utf-8")
+    (folder / "scene.xml").write_text(
+        f'<scene version="2.1.0">{materials}{shapes}</scene>', encoding="utf-8"
+    )
     return load_scene(str(folder / "scene.xml"), merge_shapes=False)
 
 
@@ -90,7 +107,11 @@ def traced(scene: Any, cell: tuple[int, int], size: int) -> np.ndarray:
     from sionna.rt import PlanarArray, RadioMapSolver, Transmitter
 
     scene.tx_array = PlanarArray(num_rows=1, num_cols=1, pattern="iso", polarization="V")
-    place = [(cell[1] + 0.5 - size / 2) * METRES, (cell[0] + 0.5 - size / 2) * METRES, SENDER_HEIGHT]
+    place = [
+        (cell[1] + 0.5 - size / 2) * METRES,
+        (cell[0] + 0.5 - size / 2) * METRES,
+        SENDER_HEIGHT,
+    ]
     scene.add(Transmitter(name="tx", position=place))
     side = size * METRES
     found = RadioMapSolver()(
@@ -129,9 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             gain = traced(scene_of(Path(folder), plan, options.size, heights), cell, options.size)
         images.append(scaled(gain)[None])
         conditions.append(condition_of(city[None], torch.tensor([cell]))[0].numpy())
-        print(f"\r{number + 1} of {options.number} maps, {np.isfinite(gain).mean():.0%} of the cells reached", end="")
+        print(
+            f"\r{number + 1} of {options.number} maps, {np.isfinite(gain).mean():.0%} of the cells "
+            f"reached",
+            end="",
+        )
     options.folder.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(options.folder / "maps.npz", image=np.stack(images), condition=np.stack(conditions))
+    np.savez_compressed(
+        options.folder / "maps.npz", image=np.stack(images), condition=np.stack(conditions)
+    )
     print(f"\nwrote {options.folder / 'maps.npz'}")
 
 

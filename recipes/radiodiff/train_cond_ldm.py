@@ -1,10 +1,11 @@
 """Train the conditional latent diffusion.
 
-    accelerate launch train_cond_ldm.py --cfg configs/radio_train_m.yaml
-    python train_cond_ldm.py --cfg configs/radio_train_m.yaml trainer.train_num_steps=100 model.eps=0
+    accelerate launch train_cond_ldm.py --cfg configs/radio_train_m.yaml python train_cond_ldm.py
+    --cfg configs/radio_train_m.yaml trainer.train_num_steps=100 model.eps=0
 
-`trainer.guard: original` runs the loop as it was; `stable` checks the settings first and lets stepguard watch the loop.
-Ctrl+C saves the state if it is good. Not covered: the original's discriminator, Swin condition net and 256x256 maps.
+`trainer.guard: original` runs the loop as it was; `stable` checks the settings first and lets
+stepguard watch the loop. Ctrl+C saves the state if it is good. Not covered: the original's
+discriminator, Swin condition net and 256x256 maps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from denoising_diffusion_pytorch.ddm_const_sde import LatentDiffusion
-from denoising_diffusion_pytorch.settings import Settings, accelerator_for, load_config, precision_report
+from denoising_diffusion_pytorch.settings import (
+    Settings,
+    accelerator_for,
+    load_config,
+    precision_report,
+)
 from denoising_diffusion_pytorch.stages import Stages, build_stages
 
 Batch = dict[str, Tensor]
@@ -42,16 +48,22 @@ class History:
 class Trainer:
     """Model, data, optimizer and loop of one run."""
 
-    def __init__(self, config: Settings, accelerator: Accelerator, *, stages: Stages | None = None) -> None:
+    def __init__(
+        self, config: Settings, accelerator: Accelerator, *, stages: Stages | None = None
+    ) -> None:
         self.config, self.accelerator = config, accelerator
         trainer = config.trainer
         self.stages = stages or build_stages(config, accelerator.process_index)
         self.folder = Path(trainer.results_folder) if trainer.results_folder else None
         diffusion = self.stages.diffusion(config, say=tqdm.write)
-        optimizer = torch.optim.AdamW(diffusion.parameters(), lr=trainer.lr, weight_decay=trainer.weight_decay)
+        optimizer = torch.optim.AdamW(
+            diffusion.parameters(), lr=trainer.lr, weight_decay=trainer.weight_decay
+        )
         schedule = LambdaLR(optimizer, _decay(trainer.train_num_steps, trainer.min_lr / trainer.lr))
         self.ema = AveragedModel(diffusion, multi_avg_fn=get_ema_multi_avg_fn(trainer.ema_decay))
-        self.model, self.optimizer, self.schedule = accelerator.prepare(diffusion, optimizer, schedule)
+        self.model, self.optimizer, self.schedule = accelerator.prepare(
+            diffusion, optimizer, schedule
+        )
         self.step = 0
         self.history = History()
         self.guard = self._guarded() if trainer.guard == "stable" else None
@@ -60,7 +72,9 @@ class Trainer:
         from stepguard import GuardConfig
         from stepguard.integrations.accelerate import guard
 
-        made = guard(self.accelerator, GuardConfig(run_dir=self.folder / "run" if self.folder else None))
+        made = guard(
+            self.accelerator, GuardConfig(run_dir=self.folder / "run" if self.folder else None)
+        )
         made.guards[0].on_commit(self._average)
         return made
 
@@ -116,7 +130,8 @@ class Trainer:
         if self.step % trainer.log_freq == 0:
             rate = self.optimizer.param_groups[0]["lr"]
             tqdm.write(
-                f"[Train Step] {self.step}/{trainer.train_num_steps}: loss_simple: {loss:.5f}, loss_vlb: 0.00000, "
+                f"[Train Step] {self.step}/{trainer.train_num_steps}: loss_simple: {loss:.5f}, "
+                f"loss_vlb: 0.00000, "
                 f"total_loss: {loss:.5f}, lr: {rate:.5f}"
             )
         milestone = self.step % trainer.save_and_sample_every == 0 and self.folder is not None
@@ -125,7 +140,9 @@ class Trainer:
             tqdm.write(f"{saved}; NMSE of sampled maps {self.nmse():.4f}")
 
     def next_batch(self) -> Batch:
-        """Latents of the next maps, with their noise and times: everything random of a step is in its batch."""
+        """Latents of the next maps, with their noise and times: everything random of a step is in
+        its batch.
+        """
         return self.stages.batch(self._bare())
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -138,7 +155,9 @@ class Trainer:
                 self.guard.guards[0].follow("weight", self._bare().largest_weight)
             return losses
 
-        loss: Tensor = compute(batch)["loss_simple"] if self.guard is None else self.guard.loss(compute, batch)
+        loss: Tensor = (
+            compute(batch)["loss_simple"] if self.guard is None else self.guard.loss(compute, batch)
+        )
         return loss
 
     def _bare(self) -> LatentDiffusion:
@@ -152,7 +171,9 @@ class Trainer:
             return "nothing is saved"
         bad = self.guard.guards[0].trouble() if self.guard is not None else ()
         if bad:
-            return f"model-{name}.pt NOT saved: {bad[0]} is not finite; the checkpoint before it stays"
+            return (
+                f"model-{name}.pt NOT saved: {bad[0]} is not finite; the checkpoint before it stays"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             "step": self.step,
@@ -173,7 +194,8 @@ class Trainer:
         path = (self.folder or Path()) / f"model-{milestone}.pt"
         if not path.is_file():
             raise SystemExit(
-                f"trainer.resume_milestone={milestone}: {path} does not exist; enable_resume=False starts anew."
+                f"trainer.resume_milestone={milestone}: {path} does not exist; enable_resume=False "
+                f"starts anew."
             )
         state = torch.load(path, weights_only=True)
         self._bare().load_state_dict(state["model"])
@@ -222,7 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args(arguments)
     start(load_config(options.cfg, options.overrides))
-    gc.collect()  # the wrapped model holds the process group; threads of gloo that end after Python abort the process
+    # the wrapped model holds the process group; threads of gloo that end after Python abort the
+    # process
+    gc.collect()
 
 
 def start(config: Settings) -> Trainer:
@@ -241,7 +265,10 @@ def start(config: Settings) -> Trainer:
         trainer.train(bar=accelerator.is_main_process)
         seconds = time.perf_counter() - began
         if accelerator.is_main_process:
-            print(f"{trainer.step} steps in {seconds:.0f} s, NMSE of sampled maps {trainer.nmse():.4f}")
+            print(
+                f"{trainer.step} steps in {seconds:.0f} s, NMSE of sampled maps "
+                f"{trainer.nmse():.4f}"
+            )
     finally:
         trainer.close()
     accelerator.end_training()

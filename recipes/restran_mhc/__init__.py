@@ -1,1 +1,3 @@
-"""ResTran + mHC, small: a multi-frame licence-plate reader with manifold-constrained hyper-connections."""
+"""ResTran + mHC, small: a multi-frame licence-plate reader with manifold-constrained
+hyper-connections.
+"""

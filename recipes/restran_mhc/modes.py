@@ -1,8 +1,10 @@
-"""ResTran's natural failure in four modes: resumed at half of the run with 30 times the learning rate.
+"""ResTran's natural failure in four modes: resumed at half of the run with 30 times the learning
+rate.
 
-The routing scores grow until exp in the original's Sinkhorn overflows at 88.7. In a run that has learned its task the
-loss is ruined before that, and the guard goes back before there is any NaN. In a run that has not, a high loss is
-nothing unusual, and the overflow comes first. Either way it goes back to a state that was good by its loss.
+The routing scores grow until exp in the original's Sinkhorn overflows at 88.7. In a run that has
+learned its task the loss is ruined before that, and the guard goes back before there is any NaN. In
+a run that has not, a high loss is nothing unusual, and the overflow comes first. Either way it goes
+back to a state that was good by its loss.
 """
 
 from __future__ import annotations
@@ -34,9 +36,15 @@ ORIGINAL = Config(
     STEPS_PER_EPOCH=40,
     GUARD="original",
 )
-YOUNG = ORIGINAL.with_(STEPS_PER_EPOCH=14, BATCH_SIZE=8, CHANNELS=(4, 8, 16), FRAMES=2, VALIDATION_PLATES=64)
-QUICK = ORIGINAL.with_(STEPS_PER_EPOCH=16, BATCH_SIZE=12, FRAMES=1, AUGMENTATION_LEVEL="none", VALIDATION_PLATES=64)
-"""Learns enough in 96 steps to lose it: a run that is not brought back ends above 3.7 where a healthy one has 1.3."""
+YOUNG = ORIGINAL.with_(
+    STEPS_PER_EPOCH=14, BATCH_SIZE=8, CHANNELS=(4, 8, 16), FRAMES=2, VALIDATION_PLATES=64
+)
+QUICK = ORIGINAL.with_(
+    STEPS_PER_EPOCH=16, BATCH_SIZE=12, FRAMES=1, AUGMENTATION_LEVEL="none", VALIDATION_PLATES=64
+)
+"""Learns enough in 96 steps to lose it: a run that is not brought back ends above 3.7 where a
+healthy one has 1.3.
+"""
 TIMES = 30.0
 Measure = Callable[[Trainer], float]
 
@@ -72,7 +80,9 @@ def _resumed(config: Config, measure: Measure, mode: Mode, times: float) -> Outc
 
 
 def _first_half(config: Config, files: Files) -> Trainer:
-    """Trained to the middle and saved. Without a guard nothing differs between the modes, so it is done once."""
+    """Trained to the middle and saved. Without a guard nothing differs between the modes, so it is
+    done once.
+    """
     trainer = Trainer(config, files=files)
     if config.GUARD == "stable":
         _train(trainer, trainer.total_steps // 2)
@@ -111,7 +121,11 @@ EXPERIMENTS = (
         title="restran_mhc: resumed with 30 times the learning rate",
         run=partial(run, ORIGINAL, accuracy),
         expected=Expectation(
-            metric="plate accuracy", causes=("SG504",), absolute=0.03, higher_is_better=True, early=True
+            metric="plate accuracy",
+            causes=("SG504",),
+            absolute=0.03,
+            higher_is_better=True,
+            early=True,
         ),
         in_short=False,
     ),
@@ -119,7 +133,9 @@ EXPERIMENTS = (
         name="resumed-quick",
         title="restran_mhc: resumed with 30 times the learning rate, a quick run",
         run=partial(run, QUICK, loss),
-        expected=Expectation(metric="validation loss", causes=("SG504",), relative=0.10, early=True),
+        expected=Expectation(
+            metric="validation loss", causes=("SG504",), relative=0.10, early=True
+        ),
         in_full=False,
     ),
     Experiment(
@@ -127,7 +143,11 @@ EXPERIMENTS = (
         title="restran_mhc: the same before much is learned, exp overflows in Sinkhorn",
         run=partial(run, YOUNG, loss),
         expected=Expectation(
-            metric="validation loss", ops=("aten.exp",), causes=("SG504",), relative=0.05, source="components.py"
+            metric="validation loss",
+            ops=("aten.exp",),
+            causes=("SG504",),
+            relative=0.05,
+            source="components.py",
         ),
     ),
 )

@@ -1,9 +1,10 @@
 """Train the plate reader.
 
-    python train.py                                                # the settings of configs/config.py
-    python train.py --model restran_mhc --mhc-n 2 --lr 0.0001
+    python train.py                                                # the settings of
+    configs/config.py python train.py --model restran_mhc --mhc-n 2 --lr 0.0001
 
-Guarded by default (`--guard original` runs the loop as it was). Writes results/, the readable log and the best model.
+Guarded by default (`--guard original` runs the loop as it was). Writes results/, the readable log
+and the best model.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def start(config: Config) -> Trainer:
         last = trainer.train().epochs[-1]
     finally:
         trainer.close()
-    print(f"{trainer.step} steps, loss {last['train_loss']:.3f}, plate accuracy {last['val_acc']:.3f}")
+    print(
+        f"{trainer.step} steps, loss {last['train_loss']:.3f}, plate accuracy {last['val_acc']:.3f}"
+    )
     return trainer
 
 

@@ -1,1 +1,3 @@
-"""Supervised fine-tuning with LoRA and the transformers Trainer: unit conversions in tagged answers."""
+"""Supervised fine-tuning with LoRA and the transformers Trainer: unit conversions in tagged
+answers.
+"""

@@ -1,4 +1,6 @@
-"""The fine-tuning's natural failures: adapters in float16 under a non-fused AdamW, and answers that are cut off."""
+"""The fine-tuning's natural failures: adapters in float16 under a non-fused AdamW, and answers that
+are cut off.
+"""
 
 from __future__ import annotations
 
@@ -102,5 +104,7 @@ EXPERIMENTS = (
             positive=("accuracy", "answer rate"),
         ),
     ),
-    Beforehand(name="cut-answers", title="sft: max_length cuts the answers off, before step 0", look=look),
+    Beforehand(
+        name="cut-answers", title="sft: max_length cuts the answers off, before step 0", look=look
+    ),
 )

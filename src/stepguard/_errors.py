@@ -44,7 +44,9 @@ class CapsuleError(StepguardError):
 
 
 class StoreError(StepguardError):
-    """A checkpoint was not written, or no checkpoint can be opened; the message names what stands in the way."""
+    """A checkpoint was not written, or no checkpoint can be opened; the message names what stands
+    in the way.
+    """
 
 
 class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the design: it is an outcome, not a fault)
@@ -54,13 +56,17 @@ class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the de
         super().__init__(incident)
         self.incident = incident
         self.state = state
-        """Checkpoint that holds the newest good state; None where there is no folder to write to, or nothing good."""
+        """Checkpoint that holds the newest good state; None where there is no folder to write to,
+        or nothing good.
+        """
         self.restart = restart
         """Can a new start help: `helps`, `same-place`, or `no`."""
 
     @property
     def __traceback__(self) -> TracebackType | None:
-        """Only the user's frames, whoever prints them (hydra, click, a logger): it is their line that was stopped."""
+        """Only the user's frames, whoever prints them (hydra, click, a logger): it is their line
+        that was stopped.
+        """
         return _without_ours(_TRACEBACK.__get__(self))
 
     @__traceback__.setter

@@ -1,4 +1,6 @@
-"""The public guard: `Guard.step` runs a step under protection, `watch` protects a loop that stays as it is."""
+"""The public guard: `Guard.step` runs a step under protection, `watch` protects a loop that stays
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ from stepguard.engine.recover.signals import Signals
 from stepguard.engine.recover.snapshots import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.step_end import apply
-from stepguard.engine.wiring import Wiring, building_for, check_config, check_optimizer, check_watched, owners
+from stepguard.engine.wiring import (
+    Wiring,
+    building_for,
+    check_config,
+    check_optimizer,
+    check_watched,
+    owners,
+)
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.resumable_loader import Feed
 from stepguard.state.step import LossFn
@@ -43,7 +52,9 @@ __all__ = ["Guard", "StepResult", "watch"]
 
 
 class Guard:
-    """Protects one model and its optimizer. A context manager; `close` undoes everything it installed."""
+    """Protects one model and its optimizer. A context manager; `close` undoes everything it
+    installed.
+    """
 
     def __init__(
         self,
@@ -68,7 +79,10 @@ class Guard:
         self._saving = Saving(self._context, self._recovery)
         if loader is not None:
             self._context.feed = Feed(
-                loader, self._between, partial(self._recovery.say, "loader"), lambda: self._context.step
+                loader,
+                self._between,
+                partial(self._recovery.say, "loader"),
+                lambda: self._context.step,
             )
         self._epochs: EpochSchedule | None = None
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
@@ -89,22 +103,30 @@ class Guard:
         """To a later guard for the same optimizer, and to the end of the process."""
         owners[self._context.optimizer] = weakref.ref(self)
         if self._context.journal is not None:
-            self._context.resources.callback(atexit.unregister, atexit.register(partial(_died, weakref.ref(self))))
+            self._context.resources.callback(
+                atexit.unregister, atexit.register(partial(_died, weakref.ref(self)))
+            )
 
     def step(self, loss_fn: LossFn, *micro_batches: Any) -> StepResult:
-        """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip, update.
+        """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip,
+        update.
 
-        `loss_fn(micro_batch)` returns a scalar, or a dict of named scalars that are added; micro-batch losses are
-        added, not averaged. Raises TrainingHalted when the policy stops the run.
+        `loss_fn(micro_batch)` returns a scalar, or a dict of named scalars that are added;
+        micro-batch losses are added, not averaged. Raises TrainingHalted when the policy stops the
+        run.
         """
         if self._closed:
             raise ConfigError("this guard is closed; make a new one to go on.")
         if self._watcher is not None:
             raise ConfigError(
-                "this guard watches a loop that runs its own steps; build stepguard.Guard to call step()."
+                "this guard watches a loop that runs its own steps; build stepguard.Guard to call "
+                "step()."
             )
         if not micro_batches:
-            raise ConfigError("guard.step got no batch; call guard.step(loss_fn, batch), or several micro-batches.")
+            raise ConfigError(
+                "guard.step got no batch; call guard.step(loss_fn, batch), or several "
+                "micro-batches."
+            )
         offer(self._context, loss_fn)
         self._wiring.begin_step()
         done = False
@@ -116,20 +138,25 @@ class Guard:
             self._wiring.end_step(done=done)
 
     def save(self) -> Path | None:
-        """Seal the present state now. None: refused, because the state is not good; `last-good` stays as it is.
+        """Seal the present state now. None: refused, because the state is not good; `last-good`
+        stays as it is.
 
         With several ranks all of them call it, and the first one writes.
         """
         self._settle()
         if not self.armed:
-            self._recovery.say("checkpoint", "NOT saved: a disarmed guard cannot tell whether the state is good")
+            self._recovery.say(
+                "checkpoint", "NOT saved: a disarmed guard cannot tell whether the state is good"
+            )
             return None
         return self._saving.save()
 
     def restore(self, path: str | PathLike[str] = "last-good") -> int:
-        """Load a sealed checkpoint, RNG and loader position included; damaged ones are passed over, each named.
+        """Load a sealed checkpoint, RNG and loader position included; damaged ones are passed over,
+        each named.
 
-        Returns the optimizer steps done. `last-good` is the newest good one; raises StoreError where none is usable.
+        Returns the optimizer steps done. `last-good` is the newest good one; raises StoreError
+        where none is usable.
         """
         self._settle()
         return self._saving.restore(path if path == "last-good" else Path(path))
@@ -138,18 +165,23 @@ class Guard:
     def loader(self) -> Feed:
         """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
         if self._context.feed is None:
-            raise ConfigError("this guard was given no loader; give stepguard.Guard(..., loader=loader).")
+            raise ConfigError(
+                "this guard was given no loader; give stepguard.Guard(..., loader=loader)."
+            )
         return self._context.feed
 
     def micro(self, loss_fn: LossFn, batch: Any) -> None:
-        """For integrations, just before a framework runs forward and backward of one micro-batch by itself.
+        """For integrations, just before a framework runs forward and backward of one micro-batch by
+        itself.
 
-        `loss_fn(batch)` must give, without side effects, the very loss the framework is about to call backward on; the
-        step can then be replayed, as one of `guard.step` can. Only for a guard made by `stepguard.watch`.
+        `loss_fn(batch)` must give, without side effects, the very loss the framework is about to
+        call backward on; the step can then be replayed, as one of `guard.step` can. Only for a
+        guard made by `stepguard.watch`.
         """
         if self._watcher is None:
             raise ConfigError(
-                "guard.micro is for a loop that runs its own steps; build the guard with stepguard.watch."
+                "guard.micro is for a loop that runs its own steps; build the guard with "
+                "stepguard.watch."
             )
         if not self._closed:
             offer(self._context, loss_fn)
@@ -157,15 +189,21 @@ class Guard:
 
     @property
     def dropped(self) -> bool:
-        """Was the last update vetoed? A fused update is read one step later, and its schedule taken back then."""
+        """Was the last update vetoed? A fused update is read one step later, and its schedule taken
+        back then.
+        """
         return self._watcher is not None and self._watcher.dropped
 
     def start_at(self, step: int) -> None:
-        """Number the next step `step`, as a run that goes on from a checkpoint does. Before the first step."""
+        """Number the next step `step`, as a run that goes on from a checkpoint does. Before the
+        first step.
+        """
         self._context.step = step
 
     def settle(self) -> None:
-        """Read a fused step whose verdict is still on the device; raises TrainingHalted if that stops the run."""
+        """Read a fused step whose verdict is still on the device; raises TrainingHalted if that
+        stops the run.
+        """
         self._settle()
 
     def finite(self) -> bool:
@@ -173,15 +211,19 @@ class Guard:
         return self._inner.reader.last_update_finite()
 
     def trouble(self, *, together: bool = False) -> tuple[str, ...]:
-        """Names of stored tensors that are non-finite now and should not be: such a state must not be saved.
+        """Names of stored tensors that are non-finite now and should not be: such a state must not
+        be saved.
 
-        Reads everything once. `together`: all ranks ask at this moment, and each gets the names of all.
+        Reads everything once. `together`: all ranks ask at this moment, and each gets the names of
+        all.
         """
         return agreed_trouble(self._context, together=together)
 
     @property
     def good(self) -> bool:
-        """Has the run kept what it learned, by its loss? Says nothing about stored tensors, see `trouble`."""
+        """Has the run kept what it learned, by its loss? Says nothing about stored tensors, see
+        `trouble`.
+        """
         return not self._recovery.ruined
 
     def say(self, kind: str, summary: str) -> None:
@@ -226,14 +268,17 @@ class Guard:
         return self._shield.armed
 
     def follow(self, name: str, value: Tensor | float) -> None:
-        """Record a value of this step beside its loss: a gate, a weight, the norm of a latent. Waits for nothing.
+        """Record a value of this step beside its loss: a gate, a weight, the norm of a latent.
+        Waits for nothing.
 
-        Call it in the loss function, or anywhere before the update. Of several elements the largest magnitude counts.
-        It goes into journal, log and incidents and is no incident itself, whatever it is: `stepguard live --stage` can
-        set a limit to it.
+        Call it in the loss function, or anywhere before the update. Of several elements the largest
+        magnitude counts. It goes into journal, log and incidents and is no incident itself,
+        whatever it is: `stepguard live --stage` can set a limit to it.
         """
         if not isinstance(value, Tensor | int | float):
-            raise ConfigError(f"follow({name!r}) got a {type(value).__name__}; give a tensor or a number.")
+            raise ConfigError(
+                f"follow({name!r}) got a {type(value).__name__}; give a tensor or a number."
+            )
         if self.armed and not self._closed:
             self._context.follow(name, value)
 
@@ -242,7 +287,9 @@ class Guard:
         self._context.commit_hooks.append(hook)
 
     def close(self) -> None:
-        """Read what is still pending, say how the run ended, and undo every hook. Safe to call twice."""
+        """Read what is still pending, say how the run ended, and undo every hook. Safe to call
+        twice.
+        """
         if self._closed:
             return
         self._closed = True
@@ -271,8 +318,10 @@ class Guard:
     def _schedule_by_epoch(self, feed: Feed | None) -> None:
         if feed is None:
             raise ConfigError(
-                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data ends; give "
-                "stepguard.Guard(..., loader=loader) and iterate over guard.loader, or use scheduler_every=None and "
+                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
+                "ends; give "
+                "stepguard.Guard(..., loader=loader) and iterate over guard.loader, or use "
+                "scheduler_every=None and "
                 "call scheduler.step() in your loop."
             )
         self._epochs = EpochSchedule(self._context, feed)
@@ -294,7 +343,9 @@ class Guard:
     def _leave(self, number: int) -> None:
         """A signal is about to end the process."""
         saved = self._shield.call(None, self._saving.leave)
-        where = f"saved {saved}" if saved is not None else "no new checkpoint; the last good one stays"
+        where = (
+            f"saved {saved}" if saved is not None else "no new checkpoint; the last good one stays"
+        )
         self._recovery.say("signal", f"ending after {signal.Signals(number).name}: {where}")
 
     def _settle(self) -> None:
@@ -310,7 +361,9 @@ class Guard:
         if self._context.step and not self.finite():
             incident = self._inner.pipeline.last_look(bare_step(self._context))
             if incident is not None and not incident.stopped:
-                apply(self._context, self._recovery, incident)  # what is left behind is at least good
+                apply(
+                    self._context, self._recovery, incident
+                )  # what is left behind is at least good
 
     def _record_what_is_left(self) -> None:
         if self._context.unrecorded is not None:
@@ -345,13 +398,18 @@ class Guard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.ended_by(value)
         self.close()
 
     def ended_by(self, error: BaseException | None) -> None:
-        """The run is ending by this exception: it goes on record, as an incident where it came in mid-step."""
+        """The run is ending by this exception: it goes on record, as an incident where it came in
+        mid-step.
+        """
         self._error = error
         if self._watcher is not None and self._watcher.capture.calls and not self._closed:
             self._watcher.raised(error)
@@ -383,7 +441,9 @@ def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings
 def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     config = settings.get("config")
     if isinstance(config, GuardConfig):
-        settings["config"] = replace(config, scheduler_every=None)  # the loop advances its schedule itself
+        settings["config"] = replace(
+            config, scheduler_every=None
+        )  # the loop advances its schedule itself
     guard = Guard(model, optimizer, **settings)
     guard._wiring.expect_own_steps()
     guard._watcher = Watcher(guard._context, guard._shield, guard._recovery, guard._wiring)

@@ -24,7 +24,8 @@ def journal_path(run_dir: Path, rank: int = 0) -> Path:
 
 
 class Journal:
-    """Appends lines; a line is one `write` of a whole record, so a crash can tear only the last one.
+    """Appends lines; a line is one `write` of a whole record, so a crash can tear only the last
+    one.
 
     A line that cannot be written raises OSError and leaves nothing of itself behind.
     """
@@ -41,7 +42,11 @@ class Journal:
 
     def write_step(self, reading: Reading, *, committed: bool) -> None:
         """One line a step, with only what was seen."""
-        fields = {key: value for key, value in to_fields(reading).items() if value not in (None, (), {}, [])}
+        fields = {
+            key: value
+            for key, value in to_fields(reading).items()
+            if value not in (None, (), {}, [])
+        }
         self.write("step", {**fields, "committed": committed})
 
     def write_incident(self, incident: Incident) -> None:
@@ -52,7 +57,9 @@ class Journal:
 
 
 def starts_in(run_dir: Path, rank: int = 0) -> int:
-    """How often a run was started in this folder, by its journal; a journal that cannot be read counts as none."""
+    """How often a run was started in this folder, by its journal; a journal that cannot be read
+    counts as none.
+    """
     path = journal_path(run_dir, rank)
     if not path.is_file():  # a device may never end
         return 0
@@ -63,7 +70,18 @@ def starts_in(run_dir: Path, rank: int = 0) -> int:
         return 0
 
 
-STEP_FIELDS = ("step", "loss", "components", "followed", "grad_norm", "clip_factor", "scale", "lr", "labels", "seconds")
+STEP_FIELDS = (
+    "step",
+    "loss",
+    "components",
+    "followed",
+    "grad_norm",
+    "clip_factor",
+    "scale",
+    "lr",
+    "labels",
+    "seconds",
+)
 
 
 def to_fields(reading: Reading) -> dict[str, Any]:
@@ -84,7 +102,9 @@ class RunRecord:
     notes: list[dict[str, Any]] = field(default_factory=list)
     """Everything else worth a line: notes, faults of the guard itself, the end of the run."""
     torn: int = 0
-    """Lines that cannot be read: not whole JSON (a crash while writing), or no incident where one should be."""
+    """Lines that cannot be read: not whole JSON (a crash while writing), or no incident where one
+    should be.
+    """
 
 
 def read_run(run: Path, rank: int = 0) -> RunRecord:
@@ -92,7 +112,8 @@ def read_run(run: Path, rank: int = 0) -> RunRecord:
     path = journal_path(run, rank) if run.is_dir() else run
     if not path.is_file():
         raise JournalError(
-            f"{path} does not exist; give a run directory that holds a journal.jsonl, or the file itself."
+            f"{path} does not exist; give a run directory that holds a journal.jsonl, or the file "
+            f"itself."
         )
     record = RunRecord(path=path)
     for number, line in enumerate(_lines(path), start=1):
@@ -104,7 +125,9 @@ class Follower:
     """A journal that is still being written: `read` takes in what has come since, whole lines only."""
 
     def __init__(self, run: Path, rank: int = 0) -> None:
-        self.record = RunRecord(path=journal_path(run, rank) if run.is_dir() or not run.suffix else run)
+        self.record = RunRecord(
+            path=journal_path(run, rank) if run.is_dir() or not run.suffix else run
+        )
         self._offset = self._lines = 0
 
     def read(self) -> bool:
@@ -141,7 +164,8 @@ def _take(record: RunRecord, line: str, number: int) -> None:
     version = fields.get("v")
     if not isinstance(version, int) or version > SCHEMA:
         raise JournalError(
-            f"{record.path} line {number} has schema {version!r}; this stepguard reads up to {SCHEMA}: upgrade it."
+            f"{record.path} line {number} has schema {version!r}; this stepguard reads up to "
+            f"{SCHEMA}: upgrade it."
         )
     _sort(record, fields["type"], fields)
 

@@ -1,6 +1,8 @@
-"""The ledger of bad samples: `bad_samples.jsonl` in the run folder, one strict JSON line for each loss.
+"""The ledger of bad samples: `bad_samples.jsonl` in the run folder, one strict JSON line for each
+loss.
 
-Lines are only ever appended, each by one `write` of a whole record, so a crash can tear only the last one.
+Lines are only ever appended, each by one `write` of a whole record, so a crash can tear only the
+last one.
 """
 
 from __future__ import annotations
@@ -88,7 +90,10 @@ def _entry(path: Path, line: str, number: int) -> BadSamples | None:
         return None
     version = fields.pop("v", None)
     if isinstance(version, int) and version > SCHEMA:
-        raise JournalError(f"{path} line {number} has schema {version}; this stepguard reads up to {SCHEMA}: upgrade.")
+        raise JournalError(
+            f"{path} line {number} has schema {version}; this stepguard reads up to {SCHEMA}: "
+            f"upgrade."
+        )
     try:
         return replace(from_jsonable(BadSamples, fields), rank=_rank(path))
     except ValueError:  # pydantic's ValidationError is one

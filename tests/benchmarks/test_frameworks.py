@@ -12,11 +12,16 @@ from benchmarks.parts.framework_loops import QUICK, Clock
 from benchmarks import frameworks
 
 
-def test_quick_run_measures_a_loop_and_its_control(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run_measures_a_loop_and_its_control(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "frameworks.json"
     assert frameworks.main(["--quick", "--only", "trainer", "--output", str(path)]) == 0
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert [(row["loop"], row["control"]) for row in data["loops"]] == [("trainer", True), ("trainer", False)]
+    assert [(row["loop"], row["control"]) for row in data["loops"]] == [
+        ("trainer", True),
+        ("trainer", False),
+    ]
     for row in data["loops"]:
         assert row["interval"][0] <= row["ratio"] <= row["interval"][1]
         assert row["milliseconds"] > 0

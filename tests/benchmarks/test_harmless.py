@@ -29,7 +29,9 @@ def _quiet() -> Iterator[None]:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_healthy_training_is_left_alone(family: Family) -> None:
     outcome = drive.compare(family, seed=0, steps=STEPS)
-    assert outcome.clean, f"{outcome.interventions} {outcome.extra_calls} {outcome.unequal} {outcome.error}"
+    assert outcome.clean, (
+        f"{outcome.interventions} {outcome.extra_calls} {outcome.unequal} {outcome.error}"
+    )
 
 
 def test_there_are_families_enough_for_every_way_in() -> None:
@@ -64,18 +66,43 @@ def test_an_intervention_is_counted(way: str) -> None:
 
 def test_a_single_bit_is_seen() -> None:
     kept = {"weight": torch.tensor([1.0, 0.0])}
-    assert list(same.differences(same.frozen(kept), {"weight": torch.tensor([1.0, -0.0])})) == ["weight"]
-    assert list(same.differences({"weight": torch.tensor([torch.nan])}, {"weight": torch.tensor([torch.nan])})) == []
+    assert list(same.differences(same.frozen(kept), {"weight": torch.tensor([1.0, -0.0])})) == [
+        "weight"
+    ]
+    assert (
+        list(
+            same.differences(
+                {"weight": torch.tensor([torch.nan])}, {"weight": torch.tensor([torch.nan])}
+            )
+        )
+        == []
+    )
 
 
 def test_result_counts_runs_and_steps(tmp_path: Path) -> None:
     path = tmp_path / "harmless.json"
     code = harmless.main(
-        ["--families", "byol,moco", "--seeds", "2", "--steps", "10", "--jobs", "1", "--output", str(path)]
+        [
+            "--families",
+            "byol,moco",
+            "--seeds",
+            "2",
+            "--steps",
+            "10",
+            "--jobs",
+            "1",
+            "--output",
+            str(path),
+        ]
     )
     found = json.loads(path.read_text(encoding="utf-8"))
     assert code == 0
-    assert (found["families"], found["runs"], found["steps"], found["interventions"]) == (2, 4, 40, 0)
+    assert (found["families"], found["runs"], found["steps"], found["interventions"]) == (
+        2,
+        4,
+        40,
+        0,
+    )
 
 
 def test_unknown_family_is_refused() -> None:

@@ -14,7 +14,12 @@ from benchmarks.parts.strategies import do_nothing, guarded
 
 from benchmarks import moments
 
-SLICE = ("16 bad batches in a row", "5 % of the batches bad", "NaN in a weight", "NaN in a running variance")
+SLICE = (
+    "16 bad batches in a row",
+    "5 % of the batches bad",
+    "NaN in a weight",
+    "NaN in a running variance",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +62,9 @@ def test_a_lost_row_is_lost() -> None:
     assert not moments.held(cells)
     assert moments.held({**cells, "continue": {"mean": 0.99}})
     assert not moments.held({"stepguard": {"mean": math.inf}, "continue": {"mean": 1.0}})
-    assert moments.held({"stepguard": {"mean": math.inf}, "continue": {"mean": math.inf}})  # nobody saves that run
+    assert moments.held(
+        {"stepguard": {"mean": math.inf}, "continue": {"mean": math.inf}}
+    )  # nobody saves that run
 
 
 def test_result_is_strict_json(tmp_path: Path) -> None:

@@ -66,9 +66,21 @@ def test_one_variant_measured_again_keeps_the_others(measured: Path, tmp_path: P
     copy = tmp_path / "overhead.json"
     copy.write_text(measured.read_text(encoding="utf-8"), encoding="utf-8")
     first = next(iter(QUICK))
-    words = ["--quick", "--only", first, "--variants", "watch", "--rounds", "3", "--output", str(copy)]
+    words = [
+        "--quick",
+        "--only",
+        first,
+        "--variants",
+        "watch",
+        "--rounds",
+        "3",
+        "--output",
+        str(copy),
+    ]
     assert overhead.main(words) == 0
-    before, after = ({r["variant"]: r for r in _strict(p)["workloads"][first]["rows"]} for p in (measured, copy))
+    before, after = (
+        {r["variant"]: r for r in _strict(p)["workloads"][first]["rows"]} for p in (measured, copy)
+    )
     assert after["watch"]["rounds"] == 3
     assert after["step"] == before["step"]
     assert list(after) == list(before)
@@ -142,8 +154,12 @@ def test_table_goes_between_the_markers_and_nowhere_else(measured: Path, tmp_pat
     readme.write_text(f"# x\n\n{table.BEGIN}\nSTALE\n{table.END}\n\nafter\n", encoding="utf-8")
     assert table.main(["--results", str(measured), "--readme", str(readme)]) == 0
     text = readme.read_text(encoding="utf-8")
-    assert text.startswith(f"# x\n\n{table.BEGIN}\n| step |") and text.endswith(f"{table.END}\n\nafter\n")
-    assert "STALE" not in text and "**guard.step**" in text and "nan" not in text.replace("isnan", "")
+    assert text.startswith(f"# x\n\n{table.BEGIN}\n| step |") and text.endswith(
+        f"{table.END}\n\nafter\n"
+    )
+    assert (
+        "STALE" not in text and "**guard.step**" in text and "nan" not in text.replace("isnan", "")
+    )
     assert table.main(["--results", str(measured), "--readme", str(readme)]) == 0
     assert readme.read_text(encoding="utf-8") == text
 
@@ -158,7 +174,9 @@ def test_readme_without_markers_is_refused_and_left_alone(
     assert readme.read_text(encoding="utf-8") == "# x\n"
 
 
-def test_table_without_results_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_without_results_says_what_to_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert table.main(["--results", str(tmp_path / "none.json")]) == 2
     assert "benchmarks.overhead" in capsys.readouterr().err
 
@@ -177,7 +195,9 @@ def test_kept_memory_is_not_taken_from_the_system_again() -> None:
         "print(machine.keep_memory(), machine.facts()['memory_kept'], before, faults())\n"
     )
     run = [sys.executable, "-c", program]
-    said = subprocess.run(run, capture_output=True, text=True, check=True, cwd=overhead.machine.RESULTS.parents[1])
+    said = subprocess.run(
+        run, capture_output=True, text=True, check=True, cwd=overhead.machine.RESULTS.parents[1]
+    )
     kept, told, before, after = said.stdout.split()
     assert kept == told
     assert kept == "False" or int(after) < int(before) / 2

@@ -16,7 +16,9 @@ def test_small_recovery_brings_the_run_back_where_the_others_do_not(tmp_path: Pa
     assert recovery.main(["--quick", "--output", str(path)]) == 0
     found = json.loads(path.read_text(encoding="utf-8"))
     (never,) = found["never_failed"]
-    jump = {name: rows[0]["accuracy"] for name, rows in found["failures"]["lr x100 (resume)"].items()}
+    jump = {
+        name: rows[0]["accuracy"] for name, rows in found["failures"]["lr x100 (resume)"].items()
+    }
     assert never["accuracy"] > 0.7
     assert jump["stepguard"] > never["accuracy"] - 0.15
     assert max(jump["do nothing"], jump["skip only"], jump["newest finite"]) < 0.3

@@ -38,8 +38,12 @@ def test_quick_run_measures_every_contender(
 
 
 @pytest.mark.parametrize("name", reading.CONTENDERS)
-def test_every_contender_finds_a_nan(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = verify.make(tmp_path, "torch zip" if ".pt" in reading.CONTENDERS[name].suffixes else "safetensors", 2)
+def test_every_contender_finds_a_nan(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = verify.make(
+        tmp_path, "torch zip" if ".pt" in reading.CONTENDERS[name].suffixes else "safetensors", 2
+    )
     assert reading.main(name, str(path)) == 0
     bad = {"w": torch.tensor([float("nan")])}
     if path.suffix == ".pt":

@@ -1,4 +1,6 @@
-"""Every case of the zoo fails as it claims, its fix works, and stepguard answers each of them rightly."""
+"""Every case of the zoo fails as it claims, its fix works, and stepguard answers each of them
+rightly.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +83,11 @@ def test_a_wrong_answer_costs_marks() -> None:
 def test_a_wrong_claim_is_found_out() -> None:
     """The prover can fail: a healthy run that claims to be an incident."""
     case = load()["ok_double_where"]
-    claims = Case(name=case.name, incidents=(), build=case.build, expected=load()["mha_all_keys_masked"].expected)
+    claims = Case(
+        name=case.name,
+        incidents=(),
+        build=case.build,
+        expected=load()["mha_all_keys_masked"].expected,
+    )
     assert problems(claims)
     assert torch.is_grad_enabled()

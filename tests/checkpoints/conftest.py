@@ -1,6 +1,8 @@
-"""Syncs are requested but not waited for: ten milliseconds each, and only a power cut could tell the difference.
+"""Syncs are requested but not waited for: ten milliseconds each, and only a power cut could tell
+the difference.
 
-That they are requested, and when, is in the recorded operations (`test_store.py`, `test_power_loss.py`).
+That they are requested, and when, is in the recorded operations (`test_store.py`,
+`test_power_loss.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The campaigns in small: random kills lose nothing, damage is always found, and the peers show that both can fail."""
+"""The campaigns in small: random kills lose nothing, damage is always found, and the peers show
+that both can fail.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ def test_the_damage_is_real() -> None:
     assert corruption.damaged(Safetensors, {"bit flips": 40})["kinds"]["bit flips"]["missed"] > 30
 
 
-def test_crash_campaign_prints_and_keeps_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_crash_campaign_prints_and_keeps_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "crash.json"
-    code = crash.main(["--runs", "2", "--size", "1000", "--only", "stepguard", "--output", str(output)])
+    code = crash.main(
+        ["--runs", "2", "--size", "1000", "--only", "stepguard", "--output", str(output)]
+    )
     row = json.loads(output.read_text(encoding="utf-8"))["rows"]["stepguard"]
     assert (code, row["killed"], row["newest_unusable"], row["missing"]) == (0, 2, 0, None)
     assert "stepguard store" in capsys.readouterr().out
@@ -47,7 +53,9 @@ def test_crash_campaign_prints_and_keeps_its_table(tmp_path: Path, capsys: pytes
     assert f"use one of {', '.join(FORMATS)}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_corruption_campaign_prints_and_keeps_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corruption_campaign_prints_and_keeps_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "corruption.json"
     assert corruption.main(["--share", "0.002", "--output", str(output)]) == 0
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]

@@ -1,4 +1,6 @@
-"""Real disks that are full or read-only: the previous checkpoint stays, litter goes, training can go on."""
+"""Real disks that are full or read-only: the previous checkpoint stays, litter goes, training can
+go on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def small_disk(folder: Path) -> Iterator[bool]:
     """A tmpfs of 3 MB; False where mounting is not allowed."""
     folder.mkdir()
     mounted = not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
     ).returncode
     try:
         yield mounted
@@ -35,7 +39,9 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 
 def _overflow(folder: Path) -> None:
-    """A good small checkpoint, a large one that does not fit, and a small one again, in the same folder."""
+    """A good small checkpoint, a large one that does not fit, and a small one again, in the same
+    folder.
+    """
     said: list[str] = []
     store = Store(folder, keep=2)
     background = Background(store, said.append)
@@ -51,7 +57,9 @@ def _overflow(folder: Path) -> None:
 
 
 def _limited(folder: Path) -> None:
-    """No file may grow beyond a megabyte: the same short writes and errors, without mounting anything."""
+    """No file may grow beyond a megabyte: the same short writes and errors, without mounting
+    anything.
+    """
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
     _overflow(folder)
 
@@ -71,9 +79,13 @@ def test_file_size_limit_keeps_the_previous_checkpoint_and_is_left_clean(tmp_pat
 @contextmanager
 def unwritable(folder: Path) -> Iterator[Callable[[Callable[[], None]], None]]:
     """Make a folder read-only for this user: by mount for root, by permission for anybody else."""
-    bind = subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True, check=False).returncode
+    bind = subprocess.run(
+        ["mount", "--bind", str(folder), str(folder)], capture_output=True, check=False
+    ).returncode
     if bind == 0:
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True, capture_output=True)
+        subprocess.run(
+            ["mount", "-o", "remount,ro,bind", str(folder)], check=True, capture_output=True
+        )
     mode = folder.stat().st_mode
     if bind:
         folder.chmod(0o500)
@@ -107,7 +119,9 @@ def test_read_only_folder_is_a_clear_error_and_can_still_be_read(tmp_path: Path)
     def refused() -> None:
         store = Store(folder)
         assert held(store.open()) == 1
-        with pytest.raises(StoreError, match=r"checkpoint of step 2 was not written .*still step-1"):
+        with pytest.raises(
+            StoreError, match=r"checkpoint of step 2 was not written .*still step-1"
+        ):
             saved(store, 2)
 
     with unwritable(folder) as run:

@@ -1,4 +1,6 @@
-"""A checkpoint written by somebody hostile: one clear error, no memory taken, nothing followed, nothing run."""
+"""A checkpoint written by somebody hostile: one clear error, no memory taken, nothing followed,
+nothing run.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def forged(checkpoint: Path, **changes: Any) -> None:
 
 
 def body(checkpoint: Path, text: bytes) -> None:
-    (checkpoint / "seal.json").write_bytes(b'{"digest":"' + digest_of(text).encode() + b'","seal":' + text + b"}\n")
+    (checkpoint / "seal.json").write_bytes(
+        b'{"digest":"' + digest_of(text).encode() + b'","seal":' + text + b"}\n"
+    )
 
 
 def with_tensor(seal: Seal, **changes: Any) -> dict[str, SealedTensor]:
@@ -50,7 +54,11 @@ def huge_file(path: Path) -> None:
     plan = plan_of(TENSORS, ["w"], {"w": Form(torch.float32, (HUGE // 4,))})
     (path / TENSORS).write_bytes(plan.header)
     os.truncate(path / TENSORS, plan.size)
-    forged(path, tensors=tensors, files={**seal.files, TENSORS: SealedFile(size=plan.size, digest="0" * 32)})
+    forged(
+        path,
+        tensors=tensors,
+        files={**seal.files, TENSORS: SealedFile(size=plan.size, digest="0" * 32)},
+    )
 
 
 def name_of_file(path: Path, name: str) -> None:
@@ -71,26 +79,44 @@ def as_link(path: Path) -> None:
 
 LIES: dict[str, Callable[[Path], object]] = {
     "huge shape": lambda p: forged(p, tensors=with_tensor(read_seal(p), shape=(HUGE,))),
-    "overflowing shape": lambda p: forged(p, tensors=with_tensor(read_seal(p), shape=(2**62, 2**62, 2**62))),
+    "overflowing shape": lambda p: forged(
+        p, tensors=with_tensor(read_seal(p), shape=(2**62, 2**62, 2**62))
+    ),
     "huge sparse file": huge_file,
     "unknown dtype": lambda p: forged(p, tensors=with_tensor(read_seal(p), dtype="os.system")),
-    "dtype of another width": lambda p: forged(p, tensors=with_tensor(read_seal(p), dtype="float64")),
-    "tensor in no file": lambda p: forged(p, tensors=with_tensor(read_seal(p), file="nowhere.safetensors")),
+    "dtype of another width": lambda p: forged(
+        p, tensors=with_tensor(read_seal(p), dtype="float64")
+    ),
+    "tensor in no file": lambda p: forged(
+        p, tensors=with_tensor(read_seal(p), file="nowhere.safetensors")
+    ),
     "tied to nothing": lambda p: forged(p, tensors=with_tensor(read_seal(p), same_as="nothing")),
-    "tied to itself": lambda p: forged(p, tensors=with_tensor(read_seal(p), same_as="model/weight")),
+    "tied to itself": lambda p: forged(
+        p, tensors=with_tensor(read_seal(p), same_as="model/weight")
+    ),
     "no facts": lambda p: forged(p, files={TENSORS: read_seal(p).files[TENSORS]}),
     "file outside": lambda p: name_of_file(p, "../../tensors.safetensors"),
     "absolute file": lambda p: name_of_file(p, "/etc/passwd"),
     "hidden file": lambda p: name_of_file(p, ".."),
-    "negative size": lambda p: body(p, (p / "seal.json").read_bytes()[52:-2].replace(b'"size":', b'"size":-')),
-    "deep nesting": lambda p: body(p, b'{"schema":1,"config":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "negative size": lambda p: body(
+        p, (p / "seal.json").read_bytes()[52:-2].replace(b'"size":', b'"size":-')
+    ),
+    "deep nesting": lambda p: body(
+        p, b'{"schema":1,"config":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    ),
     "number without end": lambda p: body(p, b'{"schema":1,"step":' + b"9" * 100_000 + b"}"),
     "list": lambda p: body(p, b"[]"),
     "newer schema": lambda p: forged(p, schema=99),
     "not text": lambda p: body(p, b"\xff\xfe\x00"),
     "facts are a list": lambda p: (
         (p / "facts.json").write_bytes(b"[1]"),
-        forged(p, files={**read_seal(p).files, "facts.json": SealedFile(size=3, digest=digest_of(b"[1]"))}),
+        forged(
+            p,
+            files={
+                **read_seal(p).files,
+                "facts.json": SealedFile(size=3, digest=digest_of(b"[1]")),
+            },
+        ),
     ),
     "fifo as tensors": lambda p: as_fifo(p / TENSORS),
     "fifo as seal": lambda p: as_fifo(p / "seal.json"),
@@ -120,7 +146,9 @@ def test_hostile_checkpoint_is_one_clear_error_in_little_memory(lie: str, checkp
     assert in_child(opened) == 0
 
 
-def test_seal_larger_than_any_is_not_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seal_larger_than_any_is_not_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(seal, "LARGEST", 100)
     with pytest.raises(StoreError, match="more than 100 are not read"):
         read_seal(checkpoint)

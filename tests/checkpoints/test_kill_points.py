@@ -1,7 +1,8 @@
 """Every operation of a save, a rotation and a resume is a kill point, and all of them are tried.
 
-A child process resumes from `last-good` and saves the next steps; it is killed before, in the middle of, or after its
-n-th operation. The next child goes on in the same folder, litter included. What must be there is known out here.
+A child process resumes from `last-good` and saves the next steps; it is killed before, in the
+middle of, or after its n-th operation. The next child goes on in the same folder, litter included.
+What must be there is known out here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def _resume_and_save(folder: Path, disk: Dying | Recorder, steps: int) -> None:
 
 
 def _check(folder: Path, earliest: int, latest: int) -> int:
-    """Last-good names a sealed checkpoint, opens without falling back, and holds exactly what was saved."""
+    """Last-good names a sealed checkpoint, opens without falling back, and holds exactly what was
+    saved.
+    """
     assert entry_of(pointed(folder)).good
     opened = Store(folder).open()
     assert opened.passed_over == ()
@@ -38,7 +41,9 @@ def _check(folder: Path, earliest: int, latest: int) -> int:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_any_operation_the_last_good_checkpoint_opens(moment: Moment, tmp_path: Path) -> None:
+def test_killed_at_any_operation_the_last_good_checkpoint_opens(
+    moment: Moment, tmp_path: Path
+) -> None:
     saved(Store(tmp_path), 0)
     step, number, killed = 0, 0, 0
     while True:
@@ -62,7 +67,9 @@ def test_killed_again_while_the_litter_is_cleared_loses_nothing(tmp_path: Path) 
         _check(tmp_path, 0, 60)
 
 
-def test_killed_during_the_very_first_save_leaves_an_empty_store_that_can_be_used(tmp_path: Path) -> None:
+def test_killed_during_the_very_first_save_leaves_an_empty_store_that_can_be_used(
+    tmp_path: Path,
+) -> None:
     number = 0
     while True:
         folder = tmp_path / f"{number}"
@@ -83,5 +90,9 @@ def test_killed_while_saving_a_doubtful_state_keeps_the_good_one(tmp_path: Path)
     saved(Store(tmp_path), 1)
     for number in range(40):
         step = 2 + number
-        in_child(lambda: Store(tmp_path, disk=Dying(number, "after")).save(step, state_at(step), {}, doubtful))  # noqa: B023
+        in_child(
+            lambda: Store(tmp_path, disk=Dying(number, "after")).save(
+                step, state_at(step), {}, doubtful
+            )
+        )  # noqa: B023
         assert held(Store(tmp_path).open()) == 1

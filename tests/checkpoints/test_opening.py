@@ -1,4 +1,6 @@
-"""Opening: every byte is proven, damaged checkpoints are passed over by name, and a lost pointer is no loss."""
+"""Opening: every byte is proven, damaged checkpoints are passed over by name, and a lost pointer is
+no loss.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,27 @@ def flip(path: Path, at: int) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped weight": (lambda p: flip(p / TENSORS, -5), "is not what was sealed: optimizer/weight/exp_avg_sq differs"),
-    "flipped header": (lambda p: flip(p / TENSORS, 20), "is not what was sealed: its header differs"),
-    "flipped fact": (lambda p: flip(p / "facts.json", 5), "is not what was sealed: its digest differs"),
+    "flipped weight": (
+        lambda p: flip(p / TENSORS, -5),
+        "is not what was sealed: optimizer/weight/exp_avg_sq differs",
+    ),
+    "flipped header": (
+        lambda p: flip(p / TENSORS, 20),
+        "is not what was sealed: its header differs",
+    ),
+    "flipped fact": (
+        lambda p: flip(p / "facts.json", 5),
+        "is not what was sealed: its digest differs",
+    ),
     "flipped seal": (lambda p: flip(p / "seal.json", 60), "does not match its own digest"),
-    "torn tensors": (lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes()[:-9]), "is not whole: .* bytes"),
-    "longer tensors": (lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes() + b"\0"), "is not whole"),
+    "torn tensors": (
+        lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes()[:-9]),
+        "is not whole: .* bytes",
+    ),
+    "longer tensors": (
+        lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes() + b"\0"),
+        "is not whole",
+    ),
     "empty seal": (lambda p: (p / "seal.json").write_bytes(b""), "does not have the form of one"),
     "no seal": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
     "no facts": (lambda p: (p / "facts.json").unlink(), "facts.json is missing"),
@@ -62,7 +79,14 @@ def test_error_names_every_candidate_and_why(tmp_path: Path) -> None:
         store.open()
     text = str(caught.value)
     assert "holds no good checkpoint that can be used" in text
-    for line in ("step-3: ", "exp_avg_sq differs", "step-2: ", "facts.json is missing", "step-1: ", "form of one"):
+    for line in (
+        "step-3: ",
+        "exp_avg_sq differs",
+        "step-2: ",
+        "facts.json is missing",
+        "step-1: ",
+        "form of one",
+    ):
         assert line in text
 
 
@@ -110,7 +134,9 @@ def test_named_checkpoint_is_that_one_or_an_error(tmp_path: Path) -> None:
     saved(store, 1, 2, 3)
     assert held(store.open("step-2")) == held(store.open(tmp_path / "step-2")) == 2
     flip(tmp_path / "step-2" / TENSORS, -5)
-    with pytest.raises(StoreError, match=r"exp_avg_sq differs.*Other sealed checkpoints in .*: step-3, step-1"):
+    with pytest.raises(
+        StoreError, match=r"exp_avg_sq differs.*Other sealed checkpoints in .*: step-3, step-1"
+    ):
         store.open("step-2")
     with pytest.raises(StoreError, match=r"step-7/seal\.json is missing"):
         store.open("step-7")
@@ -123,7 +149,9 @@ def test_tensors_go_to_the_device_that_is_asked_for(tmp_path: Path) -> None:
     assert {t.device.type for t in store.open(device="meta").tensors.values()} == {"meta"}
 
 
-def test_reader_goes_on_when_its_checkpoint_is_rotated_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_goes_on_when_its_checkpoint_is_rotated_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(tmp_path, keep=1)
     saved(store, 1)
     read_seal = opening.read_seal
@@ -137,7 +165,9 @@ def test_reader_goes_on_when_its_checkpoint_is_rotated_away(tmp_path: Path, monk
     monkeypatch.setattr(opening, "read_seal", meanwhile)
     opened = Store(tmp_path).open()
     assert held(opened) == 3
-    assert [(p.path.name, "was removed while" in p.reason) for p in opened.passed_over] == [("step-1", True)]
+    assert [(p.path.name, "was removed while" in p.reason) for p in opened.passed_over] == [
+        ("step-1", True)
+    ]
 
 
 def test_opening_changes_nothing_on_disk(tmp_path: Path) -> None:

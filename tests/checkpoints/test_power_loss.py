@@ -1,4 +1,6 @@
-"""Power cuts: every prefix of the recorded operations is opened with what was never synced dropped or zeroed."""
+"""Power cuts: every prefix of the recorded operations is opened with what was never synced dropped
+or zeroed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from stepguard.state.atomic import Operation
 
 
 def _recorded(folder: Path) -> tuple[list[Operation], list[int]]:
-    """The operations of four saves with rotation, and after how many of them each save had returned."""
+    """The operations of four saves with rotation, and after how many of them each save had
+    returned.
+    """
     disk = Recorder()
     folder.mkdir()
     store = Store(folder, keep=1, keep_every=2, disk=disk)

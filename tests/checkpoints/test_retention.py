@@ -61,7 +61,15 @@ def test_damaged_folders_are_neither_counted_nor_removed(tmp_path: Path) -> None
 
 def _entry(serial: int, step: int, good: bool) -> Entry:
     health = GOOD if good else DOUBTFUL
-    return Entry(path=Path(f"{serial}"), step=step, serial=serial, health=health, written="", sizes={}, seal_digest="")
+    return Entry(
+        path=Path(f"{serial}"),
+        step=step,
+        serial=serial,
+        health=health,
+        written="",
+        sizes={},
+        seal_digest="",
+    )
 
 
 @given(

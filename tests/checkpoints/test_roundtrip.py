@@ -96,7 +96,11 @@ def test_conjugated_and_negated_views_come_back_as_their_values(tmp_path: Path) 
 
 
 def test_parameters_and_tensors_with_odd_names_come_back(tmp_path: Path) -> None:
-    tensors: dict[str, Tensor] = {"модель/вес": nn.Linear(3, 2).weight, 'a "b"\n/..': torch.ones(1), "": torch.zeros(2)}
+    tensors: dict[str, Tensor] = {
+        "модель/вес": nn.Linear(3, 2).weight,
+        'a "b"\n/..': torch.ones(1),
+        "": torch.zeros(2),
+    }
     found = through_disk(tmp_path, tensors)
     assert_same(found, tensors)
     assert not any(tensor.requires_grad for tensor in found.values())
@@ -107,13 +111,23 @@ def test_tied_tensors_lie_on_disk_once_and_come_back_tied(tmp_path: Path) -> Non
     tensors = {"model/head": shared, "model/embedding": shared, "model/part": shared[:10]}
     found = through_disk(tmp_path, tensors)
     assert_same(found, tensors)
-    assert found["model/head"].data_ptr() == found["model/embedding"].data_ptr() != found["model/part"].data_ptr()
-    assert (tmp_path / "step-1" / "tensors-00000.safetensors").stat().st_size < 2 * shared.numel() * 4
+    assert (
+        found["model/head"].data_ptr()
+        == found["model/embedding"].data_ptr()
+        != found["model/part"].data_ptr()
+    )
+    assert (
+        tmp_path / "step-1" / "tensors-00000.safetensors"
+    ).stat().st_size < 2 * shared.numel() * 4
 
 
 def test_official_reader_loads_the_files(tmp_path: Path) -> None:
     tensors = {str(dtype): some(dtype).reshape(4, 6) for dtype in READER_KNOWS}
-    tensors |= {"scalar": torch.tensor(3.0), "none": torch.zeros(0, 3), "strided": torch.randn(6, 4)[:, ::2]}
+    tensors |= {
+        "scalar": torch.tensor(3.0),
+        "none": torch.zeros(0, 3),
+        "strided": torch.randn(6, 4)[:, ::2],
+    }
     path = Store(tmp_path).save(1, tensors, {}, GOOD)
     assert_same(load_file(path / "tensors-00000.safetensors"), tensors)
     with safe_open(path / "tensors-00000.safetensors", "pt") as file:
@@ -123,8 +137,13 @@ def test_official_reader_loads_the_files(tmp_path: Path) -> None:
 def test_complex_numbers_are_pairs_in_the_file_and_complex_in_the_seal(tmp_path: Path) -> None:
     number = torch.randn(3, dtype=torch.complex64)
     path = Store(tmp_path).save(1, {"c": number}, {}, GOOD)
-    assert torch.equal(load_file(path / "tensors-00000.safetensors")["c"], torch.view_as_real(number))
-    assert (read_seal(path).tensors["c"].dtype, read_seal(path).tensors["c"].shape) == ("complex64", (3,))
+    assert torch.equal(
+        load_file(path / "tensors-00000.safetensors")["c"], torch.view_as_real(number)
+    )
+    assert (read_seal(path).tensors["c"].dtype, read_seal(path).tensors["c"].shape) == (
+        "complex64",
+        (3,),
+    )
 
 
 def test_large_states_are_split_into_files_and_long_tensors_into_pieces(
@@ -166,7 +185,11 @@ def test_a_single_nan_or_inf_anywhere_is_not_sealed(dtype: torch.dtype, tmp_path
     else:
         values = [float("nan"), float("inf"), float("-inf")]
         bad = [
-            t for v in values if not bool(torch.isfinite((t := torch.tensor([v]).to(dtype)).to(torch.complex64)).all())
+            t
+            for v in values
+            if not bool(
+                torch.isfinite((t := torch.tensor([v]).to(dtype)).to(torch.complex64)).all()
+            )
         ]
     assert bad
     for value in bad:
@@ -177,7 +200,9 @@ def test_a_single_nan_or_inf_anywhere_is_not_sealed(dtype: torch.dtype, tmp_path
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_largest_and_smallest_finite_numbers_are_sealed(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_largest_and_smallest_finite_numbers_are_sealed(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     info = torch.finfo(dtype)
     edge = torch.tensor([info.max, info.min, info.tiny], dtype=torch.float64).to(dtype)
     tensors = {"edge": edge, "many": torch.full((100,), info.max, dtype=torch.float64).to(dtype)}
@@ -196,11 +221,18 @@ def test_finite_test_agrees_with_torch_on_every_bit_pattern_of_one_byte() -> Non
     patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     for dtype in (d for d in FLOATS if d.itemsize == 1):
         wanted = int((~torch.isfinite(patterns.view(dtype).to(torch.float32))).sum())
-        assert sum(pieces.nonfinite(piece, dtype) for piece in pieces.pieces(patterns.view(dtype))) == wanted > 0
+        assert (
+            sum(pieces.nonfinite(piece, dtype) for piece in pieces.pieces(patterns.view(dtype)))
+            == wanted
+            > 0
+        )
 
 
 def test_what_may_be_nonfinite_is_sealed_and_said(tmp_path: Path) -> None:
-    tensors = {"model/sentinel": torch.tensor([float("inf"), float("nan")]), "model/fine": torch.ones(2)}
+    tensors = {
+        "model/sentinel": torch.tensor([float("inf"), float("nan")]),
+        "model/fine": torch.ones(2),
+    }
     facts = {"nonfinite_ok": ["model/sentinel", "model/fine"]}
     assert_same(through_disk(tmp_path, tensors, **facts), tensors)
     assert read_seal(tmp_path / "step-1").nonfinite == ("model/sentinel",)
@@ -209,16 +241,23 @@ def test_what_may_be_nonfinite_is_sealed_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        (torch.eye(3).to_sparse(), r"m cannot be kept in a checkpoint: it has the layout torch.sparse_coo; hand over"),
+        (
+            torch.eye(3).to_sparse(),
+            r"m cannot be kept in a checkpoint: it has the layout torch.sparse_coo; hand over",
+        ),
         (torch.empty(3, device="meta"), "m cannot be kept in a checkpoint: it has no plain memory"),
         (3.0, "m is a float, not a tensor; plain values belong into the facts"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_the_way_out(tensor: Tensor, words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_refused_with_the_way_out(
+    tensor: Tensor, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(StoreError, match=words):
         Store(tmp_path).save(1, {"m": tensor}, {}, GOOD)
 
 
 def test_name_reserved_by_the_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="__metadata__ cannot be kept in a checkpoint: it has the one name"):
+    with pytest.raises(
+        StoreError, match="__metadata__ cannot be kept in a checkpoint: it has the one name"
+    ):
         Store(tmp_path).save(1, {"__metadata__": torch.ones(1)}, {}, GOOD)

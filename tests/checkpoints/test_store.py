@@ -25,13 +25,22 @@ DOUBTFUL = replace(GOOD, good=False)
 
 
 def test_checkpoint_has_seal_facts_and_tensors(tmp_path: Path) -> None:
-    path = Store(tmp_path / "runs" / "checkpoints").save(7, state_at(7), {"config": {"lr": 0.1}}, GOOD)
+    path = Store(tmp_path / "runs" / "checkpoints").save(
+        7, state_at(7), {"config": {"lr": 0.1}}, GOOD
+    )
     assert path == tmp_path / "runs" / "checkpoints" / "step-7"
-    assert sorted(p.name for p in path.iterdir()) == ["facts.json", "seal.json", "tensors-00000.safetensors"]
+    assert sorted(p.name for p in path.iterdir()) == [
+        "facts.json",
+        "seal.json",
+        "tensors-00000.safetensors",
+    ]
     seal = read_seal(path)
     assert (seal.step, seal.health, seal.config, seal.serial) == (7, GOOD, {"lr": 0.1}, 1)
     assert seal.versions["torch"] == torch.__version__
-    assert json.loads((path / "seal.json").read_text())["seal"]["tensors"]["model/weight"]["dtype"] == "float32"
+    assert (
+        json.loads((path / "seal.json").read_text())["seal"]["tensors"]["model/weight"]["dtype"]
+        == "float32"
+    )
 
 
 def test_health_that_is_not_a_number_is_sealed_as_it_is(tmp_path: Path) -> None:
@@ -53,7 +62,9 @@ def test_neither_saving_nor_opening_needs_a_second_copy(kind: str, tmp_path: Pat
         return in_child(limited)
 
     size = 4 * tensor.numel()
-    assert in_little_memory(lambda: Store(tmp_path).save(1, {"t": tensor}, {}, GOOD), size // 2) == 0
+    assert (
+        in_little_memory(lambda: Store(tmp_path).save(1, {"t": tensor}, {}, GOOD), size // 2) == 0
+    )
     assert in_little_memory(Store(tmp_path).open, size + size // 2) == 0
     assert in_little_memory(Store(tmp_path).open, size // 2) == 1
 
@@ -79,7 +90,9 @@ def test_checkpoint_that_is_not_good_never_becomes_last_good(tmp_path: Path) -> 
 def test_nothing_good_yet_is_said(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.save(2, state_at(2, SIZE), facts_at(2), DOUBTFUL)
-    with pytest.raises(StoreError, match="holds no sealed good checkpoint; there is nothing to open"):
+    with pytest.raises(
+        StoreError, match="holds no sealed good checkpoint; there is nothing to open"
+    ):
         store.open()
     with pytest.raises(StoreError, match="does not exist; there is no checkpoint to open"):
         Store(tmp_path / "elsewhere").open()
@@ -93,7 +106,9 @@ def test_same_step_saved_again_after_a_rewind_is_the_newer_one(tmp_path: Path) -
     assert [entry.path.name for entry in store.list()] == ["step-100-2", "step-120", "step-100"]
 
 
-def test_everything_is_on_disk_before_the_name_and_the_name_before_the_pointer(tmp_path: Path) -> None:
+def test_everything_is_on_disk_before_the_name_and_the_name_before_the_pointer(
+    tmp_path: Path,
+) -> None:
     disk = Recorder()
     saved(Store(tmp_path, disk=disk), 5)
     done = [(op.kind, (op.target or op.path).name) for op in disk.operations]
@@ -102,16 +117,26 @@ def test_everything_is_on_disk_before_the_name_and_the_name_before_the_pointer(t
         done.index(("sync", "facts.json")),
         done.index(("create", "seal.json")),
         done.index(("sync", "seal.json")),
-        next(i for i, (kind, name) in enumerate(done) if kind == "sync_folder" and name.endswith(".tmp")),
+        next(
+            i
+            for i, (kind, name) in enumerate(done)
+            if kind == "sync_folder" and name.endswith(".tmp")
+        ),
         done.index(("rename", "step-5")),
-        next(i for i, (kind, name) in enumerate(done) if (kind, name) == ("sync_folder", tmp_path.name)),
+        next(
+            i
+            for i, (kind, name) in enumerate(done)
+            if (kind, name) == ("sync_folder", tmp_path.name)
+        ),
         done.index(("rename", "last-good")),
     ]
     assert order == sorted(order)
     assert done[-1] == ("sync_folder", tmp_path.name)
 
 
-def test_large_files_are_synced_as_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_synced_as_they_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writing, "PACE", 4000)
     disk = Recorder()
     Store(tmp_path, disk=disk).save(1, {f"t{i}": torch.ones(1000) for i in range(5)}, {}, GOOD)
@@ -146,7 +171,9 @@ def test_any_failing_operation_leaves_the_previous_checkpoint_and_nothing_else(
             assert "the checkpoint of step 2 was not written" in str(fault)
             assert held(Store(folder).open()) == 1
         else:
-            assert said, "what does not end the save must be said: a rotation, or the very last sync"
+            assert said, (
+                "what does not end the save must be said: a rotation, or the very last sync"
+            )
             assert held(Store(folder).open()) == 2
         assert disk.failed == 1
         saved(Store(folder, keep=1), 3)
@@ -155,7 +182,9 @@ def test_any_failing_operation_leaves_the_previous_checkpoint_and_nothing_else(
 
 def test_failing_save_says_what_failed_and_what_still_is_good(tmp_path: Path) -> None:
     saved(Store(tmp_path), 1)
-    with pytest.raises(StepguardError, match=r"No space left on device.*last good checkpoint is still step-1\."):
+    with pytest.raises(
+        StepguardError, match=r"No space left on device.*last good checkpoint is still step-1\."
+    ):
         saved(Store(tmp_path, disk=Failing("write", number=2, code=errno.ENOSPC)), 2)
     assert names(tmp_path) == ["last-good", "step-1"]
     with pytest.raises(StepguardError, match=r"there is no good checkpoint yet\."):
@@ -179,7 +208,10 @@ def test_interrupted_save_cleans_up_and_lets_the_interrupt_pass(tmp_path: Path) 
 def test_disk_that_keeps_wrong_bytes_is_found_before_the_seal(tmp_path: Path) -> None:
     saved(Store(tmp_path), 1)
     for number in range(4):
-        with pytest.raises(StoreError, match="reads back different from what was written; the disk cannot be trusted"):
+        with pytest.raises(
+            StoreError,
+            match="reads back different from what was written; the disk cannot be trusted",
+        ):
             saved(Store(tmp_path, disk=Lying(number)), 2)
     assert names(tmp_path) == ["last-good", "step-1"]
 
@@ -192,7 +224,9 @@ def test_disk_that_is_trusted_is_found_out_when_opened(tmp_path: Path) -> None:
     assert [passed.path.name for passed in opened.passed_over] == ["step-2"]
 
 
-def test_litter_of_dead_writers_is_removed_by_the_next_save_and_nothing_else(tmp_path: Path) -> None:
+def test_litter_of_dead_writers_is_removed_by_the_next_save_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     store = Store(tmp_path)
     saved(store, 1)
     for name in (".step-2.4711-0.tmp", ".step-1.4711-3.old", ".step-9-2.1-1.tmp"):
@@ -213,7 +247,10 @@ def test_second_process_gets_a_clear_error_until_the_first_has_gone(tmp_path: Pa
         try:
             saved(Store(tmp_path), 2)
         except StoreError as fault:
-            if "another process writes checkpoints into" in str(fault) and held(Store(tmp_path).open()) == 1:
+            if (
+                "another process writes checkpoints into" in str(fault)
+                and held(Store(tmp_path).open()) == 1
+            ):
                 return
         raise AssertionError
 
@@ -255,7 +292,9 @@ def test_save_inside_a_save_is_an_error_and_not_a_deadlock(tmp_path: Path) -> No
         ({"check": "maybe"}, "check='maybe' is not known; use 'read-back' or 'digest'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_are_refused(
+    settings: dict[str, object], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(StoreError, match=words):
         Store(tmp_path, **settings)  # type: ignore[arg-type]
 
@@ -267,6 +306,8 @@ def test_step_that_is_no_count_is_refused(step: object, tmp_path: Path) -> None:
 
 
 def test_facts_that_are_not_json_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="facts of a checkpoint must be plain JSON values: Object of type Tensor"):
+    with pytest.raises(
+        StoreError, match="facts of a checkpoint must be plain JSON values: Object of type Tensor"
+    ):
         Store(tmp_path).save(1, {}, {"x": torch.ones(1)}, GOOD)
     assert names(tmp_path) == []

@@ -20,7 +20,12 @@ def write_run(folder: Path) -> Path:
     journal.write("run", {"stepguard": "0.1.0", "config": {"clip_norm": 1.0}})
     for step in range(12):
         bad = step == 8
-        reading = Reading(step=step, loss=NAN if bad else 2.0 - step / 10, grad_norm=NAN if bad else 0.5, lr=(1e-4,))
+        reading = Reading(
+            step=step,
+            loss=NAN if bad else 2.0 - step / 10,
+            grad_norm=NAN if bad else 0.5,
+            lr=(1e-4,),
+        )
         journal.write_step(reading, committed=not bad)
         if bad:
             journal.write_incident(_incident(reading, folder))
@@ -34,7 +39,9 @@ def _incident(reading: Reading, folder: Path) -> Incident:
         step=8,
         verdict=Verdict(kind="nonfinite_loss", severity="incident", summary="loss is nan"),
         reading=reading,
-        origin=Origin(step=8, phase="forward", module="attn", op="aten._softmax", source="model.py:88"),
+        origin=Origin(
+            step=8, phase="forward", module="attn", op="aten._softmax", source="model.py:88"
+        ),
         findings=(Finding(code="SG204", title="softmax over a fully masked row", confidence=0.9),),
         decision=Decision(action="skip", consecutive=1, total=1),
         run=str(folder),
@@ -46,4 +53,6 @@ def run_stepguard(*words: str, **settings: str) -> subprocess.CompletedProcess[s
     source = str(Path(stepguard.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": source, "COLUMNS": "100", **settings}
     command = [sys.executable, "-m", "stepguard", *words]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=env, timeout=120)
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", env=env, timeout=120
+    )

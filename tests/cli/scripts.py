@@ -65,9 +65,17 @@ def python(
     folder: Path, *words: str, timeout: float = 120, given: str | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """`python WORDS` in `folder`; `given` is what it reads from stdin."""
-    env = {**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "140", "OMP_NUM_THREADS": "1", **variables}
+    env = {
+        **os.environ,
+        "PYTHONPATH": SOURCE,
+        "COLUMNS": "140",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def guarded(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,9 @@ from stepguard._errors import ConfigError, JournalError, TrainingHalted
 from stepguard.cli.app import COMMANDS, app
 from stepguard.records import Incident, Reading, Verdict
 
-HALTED = TrainingHalted(Incident(id="x", step=3, verdict=Verdict(summary="loss is nan"), reading=Reading(step=3)))
+HALTED = TrainingHalted(
+    Incident(id="x", step=3, verdict=Verdict(summary="loss is nan"), reading=Reading(step=3))
+)
 
 
 @pytest.fixture
@@ -50,7 +52,9 @@ def test_no_command_shows_the_help_and_is_a_usage_error() -> None:
     assert "Usage" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", [["no-such-command"], ["report"], ["report", "x", "--no-such-option"]])
+@pytest.mark.parametrize(
+    "words", [["no-such-command"], ["report"], ["report", "x", "--no-such-option"]]
+)
 def test_wrong_usage_is_exit_code_2_without_a_traceback(words: list[str]) -> None:
     done = run_stepguard(*words)
     assert done.returncode == 2
@@ -60,7 +64,9 @@ def test_wrong_usage_is_exit_code_2_without_a_traceback(words: list[str]) -> Non
 @pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("bad value"), 2), (JournalError("no journal"), 2), (HALTED, 3)]
 )
-def test_errors_of_stepguard_are_one_line(failing: Callable[[Exception], None], error: Exception, code: int) -> None:
+def test_errors_of_stepguard_are_one_line(
+    failing: Callable[[Exception], None], error: Exception, code: int
+) -> None:
     failing(error)
     done = CliRunner().invoke(app, ["fail"])
     assert done.exit_code == code

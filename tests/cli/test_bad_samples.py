@@ -26,10 +26,18 @@ def run(tmp_path: Path) -> Path:
     Journal(folder).close()
     ledger = Ledger(folder)
     shared: dict[str, Any] = {"of": 4, "epoch": 0, "cause": "SG101", "place": "input: batch:x"}
-    ledger.append(BadSamples(step=3, samples=(1,), count=1, indices=(17,), batch=3, left_out="sample", **shared))
+    ledger.append(
+        BadSamples(
+            step=3, samples=(1,), count=1, indices=(17,), batch=3, left_out="sample", **shared
+        )
+    )
     ledger.append(BadSamples(step=4, count=4, indices=(4, 5, 6, 7), batch=4, **shared))
-    ledger.append(BadSamples(step=9, count=4, indices=(8, 9), batch=9, **{**shared, "cause": "SG505"}))
-    Ledger(folder, 1).append(BadSamples(step=3, count=4, innocent=True, indices=(90,), rank=1, **shared))
+    ledger.append(
+        BadSamples(step=9, count=4, indices=(8, 9), batch=9, **{**shared, "cause": "SG505"})
+    )
+    Ledger(folder, 1).append(
+        BadSamples(step=3, count=4, innocent=True, indices=(90,), rank=1, **shared)
+    )
     return folder
 
 
@@ -43,7 +51,13 @@ def test_every_loss_of_every_rank_is_a_line(run: Path) -> None:
 def test_json_has_entries_totals_and_samples(run: Path) -> None:
     told = json.loads(invoke(run, "--json").stdout)
     assert len(told["entries"]) == 4 and told["totals"]["lost"] == 13
-    assert told["samples"][0] == {"index": 17, "id": None, "times": 1, "proven": True, "causes": ["SG101"]}
+    assert told["samples"][0] == {
+        "index": 17,
+        "id": None,
+        "times": 1,
+        "proven": True,
+        "causes": ["SG101"],
+    }
 
 
 def test_list_for_a_sampler_has_the_proven_ones(run: Path, tmp_path: Path) -> None:
@@ -68,8 +82,12 @@ def test_run_that_lost_nothing_says_so(tmp_path: Path) -> None:
     assert done.exit_code == 0 and done.stdout == f"no samples were lost in {tmp_path}\n"
 
 
-@pytest.mark.parametrize("words", [("nothing",), (".", "--undo"), (".", "--dry-run"), (".", "--unproven")])
-def test_wrong_use_is_exit_code_2(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words", [("nothing",), (".", "--undo"), (".", "--dry-run"), (".", "--unproven")]
+)
+def test_wrong_use_is_exit_code_2(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert invoke(*words).exit_code == 2
 

@@ -23,14 +23,18 @@ def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_healthy_project_is_ready(tmp_path: Path) -> None:
-    code, out, _ = run("tinychat.training:build", "--config", "config.json", "--run-dir", str(tmp_path))
+    code, out, _ = run(
+        "tinychat.training:build", "--config", "config.json", "--run-dir", str(tmp_path)
+    )
     assert code == 0
     assert "configuration is aligned" in out
     assert " ready: 0 failed, 0 warned" in out
 
 
 def test_failed_item_is_exit_code_5_with_evidence_and_fix() -> None:
-    code, out, _ = run("tinychat.faults:half_weights", "--config", "config.json", "--only", "optimizer.eps")
+    code, out, _ = run(
+        "tinychat.faults:half_weights", "--config", "config.json", "--only", "optimizer.eps"
+    )
     assert code == 5
     assert "FAIL optimizer.eps" in out
     assert "eps=1e-08 is 0 in float16" in out and "fix: " in out
@@ -43,7 +47,9 @@ def test_warning_fails_only_when_strict() -> None:
     assert run(*words, "--strict")[0] == 5
 
 
-def test_json_is_one_object_even_if_the_program_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_one_object_even_if_the_program_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "loud_build.py").write_text(
         "import torch\ndef build():\n    print('hello')\n    return torch.nn.Linear(2, 2), None\n"
     )

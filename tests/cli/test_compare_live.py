@@ -19,7 +19,9 @@ def _healthy(folder: Path, steps: int = 12) -> Path:
     journal = Journal(folder)
     journal.write("run", {"stepguard": "0.1.0"})
     for step in range(steps):
-        journal.write_step(Reading(step=step, loss=2.0 - step / 10, grad_norm=0.5, lr=(1e-4,)), committed=True)
+        journal.write_step(
+            Reading(step=step, loss=2.0 - step / 10, grad_norm=0.5, lr=(1e-4,)), committed=True
+        )
     journal.close()
     return folder
 
@@ -47,7 +49,9 @@ def test_compare_of_a_missing_run_is_one_line_with_exit_code_two(tmp_path: Path)
 
 def test_live_gives_its_verdict_as_exit_code(tmp_path: Path) -> None:
     run = str(_healthy(tmp_path / "run"))
-    healthy = CliRunner().invoke(app, ["live", run, "--steps", "12", "--stage", "0-11: loss<1, incidents=0"])
+    healthy = CliRunner().invoke(
+        app, ["live", run, "--steps", "12", "--stage", "0-11: loss<1, incidents=0"]
+    )
     assert healthy.exit_code == 0, healthy.output
     assert "healthy" in healthy.stdout
     failed = CliRunner().invoke(app, ["live", run, "--steps", "12", "--stage", "0-11: loss<0.5"])
@@ -80,7 +84,9 @@ def test_live_ends_with_a_newline_and_says_which_value_there_is_not(tmp_path: Pa
     run = _healthy(tmp_path / "run")
     done = run_stepguard("live", str(run), "--once", "--stage", "0-10: nosuch<3")
     assert done.returncode == 1 and done.stdout.endswith("unhealthy\n")
-    assert "no step of this run has a value named 'nosuch'; it has loss" in " ".join(done.stdout.split())
+    assert "no step of this run has a value named 'nosuch'; it has loss" in " ".join(
+        done.stdout.split()
+    )
 
 
 def test_live_follows_lines_that_come_later_and_takes_no_half_line(tmp_path: Path) -> None:
@@ -105,7 +111,12 @@ def test_live_ends_quietly_on_ctrl_c(tmp_path: Path) -> None:
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    assert follow(Follower(tmp_path / "run"), [], None, once=False, quiet=True, wait=interrupted).verdict == "waiting"
+    assert (
+        follow(
+            Follower(tmp_path / "run"), [], None, once=False, quiet=True, wait=interrupted
+        ).verdict
+        == "waiting"
+    )
 
 
 def test_a_stage_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:

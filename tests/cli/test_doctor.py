@@ -56,7 +56,14 @@ def broken():
 def wrong():
     return 3
 """
-TITLES = ["configuration", "checkpoints", "fresh model", "forward pass", "watched values", "recommendations"]
+TITLES = [
+    "configuration",
+    "checkpoints",
+    "fresh model",
+    "forward pass",
+    "watched values",
+    "recommendations",
+]
 
 
 @pytest.fixture
@@ -85,7 +92,11 @@ def statuses(found: Examination) -> dict[str, str]:
 
 def test_folder_with_nothing_to_examine_is_exit_code_2(project: Path) -> None:
     done = invoke("run")
-    assert done.exit_code == 2 and "nothing to examine in run" in done.stderr and "--build" in done.stderr
+    assert (
+        done.exit_code == 2
+        and "nothing to examine in run" in done.stderr
+        and "--build" in done.stderr
+    )
 
 
 def test_journal_of_a_run_in_trouble_is_read_and_its_report_named(project: Path) -> None:
@@ -103,7 +114,10 @@ def test_sections_without_input_say_what_to_give(project: Path) -> None:
     found = examine(Path("run"), config=None, build=None, watch=["*alpha*"])
     assert [section.title for section in found.sections] == TITLES
     assert set(list(statuses(found).values())[:5]) == {"not checked"}
-    assert "give --build" in found.sections[2].lines[0] and "give --config" in found.sections[0].lines[0]
+    assert (
+        "give --build" in found.sections[2].lines[0]
+        and "give --config" in found.sections[0].lines[0]
+    )
     assert found.status == "fine"
 
 
@@ -112,7 +126,12 @@ def test_healthy_run_is_fine_in_all_sections(project: Path) -> None:
     everything["state_dict"]["gate.alpha_pre"] = torch.tensor(0.02)
     saved.save_zip(Path("run/step_10.pt"), everything)
     Path("config.yaml").write_text("lr: 5.0e-4\nbatch_size: 32\n")
-    found = examine(Path("run"), config=Path("config.yaml"), build="doctored_project:with_inputs", watch=["*alpha*"])
+    found = examine(
+        Path("run"),
+        config=Path("config.yaml"),
+        build="doctored_project:with_inputs",
+        watch=["*alpha*"],
+    )
     assert set(statuses(found).values()) <= {"fine", "warning"}, found
     assert "batch_size = 32" in found.sections[0].lines[0]
     assert any("alpha_pre = 0.02" in line for line in found.sections[4].lines)
@@ -124,14 +143,20 @@ def test_poisoned_run_says_what_to_resume_and_what_to_move(project: Path) -> Non
     for step in (10, 20, 30):
         saved.save_zip(Path(f"run/step_{step}.pt"), {**everything, "global_step": step})
     poisoned = {**everything["state_dict"], "outer.bias": torch.tensor([float("nan")])}
-    saved.save_zip(Path("run/step_30.pt"), {**everything, "state_dict": poisoned, "global_step": 30})
+    saved.save_zip(
+        Path("run/step_30.pt"), {**everything, "state_dict": poisoned, "global_step": 30}
+    )
     found = examine(Path("run"), config=None, build=None, watch=["*alpha*"])
     assert found.status == "corrupt"
     advice = found.sections[5]
     assert advice.commands == ("stepguard quarantine run",)
     assert any("run/step_20.pt (step 20)" in line for line in advice.lines)
     done = invoke("run")
-    assert done.exit_code == 4 and "outer.bias" in done.stdout and "stepguard quarantine run" in done.stdout
+    assert (
+        done.exit_code == 4
+        and "outer.bias" in done.stdout
+        and "stepguard quarantine run" in done.stdout
+    )
 
 
 def test_nothing_left_means_a_fresh_start(project: Path) -> None:
@@ -149,9 +174,15 @@ def test_configuration_that_the_checkpoint_overrides_fails(project: Path) -> Non
 
 def test_rate_that_yaml_takes_for_a_text_is_a_warning(project: Path) -> None:
     Path("c.yaml").write_text("lr: 1e-4x\n")
-    assert statuses(examine(Path("run"), config=Path("c.yaml"), build=None, watch=[]))["configuration"] == "failed"
+    assert (
+        statuses(examine(Path("run"), config=Path("c.yaml"), build=None, watch=[]))["configuration"]
+        == "failed"
+    )
     Path("c.yaml").write_text('lr: "1e-4"\n')
-    assert statuses(examine(Path("run"), config=Path("c.yaml"), build=None, watch=[]))["configuration"] == "warning"
+    assert (
+        statuses(examine(Path("run"), config=Path("c.yaml"), build=None, watch=[]))["configuration"]
+        == "warning"
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,9 +196,17 @@ def test_rate_that_yaml_takes_for_a_text_is_a_warning(project: Path) -> None:
         ("wrong", "failed", "not checked", "not checked"),
     ],
 )
-def test_fresh_model_is_built_and_called(project: Path, function: str, model: str, forward: str, watched: str) -> None:
-    found = statuses(examine(Path("run"), config=None, build=f"doctored_project:{function}", watch=["*alpha*"]))
-    assert (found["fresh model"], found["forward pass"], found["watched values"]) == (model, forward, watched)
+def test_fresh_model_is_built_and_called(
+    project: Path, function: str, model: str, forward: str, watched: str
+) -> None:
+    found = statuses(
+        examine(Path("run"), config=None, build=f"doctored_project:{function}", watch=["*alpha*"])
+    )
+    assert (found["fresh model"], found["forward pass"], found["watched values"]) == (
+        model,
+        forward,
+        watched,
+    )
 
 
 def test_forward_pass_names_the_first_bad_module(project: Path) -> None:

@@ -58,7 +58,11 @@ def test_missing_matplotlib_offers_the_page(run: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(app, ["plot", str(run)])
     assert done.exit_code == 2
-    assert "stepguard[plot]" in done.stderr and "--format html" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        "stepguard[plot]" in done.stderr
+        and "--format html" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_plot_works_in_a_process_of_its_own_without_torch(run: Path) -> None:

@@ -1,4 +1,6 @@
-"""`stepguard quarantine DIR`: only the bad ones move, all come back, a crash in between loses nothing."""
+"""`stepguard quarantine DIR`: only the bad ones move, all come back, a crash in between loses
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def run(tmp_path: Path) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def invoke(*words: str | Path) -> Any:
@@ -53,11 +59,16 @@ def test_only_bad_ones_move_and_undo_brings_them_back(run: Path) -> None:
 
 def test_manifest_says_why_and_from_where(run: Path) -> None:
     invoke(run)
-    moves = {m["original"]: m for m in json.loads((run / "quarantine" / "manifest.json").read_text())["moves"]}
+    moves = {
+        m["original"]: m
+        for m in json.loads((run / "quarantine" / "manifest.json").read_text())["moves"]
+    }
     assert moves.keys() == {"bad.pt", "checkpoint-40"}
     assert moves["bad.pt"]["reasons"][0].startswith("nan: w")
     assert len(moves["bad.pt"]["digests"]["bad.pt"]) == 32
-    assert set(moves["checkpoint-40"]["digests"]) == {p.name for p in (run / "checkpoint-20").iterdir()}
+    assert set(moves["checkpoint-40"]["digests"]) == {
+        p.name for p in (run / "checkpoint-20").iterdir()
+    }
 
 
 def test_what_could_not_be_judged_is_left_alone_and_named(run: Path) -> None:
@@ -89,7 +100,9 @@ def test_same_name_twice_is_numbered_and_both_come_back_in_turn(run: Path) -> No
 
 
 @pytest.mark.parametrize("survived", range(3))
-def test_crash_in_between_loses_nothing(run: Path, monkeypatch: pytest.MonkeyPatch, survived: int) -> None:
+def test_crash_in_between_loses_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, survived: int
+) -> None:
     before = snapshot(run)
     real, count = Path.rename, 0
 
@@ -154,7 +167,14 @@ def test_quarantine_folder_that_is_a_link_out_is_refused(run: Path, tmp_path: Pa
 @pytest.mark.parametrize("place", ["../x", "/etc/x", "good.pt", ""])
 def test_manifest_that_leads_out_is_refused(run: Path, place: str) -> None:
     (run / "quarantine").mkdir()
-    entry = {"original": "bad2.pt", "place": place, "reasons": [], "digests": {}, "size": 1, "moved": ""}
+    entry = {
+        "original": "bad2.pt",
+        "place": place,
+        "reasons": [],
+        "digests": {},
+        "size": 1,
+        "moved": "",
+    }
     (run / "quarantine" / "manifest.json").write_text(json.dumps({"schema": 1, "moves": [entry]}))
     with pytest.raises(StoreError):
         quarantine.undo(run)
@@ -164,7 +184,10 @@ def test_json_names_what_moved(run: Path) -> None:
     data = json.loads(invoke(run, "--json").stdout)
     assert {move["original"] for move in data["moved"]} == {"bad.pt", "checkpoint-40"}
     assert [Path(path).name for path in data["not_judged"]] == ["too-large.pt"]
-    assert {move["original"] for move in json.loads(invoke(run, "--undo", "--json").stdout)["moved_back"]} == {
+    assert {
+        move["original"]
+        for move in json.loads(invoke(run, "--undo", "--json").stdout)["moved_back"]
+    } == {
         "bad.pt",
         "checkpoint-40",
     }

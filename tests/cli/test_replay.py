@@ -80,7 +80,9 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module", params=["forward", "backward", "random"])
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     """The fault, and a run of the project in one folder."""
     folder = tmp_path_factory.mktemp("first")
     write(folder, PROJECT)
@@ -100,7 +102,9 @@ def copied(written: tuple[str, Path], tmp_path: Path) -> tuple[str, Path, Path]:
     return fault, other, capsule.relative_to(other)
 
 
-def replayed(folder: Path, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+def replayed(
+    folder: Path, *words: str, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
     return python(folder, "-m", "stepguard", "replay", *words, given=given)
 
 
@@ -115,7 +119,17 @@ def test_another_working_copy_gives_the_same_origin(copied: tuple[str, Path, Pat
     done = replayed(folder, str(capsule), "--json")
     assert done.returncode == 0, done.stderr
     first, again = recorded(folder, capsule), json.loads(done.stdout)
-    for field in ("phase", "op", "node", "module", "source", "samples", "tensor", "micro_batch", "reproduced"):
+    for field in (
+        "phase",
+        "op",
+        "node",
+        "module",
+        "source",
+        "samples",
+        "tensor",
+        "micro_batch",
+        "reproduced",
+    ):
         assert again["origin"][field] == first["origin"][field], field
     assert again["findings"][0]["code"] == first["findings"][0]["code"]
     file, text = ("model.py", MODEL) if fault != "random" else ("train.py", PROJECT)
@@ -148,14 +162,20 @@ def test_build_and_script_can_be_given(copied: tuple[str, Path, Path]) -> None:
     assert (gone.returncode, gone.stderr.count("\n")) == (2, 1)
     assert "train.py does not exist here" in gone.stderr
     assert replayed(folder, str(capsule), "--script", "moved.py").returncode == 0
-    write(folder, "import sys\nsys.argv[1:] = ['--width', '5']\nfrom moved import build\n", "making.py")
+    write(
+        folder,
+        "import sys\nsys.argv[1:] = ['--width', '5']\nfrom moved import build\n",
+        "making.py",
+    )
     assert replayed(folder, str(capsule), "--build", "making:build").returncode == 0
     wrong = replayed(folder, str(capsule), "--build", "making")
     assert (wrong.returncode, "package.module:function" in wrong.stderr) == (2, True)
 
 
 @one("forward")
-def test_a_repaired_project_does_not_reproduce_and_the_differences_are_named(copied: tuple[str, Path, Path]) -> None:
+def test_a_repaired_project_does_not_reproduce_and_the_differences_are_named(
+    copied: tuple[str, Path, Path],
+) -> None:
     _, folder, capsule = copied
     write(folder, MODEL.replace("torch.log(scale)", "torch.log(scale.clamp_min(1e-6))"), "model.py")
     path = folder / capsule / "capsule.json"
@@ -179,7 +199,9 @@ def test_outside_the_project_nothing_is_run(copied: tuple[str, Path, Path], tmp_
 @pytest.mark.parametrize("written", ["forward", "backward"], indirect=True)
 def test_pdb_stops_in_the_users_frame(copied: tuple[str, Path, Path]) -> None:
     fault, folder, capsule = copied
-    done = replayed(folder, str(capsule), "--pdb", given="p 'here', scale.tolist()\nup\np sorted(batch)\nq\n")
+    done = replayed(
+        folder, str(capsule), "--pdb", given="p 'here', scale.tolist()\nup\np sorted(batch)\nq\n"
+    )
     assert done.returncode == 0, done.stderr
     assert f"model.py({line_of(MODEL, f'# {fault.upper()}')})forward()" in done.stdout
     assert "('here', [1.0, 1.0, 1.0, 0.0, 1.0, 1.0])" in done.stdout

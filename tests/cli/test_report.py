@@ -22,7 +22,13 @@ def run(tmp_path: Path) -> Path:
 def test_report_shows_the_incident(run: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(run)])
     assert done.exit_code == 0, done.output
-    for text in ("12 seen, 11 committed, 1 skipped", "SG204", "model.py:88", "1.00e-04", "clip_norm=1"):
+    for text in (
+        "12 seen, 11 committed, 1 skipped",
+        "SG204",
+        "model.py:88",
+        "1.00e-04",
+        "clip_norm=1",
+    ):
         assert text in done.stdout
 
 
@@ -51,7 +57,10 @@ def test_json_is_one_object(run: Path) -> None:
 def test_markdown_goes_to_a_file_or_to_stdout(run: Path, tmp_path: Path) -> None:
     page = tmp_path / "run.md"
     assert CliRunner().invoke(app, ["report", str(run), "--markdown", str(page)]).exit_code == 0
-    assert page.read_text(encoding="utf-8") == CliRunner().invoke(app, ["report", str(run), "--markdown", "-"]).stdout
+    assert (
+        page.read_text(encoding="utf-8")
+        == CliRunner().invoke(app, ["report", str(run), "--markdown", "-"]).stdout
+    )
     assert "SG204" in page.read_text(encoding="utf-8")
 
 
@@ -72,7 +81,9 @@ def test_missing_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["report", "plot"])
 @pytest.mark.parametrize("text", ["import torch\nmodel = 1\n", "", '{"a": 1}\n[]\n'])
-def test_file_that_is_no_journal_is_one_line_and_exit_code_2(tmp_path: Path, text: str, command: str) -> None:
+def test_file_that_is_no_journal_is_one_line_and_exit_code_2(
+    tmp_path: Path, text: str, command: str
+) -> None:
     (tmp_path / "vit.py").write_text(text)
     done = CliRunner().invoke(app, [command, str(tmp_path / "vit.py")])
     assert done.exit_code == 2 and done.stdout == ""
@@ -95,10 +106,15 @@ def test_rank_without_a_journal_is_named(run: Path) -> None:
     ("words", "message"),
     [
         (["--json", "--markdown", "x.md"], "--json and --markdown exclude each other"),
-        (["--markdown", "/no/such/folder/x.md"], "/no/such/folder/x.md cannot be written: No such file"),
+        (
+            ["--markdown", "/no/such/folder/x.md"],
+            "/no/such/folder/x.md cannot be written: No such file",
+        ),
     ],
 )
-def test_contradictions_and_bad_paths_are_one_line(run: Path, words: list[str], message: str) -> None:
+def test_contradictions_and_bad_paths_are_one_line(
+    run: Path, words: list[str], message: str
+) -> None:
     done = CliRunner().invoke(app, ["report", str(run), *words])
     assert done.exit_code == 2
     assert message in done.stderr and done.stderr.count("\n") == 1

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from cli.scripts import HEAD, NET, guarded, incidents, line_of, origin_of, plain_script, python, write
+from cli.scripts import (
+    HEAD,
+    NET,
+    guarded,
+    incidents,
+    line_of,
+    origin_of,
+    plain_script,
+    python,
+    write,
+)
 from stepguard.journal import read_run
 
 
@@ -54,7 +64,9 @@ def test_a_budget_that_is_used_up_ends_with_exit_code_3(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
     assert "Stopping training" in done.stderr
-    assert len(done.stdout.splitlines()) == 5  # the fourth bad step in a row raised inside optimizer.step()
+    assert (
+        len(done.stdout.splitlines()) == 5
+    )  # the fourth bad step in a row raised inside optimizer.step()
 
 
 def test_an_error_of_the_script_is_exit_code_1_with_the_users_frames_only(tmp_path: Path) -> None:
@@ -69,16 +81,22 @@ def test_an_error_of_the_script_is_exit_code_1_with_the_users_frames_only(tmp_pa
 
 
 def test_an_error_inside_a_chained_cause_is_shown_too(tmp_path: Path) -> None:
-    write(tmp_path, "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('second') from e\n")
+    write(
+        tmp_path,
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('second') from e\n",
+    )
     done = guarded(tmp_path, "train.py")
     assert done.returncode == 1
     assert done.stderr.index("ZeroDivisionError") < done.stderr.index("ValueError: second")
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "said"), [("sys.exit(7)", 7, ""), ("sys.exit('no data')", 1, "no data"), ("sys.exit()", 0, "")]
+    ("ending", "code", "said"),
+    [("sys.exit(7)", 7, ""), ("sys.exit('no data')", 1, "no data"), ("sys.exit()", 0, "")],
 )
-def test_the_scripts_own_exit_code_passes_through(tmp_path: Path, ending: str, code: int, said: str) -> None:
+def test_the_scripts_own_exit_code_passes_through(
+    tmp_path: Path, ending: str, code: int, said: str
+) -> None:
     write(tmp_path, f"import sys\n{ending}\n")
     done = guarded(tmp_path, "train.py")
     assert done.returncode == code
@@ -118,7 +136,11 @@ if __name__ == "__main__":
     write(tmp_path, body, "project/train.py")
     write(tmp_path, "def double(x):\n    return 2 * x\n", "project/beside.py")
     write(tmp_path, "", "project/package/__init__.py")
-    write(tmp_path, "from .factor import THREE\ndef triple(x):\n    return THREE * x\n", "project/package/inside.py")
+    write(
+        tmp_path,
+        "from .factor import THREE\ndef triple(x):\n    return THREE * x\n",
+        "project/package/inside.py",
+    )
     write(tmp_path, "THREE = 3\n", "project/package/factor.py")
     words = ["project/train.py", "--size", "4", "--run-dir", "theirs", "-m", "more", "--", "-x"]
     bare, under_guard = python(tmp_path, *words), guarded(tmp_path, *words)
@@ -129,7 +151,11 @@ if __name__ == "__main__":
 
 def test_a_module_can_be_run_as_with_python_m(tmp_path: Path) -> None:
     write(tmp_path, "", "package/__init__.py")
-    write(tmp_path, "from . import side\nimport sys\nprint(side.NAME, sys.argv[1:], __name__)\n", "package/train.py")
+    write(
+        tmp_path,
+        "from . import side\nimport sys\nprint(side.NAME, sys.argv[1:], __name__)\n",
+        "package/train.py",
+    )
     write(tmp_path, "NAME = 'beside'\n", "package/side.py")
     done = guarded(tmp_path, "-m", "package.train", "--lr", "3")
     assert (done.returncode, done.stdout) == (0, "beside ['--lr', '3'] __main__\n"), done.stderr
@@ -245,7 +271,9 @@ print(model.weight.isfinite().all().item())
     assert "5 steps guarded, 1 incidents" in done.stderr
 
 
-@pytest.mark.parametrize("before", ["", "model(torch.randn(2, 4))"], ids=["at once", "after a first forward"])
+@pytest.mark.parametrize(
+    "before", ["", "model(torch.randn(2, 4))"], ids=["at once", "after a first forward"]
+)
 def test_a_script_with_a_guard_of_its_own_is_not_guarded_twice(tmp_path: Path, before: str) -> None:
     body = f"""
 import stepguard
@@ -299,7 +327,11 @@ def test_data_loader_workers_work(tmp_path: Path, method: str) -> None:
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 4
     (incident,) = incidents(tmp_path / "run")
-    assert (incident.step, origin_of(incident).tensor, origin_of(incident).phase) == (2, "batch:x", "input")
+    assert (incident.step, origin_of(incident).tensor, origin_of(incident).phase) == (
+        2,
+        "batch:x",
+        "input",
+    )
 
 
 def test_a_scheduler_and_a_scaler_are_found(tmp_path: Path) -> None:

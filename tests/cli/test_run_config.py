@@ -20,14 +20,19 @@ def config(folder: Path, text: str, **given: str) -> GuardConfig:
 
 
 def test_fields_of_both_are_taken_from_the_file(tmp_path: Path) -> None:
-    text = 'anomalies = "act"\nprobation = 7\n[policy]\nactions = ["skip", "stop"]\nmax_lost_share = 0.1\n'
+    text = (
+        'anomalies = "act"\nprobation = 7\n[policy]\nactions = ["skip", "stop"]\nmax_lost_share '
+        "= 0.1\n"
+    )
     assert config(tmp_path, text) == GuardConfig(
         anomalies="act", probation=7, policy=Policy(actions=("skip", "stop"), max_lost_share=0.1)
     )
     assert read_config(None, {}) == GuardConfig()
 
 
-def test_folders_are_absolute_and_the_command_line_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_absolute_and_the_command_line_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert config(tmp_path, 'run_dir = "a"\n').run_dir == str(tmp_path / "a")
     assert config(tmp_path, 'run_dir = "a"\n', run_dir="/b").run_dir == "/b"
@@ -37,7 +42,10 @@ def test_folders_are_absolute_and_the_command_line_comes_first(tmp_path: Path, m
     ("text", "words"),
     [
         ("anomalys = 'act'\n", ("anomalys is not known", "Did you mean anomalies?")),
-        ("[policy]\nmax_totl = 3\n", ("policy.max_totl is not known", "Did you mean policy.max_total?")),
+        (
+            "[policy]\nmax_totl = 3\n",
+            ("policy.max_totl is not known", "Did you mean policy.max_total?"),
+        ),
         ("max_total = 3\n", ("max_total is not known", "field of [policy]")),
         ("zzz = 3\n", ("zzz is not known", "clip_norm, run_dir")),
         ("anomalies = 'no'\n", ("anomalies", "'no' is not known", "'act'")),
@@ -57,7 +65,9 @@ def test_wrong_file_is_one_clear_line(tmp_path: Path, text: str, words: tuple[st
 
 
 @pytest.mark.parametrize("path", ["nowhere.toml", "."])
-def test_file_that_is_none_is_told(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_is_none_is_told(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="is no file"):
         read_config(Path(path), {})
@@ -72,9 +82,14 @@ def test_a_script_is_guarded_by_the_policy_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("--policy", "is no option of `stepguard run`"), (".", "is a folder; give the Python script in it")],
+    [
+        ("--policy", "is no option of `stepguard run`"),
+        (".", "is a folder; give the Python script in it"),
+    ],
 )
-def test_a_word_that_is_no_script_is_one_line_and_exit_code_2(tmp_path: Path, word: str, said: str) -> None:
+def test_a_word_that_is_no_script_is_one_line_and_exit_code_2(
+    tmp_path: Path, word: str, said: str
+) -> None:
     write(tmp_path, "print('never')\n")
     done = guarded(tmp_path, word, "train.py")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -41,7 +41,10 @@ del model, optimizer, loss  # they hold the group, and its threads should end be
 gc.collect()
 dist.destroy_process_group()
 """
-EARLY = "import torch.distributed.nn.functional  # before there is a group: its functions keep the one they find"
+EARLY = (
+    "import torch.distributed.nn.functional  # before there is a group: its functions keep the "
+    "one they find"
+)
 WATCHED_TO_THE_END = """
 import atexit, os, sys
 @atexit.register  # first, so called last
@@ -76,8 +79,12 @@ def by_rank(done: subprocess.CompletedProcess[str], rank: int) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(f"rank{rank} ")]
 
 
-@pytest.mark.parametrize("tried", ["", "model(torch.randn(2, 4))"], ids=["", "tried out before it became parallel"])
-def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(tmp_path: Path, tried: str) -> None:
+@pytest.mark.parametrize(
+    "tried", ["", "model(torch.randn(2, 4))"], ids=["", "tried out before it became parallel"]
+)
+def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(
+    tmp_path: Path, tried: str
+) -> None:
     script = write(tmp_path, parallel(bad=True, tried=tried))
     done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
@@ -89,12 +96,17 @@ def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(tmp_path: Pat
         origin = origin_of(incident)
         assert (incident.step, incident.reading.bad_ranks, origin.rank) == (3, (1,), 1)
         assert (origin.op, origin.source) == ("aten.log", f"train.py:{line_of(script)}")
-        assert record.header["agreement"] == ("collective" if tried else "spread")  # of the guard that made way
+        assert record.header["agreement"] == (
+            "collective" if tried else "spread"
+        )  # of the guard that made way
 
 
 def test_a_healthy_parallel_script_prints_what_it_prints_alone(tmp_path: Path) -> None:
     write(tmp_path, parallel())
-    bare, under_guard = torchrun(tmp_path, "train.py"), torchrun(tmp_path, "-m", "stepguard", "run", "train.py")
+    bare, under_guard = (
+        torchrun(tmp_path, "train.py"),
+        torchrun(tmp_path, "-m", "stepguard", "run", "train.py"),
+    )
     assert bare.returncode == under_guard.returncode == 0, under_guard.stderr
     for rank in (0, 1):
         assert by_rank(under_guard, rank) == by_rank(bare, rank)
@@ -102,11 +114,19 @@ def test_a_healthy_parallel_script_prints_what_it_prints_alone(tmp_path: Path) -
 
 
 def test_the_threads_of_a_process_group_end_before_python_does(tmp_path: Path) -> None:
-    write(tmp_path, parallel(early="").replace("del model, optimizer, loss", "held = model, optimizer, loss"))
+    write(
+        tmp_path,
+        parallel(early="").replace("del model, optimizer, loss", "held = model, optimizer, loss"),
+    )
     write(tmp_path, WATCHED_TO_THE_END, "under.py")
-    done = torchrun(tmp_path, "under.py", PYTHONPATH=os.pathsep.join([SOURCE, str(Path(__file__).parents[1])]))
+    done = torchrun(
+        tmp_path, "under.py", PYTHONPATH=os.pathsep.join([SOURCE, str(Path(__file__).parents[1])])
+    )
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("threads")] == ["threads 0", "threads 0"]
+    assert [line for line in done.stdout.splitlines() if line.startswith("threads")] == [
+        "threads 0",
+        "threads 0",
+    ]
 
 
 def test_a_rank_that_traces_takes_part_in_every_collective(tmp_path: Path) -> None:
@@ -117,4 +137,8 @@ def test_a_rank_that_traces_takes_part_in_every_collective(tmp_path: Path) -> No
     assert by_rank(done, 0)[-1].split()[-1] == by_rank(done, 1)[-1].split()[-1] != "nan"
     first, second = map(origin_of, incidents(tmp_path / "run"))
     assert (first.phase, first.op, first.rank) == ("loss", None, 1)
-    assert (second.op, second.rank, second.source) == ("aten.log", 1, f"train.py:{line_of(script, '# IN THE LOSS')}")
+    assert (second.op, second.rank, second.source) == (
+        "aten.log",
+        1,
+        f"train.py:{line_of(script, '# IN THE LOSS')}",
+    )

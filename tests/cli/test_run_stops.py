@@ -79,7 +79,9 @@ def test_a_policy_stop_is_exit_code_3_whoever_catches_it(tmp_path: Path, wrapper
     done = guarded(tmp_path, "train.py", PYTHONWARNINGS="ignore")
     assert done.returncode == 3, done.stderr
     assert "Stopping training" in done.stderr
-    if wrapper != "catch-all":  # logging takes the frames from the interpreter, not from the exception
+    if (
+        wrapper != "catch-all"
+    ):  # logging takes the frames from the interpreter, not from the exception
         assert "stepguard/engine" not in done.stderr and "stepguard/guard.py" not in done.stderr
 
 

@@ -67,7 +67,9 @@ def test_missing_path_is_exit_code_2(tmp_path: Path) -> None:
     assert done.exit_code == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
 
 
-def test_folder_without_checkpoints_is_exit_code_2_and_never_success(good: Path, tmp_path: Path) -> None:
+def test_folder_without_checkpoints_is_exit_code_2_and_never_success(
+    good: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     done = invoke(tmp_path / "empty")
     assert done.exit_code == 2 and done.stdout == ""
@@ -76,7 +78,9 @@ def test_folder_without_checkpoints_is_exit_code_2_and_never_success(good: Path,
     assert invoke(tmp_path / "empty").exit_code == 2
 
 
-def test_empty_folder_among_others_is_told_beside_their_result(good: Path, bad: Path, tmp_path: Path) -> None:
+def test_empty_folder_among_others_is_told_beside_their_result(
+    good: Path, bad: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     done = invoke(good, tmp_path / "empty")
     assert done.exit_code == 2 and "1 good" in done.stdout and "nothing to verify in" in done.stderr
@@ -101,7 +105,10 @@ def test_other_learning_rate_is_exit_code_5(good: Path, tmp_path: Path) -> None:
         ("a.json", '{"trainer": {"learning_rate": 1e-4}}'),
         ("a.toml", "[trainer]\nlearning_rate = 1e-4\n"),
         ("a.yaml", "trainer:\n  lr: 1e-4\n  steps: 10\n"),
-        ("a.py", "import os\nclass Config:\n    LEARNING_RATE: float = 1e-4\n    PATH = os.getcwd()\n"),
+        (
+            "a.py",
+            "import os\nclass Config:\n    LEARNING_RATE: float = 1e-4\n    PATH = os.getcwd()\n",
+        ),
         ("a.ini", "lr = 0.0001\n"),
     ],
 )
@@ -117,7 +124,11 @@ def test_python_configuration_is_read_and_never_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("steps: 10\n", "names no learning rate"), ("lr: 1\nhead:\n  lr: 2\n", "several"), ("", "names no")],
+    [
+        ("steps: 10\n", "names no learning rate"),
+        ("lr: 1\nhead:\n  lr: 2\n", "several"),
+        ("", "names no"),
+    ],
 )
 def test_configuration_without_one_rate_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "c.yaml").write_text(text)

@@ -17,7 +17,16 @@ CONFIG = GuardConfig()
 def reading(step: int, loss: float | None = 1.0, **more: Any) -> Reading:
     """A healthy step but for what is given."""
     micro = () if loss is None else (loss,)
-    return Reading(**{"step": step, "loss": loss, "micro_losses": micro, "grad_norm": 1.0, "lr": (0.1,), **more})
+    return Reading(
+        **{
+            "step": step,
+            "loss": loss,
+            "micro_losses": micro,
+            "grad_norm": 1.0,
+            "lr": (0.1,),
+            **more,
+        }
+    )
 
 
 def play(losses: Iterable[float], history: History | None = None) -> list[Verdict]:
@@ -71,7 +80,8 @@ def slow_rise(seed: int, start: int = 200, steps: int = 60, slope: float = 0.03)
     """A healthy run whose loss then creeps up a little every step."""
     noise = random.Random(seed)
     return [
-        2.0 + 2.0 * math.exp(-i / 40) + slope * max(0, i - start) + noise.gauss(0, 0.08) for i in range(start + steps)
+        2.0 + 2.0 * math.exp(-i / 40) + slope * max(0, i - start) + noise.gauss(0, 0.08)
+        for i in range(start + steps)
     ]
 
 

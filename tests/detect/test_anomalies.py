@@ -1,4 +1,6 @@
-"""Finite anomalies: suspicious when they should be, an incident only with evidence, and quiet on healthy runs."""
+"""Finite anomalies: suspicious when they should be, an incident only with evidence, and quiet on
+healthy runs.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_slow_rise_is_found_within_40_steps(seed: int) -> None:
 
 @pytest.mark.parametrize("rule", PEERS)
 @pytest.mark.parametrize("seed", range(10))
-def test_slow_rise_is_missed_by_rules_on_single_steps(rule: Callable[[Sequence[float]], list[int]], seed: int) -> None:
+def test_slow_rise_is_missed_by_rules_on_single_steps(
+    rule: Callable[[Sequence[float]], list[int]], seed: int
+) -> None:
     assert rule(slow_rise(seed)) == []
 
 
@@ -98,7 +102,8 @@ def test_trend_scales_with_the_losses_up_to_the_end_of_float64() -> None:
     assert huge_noise / 1e307 == pytest.approx(noise)
 
 
-# --- what is told as an incident --------------------------------------------------------------------------------------
+# --- what is told as an incident
+# --------------------------------------------------------------------------------------
 
 
 def test_single_jump_of_the_loss_is_no_incident_however_high() -> None:
@@ -108,7 +113,10 @@ def test_single_jump_of_the_loss_is_no_incident_however_high() -> None:
 def test_jump_after_an_update_that_changed_the_weights_is_an_incident() -> None:
     history = played(SETTLED)
     verdict = judge(reading(100, 50.0, update_ratio=3.2), history, CONFIG)
-    assert verdict.bad and "the last update changed the weights by 3.2 of their norm" in verdict.summary
+    assert (
+        verdict.bad
+        and "the last update changed the weights by 3.2 of their norm" in verdict.summary
+    )
     assert not judge(reading(100, 50.0, update_ratio=0.01), history, CONFIG).bad
     assert not judge(reading(100, 8.0, update_ratio=3.2), history, CONFIG).bad
 
@@ -118,7 +126,9 @@ def test_loss_that_grows_manifold_twice_in_a_row_is_an_incident() -> None:
     assert not any(verdict.bad for verdict in play([*SETTLED, 40.0, 45.0, 50.0, 30.0]))
 
 
-def test_run_that_has_diverged_slowly_is_an_incident_with_weights_that_left_where_they_were() -> None:
+def test_run_that_has_diverged_slowly_is_an_incident_with_weights_that_left_where_they_were() -> (
+    None
+):
     history = played([*SETTLED, *[4.0 * 1.2**i for i in range(64)]])
     assert judge(reading(164, 6e5), history, CONFIG).severity == "suspicion"
     verdict = judge(reading(164, 6e5, weights_moved=7.0), history, CONFIG)
@@ -136,18 +146,28 @@ def test_spikes_off_leaves_the_slow_rise() -> None:
     assert judge(reading(100, 1e9), played(SETTLED), config).kind != "spike"
 
 
-# --- what must be proven before anything is done ----------------------------------------------------------------------
+# --- what must be proven before anything is done
+# ----------------------------------------------------------------------
 
 HIGH = Verdict(kind="spike", severity="suspicion", summary="high", evidence={"loss": 50.0})
 PROOF = Signs(
-    lasting=LASTING, earlier_then=2.0, earlier_now=48.0, own_then=2.0, own_now=2.0, older_loss=2.1, older_step=96
+    lasting=LASTING,
+    earlier_then=2.0,
+    earlier_now=48.0,
+    own_then=2.0,
+    own_now=2.0,
+    older_loss=2.1,
+    older_step=96,
 )
 
 
 def test_independent_signs_together_blame_the_weights() -> None:
     verdict = weights_did_it(HIGH, reading(100, 50.0), played(SETTLED), PROOF)
     assert verdict.bad
-    assert "an earlier batch gives 48 and gave 2, and on the weights of step 96 this batch gives 2.1" in verdict.summary
+    assert (
+        "an earlier batch gives 48 and gave 2, and on the weights of step 96 this batch gives 2.1"
+        in verdict.summary
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,12 +189,17 @@ def test_one_missing_sign_leaves_the_run_alone(changed: dict[str, float | None],
 
 def test_level_the_run_had_left_long_ago_must_be_reached_again() -> None:
     history = played(SETTLED)
-    assert "not lost" in weights_did_it(HIGH, reading(100, history.level + 0.5), history, PROOF).summary
+    assert (
+        "not lost"
+        in weights_did_it(HIGH, reading(100, history.level + 0.5), history, PROOF).summary
+    )
 
 
 @pytest.mark.parametrize("now", [math.nan, math.inf])
 def test_earlier_batch_that_is_no_longer_finite_counts_as_lost(now: float) -> None:
-    assert weights_did_it(HIGH, reading(100, 50.0), played(SETTLED), replace(PROOF, earlier_now=now)).bad
+    assert weights_did_it(
+        HIGH, reading(100, 50.0), played(SETTLED), replace(PROOF, earlier_now=now)
+    ).bad
 
 
 def test_without_a_replay_weights_that_left_where_they_were_good_are_blamed() -> None:
@@ -182,7 +207,8 @@ def test_without_a_replay_weights_that_left_where_they_were_good_are_blamed() ->
     assert weights_did_it(HIGH, reading(100, 50.0), played(SETTLED), signs).bad
 
 
-# --- learning rates, and steps that learn nothing ---------------------------------------------------------------------
+# --- learning rates, and steps that learn nothing
+# ---------------------------------------------------------------------
 
 
 def test_learning_rate_above_everything_before_is_noted() -> None:
@@ -190,7 +216,9 @@ def test_learning_rate_above_everything_before_is_noted() -> None:
     assert judge(reading(0, 1.0, lr=(0.2,)), history, CONFIG).kind == "ok"
     verdict = judge(reading(0, 1.0, lr=(0.21,)), history, CONFIG)
     assert (verdict.kind, verdict.severity) == ("lr_mismatch", "note")
-    assert "group 0 runs with lr 0.21; the highest configured or seen before is 0.1" in verdict.summary
+    assert (
+        "group 0 runs with lr 0.21; the highest configured or seen before is 0.1" in verdict.summary
+    )
 
 
 def test_warm_up_from_zero_is_no_mismatch() -> None:

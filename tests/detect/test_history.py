@@ -18,7 +18,9 @@ anything = st.floats() | st.sampled_from([math.nan, math.inf, -math.inf])
 @given(st.lists(anything, max_size=100))
 def test_no_non_finite_loss_ever_enters(losses: list[float]) -> None:
     history = played(losses)
-    assert list(history.losses) == [loss for loss in losses if math.isfinite(loss)][-history.window :]
+    assert (
+        list(history.losses) == [loss for loss in losses if math.isfinite(loss)][-history.window :]
+    )
     assert history.best is None or not math.isnan(history.best)
     assert all(math.isfinite(loss) for loss in history.first)
 

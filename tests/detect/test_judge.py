@@ -22,14 +22,26 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "infinite loss": ({"loss": INF}, "nonfinite_loss", "incident"),
     "bad batch": ({"loss": NAN, "bad_inputs": ("batch:x",)}, "nonfinite_input", "incident"),
     "bad batch, fine loss": ({"bad_inputs": ("batch:x",)}, "ok", "ok"),
-    "bad gradient": ({"grads_finite": False, "bad_grads": ("fc.weight",)}, "nonfinite_gradient", "incident"),
+    "bad gradient": (
+        {"grads_finite": False, "bad_grads": ("fc.weight",)},
+        "nonfinite_gradient",
+        "incident",
+    ),
     "infinite norm": ({"grad_norm": INF}, "infinite_norm", "incident"),
     "nan norm": ({"grad_norm": NAN}, "infinite_norm", "incident"),
     "bad parameter": ({"bad_state": ("param:w",)}, "nonfinite_parameter", "incident"),
     "bad buffer": ({"bad_state": ("buffer:bn.running_var",)}, "nonfinite_buffer", "incident"),
     "bad slot": ({"bad_state": ("opt:exp_avg",)}, "nonfinite_optimizer_state", "incident"),
-    "scaler warm-up": ({"grads_finite": False, "overflow": True, "scale": 65536.0}, "scale_calibration", "note"),
-    "scaler at its end": ({"grads_finite": False, "overflow": True, "scale": 0.5}, "scaler_collapse", "incident"),
+    "scaler warm-up": (
+        {"grads_finite": False, "overflow": True, "scale": 65536.0},
+        "scale_calibration",
+        "note",
+    ),
+    "scaler at its end": (
+        {"grads_finite": False, "overflow": True, "scale": 0.5},
+        "scaler_collapse",
+        "incident",
+    ),
 }
 
 
@@ -60,7 +72,9 @@ def test_state_that_the_update_made_bad_is_said_so() -> None:
 
 
 def test_bad_micro_batch_and_loss_component_are_named() -> None:
-    seen = Reading(step=0, loss=NAN, micro_losses=(1.0, NAN, 2.0), components={"ce": 1.0, "kl": NAN})
+    seen = Reading(
+        step=0, loss=NAN, micro_losses=(1.0, NAN, 2.0), components={"ce": 1.0, "kl": NAN}
+    )
     assert judge(seen, History(), CONFIG).summary == "loss is nan (kl) in micro-batch 1 of 3"
 
 
@@ -77,7 +91,9 @@ def test_gradient_verdict_names_three_parameters_and_counts_the_rest() -> None:
 
 def test_overflow_of_a_static_scale_is_an_incident_with_the_scale() -> None:
     config = GuardConfig(loss_scale=1024.0)
-    verdict = judge(reading(0, 1.0, grads_finite=False, overflow=True, scale=1024.0), History(), config)
+    verdict = judge(
+        reading(0, 1.0, grads_finite=False, overflow=True, scale=1024.0), History(), config
+    )
     assert verdict.bad
     assert verdict.evidence == {"scale": 1024.0}
 
@@ -95,7 +111,9 @@ readings = st.builds(
     scale=maybe,
     lr=st.lists(st.floats(), max_size=2).map(tuple),
     labels=st.none() | st.integers(0, 3),
-    bad_state=st.lists(st.sampled_from(["param:w", "buffer:b", "opt:exp_avg"]), max_size=2).map(tuple),
+    bad_state=st.lists(st.sampled_from(["param:w", "buffer:b", "opt:exp_avg"]), max_size=2).map(
+        tuple
+    ),
     bad_inputs=st.lists(st.just("batch:x"), max_size=1).map(tuple),
     overflow=st.booleans(),
     repeat_loss=maybe,

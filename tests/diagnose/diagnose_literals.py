@@ -11,9 +11,13 @@ from stepguard.records import Finding, Incident, Operand, Origin, Reading, Verdi
 NAN, INF = math.nan, math.inf
 
 
-def tensor(name: str, shape: tuple[int, ...], low: float | None, high: float | None, **more: Any) -> Operand:
+def tensor(
+    name: str, shape: tuple[int, ...], low: float | None, high: float | None, **more: Any
+) -> Operand:
     """A floating-point operand; float32 unless told otherwise."""
-    return Operand(name=name, dtype=more.pop("dtype", "float32"), shape=shape, min=low, max=high, **more)
+    return Operand(
+        name=name, dtype=more.pop("dtype", "float32"), shape=shape, min=low, max=high, **more
+    )
 
 
 def number(name: str, value: float) -> Operand:
@@ -42,7 +46,9 @@ def findings(
     """Diagnose a bad step: NaN loss and bad gradients unless the reading says otherwise."""
     defaults: dict[str, Any] = {"step": 1, "loss": NAN, "grads_finite": False}
     verdict = Verdict(kind=kind, severity=severity, summary=summary, evidence=said)  # type: ignore[arg-type]
-    incident = Incident(id="i", step=1, verdict=verdict, reading=Reading(**(defaults | reading)), origin=where)
+    incident = Incident(
+        id="i", step=1, verdict=verdict, reading=Reading(**(defaults | reading)), origin=where
+    )
     return diagnose(incident, facts) if facts is not None else diagnose(incident)
 
 

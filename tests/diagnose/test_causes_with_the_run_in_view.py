@@ -1,4 +1,6 @@
-"""Causes that need more than the operation: the run's losses and rates, what a divisor is, what a replay moved."""
+"""Causes that need more than the operation: the run's losses and rates, what a divisor is, what a
+replay moved.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ def huge_in_bfloat16(*notes: str) -> Origin:
     wide = tensor("input", (4, 8), -3e20, 3e20, dtype="bfloat16")
     made = out((4, 8), nan=32, dtype="bfloat16")
     said = ("half", "batch_max=4.2", *notes)
-    return origin("forward", "aten.native_layer_norm", wide, number("eps", 1e-5), output=made, notes=said)
+    return origin(
+        "forward", "aten.native_layer_norm", wide, number("eps", 1e-5), output=made, notes=said
+    )
 
 
-@pytest.mark.parametrize("notes", [(), ("finite_in=float32",)], ids=["in any dtype", "in bfloat16 only"])
+@pytest.mark.parametrize(
+    "notes", [(), ("finite_in=float32",)], ids=["in any dtype", "in bfloat16 only"]
+)
 def test_divergence_in_bfloat16_is_no_extreme_input(notes: tuple[str, ...]) -> None:
     facts = RunFacts(losses=DIVERGED, committed=5)
     assert codes(huge_in_bfloat16(*notes), facts=facts, lr=(1.0,))[0] == "SG505"
@@ -34,7 +40,11 @@ def test_calm_run_in_bfloat16_is_not_called_diverged_first() -> None:
 def test_extreme_batch_stays_the_cause_in_a_diverging_run() -> None:
     wide = tensor("input", (4, 8), -3e20, 3e20, dtype="bfloat16")
     where = origin(
-        "forward", "aten.native_layer_norm", wide, output=out((4, 8), nan=8), notes=("sample_max=3e20", "others_max=2")
+        "forward",
+        "aten.native_layer_norm",
+        wide,
+        output=out((4, 8), nan=8),
+        notes=("sample_max=3e20", "others_max=2"),
     )
     assert codes(where, facts=RunFacts(losses=DIVERGED, committed=5))[0] == "SG103"
 
@@ -47,8 +57,13 @@ def test_runaway_schedule_is_told_by_its_first_rate_and_the_declared_one() -> No
         losses=DIVERGED,
         committed=80,
     )
-    finding = found("SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(0.2,), facts=facts)
-    said = "the learning rate of group 0 has grown from 0.0025 to 0.2 over 80 steps and is 4 times initial_lr (0.05)"
+    finding = found(
+        "SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(0.2,), facts=facts
+    )
+    said = (
+        "the learning rate of group 0 has grown from 0.0025 to 0.2 over 80 steps and is 4 times "
+        "initial_lr (0.05)"
+    )
     assert said in finding.evidence
     assert not any("did not jump" in sentence for sentence in finding.evidence)
     assert finding.remedies[0].title.startswith("Let the schedule end")
@@ -56,7 +71,9 @@ def test_runaway_schedule_is_told_by_its_first_rate_and_the_declared_one() -> No
 
 def test_constant_rate_is_still_said_not_to_have_jumped() -> None:
     facts = RunFacts(lr_history=((0.1,),) * 9, first_lr=(0.1,), losses=DIVERGED, committed=9)
-    finding = found("SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(0.1,), facts=facts)
+    finding = found(
+        "SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(0.1,), facts=facts
+    )
     assert "lr is 0.1 and did not jump" in finding.evidence
 
 
@@ -64,7 +81,14 @@ def test_spike_without_a_measured_sign_is_less_certain() -> None:
     facts = RunFacts(losses=DIVERGED, committed=9)
     alone = found("SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(0.1,), facts=facts)
     shown = found(
-        "SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(0.1,), facts=facts, said={"older_loss": 2.0}
+        "SG505",
+        None,
+        kind="spike",
+        loss=9e4,
+        grads_finite=True,
+        lr=(0.1,),
+        facts=facts,
+        said={"older_loss": 2.0},
     )
     assert alone.confidence < 0.9 <= shown.confidence
 
@@ -88,7 +112,14 @@ def test_loss_function_that_changes_by_itself_makes_divergence_doubtful() -> Non
     where = origin("optimizer", notes=("moves=the number `temperature`",))
     facts = RunFacts(losses=DIVERGED, committed=9)
     finding = found(
-        "SG505", where, kind="spike", loss=9e4, grads_finite=True, lr=(0.1,), facts=facts, said={"older_loss": 2.0}
+        "SG505",
+        where,
+        kind="spike",
+        loss=9e4,
+        grads_finite=True,
+        lr=(0.1,),
+        facts=facts,
+        said={"older_loss": 2.0},
     )
     assert finding.confidence <= 0.5
     assert "but the loss function changes by itself (the number `temperature`)" in finding.evidence
@@ -107,11 +138,15 @@ def division(low: float, high: float, *notes: str, dtype: str = "float32") -> Or
 
 
 NO_COUNTS = {
-    "logarithm of a length": division(0.0, 2.83, "denominator_from=aten.log", "denominator_root=batch:length"),
+    "logarithm of a length": division(
+        0.0, 2.83, "denominator_from=aten.log", "denominator_root=batch:length"
+    ),
     "logarithm of lengths that are all 1": division(
         0.0, 0.0, "denominator_from=aten.log", "denominator_root=batch:length"
     ),
-    "weights between 0 and 3": division(0.0, 3.0, "denominator_root=batch:mask", "denominator_fractional"),
+    "weights between 0 and 3": division(
+        0.0, 3.0, "denominator_root=batch:mask", "denominator_fractional"
+    ),
     "whole numbers below 0": division(-2.0, 3.0, "denominator_root=batch:label"),
     "integers below 0": division(-2.0, 3.0, dtype="int64"),
 }
@@ -150,12 +185,20 @@ def test_value_computed_from_the_batch_is_the_divisor_and_not_what_is_divided() 
 
 
 def test_not_reproduced_names_the_loss_function_before_hardware() -> None:
-    where = origin("loss", reproduced=False, notes=("not-reproduced", "transient", "moves=the generator `own`"))
+    where = origin(
+        "loss", reproduced=False, notes=("not-reproduced", "transient", "moves=the generator `own`")
+    )
     finding = found("SG702", where)
-    assert finding.evidence[0] == "not reproduced: the loss function is probably not a function of its batch"
+    assert (
+        finding.evidence[0]
+        == "not reproduced: the loss function is probably not a function of its batch"
+    )
     assert "the generator `own`" in finding.evidence[1]
     assert "hardware" in finding.evidence[-1]
-    assert finding.confidence < found("SG702", origin("loss", reproduced=False, notes=("transient",))).confidence
+    assert (
+        finding.confidence
+        < found("SG702", origin("loss", reproduced=False, notes=("transient",))).confidence
+    )
 
 
 def test_state_loaded_bad_is_also_a_corrupted_checkpoint() -> None:
@@ -167,12 +210,16 @@ def test_state_loaded_bad_is_also_a_corrupted_checkpoint() -> None:
 
 
 def test_autocast_seen_in_the_replay_counts_for_the_settings() -> None:
-    where = origin("backward", "aten.mul", tensor("self", (4,), 0.0, 0.0), notes=("autocast=float16",))
+    where = origin(
+        "backward", "aten.mul", tensor("self", (4,), 0.0, 0.0), notes=("autocast=float16",)
+    )
     assert "SG801" in codes(where, facts=RunFacts(scaling="none"))
     assert "SG801" not in codes(where, facts=RunFacts(scaling="dynamic"))
 
 
 def test_spike_on_weights_that_stood_still_is_no_certain_divergence() -> None:
     facts = RunFacts(losses=DIVERGED, committed=9, update_ratio=1e-12)
-    finding = found("SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(1e-12,), facts=facts)
+    finding = found(
+        "SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(1e-12,), facts=facts
+    )
     assert finding.confidence <= 0.5

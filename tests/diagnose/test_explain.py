@@ -55,7 +55,9 @@ CODES = [
 
 
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_findings", ROOT / "scripts" / "write_findings.py")
+    spec = importlib.util.spec_from_file_location(
+        "write_findings", ROOT / "scripts" / "write_findings.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -90,7 +92,10 @@ def test_remedies_are_ordered_by_how_little_they_change(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
 def test_rule_names_public_evidence(rule: Rule) -> None:
     assert rule.see
-    assert all(reference.startswith("https://") or "/" in reference.partition("#")[0] for reference in rule.see)
+    assert all(
+        reference.startswith("https://") or "/" in reference.partition("#")[0]
+        for reference in rule.see
+    )
 
 
 @pytest.mark.parametrize("spelling", ["SG204", "sg204", " Sg204 ", "204"])

@@ -1,4 +1,6 @@
-"""Causes at the edge of a function's domain: segments, Bessel functions, determinants, slopes that do not exist."""
+"""Causes at the edge of a function's domain: segments, Bessel functions, determinants, slopes that
+do not exist.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,24 @@ UNFROZEN = RunFacts(losses=(1.0, 1.1, 40.0), lr_history=((0.05, 0.0), (0.05, 0.0
 CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     "mean of a segment of length 0": (
         "SG102",
-        origin("forward", "aten.segment_reduce", tensor("data", (6, 4), -1.0, 1.0), LENGTHS, output=out(nan=4)),
+        origin(
+            "forward",
+            "aten.segment_reduce",
+            tensor("data", (6, 4), -1.0, 1.0),
+            LENGTHS,
+            output=out(nan=4),
+        ),
         {},
     ),
     "Bessel function of a large concentration": (
         "SG203",
-        origin("loss", "aten.i0", at("self", 400.0, 0.7, 400.0), output=out(posinf=1), notes=("finite_in=float64",)),
+        origin(
+            "loss",
+            "aten.i0",
+            at("self", 400.0, 0.7, 400.0),
+            output=out(posinf=1),
+            notes=("finite_in=float64",),
+        ),
         {},
     ),
     "log of a cosine that is rounded below 0": (
@@ -61,7 +75,12 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     ),
     "logdet of a mirror": (
         "SG202",
-        origin("forward", "aten.where", output=out((), nan=1), notes=("chosen_by=aten._linalg_slogdet",)),
+        origin(
+            "forward",
+            "aten.where",
+            output=out((), nan=1),
+            notes=("chosen_by=aten._linalg_slogdet",),
+        ),
         {},
     ),
     "slope of -p log p at 0": (

@@ -1,4 +1,6 @@
-"""Incidents beside the zoo, born in forward: the mechanism, not the name of the case, decides the cause."""
+"""Incidents beside the zoo, born in forward: the mechanism, not the name of the case, decides the
+cause.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ RISING = RunFacts(losses=(1.0, 3.0, 40.0, 9e5), lr_history=((0.1,),) * 4)
 JUMPED = RunFacts(losses=(1.0, 1.1, 40.0), lr_history=((0.001,), (0.001,), (0.03,), (0.03,)))
 
 
-def at(name: str, value: float, low: float, high: float, shape: tuple[int, ...] = (4,), **more: Any) -> Operand:
+def at(
+    name: str, value: float, low: float, high: float, shape: tuple[int, ...] = (4,), **more: Any
+) -> Operand:
     """An operand whose element at the bad position is known."""
     return tensor(name, shape, low, high, index=(0,) * len(shape), value=value, **more)
 
@@ -24,12 +28,23 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     # ---- empty reductions against real divisions by zero
     "mean of an empty selection": (
         "SG102",
-        origin("loss", "aten.mean", tensor("self", (0,), None, None), output=out((), nan=1), notes=("reduced=0",)),
+        origin(
+            "loss",
+            "aten.mean",
+            tensor("self", (0,), None, None),
+            output=out((), nan=1),
+            notes=("reduced=0",),
+        ),
         {},
     ),
     "mse over no positive anchor": (
         "SG102",
-        origin("loss", "aten.mse_loss", tensor("self", (0, 4), None, None), tensor("target", (0, 4), None, None)),
+        origin(
+            "loss",
+            "aten.mse_loss",
+            tensor("self", (0, 4), None, None),
+            tensor("target", (0, 4), None, None),
+        ),
         {},
     ),
     "masked average pooling of an empty sequence": (
@@ -75,7 +90,12 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             at("self", 0.0, 0.0, 0.0, (4,), zeros=4),
             at("other", 0.0, 0.0, 0.0, (), zeros=1),
             output=out((4,), nan=4),
-            notes=("denominator=zero", "denominator_from=aten.std", "denominator_root=batch:y", "numerator=zero"),
+            notes=(
+                "denominator=zero",
+                "denominator_from=aten.std",
+                "denominator_root=batch:y",
+                "numerator=zero",
+            ),
         ),
         {},
     ),
@@ -98,7 +118,13 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     ),
     "zero to the power -1": (
         "SG201",
-        origin("forward", "aten.pow", at("self", 0.0, 0.0, 2.0, zeros=1), number("exponent", -1), output=out(posinf=1)),
+        origin(
+            "forward",
+            "aten.pow",
+            at("self", 0.0, 0.0, 2.0, zeros=1),
+            number("exponent", -1),
+            output=out(posinf=1),
+        ),
         {},
     ),
     "layer norm with eps=0 on a constant row": (
@@ -125,8 +151,16 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
         ),
         {},
     ),
-    "logit of 1": ("SG202", origin("forward", "aten.logit", at("self", 1.0, 0.1, 1.0), output=out(posinf=1)), {}),
-    "log1p of -1": ("SG202", origin("loss", "aten.log1p", at("self", -1.0, -1.0, 0.2), output=out(neginf=1)), {}),
+    "logit of 1": (
+        "SG202",
+        origin("forward", "aten.logit", at("self", 1.0, 0.1, 1.0), output=out(posinf=1)),
+        {},
+    ),
+    "log1p of -1": (
+        "SG202",
+        origin("loss", "aten.log1p", at("self", -1.0, -1.0, 0.2), output=out(neginf=1)),
+        {},
+    ),
     "binary cross entropy by hand": (
         "SG202",
         origin(
@@ -196,13 +230,24 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.exp",
             at("self", 100.0, -3.0, 100.0),
             output=out(posinf=1),
-            notes=("exponent=100", "exponent_from=aten.addmm", "finite_in=float64", "batch_max=3.1"),
+            notes=(
+                "exponent=100",
+                "exponent_from=aten.addmm",
+                "finite_in=float64",
+                "batch_max=3.1",
+            ),
         ),
         {},
     ),
     "Sinkhorn in exp space": (
         "SG203",
-        origin("forward", "aten.exp", at("self", 90.3, -80.0, 90.3), module="mhc.2", output=out(posinf=2)),
+        origin(
+            "forward",
+            "aten.exp",
+            at("self", 90.3, -80.0, 90.3),
+            module="mhc.2",
+            output=out(posinf=2),
+        ),
         {},
     ),
     "exp(12) in float16": (
@@ -231,7 +276,13 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     ),
     "fill value without a note": (
         "SG103",
-        origin("forward", "aten.pow", tensor("self", (3, 4), 0.1, 1e25), number("exponent", 2), samples=(0,)),
+        origin(
+            "forward",
+            "aten.pow",
+            tensor("self", (3, 4), 0.1, 1e25),
+            number("exponent", 2),
+            samples=(0,),
+        ),
         {},
     ),
     "1e6 cast to float16": (
@@ -331,12 +382,20 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     ),
     "advantages of a group of one": (
         "SG205",
-        origin("loss", "aten.std", tensor("self", (1,), 0.7, 0.7), output=out((), nan=1), notes=("one_element",)),
+        origin(
+            "loss",
+            "aten.std",
+            tensor("self", (1,), 0.7, 0.7),
+            output=out((), nan=1),
+            notes=("one_element",),
+        ),
         {},
     ),
     "variance over a batch of one": (
         "SG205",
-        origin("forward", "aten.var_mean", tensor("self", (1, 4), -2.0, 1.5), output=out((4,), nan=4)),
+        origin(
+            "forward", "aten.var_mean", tensor("self", (1, 4), -2.0, 1.5), output=out((4,), nan=4)
+        ),
         {},
     ),
     "loss of padding multiplied by its mask": (
@@ -365,12 +424,24 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     ),
     "variance below 0 by rounding": (
         "SG207",
-        origin("forward", "aten.sqrt", at("self", -1e-7, -1e-7, 2.0), output=out(nan=1), notes=("argument=negative",)),
+        origin(
+            "forward",
+            "aten.sqrt",
+            at("self", -1e-7, -1e-7, 2.0),
+            output=out(nan=1),
+            notes=("argument=negative",),
+        ),
         {},
     ),
     "gamma correction of a negative pixel": (
         "SG207",
-        origin("forward", "aten.pow", at("self", -0.1, -0.1, 1.0), number("exponent", 0.45), output=out(nan=1)),
+        origin(
+            "forward",
+            "aten.pow",
+            at("self", -0.1, -0.1, 1.0),
+            number("exponent", 0.45),
+            output=out(nan=1),
+        ),
         {},
     ),
     "acos of 1.0000001": (

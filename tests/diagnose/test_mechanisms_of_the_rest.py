@@ -14,7 +14,9 @@ HALF, BRAIN = "float16", "bfloat16"
 HUGE = ("huge=param:biaffine.U", "finite_in=float64", "batch_max=3")
 
 
-def at(name: str, value: float, low: float, high: float, shape: tuple[int, ...] = (4,), **more: Any) -> Operand:
+def at(
+    name: str, value: float, low: float, high: float, shape: tuple[int, ...] = (4,), **more: Any
+) -> Operand:
     """An operand whose element at the bad position is known."""
     return tensor(name, shape, low, high, index=(0,) * len(shape), value=value, **more)
 
@@ -30,9 +32,14 @@ OWN_OPTIMIZER = {
 
 
 def _divided_by_a_norm(dtype: str) -> Origin:
-    operands = (tensor(name, (), 0.0, 0.0, dtype=dtype, zeros=1, value=0.0, index=()) for name in ("self", "other"))
+    operands = (
+        tensor(name, (), 0.0, 0.0, dtype=dtype, zeros=1, value=0.0, index=())
+        for name in ("self", "other")
+    )
     notes = ("denominator=zero", "denominator_from=aten.clamp_min", "numerator=zero")
-    return origin("optimizer", "aten.div", *operands, output=out((), dtype=dtype, nan=1), notes=notes)
+    return origin(
+        "optimizer", "aten.div", *operands, output=out((), dtype=dtype, nan=1), notes=notes
+    )
 
 
 CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
@@ -74,7 +81,10 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     "sum of squares in float16": (
         "SG301",
         origin(
-            "forward", "aten.sum", tensor("self", (64,), 3e4, 4e4, dtype=HALF), output=out((), dtype=HALF, posinf=1)
+            "forward",
+            "aten.sum",
+            tensor("self", (64,), 3e4, 4e4, dtype=HALF),
+            output=out((), dtype=HALF, posinf=1),
         ),
         {},
     ),
@@ -91,7 +101,11 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
         ),
         BACKWARD,
     ),
-    "static loss scale": ("SG301", origin("backward", notes=("overflow=scale",)), BACKWARD | {"scale": 65536.0}),
+    "static loss scale": (
+        "SG301",
+        origin("backward", notes=("overflow=scale",)),
+        BACKWARD | {"scale": 65536.0},
+    ),
     "second moment in float16": (
         "SG301",
         origin(
@@ -116,7 +130,11 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     "acos of exactly 1": (
         "SG401",
         origin(
-            "backward", "aten.rsqrt", at("self", 0.0, 0.0, 0.7, zeros=1), node="AcosBackward0", output=out(posinf=1)
+            "backward",
+            "aten.rsqrt",
+            at("self", 0.0, 0.0, 0.7, zeros=1),
+            node="AcosBackward0",
+            output=out(posinf=1),
         ),
         BACKWARD,
     ),
@@ -135,7 +153,11 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     "distance between equal points": (
         "SG401",
         origin(
-            "backward", "aten.div", at("self", 1.0, 1.0, 1.0), at("other", 0.0, 0.0, 2.0, zeros=1), node="SqrtBackward0"
+            "backward",
+            "aten.div",
+            at("self", 1.0, 1.0, 1.0),
+            at("other", 0.0, 0.0, 2.0, zeros=1),
+            node="SqrtBackward0",
         ),
         BACKWARD,
     ),
@@ -154,7 +176,9 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     ),
     "angle of zero": (
         "SG401",
-        origin("backward", "aten.reciprocal", at("self", 0.0, 0.0, 1.0, zeros=1), node="Atan2Backward0"),
+        origin(
+            "backward", "aten.reciprocal", at("self", 0.0, 0.0, 1.0, zeros=1), node="Atan2Backward0"
+        ),
         BACKWARD,
     ),
     "where around a division": (
@@ -189,7 +213,12 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.exp",
             at("self", 200.0, -1.0, 200.0),
             output=out(posinf=1),
-            notes=("absorbed=forward", "absorbed_by=aten.reciprocal", "exponent=200", "finite_in=float64"),
+            notes=(
+                "absorbed=forward",
+                "absorbed_by=aten.reciprocal",
+                "exponent=200",
+                "finite_in=float64",
+            ),
         ),
         BACKWARD,
     ),
@@ -230,8 +259,16 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
         BACKWARD,
     ),
     # ---- optimizer, state, environment
-    "an optimizer of one's own that divides by a norm of 0": ("SG201", _divided_by_a_norm("float32"), OWN_OPTIMIZER),
-    "the same in float16, where its constant is 0": ("SG502", _divided_by_a_norm(HALF), OWN_OPTIMIZER),
+    "an optimizer of one's own that divides by a norm of 0": (
+        "SG201",
+        _divided_by_a_norm("float32"),
+        OWN_OPTIMIZER,
+    ),
+    "the same in float16, where its constant is 0": (
+        "SG502",
+        _divided_by_a_norm(HALF),
+        OWN_OPTIMIZER,
+    ),
     "a root of a rounded eigenvalue in an optimizer": (
         "SG207",
         origin(
@@ -252,7 +289,13 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     "moments whose squares a checkpoint lost": (
         "SG503",
         origin("optimizer"),
-        {"kind": "spike", "loss": 80.0, "grads_finite": True, "lr": (1e-2,), "facts": RunFacts(lost_squares=52)},
+        {
+            "kind": "spike",
+            "loss": 80.0,
+            "grads_finite": True,
+            "lr": (1e-2,),
+            "facts": RunFacts(lost_squares=52),
+        },
     ),
     "Adam with eps=0 in float32": (
         "SG502",
@@ -264,7 +307,12 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             tensor("tensor2[0]", (4,), 0.0, 0.0, zeros=4),
             output=out(nan=4),
         ),
-        {"grads_finite": True, "kind": "nonfinite_parameter", "state_born": True, "facts": RunFacts(eps=0.0)},
+        {
+            "grads_finite": True,
+            "kind": "nonfinite_parameter",
+            "state_born": True,
+            "facts": RunFacts(eps=0.0),
+        },
     ),
     "moments kept when the weights were restored": (
         "SG503",
@@ -299,15 +347,31 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     ),
     "a weight of 1e38 before the first update": (
         "SG601",
-        origin("forward", "aten.bmm", tensor("mat2", (1, 6, 18), -3e38, 3e38), output=out(posinf=9), notes=HUGE),
+        origin(
+            "forward",
+            "aten.bmm",
+            tensor("mat2", (1, 6, 18), -3e38, 3e38),
+            output=out(posinf=9),
+            notes=HUGE,
+        ),
         {"loss": NAN, "facts": RunFacts(committed=0)},
     ),
     "a weight of 1e38 after some updates": (
         "SG505",
-        origin("forward", "aten.bmm", tensor("mat2", (1, 6, 18), -3e38, 3e38), output=out(posinf=9), notes=HUGE),
+        origin(
+            "forward",
+            "aten.bmm",
+            tensor("mat2", (1, 6, 18), -3e38, 3e38),
+            output=out(posinf=9),
+            notes=HUGE,
+        ),
         {"loss": NAN, "facts": RunFacts(committed=40, losses=(1.0, 3.0, 40.0, 9e5))},
     ),
-    "a replay that is clean": ("SG702", origin("backward", reproduced=False, notes=("not-reproduced",)), BACKWARD),
+    "a replay that is clean": (
+        "SG702",
+        origin("backward", reproduced=False, notes=("not-reproduced",)),
+        BACKWARD,
+    ),
     "only the compiled step": (
         "SG703",
         origin("forward", reproduced=False, notes=("compiled-only",)),

@@ -12,7 +12,12 @@ from stepguard.records import Operand, Origin
 
 Bad = tuple[Origin | None, dict[str, Any]]
 HALF = "float16"
-UPDATE: dict[str, Any] = {"loss": 0.5, "grads_finite": True, "kind": "nonfinite_parameter", "state_born": True}
+UPDATE: dict[str, Any] = {
+    "loss": 0.5,
+    "grads_finite": True,
+    "kind": "nonfinite_parameter",
+    "state_born": True,
+}
 CALM: dict[str, Any] = {"loss": 0.5, "grads_finite": True, "kind": "ok", "severity": "ok"}
 
 
@@ -27,29 +32,46 @@ def backward(op: str, node: str, *inputs: Operand, **more: Any) -> Origin:
 
 SILENT: dict[str, dict[str, Bad]] = {
     "SG301": {
-        "the same in float32": (origin("forward", "aten.mm", tensor("self", (2, 2), 1.0, 1e25)), {}),
+        "the same in float32": (
+            origin("forward", "aten.mm", tensor("self", (2, 2), 1.0, 1e25)),
+            {},
+        ),
         "bfloat16, whose range is float32's": (
             origin(
-                "forward", "aten.mm", tensor("self", (2, 2), 1.0, 1e25, dtype="bfloat16"), output=out(dtype="bfloat16")
+                "forward",
+                "aten.mm",
+                tensor("self", (2, 2), 1.0, 1e25, dtype="bfloat16"),
+                output=out(dtype="bfloat16"),
             ),
             {},
         ),
         "a division by zero in float16": (
             origin(
-                "forward", "aten.div", at("self", 1.0, 1.0, 1.0, dtype=HALF), at("other", 0.0, 0.0, 1.0, dtype=HALF)
+                "forward",
+                "aten.div",
+                at("self", 1.0, 1.0, 1.0, dtype=HALF),
+                at("other", 0.0, 0.0, 1.0, dtype=HALF),
             ),
             {},
         ),
         "a masked row in float16": (
-            origin("forward", "aten._softmax", tensor("self", (2, 2), 0.0, 1.0, neginf=2, dtype=HALF)),
+            origin(
+                "forward", "aten._softmax", tensor("self", (2, 2), 0.0, 1.0, neginf=2, dtype=HALF)
+            ),
             {},
         ),
     },
     "SG302": {
-        "a zero in float32": (origin("forward", "aten.rsqrt", at("self", 0.0, 0.0, 1.0, zeros=1)), {}),
+        "a zero in float32": (
+            origin("forward", "aten.rsqrt", at("self", 0.0, 0.0, 1.0, zeros=1)),
+            {},
+        ),
         "an overflow in float16": (
             origin(
-                "forward", "aten.mm", tensor("self", (2, 2), 1.0, 9e3, dtype=HALF), output=out(dtype=HALF, posinf=1)
+                "forward",
+                "aten.mm",
+                tensor("self", (2, 2), 1.0, 9e3, dtype=HALF),
+                output=out(dtype=HALF, posinf=1),
             ),
             {},
         ),
@@ -57,7 +79,9 @@ SILENT: dict[str, dict[str, Bad]] = {
     "SG401": {
         "a forward root": (origin("forward", "aten.sqrt", at("self", 0.0, 0.0, 1.0)), {}),
         "a discarded branch": (
-            backward("aten.div", "SqrtBackward0", at("other", 0.0, 0.0, 1.0), notes=("where=unselected",)),
+            backward(
+                "aten.div", "SqrtBackward0", at("other", 0.0, 0.0, 1.0), notes=("where=unselected",)
+            ),
             BACKWARD,
         ),
         "a product in backward with ordinary operands": (
@@ -67,11 +91,18 @@ SILENT: dict[str, dict[str, Bad]] = {
     },
     "SG402": {
         "a gradient that is not zero": (
-            backward("aten.div", "SqrtBackward0", at("self", 1.0, 1.0, 1.0), at("other", 0.0, 0.0, 1.0)),
+            backward(
+                "aten.div", "SqrtBackward0", at("self", 1.0, 1.0, 1.0), at("other", 0.0, 0.0, 1.0)
+            ),
             BACKWARD,
         ),
         "a NaN loss": (
-            backward("aten.mul", "MulBackward0", at("self", 0.0, 0.0, 0.0), tensor("other", (4,), 0.0, 1.0, nan=1)),
+            backward(
+                "aten.mul",
+                "MulBackward0",
+                at("self", 0.0, 0.0, 0.0),
+                tensor("other", (4,), 0.0, 1.0, nan=1),
+            ),
             {},
         ),
     },
@@ -81,12 +112,17 @@ SILENT: dict[str, dict[str, Bad]] = {
             {"loss": INF},
         ),
         "finite operands in backward": (
-            backward("aten.div", "SqrtBackward0", at("self", 0.0, 0.0, 0.1), at("other", 0.0, 0.0, 0.1)),
+            backward(
+                "aten.div", "SqrtBackward0", at("self", 0.0, 0.0, 0.1), at("other", 0.0, 0.0, 0.1)
+            ),
             BACKWARD,
         ),
     },
     "SG501": {
-        "a loss that is infinite itself": (None, CALM | {"loss": INF, "kind": "nonfinite_loss", "grad_norm": INF}),
+        "a loss that is infinite itself": (
+            None,
+            CALM | {"loss": INF, "kind": "nonfinite_loss", "grad_norm": INF},
+        ),
         "bad elements": (None, BACKWARD | {"grad_norm": INF}),
         "a finite norm": (None, CALM | {"grad_norm": 1e30}),
     },
@@ -95,7 +131,10 @@ SILENT: dict[str, dict[str, Bad]] = {
             None,
             UPDATE | {"facts": RunFacts(eps=1e-4, param_dtypes=(HALF,))},
         ),
-        "parameters in float32": (None, UPDATE | {"facts": RunFacts(eps=1e-8, param_dtypes=("float32",))}),
+        "parameters in float32": (
+            None,
+            UPDATE | {"facts": RunFacts(eps=1e-8, param_dtypes=("float32",))},
+        ),
         "a division in forward": (
             origin("forward", "aten.div", at("self", 0.0, 0.0, 1.0), at("other", 0.0, 0.0, 1.0)),
             {"facts": RunFacts(eps=1e-8, param_dtypes=("float32",))},
@@ -111,7 +150,11 @@ SILENT: dict[str, dict[str, Bad]] = {
     "SG504": {
         "a linear warm-up": (
             origin("optimizer", "aten.add_"),
-            CALM | {"kind": "spike", "facts": RunFacts(lr_history=tuple((1e-4 * i,) for i in range(12)))},
+            CALM
+            | {
+                "kind": "spike",
+                "facts": RunFacts(lr_history=tuple((1e-4 * i,) for i in range(12))),
+            },
         ),
         "a OneCycle schedule far above its first rate": (
             origin("optimizer", "aten.add_"),
@@ -120,26 +163,38 @@ SILENT: dict[str, dict[str, Bad]] = {
                 "kind": "spike",
                 "lr": (1e-2,),
                 "facts": RunFacts(
-                    configured_lr=(4e-4,), lr_history=((8e-3,), (9e-3,), (1e-2,)), losses=(1.0,), committed=900
+                    configured_lr=(4e-4,),
+                    lr_history=((8e-3,), (9e-3,), (1e-2,)),
+                    losses=(1.0,),
+                    committed=900,
                 ),
             },
         ),
         "a cosine schedule": (
             origin("optimizer", "aten.add_"),
-            CALM | {"kind": "spike", "facts": RunFacts(lr_history=((1e-3,), (9e-4,), (5e-4,), (1e-5,)))},
+            CALM
+            | {"kind": "spike", "facts": RunFacts(lr_history=((1e-3,), (9e-4,), (5e-4,), (1e-5,)))},
         ),
     },
     "SG505": {
         "a rate that jumped": (
             origin("optimizer", "aten.add_"),
-            CALM | {"kind": "spike", "facts": RunFacts(lr_history=((0.01,), (4.0,)), losses=(1.0, 50.0))},
+            CALM
+            | {
+                "kind": "spike",
+                "facts": RunFacts(lr_history=((0.01,), (4.0,)), losses=(1.0, 50.0)),
+            },
         ),
         "a singular gradient in a falling run": (
-            backward("aten.div", "SqrtBackward0", at("self", 1.0, 1.0, 1.0), at("other", 0.0, 0.0, 1.0)),
+            backward(
+                "aten.div", "SqrtBackward0", at("self", 1.0, 1.0, 1.0), at("other", 0.0, 0.0, 1.0)
+            ),
             BACKWARD | {"facts": RunFacts(losses=(3.0, 2.0, 1.0))},
         ),
         "an extreme batch": (
-            origin("loss", "aten.mse_loss", tensor("self", (3,), 0.0, 1e25), notes=("batch_max=1e+25",)),
+            origin(
+                "loss", "aten.mse_loss", tensor("self", (3,), 0.0, 1e25), notes=("batch_max=1e+25",)
+            ),
             {"loss": INF, "facts": RunFacts(losses=(3.0, 2.0, 1.0))},
         ),
     },
@@ -149,7 +204,10 @@ SILENT: dict[str, dict[str, Bad]] = {
     },
     "SG601": {
         "a parameter this step's update made bad": (None, UPDATE | {"bad_state": ("param:w",)}),
-        "a bad buffer": (origin("state", tensor="buffer:bn.running_var"), {"bad_state": ("buffer:bn.running_var",)}),
+        "a bad buffer": (
+            origin("state", tensor="buffer:bn.running_var"),
+            {"bad_state": ("buffer:bn.running_var",)},
+        ),
     },
     "SG602": {
         "a bad parameter beside it": (
@@ -163,16 +221,30 @@ SILENT: dict[str, dict[str, Bad]] = {
         "one process": (None, {"bad_ranks": (0,), "facts": RunFacts(world_size=1)}),
     },
     "SG702": {
-        "a replay that shows it": (origin("forward", "aten.log", at("self", 0.0, 0.0, 1.0), reproduced=True), {}),
+        "a replay that shows it": (
+            origin("forward", "aten.log", at("self", 0.0, 0.0, 1.0), reproduced=True),
+            {},
+        ),
         "no replay": (origin("backward", reproduced=None), BACKWARD),
-        "a graph that only fails compiled": (origin("forward", reproduced=False, notes=("compiled-only",)), {}),
+        "a graph that only fails compiled": (
+            origin("forward", reproduced=False, notes=("compiled-only",)),
+            {},
+        ),
     },
     "SG703": {"a transient": (origin("forward", reproduced=False, notes=("not-reproduced",)), {})},
     "SG801": {
-        "float16 with a scaler": (None, CALM | {"facts": RunFacts(autocast_dtype=HALF, scaling="dynamic")}),
+        "float16 with a scaler": (
+            None,
+            CALM | {"facts": RunFacts(autocast_dtype=HALF, scaling="dynamic")},
+        ),
         "bfloat16 as configured": (
             None,
-            CALM | {"facts": RunFacts(configured_dtype="bfloat16", autocast_dtype="bfloat16", scaling="none")},
+            CALM
+            | {
+                "facts": RunFacts(
+                    configured_dtype="bfloat16", autocast_dtype="bfloat16", scaling="none"
+                )
+            },
         ),
     },
     "SG802": {
@@ -189,7 +261,9 @@ SILENT: dict[str, dict[str, Bad]] = {
 }
 
 
-@pytest.mark.parametrize(("code", "name"), [(code, name) for code, misses in SILENT.items() for name in misses])
+@pytest.mark.parametrize(
+    ("code", "name"), [(code, name) for code, misses in SILENT.items() for name in misses]
+)
 def test_stays_silent_on(code: str, name: str) -> None:
     where, reading = SILENT[code][name]
     assert code not in codes(where, **reading)

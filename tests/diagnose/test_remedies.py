@@ -16,7 +16,9 @@ Names = dict[str, Any]
 
 
 def run(rule: Rule, lines: str) -> Names:
-    """The example with these lines in the place of the bad ones, and backward where the lines leave it to us."""
+    """The example with these lines in the place of the bad ones, and backward where the lines leave
+    it to us.
+    """
     names: Names = {"__name__": "example"}
     torch.manual_seed(0)
     exec(compile(rule.setup, f"{rule.code} setup", "exec"), names)
@@ -24,13 +26,19 @@ def run(rule: Rule, lines: str) -> Names:
         warnings.simplefilter("ignore")
         exec(compile(lines, f"{rule.code} lines", "exec"), names)
         loss = names.get("loss")
-        if isinstance(loss, torch.Tensor) and loss.requires_grad and ".backward()" not in rule.setup + lines:
+        if (
+            isinstance(loss, torch.Tensor)
+            and loss.requires_grad
+            and ".backward()" not in rule.setup + lines
+        ):
             loss.backward()
     return names
 
 
 def tensors(names: Names) -> Iterator[torch.Tensor]:
-    """What a training run keeps: the loss, leaves and their gradients, module state, optimizer state."""
+    """What a training run keeps: the loss, leaves and their gradients, module state, optimizer
+    state.
+    """
     for value in list(names.values()):
         if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
             yield value
@@ -39,7 +47,12 @@ def tensors(names: Names) -> Iterator[torch.Tensor]:
             yield from value.state_dict().values()
             yield from (p.grad for p in value.parameters() if p.grad is not None)
         elif isinstance(value, torch.optim.Optimizer):
-            yield from (s for slots in value.state.values() for s in slots.values() if isinstance(s, torch.Tensor))
+            yield from (
+                s
+                for slots in value.state.values()
+                for s in slots.values()
+                if isinstance(s, torch.Tensor)
+            )
     if isinstance(names.get("loss"), torch.Tensor):
         yield names["loss"].detach()
 

@@ -13,7 +13,9 @@ from stepguard.records import Operand, Origin
 Bad = tuple[Origin | None, dict[str, Any]]
 
 
-def at(name: str, value: float, low: float, high: float, shape: tuple[int, ...] = (4,), **more: Any) -> Operand:
+def at(
+    name: str, value: float, low: float, high: float, shape: tuple[int, ...] = (4,), **more: Any
+) -> Operand:
     """An operand whose element at the bad position is known."""
     return tensor(name, shape, low, high, index=(1,) * len(shape), value=value, **more)
 
@@ -71,7 +73,11 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
     ),
     "SG201": (
         (
-            div(at("self", 0.0, -1.0, 1.0), at("other", 0.0, 0.0, 1.3, zeros=1), notes=("denominator_from=aten.std",)),
+            div(
+                at("self", 0.0, -1.0, 1.0),
+                at("other", 0.0, 0.0, 1.3, zeros=1),
+                notes=("denominator_from=aten.std",),
+            ),
             {},
         ),
         ("divided by zero at index (1,)", "0 / 0", "1 of 4 elements zero", "aten.std"),
@@ -99,7 +105,13 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
     ),
     "SG205": (
         (
-            origin("loss", "aten.std", tensor("self", (1,), 0.7, 0.7), number("correction", 1), output=out((), nan=1)),
+            origin(
+                "loss",
+                "aten.std",
+                tensor("self", (1,), 0.7, 0.7),
+                number("correction", 1),
+                output=out((), nan=1),
+            ),
             {},
         ),
         ("1 element", "correction=1", "0.7"),
@@ -152,7 +164,11 @@ SILENT: dict[str, dict[str, Bad]] = {
             {},
         ),
         "a division by zero on an extreme batch": (
-            div(at("self", 1.0, 1.0, 1e30), at("other", 0.0, 0.0, 1e30, zeros=1), notes=("batch_max=1e+30",)),
+            div(
+                at("self", 1.0, 1.0, 1e30),
+                at("other", 0.0, 0.0, 1e30, zeros=1),
+                notes=("batch_max=1e+30",),
+            ),
             {},
         ),
         "half precision on an ordinary batch": (
@@ -168,7 +184,10 @@ SILENT: dict[str, dict[str, Bad]] = {
     },
     "SG104": {
         "every label ignored": (nll(SCORES, labels(-100, -100), output=out((), nan=1)), {}),
-        "a logarithm of what the model computed": (origin("loss", "aten.log", at("self", 0.0, 0.0, 1.0, zeros=1)), {}),
+        "a logarithm of what the model computed": (
+            origin("loss", "aten.log", at("self", 0.0, 0.0, 1.0, zeros=1)),
+            {},
+        ),
         "a mask that sums to 0": (
             div(
                 at("self", 0.0, 0.0, 0.0, ()),
@@ -181,11 +200,20 @@ SILENT: dict[str, dict[str, Bad]] = {
     },
     "SG201": {
         "a zero elsewhere in the divisor": (
-            div(at("self", 3e38, 1.0, 3e38), at("other", 0.5, 0.0, 1.0, zeros=1), output=out(posinf=1)),
+            div(
+                at("self", 3e38, 1.0, 3e38),
+                at("other", 0.5, 0.0, 1.0, zeros=1),
+                output=out(posinf=1),
+            ),
             {},
         ),
         "a zero that backward divides by": (
-            div(at("self", 1.0, 1.0, 1.0), at("other", 0.0, 0.0, 1.0), phase="backward", node="SqrtBackward0"),
+            div(
+                at("self", 1.0, 1.0, 1.0),
+                at("other", 0.0, 0.0, 1.0),
+                phase="backward",
+                node="SqrtBackward0",
+            ),
             BACKWARD,
         ),
         "a discarded branch": (
@@ -193,7 +221,12 @@ SILENT: dict[str, dict[str, Bad]] = {
             BACKWARD,
         ),
         "a layer norm with an epsilon": (
-            origin("forward", "aten.native_layer_norm", tensor("input", (2, 4), 0.0, 1e25), number("eps", 1e-5)),
+            origin(
+                "forward",
+                "aten.native_layer_norm",
+                tensor("input", (2, 4), 0.0, 1e25),
+                number("eps", 1e-5),
+            ),
             {},
         ),
     },
@@ -206,21 +239,38 @@ SILENT: dict[str, dict[str, Bad]] = {
         ),
     },
     "SG203": {
-        "an exponent within the limit": (origin("forward", "aten.exp", at("self", 80.0, -3.0, 80.0)), {}),
-        "an infinite exponent": (
-            origin("forward", "aten.exp", tensor("self", (4,), 0.0, 1.0, posinf=1), output=out(posinf=1)),
+        "an exponent within the limit": (
+            origin("forward", "aten.exp", at("self", 80.0, -3.0, 80.0)),
             {},
         ),
-        "a square": (origin("forward", "aten.pow", at("self", 1e25, 1.0, 1e25), number("exponent", 2)), {}),
+        "an infinite exponent": (
+            origin(
+                "forward",
+                "aten.exp",
+                tensor("self", (4,), 0.0, 1.0, posinf=1),
+                output=out(posinf=1),
+            ),
+            {},
+        ),
+        "a square": (
+            origin("forward", "aten.pow", at("self", 1e25, 1.0, 1e25), number("exponent", 2)),
+            {},
+        ),
     },
     "SG204": {
         "a causal mask with one free key a row": (
             origin(
-                "forward", "aten._softmax", tensor("self", (4, 4), -1.0, 1.0, neginf=2, posinf=1), output=out(nan=4)
+                "forward",
+                "aten._softmax",
+                tensor("self", (4, 4), -1.0, 1.0, neginf=2, posinf=1),
+                output=out(nan=4),
             ),
             {},
         ),
-        "finite scores": (origin("forward", "aten._softmax", tensor("self", (4, 4), -1.0, 1.0)), {}),
+        "finite scores": (
+            origin("forward", "aten._softmax", tensor("self", (4, 4), -1.0, 1.0)),
+            {},
+        ),
         "a difference of two vectors of scores": (
             origin(
                 "loss",
@@ -234,33 +284,60 @@ SILENT: dict[str, dict[str, Bad]] = {
     },
     "SG205": {
         "a statistic whose squares overflow": (
-            origin("forward", "aten.var", tensor("self", (8, 64), -1e25, 1e25), output=out((8,), nan=8)),
+            origin(
+                "forward", "aten.var", tensor("self", (8, 64), -1e25, 1e25), output=out((8,), nan=8)
+            ),
             {},
         ),
         "an infinite element": (
-            origin("forward", "aten.std", tensor("self", (1,), 0.0, 1.0, posinf=1), output=out((), nan=1)),
+            origin(
+                "forward",
+                "aten.std",
+                tensor("self", (1,), 0.0, 1.0, posinf=1),
+                output=out((), nan=1),
+            ),
             {},
         ),
     },
     "SG206": {
         "finite factors": (
             origin(
-                "forward", "aten.mul", at("self", 1e30, 1.0, 1e30), at("other", 1e30, 1.0, 1e30), output=out(posinf=1)
+                "forward",
+                "aten.mul",
+                at("self", 1e30, 1.0, 1e30),
+                at("other", 1e30, 1.0, 1e30),
+                output=out(posinf=1),
             ),
             {},
         ),
         "a NaN that came in": (
-            origin("forward", "aten.mul", tensor("self", (4,), 0.0, 1.0, nan=1, posinf=1), output=out(nan=1)),
+            origin(
+                "forward",
+                "aten.mul",
+                tensor("self", (4,), 0.0, 1.0, nan=1, posinf=1),
+                output=out(nan=1),
+            ),
             {},
         ),
         "a softmax over a masked row": (
-            origin("forward", "aten._softmax", tensor("self", (2, 3), 0.0, 1.0, neginf=3), output=out(nan=3)),
+            origin(
+                "forward",
+                "aten._softmax",
+                tensor("self", (2, 3), 0.0, 1.0, neginf=3),
+                output=out(nan=3),
+            ),
             {},
         ),
     },
     "SG207": {
         "a whole power of a negative number": (
-            origin("forward", "aten.pow", at("self", -1e30, -1e30, 1.0), number("exponent", 3), output=out(neginf=1)),
+            origin(
+                "forward",
+                "aten.pow",
+                at("self", -1e30, -1e30, 1.0),
+                number("exponent", 3),
+                output=out(neginf=1),
+            ),
             {},
         ),
         "acos within its range": (origin("forward", "aten.acos", at("self", 1.0, -1.0, 1.0)), {}),
@@ -277,11 +354,15 @@ def test_fires_with_the_numbers(code: str) -> None:
     assert [fragment for fragment in fragments if fragment not in said] == [], said
 
 
-@pytest.mark.parametrize(("code", "name"), [(code, name) for code, misses in SILENT.items() for name in misses])
+@pytest.mark.parametrize(
+    ("code", "name"), [(code, name) for code, misses in SILENT.items() for name in misses]
+)
 def test_stays_silent_on(code: str, name: str) -> None:
     where, reading = SILENT[code][name]
     assert code not in codes(where, **reading)
 
 
 def test_bad_inputs_without_an_origin_are_still_named() -> None:
-    assert codes(None, kind="nonfinite_input", bad_inputs=("batch:x",), facts=RunFacts()) == ["SG101"]
+    assert codes(None, kind="nonfinite_input", bad_inputs=("batch:x",), facts=RunFacts()) == [
+        "SG101"
+    ]

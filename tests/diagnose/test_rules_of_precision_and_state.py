@@ -12,7 +12,12 @@ from stepguard.records import Operand, Origin
 
 Bad = tuple[Origin | None, dict[str, Any]]
 HALF = "float16"
-UPDATE: dict[str, Any] = {"loss": 0.5, "grads_finite": True, "kind": "nonfinite_parameter", "state_born": True}
+UPDATE: dict[str, Any] = {
+    "loss": 0.5,
+    "grads_finite": True,
+    "kind": "nonfinite_parameter",
+    "state_born": True,
+}
 CALM: dict[str, Any] = {"loss": 0.5, "grads_finite": True, "kind": "ok", "severity": "ok"}
 
 
@@ -54,7 +59,12 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
     ),
     "SG401": (
         (
-            backward("aten.div", "SqrtBackward0", at("self", 1.0, 0.1, 1.0), at("other", 0.0, 0.0, 2.0, zeros=1)),
+            backward(
+                "aten.div",
+                "SqrtBackward0",
+                at("self", 1.0, 0.1, 1.0),
+                at("other", 0.0, 0.0, 2.0, zeros=1),
+            ),
             BACKWARD,
         ),
         ("sqrt(x) at x = 0", "SqrtBackward0", "at index (1,)", "1 of 4 elements zero"),
@@ -88,7 +98,10 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
     "SG501": (
         (
             origin(
-                "optimizer", "aten._foreach_norm", tensor("self[0]", (9,), 1e20, 3e20), notes=("finite_norm=9e+20",)
+                "optimizer",
+                "aten._foreach_norm",
+                tensor("self[0]", (9,), 1e20, 3e20),
+                notes=("finite_norm=9e+20",),
             ),
             CALM | {"kind": "infinite_norm", "grad_norm": INF, "facts": RunFacts(clip_norm=0.5)},
         ),
@@ -118,7 +131,12 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
     "SG504": (
         (
             origin("optimizer", "aten.add_"),
-            CALM | {"kind": "spike", "lr": (4.0,), "facts": RunFacts(lr_history=((0.01,), (0.01,), (4.0,), (4.0,)))},
+            CALM
+            | {
+                "kind": "spike",
+                "lr": (4.0,),
+                "facts": RunFacts(lr_history=((0.01,), (0.01,), (4.0,), (4.0,))),
+            },
         ),
         ("lr 4", "400 times", "0.01", "1 step before"),
     ),
@@ -142,14 +160,21 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
     ),
     "SG601": (
         (
-            origin("state", "aten.mm", tensor("w", (2, 2), 0.1, 0.2, nan=3, index=(0, 1), value=NAN), tensor="param:w"),
+            origin(
+                "state",
+                "aten.mm",
+                tensor("w", (2, 2), 0.1, 0.2, nan=3, index=(0, 1), value=NAN),
+                tensor="param:w",
+            ),
             {"step": 0, "bad_state": ("param:w", "param:b"), "kind": "nonfinite_parameter"},
         ),
         ("param:w", "before the first step", "3 of 4 elements NaN", "(0, 1)", "2 parameters"),
     ),
     "SG602": (
         (
-            origin("state", None, tensor("rv", (4,), 1.0, 2.0, nan=1), tensor="buffer:bn.running_var"),
+            origin(
+                "state", None, tensor("rv", (4,), 1.0, 2.0, nan=1), tensor="buffer:bn.running_var"
+            ),
             CALM | {"kind": "nonfinite_buffer", "bad_state": ("buffer:bn.running_var",)},
         ),
         ("buffer:bn.running_var", "1 of 4 elements NaN", "evaluation will be NaN"),
@@ -172,7 +197,10 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
         ("rank 3 of 8", "the others were finite"),
     ),
     "SG702": (
-        (origin("backward", reproduced=False), BACKWARD | {"bad_grads": ("head.weight",), "bad_ranks": (2,)}),
+        (
+            origin("backward", reproduced=False),
+            BACKWARD | {"bad_grads": ("head.weight",), "bad_ranks": (2,)},
+        ),
         ("replayed", "head.weight", "rank 2"),
     ),
     "SG703": (
@@ -182,7 +210,12 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
     "SG801": (
         (
             None,
-            CALM | {"facts": RunFacts(configured_dtype="bfloat16", autocast_dtype="float16", scaling="none")},
+            CALM
+            | {
+                "facts": RunFacts(
+                    configured_dtype="bfloat16", autocast_dtype="float16", scaling="none"
+                )
+            },
         ),
         ("bfloat16 is configured", "gives float16", "without a loss scale", "6e-08"),
     ),
@@ -200,7 +233,11 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
         ("lr 0.0001", "0.0005", "was loaded"),
     ),
     "SG803": (
-        (None, CALM | {"kind": "no_labels", "severity": "note", "loss": 0.0, "grad_norm": 0.0, "labels": 0}),
+        (
+            None,
+            CALM
+            | {"kind": "no_labels", "severity": "note", "loss": 0.0, "grad_norm": 0.0, "labels": 0},
+        ),
         ("0 targets", "loss is 0, gradient norm is 0"),
     ),
 }
@@ -215,7 +252,9 @@ def test_fires_with_the_numbers(code: str) -> None:
 
 
 def test_static_scale_comes_with_the_remedy_of_a_dynamic_one() -> None:
-    finding = found("SG301", origin("backward", notes=("overflow=scale",)), **(BACKWARD | {"scale": 65536.0}))
+    finding = found(
+        "SG301", origin("backward", notes=("overflow=scale",)), **(BACKWARD | {"scale": 65536.0})
+    )
     assert "dynamic loss scale" in finding.remedies[0].title
     assert "65536" in finding.evidence[0]
 
@@ -229,12 +268,17 @@ def test_moments_that_took_the_weights_along_are_the_cause() -> None:
     bad = {"bad_state": ("param:w", "opt:exp_avg"), "kind": "nonfinite_parameter"}
     where = origin("state", "aten.addmm", tensor="param:w")
     assert codes(where, **bad, step=7) == ["SG503", "SG601"]
-    assert codes(where, **bad, step=0)[0] == "SG601"  # before the first step, both were loaded that way
+    assert (
+        codes(where, **bad, step=0)[0] == "SG601"
+    )  # before the first step, both were loaded that way
 
 
 def test_a_run_that_diverged_into_an_infinite_norm_is_a_divergence() -> None:
     facts = RunFacts(losses=(8.0, 9e3, 4e7, 6e18), lr_history=((0.8,),) * 5)
-    assert codes(None, **(CALM | {"kind": "infinite_norm", "grad_norm": INF}), facts=facts) == ["SG505", "SG501"]
+    assert codes(None, **(CALM | {"kind": "infinite_norm", "grad_norm": INF}), facts=facts) == [
+        "SG505",
+        "SG501",
+    ]
 
 
 def test_a_rate_above_the_configured_one_from_the_first_step_on_is_a_jump() -> None:

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from diagnose.diagnose_literals import BACKWARD, INF, NAN, codes, findings, number, origin, out, tensor
+from diagnose.diagnose_literals import (
+    BACKWARD,
+    INF,
+    NAN,
+    codes,
+    findings,
+    number,
+    origin,
+    out,
+    tensor,
+)
 from stepguard.diagnose import RunFacts
 from stepguard.records import Operand
 
@@ -35,11 +45,26 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             "forward",
             "aten.add",
             tensor("self", (2, 4, 4), -61.0, -30.0, dtype=HALF, index=(0, 0, 0), value=-33.5),
-            tensor("other", (2, 4, 4), -65504.0, 0.0, dtype=HALF, zeros=10, index=(0, 0, 0), value=-65504.0),
+            tensor(
+                "other",
+                (2, 4, 4),
+                -65504.0,
+                0.0,
+                dtype=HALF,
+                zeros=10,
+                index=(0, 0, 0),
+                value=-65504.0,
+            ),
             module="attn",
             samples=(0,),
             output=out((2, 4, 4), dtype=HALF, neginf=4, index=(0, 0, 0), value=-INF),
-            notes=("half", "dtype_limit=65504", "finite_in=float32", "absorbed=forward", "then=aten._softmax"),
+            notes=(
+                "half",
+                "dtype_limit=65504",
+                "finite_in=float32",
+                "absorbed=forward",
+                "then=aten._softmax",
+            ),
         ),
         BACKWARD,
     ),
@@ -51,7 +76,12 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             tensor("self", (), 0.0, 0.0, zeros=1, index=(), value=0.0),
             tensor("other", (), 0.0, 0.0, zeros=1, index=(), value=0.0),
             output=out((), nan=1, index=(), value=NAN),
-            notes=("denominator=zero", "denominator_from=aten.sum", "denominator_root=batch:mask", "numerator=zero"),
+            notes=(
+                "denominator=zero",
+                "denominator_from=aten.sum",
+                "denominator_root=batch:mask",
+                "numerator=zero",
+            ),
         ),
         {},
     ),
@@ -78,7 +108,11 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             tensor("other", (4,), 0.0, 2.3, zeros=1, index=(2,), value=0.0),
             module="o_proj",
             output=out((4,), nan=1, index=(2,), value=NAN),
-            notes=("denominator=zero", "denominator_from=aten.linalg_vector_norm", "numerator=zero"),
+            notes=(
+                "denominator=zero",
+                "denominator_from=aten.linalg_vector_norm",
+                "numerator=zero",
+            ),
         ),
         {},
     ),
@@ -92,7 +126,12 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="frontend",
             samples=(2,),
             output=out((4, 1, 32), nan=32),
-            notes=("denominator=zero", "denominator_from=aten.std", "denominator_root=batch:w", "numerator=zero"),
+            notes=(
+                "denominator=zero",
+                "denominator_from=aten.std",
+                "denominator_root=batch:w",
+                "numerator=zero",
+            ),
         ),
         {},
     ),
@@ -104,7 +143,12 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             tensor("self", (3, 2), -1.0, 1.5, index=(2, 0), value=-1.0),
             samples=(2,),
             output=out((3, 2), nan=1),
-            notes=("argument=negative", "argument_value=-1", "argument_from=aten.div", "argument_root=batch:box"),
+            notes=(
+                "argument=negative",
+                "argument_value=-1",
+                "argument_from=aten.div",
+                "argument_root=batch:box",
+            ),
         ),
         {},
     ),
@@ -115,7 +159,12 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             "aten.log",
             tensor("self", (3, 3), 0.0, 1.0, zeros=6, index=(0, 1), value=0.0),
             output=out((3, 3), neginf=6, index=(0, 1), value=-INF),
-            notes=("absorbed=forward", "absorbed_by=aten.gather", "argument=zero", "argument_from=aten._softmax"),
+            notes=(
+                "absorbed=forward",
+                "absorbed_by=aten.gather",
+                "argument=zero",
+                "argument_from=aten._softmax",
+            ),
         ),
         {"loss": 0.0, "kind": "nonfinite_gradient"},
     ),
@@ -187,7 +236,12 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="weight",
             samples=(0,),
             output=out((3, 4), posinf=4),
-            notes=("absorbed=forward", "absorbed_by=aten.erf", "denominator=zero", "denominator_from=aten.sqrt"),
+            notes=(
+                "absorbed=forward",
+                "absorbed_by=aten.erf",
+                "denominator=zero",
+                "denominator_from=aten.sqrt",
+            ),
         ),
         BACKWARD,
     ),
@@ -292,7 +346,9 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
     ),
     "bn_running_var_nan_in_checkpoint": (
         ("SG602",),
-        origin("state", "aten.native_batch_norm", tensor="buffer:bn.running_var", module="bn", step=0),
+        origin(
+            "state", "aten.native_batch_norm", tensor="buffer:bn.running_var", module="bn", step=0
+        ),
         {
             "loss": 0.7,
             "grads_finite": True,
@@ -302,7 +358,14 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
     ),
     "bn_stats_poisoned_by_skipped_batch": (
         ("SG101",),
-        origin("input", "aten.addmm", tensor="batch:x", module="lin", samples=(4,), notes=("bad_elements=1",)),
+        origin(
+            "input",
+            "aten.addmm",
+            tensor="batch:x",
+            module="lin",
+            samples=(4,),
+            notes=("bad_elements=1",),
+        ),
         {"kind": "nonfinite_input", "bad_inputs": ("batch:x",)},
     ),
     "adam_state_poisoned_after_weight_restore": (
@@ -313,12 +376,17 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
     "lr_spike_after_resume": (
         ("SG504",),
         origin("optimizer", "aten.add_"),
-        SPIKE | {"lr": (4.0,), "facts": RunFacts(lr_history=((0.01,),) * 5 + ((4.0,),) * 2, losses=(9.0, 5.0, 3.0))},
+        SPIKE
+        | {
+            "lr": (4.0,),
+            "facts": RunFacts(lr_history=((0.01,),) * 5 + ((4.0,),) * 2, losses=(9.0, 5.0, 3.0)),
+        },
     ),
     "lr_too_high_divergence": (
         ("SG505",),
         origin("optimizer", "aten.add_"),
-        SPIKE | {"lr": (0.8,), "facts": RunFacts(lr_history=((0.8,),) * 4, losses=(8.0, 60.0, 900.0))},
+        SPIKE
+        | {"lr": (0.8,), "facts": RunFacts(lr_history=((0.8,),) * 4, losses=(8.0, 60.0, 900.0))},
     ),
     "nan_feature_in_one_sample": (
         ("SG101",),
@@ -335,7 +403,12 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
     "one_rank_poisons_all_reduce": (
         ("SG101", "SG701"),
         origin("input", "aten.addmm", tensor="batch:x", module="", samples=(2,), micro_batch=1),
-        {"kind": "nonfinite_input", "bad_inputs": ("batch:x",), "bad_ranks": (1,), "facts": RunFacts(world_size=2)},
+        {
+            "kind": "nonfinite_input",
+            "bad_inputs": ("batch:x",),
+            "bad_ranks": (1,),
+            "facts": RunFacts(world_size=2),
+        },
     ),
     "nan_weights_saved_as_checkpoint": (
         ("SG101",),
@@ -355,10 +428,15 @@ def test_accepted_cause_comes_first(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_cause_does_not_hang_on_the_notes(name: str) -> None:
-    """The locator may say less: operation, node and operands carry the cause, except where only a note can tell."""
+    """The locator may say less: operation, node and operands carry the cause, except where only a
+    note can tell.
+    """
     accepted, where, reading = ZOO[name]
     if name == "where_exp_unselected_branch":
-        accepted = ("SG402", "SG403")  # an infinity that was discarded and one that was absorbed look alike
+        accepted = (
+            "SG402",
+            "SG403",
+        )  # an infinity that was discarded and one that was absorbed look alike
     said = codes(replace(where, notes=()), **reading)
     assert said and said[0] in accepted, said
 

@@ -15,7 +15,14 @@ PATHS = [str(Path(stepguard.__file__).parents[1]), str(Path(__file__).parents[1]
 
 def launch(worker: Path, out: Path, arguments: list[str], seconds: int) -> tuple[int | None, str]:
     """Exit code and what was said; None when the ranks had to be killed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
     log = out / "log"
     with log.open("w") as stream:

@@ -1,4 +1,5 @@
-"""Two ranks, bad rows on one of them, and a second start in the same folder; what each saw goes into a file a rank.
+"""Two ranks, bad rows on one of them, and a second start in the same folder; what each saw goes
+into a file a rank.
 
 torchrun --standalone --nproc-per-node 2 ledger_worker.py OUT
 """
@@ -49,7 +50,9 @@ def attempt(out: Path, *, again: bool) -> dict[str, Any]:
             guard.step(lambda batch: model(batch[0]).pow(2).mean(), (x, rows))
             if guard.steps == 1 and not again:
                 assert guard.save() is not None
-        incidents = [incident.origin.rows if incident.origin else None for incident in guard.incidents]
+        incidents = [
+            incident.origin.rows if incident.origin else None for incident in guard.incidents
+        ]
     return {"seen": seen, "incidents": incidents, "armed": guard.armed}
 
 
@@ -58,8 +61,14 @@ def main(out: Path) -> None:
     with gloo():
         rank = dist.get_rank()
         first, second = attempt(out, again=False), attempt(out, again=True)
-        entries = [[e.batch, e.indices, e.innocent, e.left_out] for e in read_ledger(out / "run", rank)[0]]
-        said = [n["summary"] for n in read_run(out / "run", rank).notes if "passing over" in str(n.get("summary"))]
+        entries = [
+            [e.batch, e.indices, e.innocent, e.left_out] for e in read_ledger(out / "run", rank)[0]
+        ]
+        said = [
+            n["summary"]
+            for n in read_run(out / "run", rank).notes
+            if "passing over" in str(n.get("summary"))
+        ]
         told = {"first": first, "second": second, "entries": entries, "said": said}
         (out / f"told.{rank}.json").write_text(json.dumps(told), encoding="utf-8")
         dist.barrier()

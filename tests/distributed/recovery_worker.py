@@ -21,12 +21,19 @@ from process_group import gloo
 from stepguard import Guard, GuardConfig, TrainingHalted
 
 STEPS, HARM_AT, STOP_AT = 20, 14, 9
-SETTINGS: dict[str, Any] = {"locate": False, "terminal": "quiet", "snapshot_every": 4, "probation": 6}
+SETTINGS: dict[str, Any] = {
+    "locate": False,
+    "terminal": "quiet",
+    "snapshot_every": 4,
+    "probation": 6,
+}
 
 
 def build(wrap: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, CLASSES))
+    model: nn.Module = nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, CLASSES)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(dist.get_rank() + 7)  # each rank drops out elements of its own
     return DistributedDataParallel(model) if wrap else model, optimizer
@@ -63,7 +70,12 @@ def made(loop: str, wrap: bool, **settings: Any) -> tuple[Guard, nn.Module, Any,
     if loop == "step" and not wrap:
         hooks = [p.register_post_accumulate_grad_hook(_average_one) for p in model.parameters()]
     make = stepguard.watch if loop == "watch" else Guard
-    return make(model, optimizer, config=GuardConfig(**{**SETTINGS, **settings})), model, optimizer, hooks
+    return (
+        make(model, optimizer, config=GuardConfig(**{**SETTINGS, **settings})),
+        model,
+        optimizer,
+        hooks,
+    )
 
 
 def never(wrap: bool) -> dict[str, Any]:
@@ -81,7 +93,12 @@ def rewound(loop: str, wrap: str, out: Path) -> dict[str, Any]:
     for hook in hooks:
         hook.remove()
     told = [(d.action, d.rewound_to, d.data) for d in found if d is not None]
-    return {"guarded": end(model, optimizer), "never": never(wrap == "ddp"), "told": told, "armed": guard.armed}
+    return {
+        "guarded": end(model, optimizer),
+        "never": never(wrap == "ddp"),
+        "told": told,
+        "armed": guard.armed,
+    }
 
 
 def resumed(loop: str, wrap: str, out: Path) -> dict[str, Any]:
@@ -97,12 +114,19 @@ def resumed(loop: str, wrap: str, out: Path) -> dict[str, Any]:
             path = guard.save()
         for hook in hooks:
             hook.remove()
-    return {"guarded": end(model, optimizer), "never": never(wrap == "ddp"), "path": str(path), "armed": guard.armed}
+    return {
+        "guarded": end(model, optimizer),
+        "never": never(wrap == "ddp"),
+        "path": str(path),
+        "armed": guard.armed,
+    }
 
 
 def refused(loop: str, wrap: str, out: Path) -> dict[str, Any]:
     """What is wrong on one rank is refused by all."""
-    guard, model, optimizer, hooks = made(loop, wrap == "ddp", run_dir=out / f"refused-{loop}-{wrap}")
+    guard, model, optimizer, hooks = made(
+        loop, wrap == "ddp", run_dir=out / f"refused-{loop}-{wrap}"
+    )
     with guard:
         train(guard, model, optimizer, loop, range(4), by_hand=wrap != "ddp")
         if dist.get_rank() == BAD_RANK:
@@ -130,7 +154,12 @@ def automatic(loop: str, wrap: str, out: Path) -> dict[str, Any]:
         train(guard, model, optimizer, loop, range(done, STEPS), by_hand=wrap != "ddp")
     for hook in hooks:
         hook.remove()
-    return {"guarded": end(model, optimizer), "never": never(wrap == "ddp"), "done": done, "armed": guard.armed}
+    return {
+        "guarded": end(model, optimizer),
+        "never": never(wrap == "ddp"),
+        "done": done,
+        "armed": guard.armed,
+    }
 
 
 def hopeless(loop: str, wrap: str, out: Path) -> dict[str, Any]:
@@ -141,7 +170,13 @@ def hopeless(loop: str, wrap: str, out: Path) -> dict[str, Any]:
         with guard:
             for step in range(STEPS + 20):
                 train(
-                    guard, model, optimizer, loop, range(step, step + 1), step if step >= HARM_AT else -1, wrap != "ddp"
+                    guard,
+                    model,
+                    optimizer,
+                    loop,
+                    range(step, step + 1),
+                    step if step >= HARM_AT else -1,
+                    wrap != "ddp",
                 )
     except TrainingHalted as halt:
         halted = halt.incident.step

@@ -1,4 +1,6 @@
-"""Two real processes over gloo: one rank's trouble is everybody's, decided together, and nothing hangs."""
+"""Two real processes over gloo: one rank's trouble is everybody's, decided together, and nothing
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     code, log = launch(WORKER, out, names, 200)
     found = {name: [out / f"{name}.{rank}.pt" for rank in (0, 1)] for name in names}
     ended = {name: files for name, files in found.items() if all(file.exists() for file in files)}
-    assert code == 0, f"ended {len(ended)} of {len(names)} scenarios, last {list(ended)[-1:]}\n{log[-3000:]}"
-    return {name: [torch.load(file, weights_only=False) for file in files] for name, files in ended.items()}
+    assert code == 0, (
+        f"ended {len(ended)} of {len(names)} scenarios, last {list(ended)[-1:]}\n{log[-3000:]}"
+    )
+    return {
+        name: [torch.load(file, weights_only=False) for file in files]
+        for name, files in ended.items()
+    }
 
 
 def _parts(rank: dict[str, Any], which: str) -> dict[str, Any]:
@@ -50,7 +57,10 @@ def _weights(rank: dict[str, Any]) -> dict[str, Any]:
 
 
 def _learned(parts: dict[str, Any]) -> dict[str, Any]:
-    return {**parts, "model": {k: v for k, v in parts["model"].items() if k.endswith(("weight", "bias"))}}
+    return {
+        **parts,
+        "model": {k: v for k, v in parts["model"].items() if k.endswith(("weight", "bias"))},
+    }
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -61,7 +71,9 @@ def test_healthy_ranks_are_the_same_as_bare_ones(name: str, outcomes: dict[str, 
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_step_adds_no_collective_to_ddp_and_one_otherwise(name: str, outcomes: dict[str, list[Any]]) -> None:
+def test_healthy_step_adds_no_collective_to_ddp_and_one_otherwise(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
     for rank in outcomes[name]:
         spread = "ddp" in name
         assert rank["guarded"]["mode"] == ("spread" if spread else "collective")
@@ -95,7 +107,9 @@ def test_jump_of_one_ranks_loss_hangs_nobody(name: str, outcomes: dict[str, list
 
 
 @pytest.mark.parametrize("name", HALTING)
-def test_all_ranks_halt_together_with_the_weights_from_before(name: str, outcomes: dict[str, list[Any]]) -> None:
+def test_all_ranks_halt_together_with_the_weights_from_before(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
     first, second = outcomes[name]
     assert first["guarded"]["halted"] == second["guarded"]["halted"] == 4
     for rank in (first, second):
@@ -103,14 +117,20 @@ def test_all_ranks_halt_together_with_the_weights_from_before(name: str, outcome
 
 
 @pytest.mark.parametrize("name", BAD_START)
-def test_bad_state_of_one_rank_stops_all_at_the_first_step(name: str, outcomes: dict[str, list[Any]]) -> None:
+def test_bad_state_of_one_rank_stops_all_at_the_first_step(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
     for rank in outcomes[name]:
         assert rank["guarded"]["halted"] == 0
-        assert [(i[0], i[1]) for i in rank["guarded"]["incidents"]] == [(0, "nonfinite_optimizer_state")]
+        assert [(i[0], i[1]) for i in rank["guarded"]["incidents"]] == [
+            (0, "nonfinite_optimizer_state")
+        ]
 
 
 @pytest.mark.parametrize("name", LOCATED)
-def test_fault_while_locating_disarms_all_and_hangs_nobody(name: str, outcomes: dict[str, list[Any]]) -> None:
+def test_fault_while_locating_disarms_all_and_hangs_nobody(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
     for rank in outcomes[name]:
         assert not rank["guarded"]["armed"]
         assert [i[0] for i in rank["guarded"]["incidents"]] == [BAD_STEP]
@@ -122,7 +142,9 @@ def test_fault_on_one_rank_hangs_nobody(name: str, outcomes: dict[str, list[Any]
     first, second = outcomes[name]
     for rank in (first, second):
         got, expected = _parts(rank, "guarded"), _parts(rank, "reference")
-        if "troubled" in name and rank is second:  # nobody puts back the norm statistics of a rank without a guard
+        if (
+            "troubled" in name and rank is second
+        ):  # nobody puts back the norm statistics of a rank without a guard
             got, expected = _learned(got), _learned(expected)
         assert difference(got, expected) == ""
         assert rank["guarded"]["incidents"] == []
@@ -133,7 +155,9 @@ def test_fault_on_one_rank_hangs_nobody(name: str, outcomes: dict[str, list[Any]
         assert first["told"] == [] and first["guarded"]["armed"]
 
 
-def test_gradient_taken_without_the_guard_after_a_bad_step_is_healthy(outcomes: dict[str, list[Any]]) -> None:
+def test_gradient_taken_without_the_guard_after_a_bad_step_is_healthy(
+    outcomes: dict[str, list[Any]],
+) -> None:
     assert [rank["finite"] for rank in outcomes["probe"]] == [True, True]
 
 

@@ -1,4 +1,6 @@
-"""Two real processes: one rank's damaged weights are everybody's rewind, and checkpoints are everybody's."""
+"""Two real processes: one rank's damaged weights are everybody's rewind, and checkpoints are
+everybody's.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,25 @@ from guard.scenes import difference
 WORKER = Path(__file__).with_name("recovery_worker.py")
 PATHS = [str(Path(stepguard.__file__).parents[1]), str(WORKER.parents[1])]
 BOTH = ["-".join(parts) for parts in product(["step", "watch"], ["ddp", "manual"])]
-NAMES = [f"{kind}-{how}" for kind in ("rewound", "resumed", "refused", "automatic", "hopeless") for how in BOTH]
+NAMES = [
+    f"{kind}-{how}"
+    for kind in ("rewound", "resumed", "refused", "automatic", "hopeless")
+    for how in BOTH
+]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every scenario, run by one pair of processes."""
     out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
     with (out / "log").open("w") as stream:
         process = subprocess.Popen(
@@ -42,11 +55,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait() and None
     assert code == 0, (out / "log").read_text()[-4000:]
-    return {n: [torch.load(out / f"{n}.{rank}.pt", weights_only=False) for rank in (0, 1)] for n in NAMES}
+    return {
+        n: [torch.load(out / f"{n}.{rank}.pt", weights_only=False) for rank in (0, 1)]
+        for n in NAMES
+    }
 
 
 @pytest.mark.parametrize("how", BOTH)
-def test_ranks_rewind_together_and_end_with_the_same_weights(how: str, outcomes: dict[str, list[Any]]) -> None:
+def test_ranks_rewind_together_and_end_with_the_same_weights(
+    how: str, outcomes: dict[str, list[Any]]
+) -> None:
     first, second = outcomes[f"rewound-{how}"]
     assert first["armed"] and second["armed"]
     assert first["told"] == second["told"] and [t[0] for t in first["told"]] == ["rewind"]
@@ -57,7 +75,9 @@ def test_ranks_rewind_together_and_end_with_the_same_weights(how: str, outcomes:
 
 
 @pytest.mark.parametrize("how", BOTH)
-def test_resumed_ranks_end_where_ranks_that_never_stopped_end(how: str, outcomes: dict[str, list[Any]]) -> None:
+def test_resumed_ranks_end_where_ranks_that_never_stopped_end(
+    how: str, outcomes: dict[str, list[Any]]
+) -> None:
     first, second = outcomes[f"resumed-{how}"]
     assert first["armed"] and first["path"] == second["path"]
     for rank in (first, second):
@@ -65,7 +85,9 @@ def test_resumed_ranks_end_where_ranks_that_never_stopped_end(how: str, outcomes
 
 
 @pytest.mark.parametrize("how", BOTH)
-def test_state_that_is_bad_on_one_rank_is_saved_by_none(how: str, outcomes: dict[str, list[Any]]) -> None:
+def test_state_that_is_bad_on_one_rank_is_saved_by_none(
+    how: str, outcomes: dict[str, list[Any]]
+) -> None:
     assert [rank["saved"] for rank in outcomes[f"refused-{how}"]] == [None, None]
 
 
@@ -79,7 +101,9 @@ def test_checkpoints_taken_by_themselves_hold_every_ranks_random_numbers(
 
 
 @pytest.mark.parametrize("how", BOTH)
-def test_damage_that_comes_back_stops_all_ranks_together(how: str, outcomes: dict[str, list[Any]]) -> None:
+def test_damage_that_comes_back_stops_all_ranks_together(
+    how: str, outcomes: dict[str, list[Any]]
+) -> None:
     first, second = outcomes[f"hopeless-{how}"]
     assert first["halted"] is not None and first["halted"] == second["halted"]
     assert 1 <= first["rewinds"] == second["rewinds"] <= 3

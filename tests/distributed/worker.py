@@ -30,7 +30,15 @@ FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
 QUIET = GuardConfig(locate=False, terminal="quiet")
 LOCATING = GuardConfig(terminal="quiet")
 Batch = tuple[Tensor, Tensor, str]
-COUNTED = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "reduce", "barrier")
+COUNTED = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce",
+    "barrier",
+)
 
 
 def batch(rank: int, step: int, trouble: str = "") -> Batch:
@@ -58,7 +66,9 @@ def loss_of(model: nn.Module, data: Batch) -> Tensor:
 
 def build(*, wrap: bool, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+    model: nn.Module = nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     return DistributedDataParallel(model) if wrap else model, optimizer
 
@@ -77,7 +87,9 @@ def rate(optimizer: torch.optim.Optimizer, step: int, jump_at: int) -> None:
         optimizer.param_groups[0]["lr"] *= 10
 
 
-def bare_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Batch, *, by_hand: bool) -> None:
+def bare_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Batch, *, by_hand: bool
+) -> None:
     optimizer.zero_grad()
     loss_of(model, data).backward()
     if by_hand:
@@ -93,7 +105,9 @@ def end(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def reference(
     troubles: dict[int, str], *, wrap: bool, fused: bool, skip: bool = True, jump_at: int = -1
 ) -> dict[str, Any]:
-    """Bare, and no rank sees a troubled step; or, without `skip`, what becomes of those who have no guard."""
+    """Bare, and no rank sees a troubled step; or, without `skip`, what becomes of those who have no
+    guard.
+    """
     model, optimizer = build(wrap=wrap, fused=fused)
     rank = dist.get_rank()
     for step in range(STEPS):
@@ -189,7 +203,10 @@ def trouble(name: str, loop: str, wrap: str, fused: str) -> dict[str, Any]:
     """One troubled step on one rank."""
     settings = {"wrap": wrap == "ddp", "fused": fused == "fused"}
     troubles = {BAD_STEP: name}
-    return {"guarded": guarded(loop, troubles, **settings), "reference": reference(troubles, **settings)}
+    return {
+        "guarded": guarded(loop, troubles, **settings),
+        "reference": reference(troubles, **settings),
+    }
 
 
 def healthy(loop: str, wrap: str, fused: str) -> dict[str, Any]:
@@ -202,21 +219,35 @@ def healthy(loop: str, wrap: str, fused: str) -> dict[str, Any]:
 
 
 def suspicion(loop: str, wrap: str, why: str) -> dict[str, Any]:
-    """A loss that jumps on one rank only, with finite gradients; the data did it, or the learning rate before it."""
-    settings = {"wrap": wrap == "ddp", "fused": False, "jump_at": BAD_STEP - 1 if why == "lr" else -1}
+    """A loss that jumps on one rank only, with finite gradients; the data did it, or the learning
+    rate before it.
+    """
+    settings = {
+        "wrap": wrap == "ddp",
+        "fused": False,
+        "jump_at": BAD_STEP - 1 if why == "lr" else -1,
+    }
     jumps = dict.fromkeys((BAD_STEP, BAD_STEP + 1), "spike")
-    return {"guarded": guarded(loop, jumps, **settings), "reference": reference(jumps, **settings, skip=False)}
+    return {
+        "guarded": guarded(loop, jumps, **settings),
+        "reference": reference(jumps, **settings, skip=False),
+    }
 
 
 def halting(loop: str, wrap: str) -> dict[str, Any]:
     troubles = dict.fromkeys(range(1, STEPS), "input")
     settings = {"wrap": wrap == "ddp", "fused": False}
     config = replace(QUIET, policy=stepguard.Policy(max_consecutive=3))
-    return {"guarded": guarded(loop, troubles, **settings, config=config), "reference": reference(troubles, **settings)}
+    return {
+        "guarded": guarded(loop, troubles, **settings, config=config),
+        "reference": reference(troubles, **settings),
+    }
 
 
 def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
-    """The guard of one rank fails; later a batch of that rank is bad, and still no rank takes the update."""
+    """The guard of one rank fails; later a batch of that rank is bad, and still no rank takes the
+    update.
+    """
     settings = {"wrap": wrap == "ddp", "fused": False}
     troubles = {BAD_STEP + 2: "input"} if troubled == "troubled" else {}
     original, calls = step_end.committed, Counter[str]()
@@ -249,10 +280,15 @@ def located(loop: str, wrap: str) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            got = guarded(loop, {BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False, config=LOCATING)
+            got = guarded(
+                loop, {BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False, config=LOCATING
+            )
     finally:
         transaction.locate = live_tracing.locate = original
-    return {"guarded": got, "reference": reference({BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False)}
+    return {
+        "guarded": got,
+        "reference": reference({BAD_STEP: "input"}, wrap=wrap == "ddp", fused=False),
+    }
 
 
 def probe() -> dict[str, Any]:
@@ -260,10 +296,16 @@ def probe() -> dict[str, Any]:
     model, optimizer = build(wrap=True, fused=False)
     rank = dist.get_rank()
     with Guard(model, optimizer, config=QUIET) as guard:
-        guard.step(lambda b: loss_of(model, b), batch(rank, 0, "labels" if rank == BAD_RANK else ""))
+        guard.step(
+            lambda b: loss_of(model, b), batch(rank, 0, "labels" if rank == BAD_RANK else "")
+        )
         optimizer.zero_grad()
         loss_of(model, batch(rank, 1)).backward()
-    return {"finite": all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)}
+    return {
+        "finite": all(
+            bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None
+        )
+    }
 
 
 def bad_start(loop: str, wrap: str) -> dict[str, Any]:
@@ -271,7 +313,9 @@ def bad_start(loop: str, wrap: str) -> dict[str, Any]:
 
 
 def skipping_alone() -> dict[str, Any]:
-    """The seeds' way: the rank with the bad loss goes on with its next batch, the others know nothing."""
+    """The seeds' way: the rank with the bad loss goes on with its next batch, the others know
+    nothing.
+    """
     model, optimizer = build(wrap=True, fused=False)
     rank = dist.get_rank()
     for step in range(STEPS):
@@ -282,7 +326,10 @@ def skipping_alone() -> dict[str, Any]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return {"guarded": end(model, optimizer), "reference": reference({BAD_STEP: "input"}, wrap=True, fused=False)}
+    return {
+        "guarded": end(model, optimizer),
+        "reference": reference({BAD_STEP: "input"}, wrap=True, fused=False),
+    }
 
 
 def uncaught() -> dict[str, Any]:
@@ -298,7 +345,18 @@ def uncaught() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
-    for function in (trouble, healthy, suspicion, halting, fault, located, probe, bad_start, skipping_alone, uncaught)
+    for function in (
+        trouble,
+        healthy,
+        suspicion,
+        halting,
+        fault,
+        located,
+        probe,
+        bad_start,
+        skipping_alone,
+        uncaught,
+    )
 }
 
 

@@ -1,4 +1,6 @@
-"""The demo does what it says: the same training dies unguarded and survives guarded, and the run can be looked at."""
+"""The demo does what it says: the same training dies unguarded and survives guarded, and the run
+can be looked at.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_foreign_folder_ends_the_demo_before_any_training(tmp_path: Path) -> Non
     assert demo.main(["--steps", "1", "--run-dir", str(tmp_path)]) == 2
 
 
-def test_guarded_run_that_dies_gives_a_failure_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guarded_run_that_dies_gives_a_failure_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo, "quality", lambda model: math.nan)
     assert demo.main(["--steps", "2", "--run-dir", str(tmp_path / "run")]) == 1
 
@@ -86,6 +90,9 @@ def test_guarded_run_that_dies_gives_a_failure_code(tmp_path: Path, monkeypatch:
 def test_failure_comes_from_the_data_and_nowhere_else() -> None:
     torch.manual_seed(0)
     model = Denoiser()
-    seen = [(bool((b["level"] == 0).any()), bool(torch.isfinite(loss_of(model, b)))) for b in batches(100, demo.SEED)]
+    seen = [
+        (bool((b["level"] == 0).any()), bool(torch.isfinite(loss_of(model, b))))
+        for b in batches(100, demo.SEED)
+    ]
     assert all(zero != finite for zero, finite in seen) and any(zero for zero, _ in seen)
     assert math.isfinite(quality(model)) and LEVELS == 1000

@@ -14,7 +14,13 @@ def test_picture_is_whole_and_needs_no_network() -> None:
     assert re.findall(r"https?://[^\"' )]+", svg) == ["http://www.w3.org/2000/svg"]
     assert "@font-face" not in svg and "@import" not in svg
     words = re.sub(r"<[^>]+>", "", svg).replace("\xa0", " ").replace("&#160;", " ")
-    for shown in ("step 57", "torch.log(level)", "SG202", "examples/denoiser.py", "stepguard report demo_run"):
+    for shown in (
+        "step 57",
+        "torch.log(level)",
+        "SG202",
+        "examples/denoiser.py",
+        "stepguard report demo_run",
+    ):
         assert shown in words
 
 

@@ -1,4 +1,6 @@
-"""A guarded run in a folder that fills up; prints one JSON object. Arguments: mode, folder, what happens to it."""
+"""A guarded run in a folder that fills up; prints one JSON object. Arguments: mode, folder, what
+happens to it.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def adam(model: nn.Module, *, fused: bool = False, **settings: Any) -> Scene:
     return Scene(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused), **settings)
 
 
-def changed_loss(change: Callable[[Tensor, Scene], Tensor], on: Batch) -> Callable[[Scene, Any], Tensor]:
+def changed_loss(
+    change: Callable[[Tensor, Scene], Tensor], on: Batch
+) -> Callable[[Scene, Any], Tensor]:
     """The usual loss, changed on one batch only."""
 
     def loss(scene: Scene, batch: Any) -> Tensor:
@@ -39,10 +41,14 @@ def changed_loss(change: Callable[[Tensor, Scene], Tensor], on: Batch) -> Callab
     return loss
 
 
-def incidents(scene: Scene, loop: str, steps: list[tuple[Any, ...]], config: GuardConfig = QUIET) -> list[Incident]:
+def incidents(
+    scene: Scene, loop: str, steps: list[tuple[Any, ...]], config: GuardConfig = QUIET
+) -> list[Incident]:
     if loop == "watch":
         return list(watched(scene, steps, config))
-    return [result.incident for result in stepped(scene, steps, config) if result.incident is not None]
+    return [
+        result.incident for result in stepped(scene, steps, config) if result.incident is not None
+    ]
 
 
 def kinds(found: list[Incident]) -> list[tuple[int, str]]:

@@ -1,7 +1,9 @@
-"""Public optimizers in short form, written from their published algorithms: what a guard meets outside torch.optim.
+"""Public optimizers in short form, written from their published algorithms: what a guard meets
+outside torch.optim.
 
-Each keeps the trait that makes it hard to guard: gradients filled in where there are none, state that belongs to no
-parameter, plain attributes, inner optimizers, objects in the state, a closure that is called twice.
+Each keeps the trait that makes it hard to guard: gradients filled in where there are none, state
+that belongs to no parameter, plain attributes, inner optimizers, objects in the state, a closure
+that is called twice.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Lookahead(Optimizer):
 class SAM(Optimizer):
     """Climbs to the worst point nearby and takes the gradient there: two evaluations a step."""
 
-    def __init__(self, params: Params, base: Callable[..., Optimizer], rho: float = 0.05, **settings: Any) -> None:
+    def __init__(
+        self, params: Params, base: Callable[..., Optimizer], rho: float = 0.05, **settings: Any
+    ) -> None:
         super().__init__(params, {"rho": rho, **settings})
         self.base_optimizer = base(self.param_groups, **settings)
         self.param_groups = self.base_optimizer.param_groups
@@ -49,7 +53,9 @@ class SAM(Optimizer):
 
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
-        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        norm = torch.stack(
+            [p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]
+        ).norm()
         for group in self.param_groups:
             scale = group["rho"] / (norm + 1e-12)
             for p in group["params"]:
@@ -71,7 +77,9 @@ class SAM(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        assert closure is not None, (
+            "Sharpness Aware Minimization requires closure, but it was not provided"
+        )
         closure = torch.enable_grad()(closure)
         self.first_step(zero_grad=True)
         closure()
@@ -81,7 +89,9 @@ class SAM(Optimizer):
 class MADGRAD(Optimizer):
     """Counts its steps under `state["k"]`, which belongs to no parameter."""
 
-    def __init__(self, params: Params, lr: float = 1e-2, momentum: float = 0.9, eps: float = 1e-6) -> None:
+    def __init__(
+        self, params: Params, lr: float = 1e-2, momentum: float = 0.9, eps: float = 1e-6
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "eps": eps})
 
     @torch.no_grad()
@@ -108,12 +118,23 @@ class MADGRAD(Optimizer):
 
 
 class ScheduleFreeSGD(Optimizer):
-    """No schedule: numbers in the groups move at every step, and the weights differ in train and eval mode."""
+    """No schedule: numbers in the groups move at every step, and the weights differ in train and
+    eval mode.
+    """
 
     adaptive = False
 
-    def __init__(self, params: Params, lr: float = 0.05, momentum: float = 0.9, warmup: int = 4) -> None:
-        settings = {"lr": lr, "momentum": momentum, "warmup": warmup, "k": 0, "weight_sum": 0.0, "train_mode": True}
+    def __init__(
+        self, params: Params, lr: float = 0.05, momentum: float = 0.9, warmup: int = 4
+    ) -> None:
+        settings = {
+            "lr": lr,
+            "momentum": momentum,
+            "warmup": warmup,
+            "k": 0,
+            "weight_sum": 0.0,
+            "train_mode": True,
+        }
         super().__init__(params, settings)
 
     @torch.no_grad()
@@ -188,13 +209,17 @@ class Sophia(Optimizer):
                 state["exp_avg"].lerp_(p.grad, 0.04)
                 if refresh:
                     state["hessian"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
-                ratio = (state["exp_avg"].abs() / (group["rho"] * state["hessian"] + 1e-15)).clamp(max=1)
+                ratio = (state["exp_avg"].abs() / (group["rho"] * state["hessian"] + 1e-15)).clamp(
+                    max=1
+                )
                 p.addcmul_(state["exp_avg"].sign(), ratio, value=-group["lr"])
         return loss
 
 
 class Prodigy(Optimizer):
-    """Estimates its own step size: `d` and its sums live in the groups and move whatever gradients there are."""
+    """Estimates its own step size: `d` and its sums live in the groups and move whatever gradients
+    there are.
+    """
 
     def __init__(self, params: Params, lr: float = 1.0, d0: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "d": d0, "d0": d0, "d_numerator": 0.0, "k": 0})
@@ -222,7 +247,11 @@ class Prodigy(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]
-                    p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt() + d * 1e-8, value=-d * group["lr"])
+                    p.addcdiv_(
+                        state["exp_avg"],
+                        state["exp_avg_sq"].sqrt() + d * 1e-8,
+                        value=-d * group["lr"],
+                    )
             group["k"] += 1
         return loss
 
@@ -260,7 +289,9 @@ class OwnStateDict(Optimizer):
         loss = evaluated(closure)
         self.numbers["updates"] += 1
         self.numbers["scale"] *= 0.99
-        for p, held in zip((p for g in self.param_groups for p in g["params"]), self.momenta, strict=True):
+        for p, held in zip(
+            (p for g in self.param_groups for p in g["params"]), self.momenta, strict=True
+        ):
             if p.grad is not None:
                 held.mul_(0.9).add_(p.grad)
                 p.add_(held, alpha=-self.param_groups[0]["lr"] * self.numbers["scale"])
@@ -304,4 +335,6 @@ OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
     "adafactor": _adafactor,
     "own-state-dict": OwnStateDict,
 }
-"""Each takes parameters of one or two dimensions. `sam` calls its closure twice and cannot step without one."""
+"""Each takes parameters of one or two dimensions. `sam` calls its closure twice and cannot step
+without one.
+"""

@@ -1,4 +1,6 @@
-"""Optimizers that treat a parameter as a matrix: orthogonal updates, preconditioners for each side, low rank."""
+"""Optimizers that treat a parameter as a matrix: orthogonal updates, preconditioners for each side,
+low rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
 class Muon(Optimizer):
     """Fills missing gradients with zeros, so that hiding them does not stop the update."""
 
-    def __init__(self, params: Params, lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+    def __init__(
+        self, params: Params, lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.01
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -68,7 +72,9 @@ class Insisting(Optimizer):
 
 
 class Shampoo(Optimizer):
-    """Lists of tensors in the state: one preconditioner and its root for each dimension, refreshed now and then."""
+    """Lists of tensors in the state: one preconditioner and its root for each dimension, refreshed
+    now and then.
+    """
 
     def __init__(self, params: Params, lr: float = 0.05, every: int = 2) -> None:
         super().__init__(params, {"lr": lr})
@@ -110,7 +116,9 @@ class Projector:
 
     def project(self, gradient: Tensor) -> Tensor:
         if self.basis is None or self.seen % self.every == 0:
-            self.basis = torch.linalg.svd(gradient, full_matrices=False)[0][:, : self.rank].contiguous()
+            self.basis = torch.linalg.svd(gradient, full_matrices=False)[0][
+                :, : self.rank
+            ].contiguous()
         self.seen += 1
         return self.basis.T @ gradient
 
@@ -134,15 +142,22 @@ class GaLore(Optimizer):
                     continue
                 state, gradient = self.state[p], p.grad
                 if p.ndim == 2:
-                    gradient = state.setdefault("projector", Projector(group["rank"], group["every"])).project(gradient)
+                    gradient = state.setdefault(
+                        "projector", Projector(group["rank"], group["every"])
+                    ).project(gradient)
                 if "exp_avg" not in state:
                     state["step"] = 0
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+                    state["exp_avg"], state["exp_avg_sq"] = (
+                        torch.zeros_like(gradient),
+                        torch.zeros_like(gradient),
+                    )
                 state["step"] += 1
                 state["exp_avg"].lerp_(gradient, 0.1)
                 state["exp_avg_sq"].mul_(0.99).addcmul_(gradient, gradient, value=0.01)
                 update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
-                p.add_(state["projector"].back(update) if p.ndim == 2 else update, alpha=-group["lr"])
+                p.add_(
+                    state["projector"].back(update) if p.ndim == 2 else update, alpha=-group["lr"]
+                )
         return loss
 
 

@@ -1,4 +1,6 @@
-"""What the guard's tests share: small models, fixed data, three loops (bare, stepped, watched), exact comparison."""
+"""What the guard's tests share: small models, fixed data, three loops (bare, stepped, watched),
+exact comparison.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def batches(count: int, *, size: int = 4, seed: int = 7) -> list[Batch]:
     """Batches that depend on `seed` only, never on the global generators."""
     source = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(size, FEATURES, generator=source), torch.randint(CLASSES, (size,), generator=source))
+        (
+            torch.randn(size, FEATURES, generator=source),
+            torch.randint(CLASSES, (size,), generator=source),
+        )
         for _ in range(count)
     ]
 
@@ -105,7 +110,11 @@ class Scene:
             return nn.functional.cross_entropy(self.model(inputs).float(), targets)
 
     def precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", dtype=self.autocast) if self.autocast is not None else nullcontext()
+        return (
+            torch.autocast("cpu", dtype=self.autocast)
+            if self.autocast is not None
+            else nullcontext()
+        )
 
     def close_over(self) -> dict[str, Any]:
         """What a guard is given besides model and optimizer."""
@@ -130,7 +139,11 @@ def plain_step(scene: Scene, micro: Sequence[Any]) -> None:
 
 
 def total(output: Any) -> Tensor:
-    return sum(list(output.values())[1:], start=next(iter(output.values()))) if isinstance(output, dict) else output
+    return (
+        sum(list(output.values())[1:], start=next(iter(output.values())))
+        if isinstance(output, dict)
+        else output
+    )
 
 
 def _update(scene: Scene) -> None:
@@ -170,7 +183,9 @@ def _closure_step(scene: Scene, micro: Sequence[Any]) -> None:
         scene.scheduler.step()
 
 
-def stepped(scene: Scene, steps: Iterable[Sequence[Any]], config: GuardConfig = QUIET) -> list[StepResult]:
+def stepped(
+    scene: Scene, steps: Iterable[Sequence[Any]], config: GuardConfig = QUIET
+) -> list[StepResult]:
     """The same through `guard.step`; returns what every step returned, read."""
     config = replace(config, clip_norm=scene.clip_norm)
     with Guard(scene.model, scene.optimizer, config=config, **scene.close_over()) as guard:
@@ -179,10 +194,14 @@ def stepped(scene: Scene, steps: Iterable[Sequence[Any]], config: GuardConfig = 
         return [guard.step(scene.loss_fn, *micro) for micro in steps]
 
 
-def watched(scene: Scene, steps: Iterable[Sequence[Any]], config: GuardConfig = QUIET) -> tuple[Any, ...]:
+def watched(
+    scene: Scene, steps: Iterable[Sequence[Any]], config: GuardConfig = QUIET
+) -> tuple[Any, ...]:
     """The same through `watch`; returns the incidents."""
     ema, scene.ema = scene.ema, None
-    with stepguard.watch(scene.model, scene.optimizer, config=config, **scene.close_over()) as guard:
+    with stepguard.watch(
+        scene.model, scene.optimizer, config=config, **scene.close_over()
+    ) as guard:
         if ema is not None:
             guard.on_commit(lambda: ema.update_parameters(scene.model))
         for micro in steps:
@@ -227,7 +246,9 @@ def _differences(left: Any, right: Any, place: str) -> Iterator[str]:
         for key in left.keys() & right.keys():
             yield from _differences(left[key], right[key], f"{place}.{key}")
     elif isinstance(left, list | tuple | np.ndarray):
-        yield from [] if len(left) == len(right) else [f"{place}: {len(left)} is not {len(right)} long"]
+        yield from (
+            [] if len(left) == len(right) else [f"{place}: {len(left)} is not {len(right)} long"]
+        )
         for index, (a, b) in enumerate(zip(left, right, strict=False)):
             yield from _differences(a, b, f"{place}[{index}]")
     elif left != right and not (left != left and right != right):
@@ -239,4 +260,6 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
         left, right = left.to_dense(), right.to_dense()
     if torch.equal(left, right):
         return True
-    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(
+        left.nan_to_num(), right.nan_to_num()
+    )

@@ -1,4 +1,6 @@
-"""From "sample 2" to the row of the data set: named in the incident, written to the ledger, honoured after a resume."""
+"""From "sample 2" to the row of the data set: named in the incident, written to the ledger,
+honoured after a resume.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def loader(*bad: int, shuffle: bool = True) -> DataLoader[Any]:
 
 
 def config(folder: Path | None, **settings: Any) -> GuardConfig:
-    return quiet(**{"run_dir": folder, "locate": True, "snapshot_every": 4, "probation": 4, **settings})
+    return quiet(
+        **{"run_dir": folder, "locate": True, "snapshot_every": 4, "probation": 4, **settings}
+    )
 
 
 def built(
@@ -69,7 +73,9 @@ def built(
 
 
 def train(
-    guard: Guard, loss_fn: Callable[[Any], Tensor], prepare: Callable[[Any], Any] = lambda batch: [batch]
+    guard: Guard,
+    loss_fn: Callable[[Any], Tensor],
+    prepare: Callable[[Any], Any] = lambda batch: [batch],
 ) -> None:
     for batch in guard.loader:
         guard.step(loss_fn, *prepare(batch))
@@ -88,7 +94,12 @@ def moved_halves(batch: Any) -> list[Any]:
     return [{key: tensor.clone() for key, tensor in half.items()} for half in halves(batch)]
 
 
-LOOPS = {"as delivered": lambda b: [b], "moved": moved, "halves": halves, "moved halves": moved_halves}
+LOOPS = {
+    "as delivered": lambda b: [b],
+    "moved": moved,
+    "halves": halves,
+    "moved halves": moved_halves,
+}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -98,11 +109,18 @@ def test_sample_is_named_by_its_row_of_the_data_set(loop: str, tmp_path: Path) -
         train(guard, loss_fn, LOOPS[loop])
         (incident,) = guard.incidents
     assert incident.origin is not None and incident.origin.rows == ("row 17",)
-    assert phrases.culprits(incident.origin).startswith(f"sample {incident.origin.samples[0]} = row 17 of the data set")
+    assert phrases.culprits(incident.origin).startswith(
+        f"sample {incident.origin.samples[0]} = row 17 of the data set"
+    )
     (entry,) = known_bad(tmp_path)
     assert (entry.indices, entry.samples) == ((17,), incident.origin.samples)
     assert (entry.left_out, entry.count, entry.of, entry.cause) == ("sample", 1, BATCH, "SG101")
-    assert (entry.epoch, entry.batch, entry.step, entry.incident) == (0, incident.step, incident.step, incident.id)
+    assert (entry.epoch, entry.batch, entry.step, entry.incident) == (
+        0,
+        incident.step,
+        incident.step,
+        incident.id,
+    )
 
 
 def test_every_proven_sample_has_its_own_row(tmp_path: Path) -> None:
@@ -120,7 +138,9 @@ def test_id_key_names_the_sample_also_without_a_loader(tmp_path: Path) -> None:
             guard.step(loss_fn, batch)
         (incident,) = guard.incidents
     assert incident.origin is not None and incident.origin.rows == ("id images/17.png",)
-    assert known_bad(tmp_path)[0].ids == ("images/17.png",) and known_bad(tmp_path)[0].indices is None
+    assert (
+        known_bad(tmp_path)[0].ids == ("images/17.png",) and known_bad(tmp_path)[0].indices is None
+    )
 
 
 def test_row_and_id_are_both_told(tmp_path: Path) -> None:
@@ -171,7 +191,9 @@ def test_innocent_micro_batches_that_go_with_the_step_are_marked(tmp_path: Path)
 
 
 @pytest.mark.parametrize("make", [Guard, stepguard.watch], ids=["step", "watch"])
-def test_watched_loop_has_its_losses_on_record_too(make: Callable[..., Guard], tmp_path: Path) -> None:
+def test_watched_loop_has_its_losses_on_record_too(
+    make: Callable[..., Guard], tmp_path: Path
+) -> None:
     guard, loss_fn = built(loader(17, shuffle=False), config(tmp_path), make)
     with guard:
         for batch in guard.loader:
@@ -193,7 +215,9 @@ def test_healthy_run_and_run_without_a_folder_leave_no_ledger(tmp_path: Path) ->
     assert not ledger_path(tmp_path).exists()
 
 
-def test_full_disk_costs_the_ledger_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_costs_the_ledger_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Ledger, entry: BadSamples) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -207,8 +231,12 @@ def test_full_disk_costs_the_ledger_and_nothing_else(tmp_path: Path, monkeypatch
     assert len(said) == 1 and "No space left on device" in said[0]
 
 
-def shard(*, restarts: bool, folder: Path, data: Any, clean: bool = False) -> tuple[list[Any], list[str], int]:
-    """A run that goes on from its first checkpoint; what it saw, what was said of the loader, its incidents."""
+def shard(
+    *, restarts: bool, folder: Path, data: Any, clean: bool = False
+) -> tuple[list[Any], list[str], int]:
+    """A run that goes on from its first checkpoint; what it saw, what was said of the loader, its
+    incidents.
+    """
     guard, loss_fn = built(data, config(folder, policy=Policy(actions=("skip", "stop"))))
     seen = []
     with guard:
@@ -229,7 +257,9 @@ BAD_SHARD = tuple(range(16, 32))
 
 def test_bad_shard_is_passed_over_after_a_restart(tmp_path: Path) -> None:
     assert shard(restarts=False, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))[2] == 2
-    seen, said, incidents = shard(restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))
+    seen, said, incidents = shard(
+        restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False)
+    )
     assert seen == ["images/8.png", "images/32.png", "images/40.png"] and incidents == 0
     assert said == ["passing over batches 2-3 of pass 0: left out before as SG101"]
 
@@ -242,7 +272,9 @@ def test_batch_that_holds_other_rows_now_is_delivered(tmp_path: Path) -> None:
     assert len(seen) == 5 and incidents == 2 and said == []
 
 
-def test_batch_with_one_bad_row_is_delivered_again_and_the_row_left_out_again(tmp_path: Path) -> None:
+def test_batch_with_one_bad_row_is_delivered_again_and_the_row_left_out_again(
+    tmp_path: Path,
+) -> None:
     for restarts in (False, True):
         guard, loss_fn = built(loader(17, shuffle=False), config(tmp_path))
         with guard:
@@ -262,20 +294,26 @@ def test_ledger_of_another_run_is_not_honoured(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(line["run"] for line in lines)
     path.write_text("".join(json.dumps({**line, "run": "another"}) + "\n" for line in lines))
-    assert len(shard(restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))[0]) == 5
+    assert (
+        len(shard(restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))[0]) == 5
+    )
 
 
 def test_what_the_weights_or_the_scale_did_is_not_held_against_the_batch(tmp_path: Path) -> None:
     shard(restarts=False, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))
     path = ledger_path(tmp_path)
     path.write_text(path.read_text().replace("SG101", "SG505"))
-    assert len(shard(restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))[0]) == 5
+    assert (
+        len(shard(restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))[0]) == 5
+    )
 
 
 def test_ledger_that_cannot_be_read_stops_no_restore(tmp_path: Path) -> None:
     shard(restarts=False, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))
     ledger_path(tmp_path).write_text('{"v":99}\n')
-    assert len(shard(restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))[0]) == 5
+    assert (
+        len(shard(restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False))[0]) == 5
+    )
 
 
 class TwoRanks:
@@ -292,8 +330,12 @@ def test_ranks_pass_over_only_what_all_of_them_have_on_record(tmp_path: Path) ->
     with guard:
         ledger = Ledger(tmp_path)
         for epoch, number in ((0, 2), (0, 3), (1, 2)):
-            ledger.append(BadSamples(step=number, epoch=epoch, batch=number, cause="SG101", indices=(99,)))
+            ledger.append(
+                BadSamples(step=number, epoch=epoch, batch=number, cause="SG101", indices=(99,))
+            )
         alone, guard._context.agreement = guard._context.agreement, TwoRanks()  # type: ignore[assignment]
         honour_ledger(guard._context)
         guard._context.agreement = alone
-        assert [batch["file"][0] for batch in guard.loader] == [f"images/{n}.png" for n in (0, 8, 24, 32, 40)]
+        assert [batch["file"][0] for batch in guard.loader] == [
+            f"images/{n}.png" for n in (0, 8, 24, 32, 40)
+        ]

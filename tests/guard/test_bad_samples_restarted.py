@@ -1,4 +1,6 @@
-"""Bad samples of fused and watched loops, of runs that are started again, and of batches that cannot be cut."""
+"""Bad samples of fused and watched loops, of runs that are started again, and of batches that
+cannot be cut.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from stepguard.ledger import ledger_path
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_fused_step_that_is_read_one_step_late_names_its_own_rows(loop: str, tmp_path: Path) -> None:
+def test_fused_step_that_is_read_one_step_late_names_its_own_rows(
+    loop: str, tmp_path: Path
+) -> None:
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -59,7 +63,8 @@ def test_run_that_stops_at_bad_data_gets_past_it_when_started_again(tmp_path: Pa
     ends = []
     for start in range(3):
         guard, loss_fn = built(
-            loader(*BAD_SHARD, shuffle=False), config(tmp_path, policy=Policy(actions=("stop",)), checkpoint_every=1)
+            loader(*BAD_SHARD, shuffle=False),
+            config(tmp_path, policy=Policy(actions=("stop",)), checkpoint_every=1),
         )
         with guard:
             if start:
@@ -97,7 +102,9 @@ def test_node_of_a_graph_is_not_cut_out_of_it() -> None:
 
     def loss_fn(graph: dict[str, Tensor]) -> Tensor:
         hidden = model(graph["x"])
-        return (hidden[graph["edges"][0]] - hidden[graph["edges"][1]]).pow(2).mean() + hidden.pow(2).mean()
+        return (hidden[graph["edges"][0]] - hidden[graph["edges"][1]]).pow(2).mean() + hidden.pow(
+            2
+        ).mean()
 
     with Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config(None)) as guard:
         result = guard.step(loss_fn, {"x": x, "edges": edges, "y": torch.randn(6, 1)})
@@ -115,16 +122,24 @@ def test_loop_that_trains_on_other_samples_gets_no_rows_named(tmp_path: Path) ->
             rows = slice(BATCH * number, BATCH * (number + 1))
             guard.step(loss_fn, {"x": other.x[rows] + 0.5, "y": other.y[rows] - 1})
         (incident,) = guard.incidents
-    assert incident.origin is not None and incident.origin.samples == (5,) and incident.origin.rows == ()
+    assert (
+        incident.origin is not None
+        and incident.origin.samples == (5,)
+        and incident.origin.rows == ()
+    )
     assert known_bad(tmp_path)[0].indices is None and known_bad(tmp_path)[0].batch is None
 
 
 SHUFFLED: dict[str, Callable[[], Any]] = {
     "plain": lambda: DataLoader(Rows((17,)), BATCH, shuffle=True),
     "workers": lambda: DataLoader(Rows((17,)), BATCH, shuffle=True, num_workers=2),
-    "generator": lambda: DataLoader(Rows((17,)), BATCH, shuffle=True, generator=torch.Generator().manual_seed(8)),
+    "generator": lambda: DataLoader(
+        Rows((17,)), BATCH, shuffle=True, generator=torch.Generator().manual_seed(8)
+    ),
     "stateful": lambda: StatefulDataLoader(Rows((17,)), BATCH, shuffle=True),
-    "stateful, workers": lambda: StatefulDataLoader(Rows((17,)), BATCH, shuffle=True, num_workers=2),
+    "stateful, workers": lambda: StatefulDataLoader(
+        Rows((17,)), BATCH, shuffle=True, num_workers=2
+    ),
 }
 
 
@@ -133,7 +148,9 @@ SHUFFLED: dict[str, Callable[[], Any]] = {
 def test_shuffled_batch_is_known_again_after_a_restart(kind: str, tmp_path: Path) -> None:
     seen: list[str] = []
     for start in range(2):
-        guard, loss_fn = built(SHUFFLED[kind](), config(tmp_path, policy=Policy(actions=("skip", "stop"))))
+        guard, loss_fn = built(
+            SHUFFLED[kind](), config(tmp_path, policy=Policy(actions=("skip", "stop")))
+        )
         torch.manual_seed(6 + start)
         with guard:
             if start:

@@ -36,7 +36,8 @@ from stepguard import Guard, TrainingHalted
 DATA = batches(12)
 
 
-# --- when state is looked at ------------------------------------------------------------------------------------------
+# --- when state is looked at
+# ------------------------------------------------------------------------------------------
 
 
 def _bad_weights() -> dict[str, Tensor]:
@@ -46,7 +47,9 @@ def _bad_weights() -> dict[str, Tensor]:
 
 def _guarded(loop: str, scene: Scene) -> tuple[Guard, Callable[[Batch], Any]]:
     if loop == "watch":
-        return stepguard.watch(scene.model, scene.optimizer, config=QUIET), lambda b: plain_step(scene, (b,))
+        return stepguard.watch(scene.model, scene.optimizer, config=QUIET), lambda b: plain_step(
+            scene, (b,)
+        )
     guard = Guard(scene.model, scene.optimizer, config=QUIET)
     return guard, lambda b: guard.step(scene.loss_fn, b)
 
@@ -68,7 +71,9 @@ def test_bad_weights_loaded_after_the_guard_was_built_stop_the_first_step(loop: 
     guard, step = _guarded(loop, sgd(model))
     with guard:
         model.load_state_dict(_bad_weights())
-        with pytest.raises(TrainingHalted, match=r"param:0\.weight was non-finite before this step"):
+        with pytest.raises(
+            TrainingHalted, match=r"param:0\.weight was non-finite before this step"
+        ):
             step(DATA[0])
 
 
@@ -85,7 +90,8 @@ def test_veto_of_the_first_step_keeps_the_statistics_that_were_loaded(loop: str)
     assert difference(dict(model.state_dict()), dict(loaded.state_dict())) == ""
 
 
-# --- benign -----------------------------------------------------------------------------------------------------------
+# --- benign
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Causal(nn.Module):
@@ -124,7 +130,9 @@ def test_sentinel_buffers_are_not_blamed_for_a_bad_batch(loop: str, fused: bool)
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_buffer_that_turned_bad_during_the_run_and_feeds_the_loss_is_named(loop: str, fused: bool) -> None:
+def test_buffer_that_turned_bad_during_the_run_and_feeds_the_loss_is_named(
+    loop: str, fused: bool
+) -> None:
     scene = adam(Causal(), fused=fused)
 
     def steps() -> Any:
@@ -159,11 +167,15 @@ def _masked_targets(scene: Scene, batch: Any) -> Tensor:
         lambda s, b: -s.model(b[0]).square().mean() - 5.0,
         lambda s, b: s.model(b[0]).square().mean() * 1e-3 + 1e18,
         lambda s, b: s.model(b[0]).square().mean() + (100.0 if b[0][0, 0] > 0.5 else 0.0),
-        lambda s, b: s.model(b[0]).masked_fill(b[0][:, :3] > 0, -1e30).logsumexp(-1).clamp(-5, 5).mean(),
+        lambda s, b: (
+            s.model(b[0]).masked_fill(b[0][:, :3] > 0, -1e30).logsumexp(-1).clamp(-5, 5).mean()
+        ),
     ],
     ids=["nan-targets-masked", "zero", "negative", "huge", "jumping", "hidden-infinity"],
 )
-def test_benign_losses_are_no_incident(loss: Callable[[Scene, Any], Tensor], loop: str, fused: bool) -> None:
+def test_benign_losses_are_no_incident(
+    loss: Callable[[Scene, Any], Tensor], loop: str, fused: bool
+) -> None:
     scene = adam(plain_net(), fused=fused, loss=loss)
     config = quiet(spike_window=8)
     assert incidents(scene, loop, grouped(DATA * 4, 1), config) == []
@@ -173,13 +185,17 @@ def test_benign_losses_are_no_incident(loss: Callable[[Scene, Any], Tensor], loo
 def test_buffer_that_cannot_be_written_is_no_matter(loop: str) -> None:
     model = plain_net()
     model.register_buffer("wide", torch.ones(1).expand(64))
-    found = incidents(sgd(model), loop, [(DATA[0], DATA[1]), (poisoned(DATA[2]), DATA[3]), (DATA[4],)])
+    found = incidents(
+        sgd(model), loop, [(DATA[0], DATA[1]), (poisoned(DATA[2]), DATA[3]), (DATA[4],)]
+    )
     assert [incident.step for incident in found] == [1]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_weights_that_are_mended_before_anybody_used_them_are_no_incident(loop: str) -> None:
-    """The cheap look after an update sees NaN, the closer look at the next step does not: that step goes through."""
+    """The cheap look after an update sees NaN, the closer look at the next step does not: that step
+    goes through.
+    """
 
     def run(loop: Callable[..., Any]) -> tuple[Scene, Any]:
         scene = sgd(calm_net())
@@ -199,6 +215,8 @@ def test_weights_that_are_mended_before_anybody_used_them_are_no_incident(loop: 
         return scene, loop(scene, steps())
 
     guarded, found = run(LOOPS[loop])
-    incidents = list(found) if loop == "watch" else [r.incident for r in found if r.incident is not None]
+    incidents = (
+        list(found) if loop == "watch" else [r.incident for r in found if r.incident is not None]
+    )
     assert incidents == []
     assert difference(state_of(guarded), state_of(run(bare)[0])) == ""

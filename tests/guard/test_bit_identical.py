@@ -48,13 +48,16 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, bool]] = {
 def _scene(optimizer: str, precision: str, clip: float | None) -> Scene:
     model = noisy_net()
     autocast, scaled = PRECISIONS[precision]
-    # the first scales overflow and the growth is quick, so that the warm-up of a scaler is part of every run
+    # the first scales overflow and the growth is quick, so that the warm-up of a scaler is part of
+    # every run
     scaler = GradScaler("cpu", init_scale=2.0**22, growth_interval=20) if scaled else None
     made = OPTIMIZERS[optimizer](model.parameters())
     return Scene(model, made, scaler=scaler, autocast=autocast, clip_norm=clip)
 
 
-def _run(make: Callable[[], Scene], loop: Callable[..., Any], steps: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+def _run(
+    make: Callable[[], Scene], loop: Callable[..., Any], steps: list[tuple[Any, ...]]
+) -> tuple[Any, ...]:
     scene = make()
     torch.manual_seed(11)
     loop(scene, steps)
@@ -65,7 +68,9 @@ def assert_same_run(make: Callable[[], Scene], steps: list[tuple[Any, ...]]) -> 
     """Bare, stepped and watched end in the same state and leave the same generators behind."""
     expected = _run(make, bare, steps)
     fresh = state_of(make())
-    assert difference(fresh["model"], expected[0]["model"]), "the bare loop learned nothing: the test cannot fail"
+    assert difference(fresh["model"], expected[0]["model"]), (
+        "the bare loop learned nothing: the test cannot fail"
+    )
     for name, loop in LOOPS.items():
         assert difference(_run(make, loop, steps), expected) == "", name
 
@@ -81,7 +86,9 @@ def _matrix() -> Iterator[tuple[str, str, int, float | None]]:
 
 
 @pytest.mark.parametrize(("optimizer", "precision", "accumulate", "clip"), list(_matrix()))
-def test_healthy_run_is_the_same(optimizer: str, precision: str, accumulate: int, clip: float | None) -> None:
+def test_healthy_run_is_the_same(
+    optimizer: str, precision: str, accumulate: int, clip: float | None
+) -> None:
     assert_same_run(lambda: _scene(optimizer, precision, clip), grouped(DATA, accumulate))
 
 
@@ -93,7 +100,9 @@ def test_scaler_warm_up_is_part_of_the_matrix() -> None:
 
 @pytest.mark.parametrize("clip", [0.05, 2.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_parameters_are_clipped_as_torch_clips_them(dtype: torch.dtype, clip: float) -> None:
+def test_half_precision_parameters_are_clipped_as_torch_clips_them(
+    dtype: torch.dtype, clip: float
+) -> None:
     def make() -> Scene:
         model = plain_net().to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -128,7 +137,12 @@ def test_float64_default_dtype_is_the_same(fused: bool) -> None:
         def make() -> Scene:
             model = noisy_net()
             assert next(model.parameters()).dtype is torch.float64
-            return Scene(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused), clip_norm=0.5, loss=_loss)
+            return Scene(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused),
+                clip_norm=0.5,
+                loss=_loss,
+            )
 
         def _loss(scene: Scene, batch: Any) -> torch.Tensor:
             return nn.functional.cross_entropy(scene.model(batch[0]), batch[1])
@@ -157,14 +171,18 @@ def test_complex_parameters_are_the_same() -> None:
     class Rotation(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.turn = nn.Parameter(torch.ones(FEATURES, CLASSES, dtype=torch.complex64) * (0.3 + 0.1j))
+            self.turn = nn.Parameter(
+                torch.ones(FEATURES, CLASSES, dtype=torch.complex64) * (0.3 + 0.1j)
+            )
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return (inputs.to(torch.complex64) @ self.turn).abs()
 
     def make() -> Scene:
         model = Rotation()
-        return Scene(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), clip_norm=0.5)
+        return Scene(
+            model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), clip_norm=0.5
+        )
 
     assert_same_run(make, grouped(DATA[:60], 2))
 
@@ -174,7 +192,9 @@ def test_complex_parameters_are_the_same() -> None:
 def test_one_cycle_schedule_is_the_same(optimizer: str, precision: str) -> None:
     def make() -> Scene:
         scene = _scene(optimizer, precision, 0.5)
-        scene.scheduler = torch.optim.lr_scheduler.OneCycleLR(scene.optimizer, max_lr=0.05, total_steps=STEPS)
+        scene.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            scene.optimizer, max_lr=0.05, total_steps=STEPS
+        )
         return scene
 
     assert_same_run(make, grouped(DATA[:100], 1))
@@ -184,7 +204,9 @@ def test_one_cycle_schedule_is_the_same(optimizer: str, precision: str) -> None:
 def test_learning_rate_in_a_tensor_is_the_same(fused: bool) -> None:
     def make() -> Scene:
         model = noisy_net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=fused, foreach=False)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=torch.tensor(1e-2), fused=fused, foreach=False
+        )
         return Scene(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.5))
 
     assert_same_run(make, grouped(DATA[:40], 1))

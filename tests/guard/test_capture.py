@@ -1,4 +1,6 @@
-"""Output gradients of a watched model: held until the step is judged, and used only if nobody wrote into them."""
+"""Output gradients of a watched model: held until the step is judged, and used only if nobody wrote
+into them.
+"""
 
 from __future__ import annotations
 

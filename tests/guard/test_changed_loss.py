@@ -19,7 +19,12 @@ DATA = batches(STEPS, size=8)
 
 
 def train(
-    optimizer: torch.optim.Optimizer, model: nn.Module, loss: object, *, guarded: bool, anomalies: Any = "act"
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    loss: object,
+    *,
+    guarded: bool,
+    anomalies: Any = "act",
 ) -> list[Incident]:
     """Every step once; `loss` is called with the batch and the number of the step."""
     now = [0]
@@ -133,7 +138,10 @@ def test_hand_written_update_of_a_zero_gradient_is_undone_and_named(watched: boo
                 guard.step(loss_fn, batch)
     (incident,) = guard.incidents
     assert incident.step == 2 and incident.verdict.kind == "nonfinite_parameter"
-    assert incident.origin is not None and (incident.origin.phase, incident.origin.op) == ("optimizer", "aten.div")
+    assert incident.origin is not None and (incident.origin.phase, incident.origin.op) == (
+        "optimizer",
+        "aten.div",
+    )
     assert [finding.code for finding in incident.findings] == ["SG201", "SG502"]
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 

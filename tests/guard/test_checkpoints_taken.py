@@ -49,7 +49,9 @@ def test_checkpoint_taken_by_itself_resumes_bit_identically(tmp_path: Path) -> N
     assert difference(state_of(second), state_of(whole)) == ""
 
 
-def test_state_from_before_damage_that_can_be_seen_is_written_once_it_has_proved_good(tmp_path: Path) -> None:
+def test_state_from_before_damage_that_can_be_seen_is_written_once_it_has_proved_good(
+    tmp_path: Path,
+) -> None:
     at = scene()
     with guard_of(at, config(tmp_path, checkpoint_every=10, snapshot_every=2)) as guard:
         for index, batch in enumerate(DATA[:28]):

@@ -1,4 +1,6 @@
-"""Compiled models and compiled updates: protected, and the guard's own work stays outside their graphs."""
+"""Compiled models and compiled updates: protected, and the guard's own work stays outside their
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from guard.scenes import quiet
 from stepguard.journal import read_run
 from stepguard.records import Incident
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own compiler
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning"
+)  # of torch's own compiler
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +107,13 @@ def test_a_bad_step_is_vetoed_and_placed(compile_it: Any) -> None:
     assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
 
 
-def test_a_model_compiled_after_the_guard_is_protected_and_told_how_to_be_placed(tmp_path: Path) -> None:
+def test_a_model_compiled_after_the_guard_is_protected_and_told_how_to_be_placed(
+    tmp_path: Path,
+) -> None:
     loop = Loop(bad=(4,), settings=quiet(locate=True, run_dir=tmp_path)).run(compiled_afterwards)
     assert len(loop.incidents) == 1
     assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
-    (note,) = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]
+    (note,) = [
+        note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"
+    ]
     assert "give stepguard.watch what torch.compile returned" in note

@@ -1,4 +1,6 @@
-"""Learning rates are judged against what groups and schedules declare: a warm-up is no jump, and a jump is told."""
+"""Learning rates are judged against what groups and schedules declare: a warm-up is no jump, and a
+jump is told.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def _notes(model: nn.Module, optimizer: Optimizer, how: str, scheduler: Any, before: Any = None) -> list[str]:
+def _notes(
+    model: nn.Module, optimizer: Optimizer, how: str, scheduler: Any, before: Any = None
+) -> list[str]:
     """What is said about learning rates; `before` is called before each step with its index."""
     said: list[str] = []
     handed = {} if "not handed" in how else {"scheduler": scheduler}
-    with (Guard if how == "step" else stepguard.watch)(model, optimizer, config=quiet(), **handed) as guard:
+    with (Guard if how == "step" else stepguard.watch)(
+        model, optimizer, config=quiet(), **handed
+    ) as guard:
         guard._context.outlet.note = lambda kind, fields: said.append(str(fields.get("summary")))  # type: ignore[method-assign]
         for index, batch in enumerate(DATA):
             if before is not None:
@@ -64,12 +70,16 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "lambda above 1": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.001 * 10.0 ** min(step, 4)),
     "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5, eta_min=1e-6),
     "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 1e-3, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 20)], [4]
+        o,
+        [lr_scheduler.LinearLR(o, 1e-3, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 20)],
+        [4],
     ),
     "chained": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.LinearLR(o, 1e-3, total_iters=4), lr_scheduler.ExponentialLR(o, 0.9)]
     ),
-    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 3.0 if step < 4 else 1.0),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(
+        o, lambda step: 3.0 if step < 4 else 1.0
+    ),
 }
 
 
@@ -123,7 +133,10 @@ def test_schedule_state_loaded_over_the_configured_rate_is_told(how: str) -> Non
     model, optimizer = _sgd(1e-4)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 100)
     _, old = _sgd(1e-2)
-    saved = copy.deepcopy(lr_scheduler.CosineAnnealingLR(old, 100).state_dict()), copy.deepcopy(old.state_dict())
+    saved = (
+        copy.deepcopy(lr_scheduler.CosineAnnealingLR(old, 100).state_dict()),
+        copy.deepcopy(old.state_dict()),
+    )
 
     def resume(index: int) -> None:
         if index == 12:
@@ -135,7 +148,10 @@ def test_schedule_state_loaded_over_the_configured_rate_is_told(how: str) -> Non
 
 def test_declared_rates_of_each_group_come_from_wherever_they_are_declared() -> None:
     model = plain_net()
-    groups = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "lr": 1e-2}]
+    groups = [
+        {"params": model[0].parameters(), "lr": 1e-3},
+        {"params": model[2].parameters(), "lr": 1e-2},
+    ]
     optimizer = torch.optim.SGD(groups, 1e-5)
     assert declared_rates(optimizer) == (1e-3, 1e-2)
     cycle = lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=50)

@@ -1,4 +1,6 @@
-"""An exception in the user's step is an incident: told with its place and sample, and raised again unchanged."""
+"""An exception in the user's step is an incident: told with its place and sample, and raised again
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,18 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import CLASSES, Batch, Scene, batches, calm_net, difference, generators, noisy_net, quiet, state_of
+from guard.scenes import (
+    CLASSES,
+    Batch,
+    Scene,
+    batches,
+    calm_net,
+    difference,
+    generators,
+    noisy_net,
+    quiet,
+    state_of,
+)
 from stepguard import Guard, Incident, Policy
 from stepguard.journal import read_run
 
@@ -97,7 +110,9 @@ def scene_of(kind: str, *, fused: bool = False, calm: bool = False) -> Scene:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_exception_in_a_step_is_placed_and_raised_again(kind: str, fused: bool, tmp_path: Path) -> None:
+def test_exception_in_a_step_is_placed_and_raised_again(
+    kind: str, fused: bool, tmp_path: Path
+) -> None:
     scene, (_, error, phase, op) = scene_of(kind, fused=fused, calm=True), KINDS[kind]
     with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path, locate=True)) as guard:
         guard.step(scene.loss_fn, DATA[0])
@@ -112,7 +127,9 @@ def test_exception_in_a_step_is_placed_and_raised_again(kind: str, fused: bool, 
         assert guard.armed
     (incident,) = read_run(tmp_path).incidents
     assert incident.verdict.kind == "exception" and error.__name__ in incident.verdict.summary
-    assert incident.step == 1 and incident.decision is not None and incident.decision.action == "stop"
+    assert (
+        incident.step == 1 and incident.decision is not None and incident.decision.action == "stop"
+    )
     origin = incident.origin
     assert origin is not None and origin.phase == phase and origin.reproduced
     assert origin.samples == (GUILTY,)
@@ -120,7 +137,10 @@ def test_exception_in_a_step_is_placed_and_raised_again(kind: str, fused: bool, 
         assert origin.op == op
     assert origin.source is not None and origin.source.startswith("tests/guard/test_exceptions.py:")
     assert origin.module == ("0" if kind == "module" else None)
-    assert incident.capsule is not None and (tmp_path / incident.capsule / "tensors.safetensors").is_file()
+    assert (
+        incident.capsule is not None
+        and (tmp_path / incident.capsule / "tensors.safetensors").is_file()
+    )
 
 
 def test_exception_is_the_same_object_and_its_traceback_ends_in_the_users_line() -> None:
@@ -130,11 +150,16 @@ def test_exception_is_the_same_object_and_its_traceback_ends_in_the_users_line()
     def loss_fn(batch: Batch) -> Tensor:
         raise mine
 
-    with Guard(scene.model, scene.optimizer, config=quiet()) as guard, pytest.raises(KeyError) as caught:
+    with (
+        Guard(scene.model, scene.optimizer, config=quiet()) as guard,
+        pytest.raises(KeyError) as caught,
+    ):
         guard.step(loss_fn, DATA[0])
     assert caught.value is mine and mine.__cause__ is None and mine.__context__ is None
     frames = traceback.extract_tb(mine.__traceback__)
-    assert frames[-1].name == "loss_fn" and len(frames) == 5  # this test, guard.step, run, forward_backward, loss_fn
+    assert (
+        frames[-1].name == "loss_fn" and len(frames) == 5
+    )  # this test, guard.step, run, forward_backward, loss_fn
 
 
 def test_run_after_an_exception_is_the_run_that_never_saw_that_batch() -> None:
@@ -171,7 +196,11 @@ def test_policy_may_skip_a_step_that_raises(variant: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
+    "error",
+    [
+        MemoryError("no more"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
 )
 def test_exhausted_memory_is_never_skipped_nor_run_again(error: Exception, tmp_path: Path) -> None:
     scene, calls = scene_of("target"), []
@@ -185,7 +214,11 @@ def test_exhausted_memory_is_never_skipped_nor_run_again(error: Exception, tmp_p
         guard.step(loss_fn, DATA[0])
     assert len(calls) == 1
     (incident,) = guard.incidents
-    assert incident.origin is not None and incident.origin.source is not None and incident.origin.reproduced is None
+    assert (
+        incident.origin is not None
+        and incident.origin.source is not None
+        and incident.origin.reproduced is None
+    )
     assert incident.capsule is None
 
 
@@ -222,12 +255,16 @@ def test_exception_that_comes_again_and_again_is_not_run_again_each_time() -> No
 
 
 @pytest.mark.parametrize("kind", ["module", "backward"])
-def test_exception_of_a_watched_loop_is_told_and_nothing_is_changed(kind: str, tmp_path: Path) -> None:
+def test_exception_of_a_watched_loop_is_told_and_nothing_is_changed(
+    kind: str, tmp_path: Path
+) -> None:
     scene, (_, error, phase, _) = scene_of(kind), KINDS[kind]
     twin = scene_of(kind)
     for made in (scene, twin):
         torch.manual_seed(3)
-        guard = stepguard.watch(made.model, made.optimizer, config=quiet(run_dir=tmp_path, locate=True))
+        guard = stepguard.watch(
+            made.model, made.optimizer, config=quiet(run_dir=tmp_path, locate=True)
+        )
         if made is twin:
             guard.close()
         for batch in (DATA[0], guilty(DATA[1]), DATA[2]):
@@ -240,7 +277,11 @@ def test_exception_of_a_watched_loop_is_told_and_nothing_is_changed(kind: str, t
         guard.close()
     assert difference(state_of(scene), state_of(twin)) == ""
     (incident,) = read_run(tmp_path).incidents
-    assert incident.verdict.kind == "exception" and incident.origin is not None and incident.origin.phase == phase
+    assert (
+        incident.verdict.kind == "exception"
+        and incident.origin is not None
+        and incident.origin.phase == phase
+    )
     if kind == "module":
         assert incident.origin.module == "0" and incident.origin.samples == (GUILTY,)
 
@@ -267,7 +308,10 @@ for step in range(6):
     LOOP
 """
 LOOPS = {
-    "step": ("guard = stepguard.Guard(model, optimizer, config=CONFIG)", "guard.step(lambda b: loss(b), (x, y))"),
+    "step": (
+        "guard = stepguard.Guard(model, optimizer, config=CONFIG)",
+        "guard.step(lambda b: loss(b), (x, y))",
+    ),
     "watch": ("guard = stepguard.watch(model, optimizer, config=CONFIG)", "plain((x, y))"),
     "run": ("", "plain((x, y))"),
 }
@@ -287,8 +331,14 @@ def test_report_never_says_no_incident_of_a_run_that_crashed(way: str, tmp_path:
     guard, loop = LOOPS[way]
     text = SCRIPT.replace("GUARD", textwrap.dedent(helpers) + guard).replace("LOOP", loop)
     (tmp_path / "train.py").write_text(text)
-    command = ["train.py"] if way != "run" else ["-m", "stepguard", "run", "--run-dir", "runs/a", "train.py"]
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    command = (
+        ["train.py"]
+        if way != "run"
+        else ["-m", "stepguard", "run", "--run-dir", "runs/a", "train.py"]
+    )
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 1 and "IndexError: Target 7 is out of bounds" in done.stderr
     record = read_run(tmp_path / "runs" / "a")
     (incident,) = record.incidents
@@ -316,12 +366,17 @@ def test_exception_outside_of_a_step_is_in_the_end_line(tmp_path: Path) -> None:
         guard.step(scene.loss_fn, DATA[0])
         raise FileNotFoundError("no such shard")
     record = read_run(tmp_path)
-    assert record.incidents == [] and record.notes[-1]["error"] == "FileNotFoundError: no such shard"
+    assert (
+        record.incidents == [] and record.notes[-1]["error"] == "FileNotFoundError: no such shard"
+    )
 
 
 def test_the_line_that_is_named_is_the_one_that_raised() -> None:
     scene = scene_of("target")
-    with Guard(scene.model, scene.optimizer, config=quiet(locate=True)) as guard, pytest.raises(IndexError):
+    with (
+        Guard(scene.model, scene.optimizer, config=quiet(locate=True)) as guard,
+        pytest.raises(IndexError),
+    ):
         guard.step(scene.loss_fn, guilty(DATA[0]))
     origin = guard.incidents[0].origin
     lines, first = inspect.getsourcelines(in_target)
@@ -337,6 +392,8 @@ def test_capsule_of_an_exception_raises_and_is_placed_again(tmp_path: Path) -> N
     capsule = guard.incidents[0].capsule
     assert capsule is not None
     fresh = scene_of("target")
-    again = stepguard.replay(tmp_path / capsule, build=lambda: (fresh.model, fresh.optimizer, fresh.loss_fn))
+    again = stepguard.replay(
+        tmp_path / capsule, build=lambda: (fresh.model, fresh.optimizer, fresh.loss_fn)
+    )
     assert again.origin is not None and again.origin.reproduced
     assert again.origin.samples == (GUILTY,) and again.origin.micro_batch == 1

@@ -9,12 +9,19 @@ import pytest
 
 from stepguard.engine.incident.exit_line import exit_line
 
-PATTERN = re.compile(r"stepguard: HALTED step=(\d+) cause=(\S+) restart=(helps|same-place|no) state=(.+)")
+PATTERN = re.compile(
+    r"stepguard: HALTED step=(\d+) cause=(\S+) restart=(helps|same-place|no) state=(.+)"
+)
 
 
 def test_line_is_exactly_what_launchers_are_told_to_grep_for() -> None:
-    line = exit_line(step=48, cause="SG204", restart="same-place", state=Path("runs/a/checkpoints/step-40"))
-    assert line == "stepguard: HALTED step=48 cause=SG204 restart=same-place state=runs/a/checkpoints/step-40"
+    line = exit_line(
+        step=48, cause="SG204", restart="same-place", state=Path("runs/a/checkpoints/step-40")
+    )
+    assert (
+        line == "stepguard: HALTED step=48 cause=SG204 restart=same-place "
+        "state=runs/a/checkpoints/step-40"
+    )
 
 
 def test_stop_without_a_saved_state_says_none() -> None:
@@ -23,7 +30,9 @@ def test_stop_without_a_saved_state_says_none() -> None:
 
 
 def test_it_stays_one_line_of_four_fields_whatever_the_names_hold() -> None:
-    line = exit_line(step=7, cause="two words\n", restart="helps", state="a path\nwith\x1b[2J/ blanks")
+    line = exit_line(
+        step=7, cause="two words\n", restart="helps", state="a path\nwith\x1b[2J/ blanks"
+    )
     found = PATTERN.fullmatch(line)
     assert found is not None and found[1] == "7" and " " not in found[2]
     assert found[4] == "a path?with?[2J/ blanks"

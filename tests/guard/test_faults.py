@@ -1,4 +1,6 @@
-"""A fault of the guard's own never ends a healthy run: it disarms with one warning, and training goes on as if bare."""
+"""A fault of the guard's own never ends a healthy run: it disarms with one warning, and training
+goes on as if bare.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,11 @@ def _scene(kind: str, clip: float | None = 0.5) -> Scene:
     model = noisy_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused="fused" in kind)
     scaler = GradScaler("cpu", init_scale=2.0**16, growth_interval=3) if "scaled" in kind else None
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=40) if not scaler else None
+    scheduler = (
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=40)
+        if not scaler
+        else None
+    )
     ema = AveragedModel(model, use_buffers=True)
     autocast = torch.float16 if scaler else None
     return Scene(model, optimizer, scheduler, scaler, autocast=autocast, clip_norm=clip, ema=ema)
@@ -114,7 +120,9 @@ def _failing(monkeypatch: pytest.MonkeyPatch, spot: tuple[Any, str], after: int)
     return calls
 
 
-def _run(kind: str, loop: Callable[..., Any], *settings: Any, clip: float | None = 0.5) -> tuple[Any, ...]:
+def _run(
+    kind: str, loop: Callable[..., Any], *settings: Any, clip: float | None = 0.5
+) -> tuple[Any, ...]:
     scene = _scene(kind, clip)
     torch.manual_seed(3)
     loop(scene, STEPS, *settings)
@@ -141,9 +149,13 @@ def test_fault_disarms_and_the_run_goes_on_as_if_bare(
         got = _run(kind, LOOPS[loop], quiet(run_dir=tmp_path), clip=clip)
     assert calls[0] == after + 1  # it failed once, and was not asked again
     assert difference(got, expected) == ""
-    assert [(w.category, "ArithmeticError" in str(w.message)) for w in said] == [(GuardDisarmed, True)]
+    assert [(w.category, "ArithmeticError" in str(w.message)) for w in said] == [
+        (GuardDisarmed, True)
+    ]
     record = read_run(tmp_path)
-    assert [n["error"] for n in record.notes if n["type"] == "fault"] == ["ArithmeticError: a fault of the guard's own"]
+    assert [n["error"] for n in record.notes if n["type"] == "fault"] == [
+        "ArithmeticError: a fault of the guard's own"
+    ]
     assert record.notes[-1]["type"] == "end" and record.notes[-1]["armed"] is False
 
 
@@ -161,7 +173,9 @@ def test_fault_in_what_no_verdict_needs_costs_that_part_and_not_the_protection(
         got = _run(kind, LOOPS[loop], quiet(run_dir=tmp_path, human_log=tmp_path / "log"))
     assert difference(got, expected) == ""
     assert 1 <= len(said) <= 2  # a part may be asked from two places
-    assert all("still protected" in str(w.message) and "ArithmeticError" in str(w.message) for w in said)
+    assert all(
+        "still protected" in str(w.message) and "ArithmeticError" in str(w.message) for w in said
+    )
     assert _armed_at_the_end(tmp_path)
 
 
@@ -181,8 +195,12 @@ def test_step_known_to_be_bad_stays_vetoed_whatever_fails_afterwards(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         monkeypatch.setattr(sys, "stderr", io.StringIO())
-        whole = Policy(actions=("skip", "stop"))  # else the good samples of the step make their update
-        config = quiet(run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto", policy=whole)
+        whole = Policy(
+            actions=("skip", "stop")
+        )  # else the good samples of the step make their update
+        config = quiet(
+            run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto", policy=whole
+        )
         LOOPS[loop](scene, [bad], config)
     assert all(w.category in TOLD and "ArithmeticError" in str(w.message) for w in said)
     assert difference(dict(scene.model.state_dict()), before["model"]) == ""
@@ -233,13 +251,19 @@ def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
             _failing(monkeypatch, (module, part), 0)
     torch.manual_seed(3)
     with pytest.warns(NotExplained, match=r"ArithmeticError.*still protected"):
-        LOOPS[loop](scene, [STEPS[0], bad, STEPS[1], bad], quiet(run_dir=tmp_path, locate=True, policy=whole))
+        LOOPS[loop](
+            scene,
+            [STEPS[0], bad, STEPS[1], bad],
+            quiet(run_dir=tmp_path, locate=True, policy=whole),
+        )
     assert difference(state_of(scene), state_of(reference)) == ""
     record = read_run(tmp_path)
     assert [i.step for i in record.incidents] == [1, 3]
     assert all((i.origin is None) == (part == "locate") for i in record.incidents)
     assert all(part == "locate" or not i.findings for i in record.incidents)
-    assert [n["kind"] for n in record.notes if n.get("kind") == "unexplained"] == ["unexplained"] * 2
+    assert [n["kind"] for n in record.notes if n.get("kind") == "unexplained"] == [
+        "unexplained"
+    ] * 2
     assert record.notes[-1]["armed"] is True
 
 

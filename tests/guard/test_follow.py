@@ -1,4 +1,6 @@
-"""Values the user follows: beside the loss in journal, log and incident, for no extra wait, and never an incident."""
+"""Values the user follows: beside the loss in journal, log and incident, for no extra wait, and
+never an incident.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def scene(*, fused: bool = False) -> Scene:
     return Scene(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
 
 
-def following(made: Scene, guard: Callable[[], Guard], value: Callable[[int], Any]) -> Callable[[Any], Tensor]:
+def following(
+    made: Scene, guard: Callable[[], Guard], value: Callable[[int], Any]
+) -> Callable[[Any], Tensor]:
     """A loss function that follows `value(step)` as gate."""
 
     def loss_fn(batch: Any) -> Tensor:
@@ -42,12 +46,17 @@ def following(made: Scene, guard: Callable[[], Guard], value: Callable[[int], An
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("entry", ["step", "watch"])
-def test_what_is_followed_stands_beside_the_loss_of_its_step(entry: str, fused: bool, tmp_path: Path) -> None:
+def test_what_is_followed_stands_beside_the_loss_of_its_step(
+    entry: str, fused: bool, tmp_path: Path
+) -> None:
     made, config = scene(fused=fused), quiet(run_dir=tmp_path / "run", human_log=tmp_path / "log")
     if entry == "step":
         with Guard(made.model, made.optimizer, config=config) as guard:
             for batch in DATA[:4]:
-                guard.step(following(made, lambda: guard, lambda step: torch.tensor([0.5, -step - 1.0])), batch)
+                guard.step(
+                    following(made, lambda: guard, lambda step: torch.tensor([0.5, -step - 1.0])),
+                    batch,
+                )
     else:
         with stepguard.watch(made.model, made.optimizer, config=config) as guard:
             made.loss = lambda s, b: (guard.follow("gate", guard.steps + 1), plain_loss(s, b))[1]
@@ -56,7 +65,10 @@ def test_what_is_followed_stands_beside_the_loss_of_its_step(entry: str, fused: 
 
     lines = read_run(tmp_path / "run").steps
     assert [line["followed"] for line in lines] == [{"gate": float(step + 1)} for step in range(4)]
-    logged = [json.loads(text) for text in (tmp_path / "log" / "training_log.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(text)
+        for text in (tmp_path / "log" / "training_log.jsonl").read_text().splitlines()
+    ]
     assert [line["followed"]["gate"] for line in logged] == [1.0, 2.0, 3.0, 4.0]
     assert "gate 3" in (tmp_path / "log" / "latest.log").read_text().splitlines()[2]
 
@@ -128,6 +140,8 @@ def test_what_is_no_number_is_refused_with_its_name() -> None:
 def test_the_schedule_is_named_in_the_report(tmp_path: Path) -> None:
     made = scene()
     schedule = torch.optim.lr_scheduler.OneCycleLR(made.optimizer, 0.1, total_steps=10)
-    with Guard(made.model, made.optimizer, scheduler=schedule, config=quiet(run_dir=tmp_path)) as guard:
+    with Guard(
+        made.model, made.optimizer, scheduler=schedule, config=quiet(run_dir=tmp_path)
+    ) as guard:
         guard.step(made.loss_fn, DATA[0])
     assert "OneCycleLR at 0" in render_terminal(summarize(read_run(tmp_path)))

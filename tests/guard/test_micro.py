@@ -1,4 +1,6 @@
-"""`guard.micro`: a loop that runs its own steps but tells its micro-batches is located as `guard.step` is."""
+"""`guard.micro`: a loop that runs its own steps but tells its micro-batches is located as
+`guard.step` is.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,15 @@ def negative_root(batch: Batch) -> None:
 class Loop:
     """The same training, run by the guard or by a loop of its own."""
 
-    def __init__(self, config: GuardConfig, *, fused: bool = False, clip: float | None = 1.0) -> None:
+    def __init__(
+        self, config: GuardConfig, *, fused: bool = False, clip: float | None = 1.0
+    ) -> None:
         torch.manual_seed(0)
         self.net = Net()
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=fused)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1.0 / (1 + step)
+        )
         self.config, self.clip = config, clip
         self.losses: list[float] = []
 
@@ -76,13 +82,19 @@ class Loop:
 
     def by_the_guard(self, steps: Sequence[Sequence[Batch]]) -> tuple[Incident, ...]:
         config = GuardConfig(**{**_fields(self.config), "clip_norm": self.clip})
-        with stepguard.Guard(self.net, self.optimizer, scheduler=self.scheduler, config=config) as guard:
+        with stepguard.Guard(
+            self.net, self.optimizer, scheduler=self.scheduler, config=config
+        ) as guard:
             for micro in steps:
                 guard.step(self.loss_fn, *micro)
             return guard.incidents
 
-    def by_itself(self, steps: Sequence[Sequence[Batch]], *, tell: bool = True) -> tuple[Incident, ...]:
-        with stepguard.watch(self.net, self.optimizer, scheduler=self.scheduler, config=self.config) as guard:
+    def by_itself(
+        self, steps: Sequence[Sequence[Batch]], *, tell: bool = True
+    ) -> tuple[Incident, ...]:
+        with stepguard.watch(
+            self.net, self.optimizer, scheduler=self.scheduler, config=self.config
+        ) as guard:
             for micro in steps:
                 self.optimizer.zero_grad()
                 for batch in micro:
@@ -120,13 +132,16 @@ FAULTS = [zero_scale, nan_input, no_label, negative_root]
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_told_micro_batches_give_the_incident_of_guard_step(fault: Callable[[Batch], None], fused: bool) -> None:
+def test_told_micro_batches_give_the_incident_of_guard_step(
+    fault: Callable[[Batch], None], fused: bool
+) -> None:
     def steps() -> list[list[Batch]]:
         found = [[batch] for batch in batches(5)]
         fault(found[3][0])
         return found
 
-    # a framework has added the gradient of the bad rows already: only the guard's own loop can leave them out
+    # a framework has added the gradient of the bad rows already: only the guard's own loop can
+    # leave them out
     config = quiet(locate=True, labels_key="labels", policy=Policy(actions=("skip", "stop")))
     ours = Loop(config, fused=fused).by_the_guard(steps())
     theirs = Loop(config, fused=fused).by_itself(steps())
@@ -154,7 +169,9 @@ def test_telling_changes_nothing_of_a_healthy_run() -> None:
         torch.manual_seed(5)
         flat = batches(8)
         assert loop.by_itself([flat[i : i + 2] for i in range(0, 8, 2)], tell=tell) == ()
-        runs.append((loop.net.state_dict(), loop.optimizer.state_dict()["state"], torch.get_rng_state()))
+        runs.append(
+            (loop.net.state_dict(), loop.optimizer.state_dict()["state"], torch.get_rng_state())
+        )
     (net, state, rng), (told_net, told_state, told_rng) = runs
     assert all(torch.equal(net[key], told_net[key]) for key in net)
     assert all(torch.equal(state[p][slot], told_state[p][slot]) for p in state for slot in state[p])
@@ -171,7 +188,9 @@ def test_a_vetoed_step_leaves_no_trace_of_its_replay() -> None:
     bare.net.drop.p = told.net.drop.p = 0.0  # a skip does not rewind random numbers
     bare.by_itself([[b] for b in clean])
     assert len(told.by_itself([[b] for b in dirty])) == 1
-    assert all(torch.equal(a, b) for a, b in zip(bare.net.parameters(), told.net.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(bare.net.parameters(), told.net.parameters(), strict=True)
+    )
 
 
 def test_a_told_step_gets_a_capsule(tmp_path: Path) -> None:
@@ -198,7 +217,10 @@ def test_dropped_says_what_became_of_the_last_update() -> None:
 
 def test_micro_is_refused_where_the_guard_runs_the_step() -> None:
     loop = Loop(LOCATED)
-    with stepguard.Guard(loop.net, loop.optimizer, config=LOCATED) as guard, pytest.raises(ConfigError, match="watch"):
+    with (
+        stepguard.Guard(loop.net, loop.optimizer, config=LOCATED) as guard,
+        pytest.raises(ConfigError, match="watch"),
+    ):
         guard.micro(loop.loss_fn, batches(1)[0])
 
 

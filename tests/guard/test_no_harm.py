@@ -1,4 +1,6 @@
-"""Every harm that was once seen on a healthy run or an ordinary bad moment, so that it is never seen again."""
+"""Every harm that was once seen on a healthy run or an ordinary bad moment, so that it is never
+seen again.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import LOOPS, NAN, Batch, Scene, bare, batches, difference, plain_net, plain_step, quiet, state_of
+from guard.scenes import (
+    LOOPS,
+    NAN,
+    Batch,
+    Scene,
+    bare,
+    batches,
+    difference,
+    plain_net,
+    plain_step,
+    quiet,
+    state_of,
+)
 from stepguard import Guard, GuardConfig, Policy, TrainingHalted
 from stepguard.journal import read_run
 
@@ -49,7 +63,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch])
         optimizer.step()
 
 
-# --- a run that starts from a converged model -------------------------------------------------------------------------
+# --- a run that starts from a converged model
+# -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [1e-2, 3e-3])
@@ -70,20 +85,29 @@ def test_run_from_a_converged_model_is_left_alone(seed: int, rate: float) -> Non
     assert difference(dict(model.state_dict()), bare_end) == ""
 
 
-# --- losses that are no measure of error ------------------------------------------------------------------------------
+# --- losses that are no measure of error
+# ------------------------------------------------------------------------------
 
 
 def test_generator_and_discriminator_in_one_module_keep_their_own_weights() -> None:
     torch.manual_seed(0)
-    pair = nn.ModuleDict({"g": nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), "d": nn.Linear(2, 1)})
+    pair = nn.ModuleDict(
+        {"g": nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), "d": nn.Linear(2, 1)}
+    )
     one = torch.optim.Adam(pair["g"].parameters(), 5e-3)
     two = torch.optim.Adam(pair["d"].parameters(), 5e-3)
     source = torch.Generator().manual_seed(1)
     with Guard(pair, one, config=quiet()) as g, Guard(pair, two, config=quiet()) as d:
         for _ in range(300):
-            noise, real = torch.randn(32, 4, generator=source), torch.randn(32, 2, generator=source) + 2
+            noise, real = (
+                torch.randn(32, 4, generator=source),
+                torch.randn(32, 2, generator=source) + 2,
+            )
             d.step(
-                lambda b: F.softplus(-pair["d"](b[1])).mean() + F.softplus(pair["d"](pair["g"](b[0]))).mean(),
+                lambda b: (
+                    F.softplus(-pair["d"](b[1])).mean()
+                    + F.softplus(pair["d"](pair["g"](b[0]))).mean()
+                ),
                 (noise, real),
             )
             g.step(lambda b: F.softplus(-pair["d"](pair["g"](b))).mean(), noise)
@@ -100,7 +124,8 @@ def test_new_targets_are_learned_and_not_rewound() -> None:
         assert guard.incidents == () and guard.steps == 400
 
 
-# --- divergence -------------------------------------------------------------------------------------------------------
+# --- divergence
+# -------------------------------------------------------------------------------------------------------
 
 
 def _diverges(folder: Path, loop: str, rate: float, steps: int = 200) -> tuple[Guard, list[float]]:
@@ -135,7 +160,9 @@ def _sealed(folder: Path) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("rate", [3.0, 30.0], ids=["stays finite", "becomes NaN"])
 @pytest.mark.parametrize("loop", ["step", "watch"])
-def test_ruin_is_never_called_good_and_never_costs_the_best_state(loop: str, rate: float, tmp_path: Path) -> None:
+def test_ruin_is_never_called_good_and_never_costs_the_best_state(
+    loop: str, rate: float, tmp_path: Path
+) -> None:
     _diverges(tmp_path, loop, rate)
     sealed = _sealed(tmp_path)
     good = {step: health for step, health in sealed.items() if health["good"]}
@@ -160,7 +187,9 @@ def test_schedule_that_runs_away_to_chance_is_not_sealed_as_good(loop: str, tmp_
                 guard.step(scene.loss_fn, batch)
             else:
                 plain_step(scene, (batch,))
-        assert guard.incidents == () or {i.decision.action for i in guard.incidents if i.decision} == {"note"}
+        assert guard.incidents == () or {
+            i.decision.action for i in guard.incidents if i.decision
+        } == {"note"}
         last = guard._context.history.level
     sealed = _sealed(tmp_path)
     good = {step: health["level"] for step, health in sealed.items() if health["good"]}
@@ -174,7 +203,9 @@ def test_divergence_under_watch_is_told_as_an_incident(tmp_path: Path) -> None:
     centres = torch.randn(4, 8, generator=source) * 1.5
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), 2.0, momentum=0.9)
-    with stepguard.watch(model, optimizer, config=quiet(run_dir=tmp_path, on_signal="off")) as guard:
+    with stepguard.watch(
+        model, optimizer, config=quiet(run_dir=tmp_path, on_signal="off")
+    ) as guard:
         for _ in range(200):
             labels = torch.randint(4, (32,), generator=source)
             batch = (centres[labels] + torch.randn(32, 8, generator=source), labels)
@@ -185,7 +216,8 @@ def test_divergence_under_watch_is_told_as_an_incident(tmp_path: Path) -> None:
     assert told[0].findings[0].code == "SG505"
 
 
-# --- one folder, two runs ---------------------------------------------------------------------------------------------
+# --- one folder, two runs
+# ---------------------------------------------------------------------------------------------
 
 
 def _experiment(folder: Path, seed: int, shift: int, steps: int, bad: int | None = None) -> Guard:
@@ -216,14 +248,20 @@ def test_second_run_in_a_folder_overwrites_nothing(tmp_path: Path) -> None:
     kept = []
     for _ in range(2):
         model = plain_net()
-        with Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=quiet(run_dir=tmp_path)) as guard:
+        with Guard(
+            model, torch.optim.SGD(model.parameters(), 0.1), config=quiet(run_dir=tmp_path)
+        ) as guard:
             for batch in [*DATA[:5], bad, *DATA[5:8]]:
                 guard.step(loss_of(model), batch)
             (incident,) = guard.incidents
         kept.append((incident.id, incident.capsule))
     assert len({name for name, _ in kept}) == len({capsule for _, capsule in kept}) == 2
     assert all((tmp_path / str(capsule)).is_dir() for _, capsule in kept)
-    runs = [line for line in (tmp_path / "journal.jsonl").read_text().splitlines() if '"type":"run"' in line]
+    runs = [
+        line
+        for line in (tmp_path / "journal.jsonl").read_text().splitlines()
+        if '"type":"run"' in line
+    ]
     assert [json.loads(line)["attempt"] for line in runs] == [1, 2]
     assert len({json.loads(line)["run"] for line in runs}) == 2
 
@@ -235,7 +273,8 @@ def test_second_run_leaves_the_checkpoints_of_the_first_alone(tmp_path: Path) ->
     assert (tmp_path / "checkpoints" / "step-20").is_dir()
 
 
-# --- bad data and restarts --------------------------------------------------------------------------------------------
+# --- bad data and restarts
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -251,12 +290,16 @@ def test_catching_the_halt_and_saving_saves_the_newest_weights(loop: str) -> Non
 
 
 def test_restart_after_a_stop_goes_on_behind_the_bad_stretch(tmp_path: Path) -> None:
-    """The same shard of NaN lies ahead at every start; each start gets further, and the last one through."""
+    """The same shard of NaN lies ahead at every start; each start gets further, and the last one
+    through.
+    """
     ends = []
     for _ in range(4):
         model = plain_net()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        config = GuardConfig(run_dir=tmp_path, terminal="quiet", locate=False, on_signal="off", capsule="off")
+        config = GuardConfig(
+            run_dir=tmp_path, terminal="quiet", locate=False, on_signal="off", capsule="off"
+        )
         try:
             with Guard(model, optimizer, config=config) as guard:
                 if (tmp_path / "checkpoints" / "last-good").exists():
@@ -277,9 +320,14 @@ def test_restart_after_a_stop_goes_on_behind_the_bad_stretch(tmp_path: Path) -> 
 def test_policy_stop_leaves_the_newest_good_state_on_disk(tmp_path: Path) -> None:
     model = plain_net()
     config = quiet(run_dir=tmp_path, on_signal="off", policy=Policy(max_consecutive=2))
-    with pytest.raises(TrainingHalted), Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=config) as guard:
+    with (
+        pytest.raises(TrainingHalted),
+        Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=config) as guard,
+    ):
         for batch in [*DATA[:30], *[(DATA[0][0] * NAN, DATA[0][1])] * 5]:
             guard.step(loss_of(model), batch)
     stored = _sealed(tmp_path)
     assert list(stored) == [33] and stored[33]["good"]
-    assert any(note.get("kind") == "end" or note["type"] == "end" for note in read_run(tmp_path).notes)
+    assert any(
+        note.get("kind") == "end" or note["type"] == "end" for note in read_run(tmp_path).notes
+    )

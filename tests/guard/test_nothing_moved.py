@@ -1,4 +1,6 @@
-"""A vetoed step leaves everything as it was before its forward pass; what the loop did before that stays."""
+"""A vetoed step leaves everything as it was before its forward pass; what the loop did before that
+stays.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stepguard
-from guard.scenes import CLASSES, FEATURES, QUIET, Batch, batches, difference, plain_net, poisoned, quiet
+from guard.scenes import (
+    CLASSES,
+    FEATURES,
+    QUIET,
+    Batch,
+    batches,
+    difference,
+    plain_net,
+    poisoned,
+    quiet,
+)
 from stepguard import Guard
 
 DATA = batches(16)
@@ -23,7 +35,9 @@ BAD = 9
 
 
 @contextmanager
-def watching(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Iterator[Guard]:
+def watching(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any
+) -> Iterator[Guard]:
     guard = stepguard.watch(model, optimizer, config=quiet(**settings))
     try:
         yield guard
@@ -31,7 +45,8 @@ def watching(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any
         guard.close()
 
 
-# --- what the loop does between two steps --------------------------------------------------------------------------
+# --- what the loop does between two steps
+# --------------------------------------------------------------------------
 
 
 class Annealed(nn.Module):
@@ -136,7 +151,8 @@ def test_average_once_an_epoch_is_taken_whatever_the_last_step_was() -> None:
     assert int(average.n_averaged) == 2
 
 
-# --- state of modules that is no buffer ----------------------------------------------------------------------------
+# --- state of modules that is no buffer
+# ----------------------------------------------------------------------------
 
 
 class Stateful(nn.Module):
@@ -181,7 +197,8 @@ def state_of(model: Stateful) -> dict[str, Any]:
     names = [name for name in vars(model) if not name.startswith("_") and name != "training"]
     kept = {name: getattr(model, name) for name in names}
     kept = {
-        name: sorted(v) if isinstance(v, set) else list(v) if isinstance(v, deque) else v for name, v in kept.items()
+        name: sorted(v) if isinstance(v, set) else list(v) if isinstance(v, deque) else v
+        for name, v in kept.items()
     }
     return {**kept, "weights": dict(model.state_dict())}
 
@@ -290,4 +307,8 @@ def test_objects_that_only_hold_data_are_put_back_and_no_others() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
             optimizer.step()
-    assert (model.ledger.total, model.ledger.values, model.trainer.calls) == (2.0, [0.0, 1.0, 2.0], 3)
+    assert (model.ledger.total, model.ledger.values, model.trainer.calls) == (
+        2.0,
+        [0.0, 1.0, 2.0],
+        3,
+    )

@@ -1,4 +1,6 @@
-"""Odd but ordinary objects never crash or disarm the guard, and a healthy run with them stays as it is."""
+"""Odd but ordinary objects never crash or disarm the guard, and a healthy run with them stays as it
+is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def _loss(model: nn.Module) -> Callable[[Batch], Tensor]:
     return lambda b: nn.functional.cross_entropy(model(b[0]), b[1])
 
 
-def _run(model: nn.Module, optimizer: Optimizer, how: str, data: Iterable[Batch], **settings: Any) -> Guard:
+def _run(
+    model: nn.Module, optimizer: Optimizer, how: str, data: Iterable[Batch], **settings: Any
+) -> Guard:
     """A guarded loop that must stay armed; warnings are errors here."""
     make = stepguard.watch if how == "watch" else Guard
     with make(model, optimizer, config=quiet(**settings)) as guard:
@@ -55,7 +59,13 @@ class WithBuffers(nn.Module):
         super().__init__()
         self.net = plain_net()
         self.register_buffer("moving", torch.zeros(4))
-        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):
+        for name in (
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "float8_e4m3fnuz",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+        ):
             self.register_buffer(name, torch.ones(4).to(getattr(torch, name)))
         self.register_buffer("whole", torch.arange(4))
         self.register_buffer("small", torch.ones(4).to(torch.uint16))
@@ -73,11 +83,22 @@ class WithBuffers(nn.Module):
 
 
 @pytest.mark.parametrize("how", LOOPS)
-def test_buffers_of_every_dtype_are_guarded_vetoed_saved_and_rewound(how: str, tmp_path: Path) -> None:
+def test_buffers_of_every_dtype_are_guarded_vetoed_saved_and_rewound(
+    how: str, tmp_path: Path
+) -> None:
     model = WithBuffers()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     data = [poisoned(b) if i == 9 else b for i, b in enumerate(DATA[:14])]
-    guard = _run(model, optimizer, how, data, snapshot_every=4, probation=4, run_dir=tmp_path, on_signal="off")
+    guard = _run(
+        model,
+        optimizer,
+        how,
+        data,
+        snapshot_every=4,
+        probation=4,
+        run_dir=tmp_path,
+        on_signal="off",
+    )
     assert [i.step for i in guard.incidents] == [9]
     assert model.moving.tolist() == [13.0] * 4  # the vetoed step did not count
     assert not [n for n in read_run(tmp_path).notes if "no snapshots" in str(n.get("summary"))]
@@ -132,16 +153,31 @@ def test_buffer_that_cannot_be_kept_costs_the_snapshots_and_nothing_else(
     model.register_buffer("odd", made[kind]())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     data = [poisoned(b) if i == 9 else b for i, b in enumerate(DATA[:14])]
-    guard = _run(model, optimizer, how, data, snapshot_every=4, run_dir=tmp_path, on_signal="off", locate=True)
+    guard = _run(
+        model,
+        optimizer,
+        how,
+        data,
+        snapshot_every=4,
+        run_dir=tmp_path,
+        on_signal="off",
+        locate=True,
+    )
     assert [i.step for i in guard.incidents] == [9]
     origin = guard.incidents[0].origin
     assert origin is not None and origin.phase == "input" and origin.samples == (0,)
-    told = [str(n.get("summary")) for n in read_run(tmp_path).notes if "no snapshots" in str(n.get("summary"))]
+    told = [
+        str(n.get("summary"))
+        for n in read_run(tmp_path).notes
+        if "no snapshots" in str(n.get("summary"))
+    ]
     assert len(told) == 1 and "model/odd is" in told[0]
 
 
 def _lazy_net() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(8, bias=False), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(CLASSES))
+    return nn.Sequential(
+        nn.LazyLinear(8, bias=False), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(CLASSES)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
@@ -153,7 +189,9 @@ def test_lazy_model_is_guarded_from_before_its_first_call(how: str, tmp_path: Pa
         return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
     model, optimizer = built()
-    guard = _run(model, optimizer, how, DATA[:12], snapshot_every=4, run_dir=tmp_path, on_signal="off")
+    guard = _run(
+        model, optimizer, how, DATA[:12], snapshot_every=4, run_dir=tmp_path, on_signal="off"
+    )
     assert guard.incidents == ()
     bare_model, bare_optimizer = built()
     _bare(bare_model, bare_optimizer, DATA[:12])
@@ -183,7 +221,10 @@ def test_save_before_a_lazy_model_was_called_is_refused_with_the_reason(tmp_path
     config = quiet(run_dir=tmp_path, on_signal="off")
     with Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=config) as guard:
         assert guard.save() is None
-    assert any("no shape before the model is called" in str(n.get("summary")) for n in read_run(tmp_path).notes)
+    assert any(
+        "no shape before the model is called" in str(n.get("summary"))
+        for n in read_run(tmp_path).notes
+    )
 
 
 class WithoutRate(Optimizer):
@@ -215,11 +256,18 @@ RATELESS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
 
 @pytest.mark.parametrize("name", RATELESS)
 @pytest.mark.parametrize("how", LOOPS)
-def test_optimizer_without_a_plain_rate_is_guarded_vetoed_and_rewound(name: str, how: str, tmp_path: Path) -> None:
+def test_optimizer_without_a_plain_rate_is_guarded_vetoed_and_rewound(
+    name: str, how: str, tmp_path: Path
+) -> None:
     model = plain_net()
     optimizer = RATELESS[name](model.parameters())
     data = [poisoned(b) if i == 9 else b for i, b in enumerate(DATA[:24])]
-    settings: dict[str, Any] = {"snapshot_every": 4, "probation": 4, "run_dir": tmp_path, "on_signal": "off"}
+    settings: dict[str, Any] = {
+        "snapshot_every": 4,
+        "probation": 4,
+        "run_dir": tmp_path,
+        "on_signal": "off",
+    }
     guard = _run(model, optimizer, how, data, locate=True, **settings)
     assert [i.step for i in guard.incidents] == [9]
     assert guard.incidents[0].reading.lr == (pytest.approx((1e-2,)) if name == "lr tensor" else ())
@@ -262,7 +310,8 @@ def test_shared_frozen_and_empty_parameters_are_no_trouble() -> None:
         assert difference(dict(model.state_dict()), dict(bare.state_dict())) == ""
 
 
-# --- parameters that come in mid-run -----------------------------------------------------------------------------
+# --- parameters that come in mid-run
+# -----------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
@@ -290,7 +339,9 @@ def _inject(model: Adapted, optimizer: Optimizer, what: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("what", ["module", "group"])
 @pytest.mark.parametrize("hard", [None, 18])
-def test_rewind_to_before_an_adapter_came_leaves_the_adapter_alone(what: str, hard: int | None) -> None:
+def test_rewind_to_before_an_adapter_came_leaves_the_adapter_alone(
+    what: str, hard: int | None
+) -> None:
     model = Adapted()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     new: list[Tensor] = []
@@ -349,7 +400,9 @@ def test_state_loaded_into_the_optimizer_in_mid_run_stays_right(how: str) -> Non
                 yield batch
 
         if guarded:
-            assert _run(model, optimizer, how, data(), snapshot_every=4, probation=4).incidents == ()
+            assert (
+                _run(model, optimizer, how, data(), snapshot_every=4, probation=4).incidents == ()
+            )
         else:
             _bare(model, optimizer, data())
         return model

@@ -1,4 +1,6 @@
-"""Several optimizers that step from one backward pass update together or not at all; players that take turns do not."""
+"""Several optimizers that step from one backward pass update together or not at all; players that
+take turns do not.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ def halves(kinds: tuple[str, str]) -> Halves:
         "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
         "muon": Muon,
     }
-    return model, [makers[kind](model[index].parameters()) for kind, index in zip(kinds, (0, 3), strict=True)]
+    return model, [
+        makers[kind](model[index].parameters()) for kind, index in zip(kinds, (0, 3), strict=True)
+    ]
 
 
-def one_step(model: nn.Sequential, optimizers: list[Optimizer], batch: Batch, bad_half: int | None) -> None:
+def one_step(
+    model: nn.Sequential, optimizers: list[Optimizer], batch: Batch, bad_half: int | None
+) -> None:
     """A NaN gradient that reaches one half only: the root of exactly 0, times 0."""
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -59,7 +65,9 @@ PAIRS = [("sgd", "adam"), ("muon", "adam"), ("fused", "fused"), ("fused", "sgd")
 
 @pytest.mark.parametrize("bad_half", [0, 1], ids=["first", "second"])
 @pytest.mark.parametrize("kinds", PAIRS, ids="-".join)
-def test_gradient_that_is_bad_in_one_half_vetoes_both(kinds: tuple[str, str], bad_half: int) -> None:
+def test_gradient_that_is_bad_in_one_half_vetoes_both(
+    kinds: tuple[str, str], bad_half: int
+) -> None:
     model, optimizers = halves(kinds)
     guards = [stepguard.watch(model, optimizer, config=QUIET) for optimizer in optimizers]
     for index, batch in enumerate(DATA[:8]):
@@ -111,7 +119,9 @@ def test_damaged_weight_takes_both_back_together(hurt: int) -> None:
             with torch.no_grad():
                 model[hurt].weight[0, 0] = torch.nan
         one_step(model, optimizers, batch, None)
-    actions = {i.decision.action for guard in guards for i in guard.incidents if i.decision is not None}
+    actions = {
+        i.decision.action for guard in guards for i in guard.incidents if i.decision is not None
+    }
     steps = [guard.steps for guard in guards]
     for guard in guards:
         guard.close()
@@ -120,7 +130,8 @@ def test_damaged_weight_takes_both_back_together(hurt: int) -> None:
     assert difference(state(model, optimizers), then[steps[0]]) == ""
 
 
-# --- players that take turns ---------------------------------------------------------------------------------------
+# --- players that take turns
+# ---------------------------------------------------------------------------------------
 
 
 class Game(nn.Module):
@@ -151,11 +162,19 @@ def play(game: Game, judge: Optimizer, maker: Optimizer, batch: Batch, *, bad: s
 def test_veto_of_one_player_does_not_touch_the_other(bad: str) -> None:
     def run(guarded: bool) -> tuple[Game, list[int], list[list[int]]]:
         game = Game()
-        judge, maker = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (game.judge, game.maker))
+        judge, maker = (
+            torch.optim.SGD(net.parameters(), lr=0.1) for net in (game.judge, game.maker)
+        )
         guards = [stepguard.watch(game, o, config=QUIET) for o in (judge, maker)] if guarded else []
         for index, batch in enumerate(DATA[:8]):
             if guarded or not (bad == "judge" and index == BAD):
-                play(game, judge, maker, batch, bad=bad if index == BAD and (guarded or bad == "junk") else "")
+                play(
+                    game,
+                    judge,
+                    maker,
+                    batch,
+                    bad=bad if index == BAD and (guarded or bad == "junk") else "",
+                )
             else:  # what should happen: the judge's half of this round never came
                 maker.zero_grad()
                 (game(batch[0]) + 1).square().mean().backward()
@@ -193,14 +212,17 @@ def test_rewind_of_one_player_leaves_the_other_where_it_is() -> None:
     assert torch.equal(game.judge.weight, untouched)
 
 
-# --- an optimizer for each parameter, stepped inside the backward pass ---------------------------------------------
+# --- an optimizer for each parameter, stepped inside the backward pass
+# ---------------------------------------------
 
 
 def test_optimizers_inside_the_backward_keep_nan_out_and_no_copies_of_the_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
     optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in model.parameters()}
-    guards = [stepguard.watch(model, o, config=quiet(snapshot_every=2)) for o in optimizers.values()]
+    guards = [
+        stepguard.watch(model, o, config=quiet(snapshot_every=2)) for o in optimizers.values()
+    ]
 
     def step(parameter: Tensor) -> None:
         optimizers[parameter].step()
@@ -220,7 +242,9 @@ def test_optimizers_inside_the_backward_keep_nan_out_and_no_copies_of_the_model(
 
 
 def test_scaler_that_nobody_handed_over_is_found() -> None:
-    """A fused optimizer divides by the scale in its kernel: calibration is no incident, the loss is the real one."""
+    """A fused optimizer divides by the scale in its kernel: calibration is no incident, the loss is
+    the real one.
+    """
 
     def run(guarded: bool) -> tuple[nn.Module, list[float], Guard | None]:
         torch.manual_seed(0)

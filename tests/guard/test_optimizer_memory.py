@@ -1,4 +1,6 @@
-"""Everything an optimizer remembers is saved, restored and rewound exactly, or refused with the reason."""
+"""Everything an optimizer remembers is saved, restored and rewound exactly, or refused with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -110,17 +112,23 @@ def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     own = {
         key: value
         for key, value in vars(optimizer).items()
-        if isinstance(value, int | float | list | deque | Tensor) and key not in ("param_groups", "_params")
+        if isinstance(value, int | float | list | deque | Tensor)
+        and key not in ("param_groups", "_params")
     }
     plain = {key: list(value) if isinstance(value, deque) else value for key, value in own.items()}
-    order = {id(p): str(i) for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    order = {
+        id(p): str(i)
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
     stored = {order.get(id(key), str(key)): value for key, value in optimizer.state.items()}
     stored = {key: stored[key] for key in sorted(stored)}
     return copy.deepcopy({"model": model.state_dict(), "state": stored, "own": plain})
 
 
 def _through_a_file(state: State) -> State:
-    return State({name: t.clone() for name, t in state.tensors.items()}, json.loads(json.dumps(state.facts)))
+    return State(
+        {name: t.clone() for name, t in state.tensors.items()}, json.loads(json.dumps(state.facts))
+    )
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -155,7 +163,9 @@ def test_going_back_in_place_goes_on_bit_for_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", STEPPED)
 def test_run_saved_and_resumed_equals_one_that_never_stopped(name: str, tmp_path: Path) -> None:
-    def run(folder: Path, upto: int, *, resume: bool = False, save: bool = False) -> tuple[nn.Module, Optimizer]:
+    def run(
+        folder: Path, upto: int, *, resume: bool = False, save: bool = False
+    ) -> tuple[nn.Module, Optimizer]:
         model = calm_net()
         optimizer = EVERY[name](model.parameters())
         config = quiet(run_dir=folder, on_signal="off", snapshots=0)
@@ -217,7 +227,9 @@ def test_a_new_process_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     def run(folder: str, upto: int, how: str) -> str:
         words = [sys.executable, "-c", RESUME, name, str(tmp_path / folder), str(upto), how]
         known = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=120, env=known).stdout
+        return subprocess.run(
+            words, capture_output=True, text=True, check=True, timeout=120, env=known
+        ).stdout
 
     never = run("a", 12, "fresh")
     run("b", 6, "fresh")
@@ -235,7 +247,11 @@ def test_memory_that_is_no_plain_value_is_refused_once_with_the_reason_and_the_r
             guard.step(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
         assert guard.save() is None
         assert guard.armed and guard.incidents == ()
-    said = [line for line in capsys.readouterr().err.splitlines() if "projector" in line and "no snapshots" in line]
+    said = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "projector" in line and "no snapshots" in line
+    ]
     assert len(said) == 1
     assert "is a Projector; only tensors, containers and plain values can be kept" in said[0]
 
@@ -257,13 +273,17 @@ class HidesAndTells(HidesTensors):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         factors = state_dict["factors"]
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "factors"})
+        super().load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "factors"}
+        )
         self.helper.factors = [f.clone() for f in factors]
 
 
 def test_attribute_that_hides_tensors_is_refused_by_name() -> None:
     model = plain_net()
-    with pytest.raises(StateError, match=r"HidesTensors\.helper is a Preconditioner that holds tensors"):
+    with pytest.raises(
+        StateError, match=r"HidesTensors\.helper is a Preconditioner that holds tensors"
+    ):
         Whole({"": model}, HidesTensors(model.parameters())).gather()
 
 

@@ -1,4 +1,5 @@
-"""A vetoed step leaves no trace in any optimizer: parameters, the whole state, plain attributes, inner optimizers.
+"""A vetoed step leaves no trace in any optimizer: parameters, the whole state, plain attributes,
+inner optimizers.
 
 And a healthy run is what it is without the guard.
 """
@@ -29,9 +30,14 @@ def held(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         named = [
-            (f"#{i}" if isinstance(key, Tensor) else str(key), item) for i, (key, item) in enumerate(value.items())
+            (f"#{i}" if isinstance(key, Tensor) else str(key), item)
+            for i, (key, item) in enumerate(value.items())
         ]
-        return {key: held(item) for key, item in named if not key.endswith("_hooks") and not callable(item)}
+        return {
+            key: held(item)
+            for key, item in named
+            if not key.endswith("_hooks") and not callable(item)
+        }
     if isinstance(value, list | tuple | deque):
         return [held(item) for item in value]
     if hasattr(value, "__dict__"):
@@ -40,7 +46,11 @@ def held(value: Any) -> Any:
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {"model": held(model.state_dict()), "optimizer": held(optimizer), "saved": held(optimizer.state_dict())}
+    return {
+        "model": held(model.state_dict()),
+        "optimizer": held(optimizer),
+        "saved": held(optimizer.state_dict()),
+    }
 
 
 def evaluated(model: nn.Module, batch: Batch) -> Tensor:
@@ -79,7 +89,9 @@ def test_step_runs_every_optimizer_as_a_loop_does() -> None:
         (model, optimizer), (bare, theirs) = built(name), built(name)
         with Guard(model, optimizer, config=QUIET) as guard:
             for batch in DATA:
-                assert guard.step(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch).committed  # noqa: B023
+                assert guard.step(
+                    lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch
+                ).committed  # noqa: B023
                 loop_step(bare, theirs, batch)
         assert difference(everything(model, optimizer), everything(bare, theirs)) == "", name
 
@@ -122,7 +134,9 @@ def test_vetoed_step_of_two_halves_moves_nothing(first: bool) -> None:
     veto_of_a_loop(half_steps, "sam", first)
 
 
-def veto_of_a_loop(step: Callable[[nn.Module, Optimizer, Batch], None], name: str, first: bool) -> None:
+def veto_of_a_loop(
+    step: Callable[[nn.Module, Optimizer, Batch], None], name: str, first: bool
+) -> None:
     model, optimizer = built(name)
     data = DATA if not first else DATA[BAD:]
     guard = stepguard.watch(model, optimizer, config=QUIET)
@@ -133,7 +147,9 @@ def veto_of_a_loop(step: Callable[[nn.Module, Optimizer, Batch], None], name: st
         step(model, optimizer, poisoned(batch) if bad else batch)
         assert guard.dropped is bad
         after = everything(model, optimizer)
-        if bad and step is half_steps:  # the first half keeps a copy of the weights for the second, by its own design
+        if (
+            bad and step is half_steps
+        ):  # the first half keeps a copy of the weights for the second, by its own design
             after["optimizer"]["state"] = before["optimizer"]["state"]
             after["saved"]["state"] = before["saved"]["state"]
         assert (difference(after, before) == "") is bad
@@ -188,7 +204,9 @@ class Fragile(torch.optim.SGD):
     """Divides by the norm of its gradients on the host, so that an update without any raises."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         for group in self.param_groups:
             group["lr"] = 0.01 / float(torch.stack([g.norm() for g in grads]).sum())
         return super().step(closure)

@@ -1,4 +1,6 @@
-"""Outliers, opt-in: one tensor's gradient far above all it has been is told, clipped or left out, and nothing else."""
+"""Outliers, opt-in: one tensor's gradient far above all it has been is told, clipped or left out,
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ import torch
 from torch import Tensor
 
 import stepguard
-from guard.scenes import LOOPS, Scene, bare, batches, difference, grouped, noisy_net, plain_net, quiet, state_of
+from guard.scenes import (
+    LOOPS,
+    Scene,
+    bare,
+    batches,
+    difference,
+    grouped,
+    noisy_net,
+    plain_net,
+    quiet,
+    state_of,
+)
 from stepguard import Guard
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.engine.incident import gradient_outliers
@@ -31,7 +44,9 @@ def scene(*, fused: bool = False, optimizer: str = "AdamW") -> Scene:
 
 
 def with_spike(at: Scene, batch_at: int = AT) -> None:
-    """At one batch the gradient of the last layer's bias is enormous: its loss adds a multiple of that bias."""
+    """At one batch the gradient of the last layer's bias is enormous: its loss adds a multiple of
+    that bias.
+    """
 
     def loss(made: Scene, batch: Any) -> Tensor:
         inputs, targets = batch
@@ -80,7 +95,9 @@ def test_clip_scales_only_that_tensor_to_its_usual_largest(mode: str, fused: boo
     run(mode, clean, quiet())
     last, reference = list(at.model.parameters())[-1], list(clean.model.parameters())[-1]
     squares = float(at.optimizer.state[last]["exp_avg_sq"].max())
-    assert squares < 2 * float(clean.optimizer.state[reference]["exp_avg_sq"].max())  # else TIMES squared
+    assert squares < 2 * float(
+        clean.optimizer.state[reference]["exp_avg_sq"].max()
+    )  # else TIMES squared
     others = list(at.model.parameters())[:-1]
     for parameter, usual in zip(others, list(clean.model.parameters())[:-1], strict=True):
         assert torch.equal(parameter, usual)  # the added term reaches the bias only
@@ -113,7 +130,9 @@ def test_first_steps_say_nothing(tmp_path: Path) -> None:
     with_spike(at, gradient_outliers.FEWEST - 1)
     run("step", at, quiet(outliers="note", run_dir=tmp_path))
     assert [
-        n for n in read_run(tmp_path).notes if n.get("kind") == "outlier" and n["step"] < gradient_outliers.FEWEST
+        n
+        for n in read_run(tmp_path).notes
+        if n.get("kind") == "outlier" and n["step"] < gradient_outliers.FEWEST
     ] == []
 
 
@@ -122,9 +141,15 @@ def test_global_clipping_is_by_the_norm_without_the_outlier() -> None:
     with_spike(at)
     at.clip_norm = 1.0
     run("step", at, quiet(outliers="clip"))
-    total = torch.nn.utils.get_total_norm([p.grad for p in at.model.parameters() if p.grad is not None])
-    weights = torch.nn.utils.get_total_norm([p.grad for p in list(at.model.parameters())[:-1] if p.grad is not None])
-    assert float(total) <= 1.0001 and float(weights) > 0.1  # TIMES would have pressed them to nothing
+    total = torch.nn.utils.get_total_norm(
+        [p.grad for p in at.model.parameters() if p.grad is not None]
+    )
+    weights = torch.nn.utils.get_total_norm(
+        [p.grad for p in list(at.model.parameters())[:-1] if p.grad is not None]
+    )
+    assert (
+        float(total) <= 1.0001 and float(weights) > 0.1
+    )  # TIMES would have pressed them to nothing
 
 
 def test_level_that_stays_is_let_through_after_some_steps() -> None:
@@ -152,7 +177,9 @@ def test_outliers_need_no_wait_of_their_own() -> None:
 
 
 def test_buffers_and_sparse_or_missing_gradients_are_no_trouble() -> None:
-    model = torch.nn.ModuleDict({"table": torch.nn.Embedding(5, 3, sparse=True), "rest": noisy_net()})
+    model = torch.nn.ModuleDict(
+        {"table": torch.nn.Embedding(5, 3, sparse=True), "rest": noisy_net()}
+    )
     unused = torch.nn.Linear(2, 2)
     model["unused"] = unused
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -172,10 +199,17 @@ def test_committed_outlier_is_evidence_of_poisoned_moments() -> None:
         for batch in DATA[: AT + 3]:
             guard.step(at.loss_fn, batch)
         facts = stepguard.engine.incident.run_facts.run_facts(guard._context, Reading(step=AT + 3))
-    assert facts.outlier is not None and facts.outlier[:2] == (AT, "2.bias") and facts.outlier[2] > 100
+    assert (
+        facts.outlier is not None and facts.outlier[:2] == (AT, "2.bias") and facts.outlier[2] > 100
+    )
     verdict = Verdict(kind="spike", severity="incident", summary="loss jumped")
-    incident = Incident(id="x", step=AT + 3, verdict=verdict, reading=Reading(step=AT + 3, loss=9.0))
+    incident = Incident(
+        id="x", step=AT + 3, verdict=verdict, reading=Reading(step=AT + 3, loss=9.0)
+    )
     found = {finding.code: finding for finding in diagnose(incident, facts)}
     assert "SG503" in found
-    assert any(f"moments poisoned by step {AT}: the gradient of `2.bias`" in line for line in found["SG503"].evidence)
+    assert any(
+        f"moments poisoned by step {AT}: the gradient of `2.bias`" in line
+        for line in found["SG503"].evidence
+    )
     assert "SG503" not in {f.code for f in diagnose(incident, RunFacts())}

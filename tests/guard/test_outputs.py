@@ -1,4 +1,6 @@
-"""The protection outlives its recorder: what cannot be written costs that output, and the next NaN is still vetoed."""
+"""The protection outlives its recorder: what cannot be written costs that output, and the next NaN
+is still vetoed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from stepguard.journal import read_run
 
 SCRIPT = Path(__file__).with_name("full_disk_run.py")
 DATA = batches(12)
-TINY = "mount -t tmpfs -o size=256k tmpfs {folder} && exec {python} {script} {mode} {folder}/out full"
+TINY = (
+    "mount -t tmpfs -o size=256k tmpfs {folder} && exec {python} {script} {mode} {folder}/out full"
+)
 
 
 def _small_file_system(folder: Path) -> bool:
@@ -43,7 +47,9 @@ def _run(command: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", LOOPS)
-def test_disk_that_is_full_costs_the_record_and_the_next_nan_is_still_vetoed(mode: str, tmp_path: Path) -> None:
+def test_disk_that_is_full_costs_the_record_and_the_next_nan_is_still_vetoed(
+    mode: str, tmp_path: Path
+) -> None:
     command = [sys.executable, str(SCRIPT), mode, str(tmp_path / "out"), "limit"]
     if _small_file_system(tmp_path):
         inner = TINY.format(folder=tmp_path, python=sys.executable, script=SCRIPT, mode=mode)
@@ -83,7 +89,9 @@ def test_journal_on_a_device_that_is_always_full_is_said_once(loop: str, tmp_pat
     scene = Scene(model, torch.optim.AdamW(model.parameters()))
     bad = (poisoned(DATA[0]),)
     with pytest.warns(OutputLost, match=r"journal.*No space left.*still protected") as said:
-        LOOPS[loop](scene, [*grouped(DATA, 1), bad, *grouped(DATA, 1), bad], quiet(run_dir=tmp_path))
+        LOOPS[loop](
+            scene, [*grouped(DATA, 1), bad, *grouped(DATA, 1), bad], quiet(run_dir=tmp_path)
+        )
     assert len(said) == 1
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
@@ -95,7 +103,9 @@ def test_folder_that_cannot_be_made_is_refused_at_building(setting: str, tmp_pat
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match=rf"GuardConfig\.{setting}=.*file/run' cannot be written"):
         Guard(model, optimizer, config=quiet(**{setting: tmp_path / "file" / "run"}))
-    stepguard.watch(model, optimizer, config=quiet()).close()  # nothing of the refused guard is left behind
+    stepguard.watch(
+        model, optimizer, config=quiet()
+    ).close()  # nothing of the refused guard is left behind
 
 
 def test_output_that_fails_is_tried_less_and_less_and_says_what_was_lost() -> None:

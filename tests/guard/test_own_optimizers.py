@@ -1,4 +1,6 @@
-"""Optimizers that are not torch's own: small models are checked at once, large ones where a gradient is 0."""
+"""Optimizers that are not torch's own: small models are checked at once, large ones where a
+gradient is 0.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,15 @@ def _loss(model: nn.Module, weight: float = 1.0) -> Callable[[Batch], Tensor]:
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("last", [2, 5])
-def test_update_that_breaks_by_itself_is_undone_at_its_step_even_if_it_is_the_last(watched: bool, last: int) -> None:
+def test_update_that_breaks_by_itself_is_undone_at_its_step_even_if_it_is_the_last(
+    watched: bool, last: int
+) -> None:
     torch.manual_seed(0)
     model = plain_net()
     optimizer = RootOfStatistics(model.parameters())
-    with (stepguard.watch if watched else Guard)(model, optimizer, config=quiet(locate=True)) as guard:
+    with (stepguard.watch if watched else Guard)(
+        model, optimizer, config=quiet(locate=True)
+    ) as guard:
         for step, batch in enumerate(DATA[: last + 1]):
             loss = _loss(model, 100.0 if step == 2 else 1.0)
             if watched:
@@ -78,8 +84,12 @@ def test_huge_weights_whose_norm_overflows_are_no_incident() -> None:
     assert torch.equal(unused, torch.full((3,), 3e38))
 
 
-@pytest.mark.parametrize(("count", "least_norm", "risky"), [(8, 1.0, True), (CHEAP_COPY + 1, 1.0, False)])
-def test_copy_is_taken_where_it_costs_next_to_nothing(count: int, least_norm: float, risky: bool) -> None:
+@pytest.mark.parametrize(
+    ("count", "least_norm", "risky"), [(8, 1.0, True), (CHEAP_COPY + 1, 1.0, False)]
+)
+def test_copy_is_taken_where_it_costs_next_to_nothing(
+    count: int, least_norm: float, risky: bool
+) -> None:
     own = RootOfStatistics([nn.Parameter(torch.zeros(count))])
     assert risky_update(own, (0.01,), least_norm) is risky
     assert risky_update(own, (0.01,), 0.0)
@@ -120,7 +130,9 @@ class Towers(nn.Module):
 
 
 def _run_of_rows(hurt: Callable[[Towers], None], steps: int = 60) -> tuple[Any, ...]:
-    """Batches 0 to 29 and 31 on use rows 0 to 11, batch 30 uses the others too; `hurt` runs just before it."""
+    """Batches 0 to 29 and 31 on use rows 0 to 11, batch 30 uses the others too; `hurt` runs just
+    before it.
+    """
     torch.manual_seed(0)
     model = Towers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

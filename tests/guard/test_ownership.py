@@ -1,4 +1,6 @@
-"""A guard owns what its optimizer holds: a rewind leaves alone what somebody else trains below the same model."""
+"""A guard owns what its optimizer holds: a rewind leaves alone what somebody else trains below the
+same model.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Judge(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.Tanh(), nn.Linear(8, 1))
+        self.net = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.Tanh(), nn.Linear(8, 1)
+        )
         self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -44,7 +48,9 @@ class Gan(nn.Module):
 
 
 def _judge_loss(gan: Gan, batch: Tensor) -> Tensor:
-    return nn.functional.softplus(gan.judge(gan.maker(batch[:, :3]).detach()) - gan.judge(batch)).mean()
+    return nn.functional.softplus(
+        gan.judge(gan.maker(batch[:, :3]).detach()) - gan.judge(batch)
+    ).mean()
 
 
 def _maker_loss(gan: Gan, batch: Tensor) -> Tensor:
@@ -166,9 +172,14 @@ def test_only_own_parameters_are_lent() -> None:
 def test_parameter_of_another_guarded_optimizer_is_somebody_else_s_even_while_frozen() -> None:
     gan = Gan()
     gan.judge.requires_grad_(False)
-    mine, theirs = torch.optim.SGD(gan.maker.parameters(), 0.1), torch.optim.SGD(gan.judge.parameters(), 0.1)
+    mine, theirs = (
+        torch.optim.SGD(gan.maker.parameters(), 0.1),
+        torch.optim.SGD(gan.judge.parameters(), 0.1),
+    )
     assert Ownership({"": gan}, mine).elsewhere() == set()
-    assert Ownership({"": gan}, mine, [mine, theirs]).elsewhere() == {id(p) for p in gan.judge.parameters()}
+    assert Ownership({"": gan}, mine, [mine, theirs]).elsewhere() == {
+        id(p) for p in gan.judge.parameters()
+    }
 
 
 def test_damage_before_the_first_step_is_told_whosever_it_is() -> None:

@@ -1,4 +1,6 @@
-"""From a verdict to what happens: skip, warn, lower the learning rate or the scale, stop; with budgets that end."""
+"""From a verdict to what happens: skip, warn, lower the learning rate or the scale, stop; with
+budgets that end.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ SOURCE = Path(stepguard.__file__).parents[1]
 def _scene(*, fused: bool = False, schedule: bool = False) -> Scene:
     model = calm_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
-    return Scene(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedule else None)
+    return Scene(
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedule else None,
+    )
 
 
 def _rates(scene: Scene) -> list[float]:
@@ -50,10 +56,14 @@ def _rates(scene: Scene) -> list[float]:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_limit_of_skips_in_a_row_stops_with_the_weights_from_before(loop: str, fused: bool) -> None:
+def test_a_limit_of_skips_in_a_row_stops_with_the_weights_from_before(
+    loop: str, fused: bool
+) -> None:
     scene, reference = _scene(fused=fused), _scene(fused=fused)
     with pytest.raises(TrainingHalted) as halted:
-        LOOPS[loop](scene, [GOOD, BAD, BAD, BAD, BAD, GOOD], quiet(policy=Policy(max_consecutive=3)))
+        LOOPS[loop](
+            scene, [GOOD, BAD, BAD, BAD, BAD, GOOD], quiet(policy=Policy(max_consecutive=3))
+        )
     incident = halted.value.incident
     assert incident.step == 4 and incident.decision is not None
     assert incident.decision.action == "stop" and incident.decision.consecutive == 4
@@ -75,10 +85,15 @@ def test_committed_step_resets_what_is_counted_in_a_row(loop: str, fused: bool) 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
     ("limits", "reason"),
-    [({"max_total": 2}, "3 incidents in this run, 2 are allowed"), ({"max_per_1000": 1}, "2 incidents within 1000")],
+    [
+        ({"max_total": 2}, "3 incidents in this run, 2 are allowed"),
+        ({"max_per_1000": 1}, "2 incidents within 1000"),
+    ],
     ids=["total", "rate"],
 )
-def test_budget_of_the_whole_run_ends_as_well(loop: str, limits: dict[str, int], reason: str) -> None:
+def test_budget_of_the_whole_run_ends_as_well(
+    loop: str, limits: dict[str, int], reason: str
+) -> None:
     config = quiet(policy=Policy(**limits))
     with pytest.raises(TrainingHalted, match=reason):
         LOOPS[loop](_scene(), [BAD, GOOD] * 4, config)
@@ -108,7 +123,9 @@ def test_lower_lr_drops_the_step_and_halves_the_rate(loop: str, fused: bool) -> 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_lower_lr_stays_lowered_under_a_schedule(loop: str, fused: bool) -> None:
     scene, reference = _scene(fused=fused, schedule=True), _scene(fused=fused, schedule=True)
-    LOOPS[loop](scene, [GOOD, BAD, GOOD, GOOD], quiet(policy=Policy(actions=("lower_lr",), lr_factor=0.1)))
+    LOOPS[loop](
+        scene, [GOOD, BAD, GOOD, GOOD], quiet(policy=Policy(actions=("lower_lr",), lr_factor=0.1))
+    )
     bare(reference, [GOOD] * 3)
     assert _rates(scene) == pytest.approx([rate * 0.1 for rate in _rates(reference)], rel=1e-12)
 
@@ -117,8 +134,14 @@ def test_lower_lr_reaches_the_schedules_inside_a_schedule() -> None:
     scene = _scene()
     inner = torch.optim.lr_scheduler
     warm = inner.LinearLR(scene.optimizer, 0.5, total_iters=2)
-    scene.scheduler = inner.SequentialLR(scene.optimizer, [warm, inner.LambdaLR(scene.optimizer, lambda i: 1.0)], [2])
-    stepped(scene, [GOOD, BAD, GOOD, GOOD, GOOD], quiet(policy=Policy(actions=("lower_lr",), lr_factor=0.1)))
+    scene.scheduler = inner.SequentialLR(
+        scene.optimizer, [warm, inner.LambdaLR(scene.optimizer, lambda i: 1.0)], [2]
+    )
+    stepped(
+        scene,
+        [GOOD, BAD, GOOD, GOOD, GOOD],
+        quiet(policy=Policy(actions=("lower_lr",), lr_factor=0.1)),
+    )
     assert _rates(scene) == pytest.approx([0.005])
 
 
@@ -137,13 +160,16 @@ def test_result_of_a_skipped_step_says_so() -> None:
     assert results[1].loss != results[1].loss
 
 
-# --- how much may be lost ---------------------------------------------------------------------------------------------
+# --- how much may be lost
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("count", [4, 16, 64])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_bad_batches_in_a_row_cost_nothing_but_themselves(loop: str, count: int, fused: bool) -> None:
+def test_bad_batches_in_a_row_cost_nothing_but_themselves(
+    loop: str, count: int, fused: bool
+) -> None:
     scene, reference = _scene(fused=fused), _scene(fused=fused)
     before = [(DATA[i % 12],) for i in range(100)]
     LOOPS[loop](scene, [*before, *[BAD] * count, GOOD, GOOD])
@@ -169,7 +195,8 @@ def test_run_that_never_had_a_good_step_stops_soon() -> None:
     assert halted.value.incident.step == 31
 
 
-# --- a bad start ------------------------------------------------------------------------------------------------------
+# --- a bad start
+# ------------------------------------------------------------------------------------------------------
 
 
 class Spare(nn.Module):
@@ -209,7 +236,9 @@ def test_bad_start_may_be_warned_about_once_and_trained_through(loop: str, fused
     scene, reference = _spare(fused=fused), _spare(fused=fused)
     config = quiet(policy=Policy(bad_start="warn"))
     found = LOOPS[loop](scene, [GOOD] * 6, config)
-    warned = list(found) if loop == "watch" else [r.incident for r in found if r.incident is not None]
+    warned = (
+        list(found) if loop == "watch" else [r.incident for r in found if r.incident is not None]
+    )
     assert [(i.step, i.decision.action) for i in warned] == [(0, "note")]
     bare(reference, [GOOD] * 5)  # the first step only warns
     assert difference(state_of(scene), state_of(reference)) == ""
@@ -225,7 +254,8 @@ def test_bad_start_that_ruins_every_step_still_ends(loop: str) -> None:
     assert halted.value.incident.step == 3
 
 
-# --- a static loss scale ----------------------------------------------------------------------------------------------
+# --- a static loss scale
+# ----------------------------------------------------------------------------------------------
 
 
 def _half_scene() -> Scene:
@@ -250,7 +280,9 @@ def test_static_scale_that_overflows_falls_once_to_one_that_works() -> None:
 
 
 def test_static_scale_is_divided_out_before_norm_and_update() -> None:
-    scaled, plain = (Scene(m, torch.optim.SGD(m.parameters(), lr=0.05)) for m in (plain_net(), plain_net()))
+    scaled, plain = (
+        Scene(m, torch.optim.SGD(m.parameters(), lr=0.05)) for m in (plain_net(), plain_net())
+    )
     results = stepped(scaled, grouped(DATA[:4], 2), quiet(loss_scale=256.0))
     expected = stepped(plain, grouped(DATA[:4], 2))
     assert [(r.loss, r.grad_norm) for r in results] == [(r.loss, r.grad_norm) for r in expected]
@@ -259,7 +291,11 @@ def test_static_scale_is_divided_out_before_norm_and_update() -> None:
 
 def test_static_scale_reaches_sparse_gradients() -> None:
     model = nn.Embedding(8, 4, sparse=True)
-    scene = Scene(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda s, b: s.model(b).square().sum())
+    scene = Scene(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda s, b: s.model(b).square().sum(),
+    )
     other = nn.Embedding(8, 4, sparse=True, _weight=model.weight.detach().clone())
     plain = Scene(other, torch.optim.SGD(other.parameters(), lr=0.1), loss=scene.loss)
     stepped(scene, [(torch.tensor([1, 2, 2]),)], quiet(loss_scale=64.0))
@@ -267,7 +303,8 @@ def test_static_scale_reaches_sparse_gradients() -> None:
     assert difference(state_of(scene), state_of(plain)) == ""
 
 
-# --- what the outside sees --------------------------------------------------------------------------------------------
+# --- what the outside sees
+# --------------------------------------------------------------------------------------------
 
 SCRIPT = """
     import torch, stepguard
@@ -295,11 +332,15 @@ WATCH = """
 def _run(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-c", script]
     environment = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PATH": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
 
 
 @pytest.mark.parametrize("body", [STEP, WATCH], ids=["step", "watch"])
-@pytest.mark.parametrize("optimizer", ["SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters(), fused=True)"])
+@pytest.mark.parametrize(
+    "optimizer", ["SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters(), fused=True)"]
+)
 def test_uncaught_halt_ends_the_process_with_code_three(optimizer: str, body: str) -> None:
     script = textwrap.dedent(SCRIPT).format(optimizer=optimizer, body=textwrap.dedent(body))
     done = _run(script)

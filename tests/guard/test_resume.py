@@ -15,7 +15,18 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stepguard
-from guard.scenes import FEATURES, NAN, Scene, batches, difference, generators, noisy_net, plain_step, quiet, state_of
+from guard.scenes import (
+    FEATURES,
+    NAN,
+    Scene,
+    batches,
+    difference,
+    generators,
+    noisy_net,
+    plain_step,
+    quiet,
+    state_of,
+)
 from stepguard import ConfigError, Guard, GuardConfig, Policy, StepguardError, TrainingHalted
 from stepguard.journal import read_run
 
@@ -25,7 +36,9 @@ SAMPLES, BATCH, PASSES, STOP = 40, 4, 3, 13
 
 
 class Samples(Dataset[Any]):
-    """Augmented: each fetch draws a random number, but inside the workers of a loader that cannot bring those back."""
+    """Augmented: each fetch draws a random number, but inside the workers of a loader that cannot
+    bring those back.
+    """
 
     def __init__(self, augmented: bool = True) -> None:
         self.augmented = augmented
@@ -44,7 +57,9 @@ class Samples(Dataset[Any]):
 def scene(*, schedule: bool = True, fused: bool = False, lr: float = 0.02) -> Scene:
     model = noisy_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=fused)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=60) if schedule else None
+    scheduler = (
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=60) if schedule else None
+    )
     return Scene(model, optimizer, scheduler, ema=torch.optim.swa_utils.AveragedModel(model))
 
 
@@ -52,9 +67,13 @@ def config(folder: Path, **settings: Any) -> GuardConfig:
     return quiet(**{"run_dir": folder, "snapshot_every": 4, "probation": 6, **settings})
 
 
-def guard_of(at: Scene, settings: GuardConfig, loader: Any = None, make: Callable[..., Guard] = Guard) -> Guard:
+def guard_of(
+    at: Scene, settings: GuardConfig, loader: Any = None, make: Callable[..., Guard] = Guard
+) -> Guard:
     extra = {"ema": at.ema} if at.ema is not None else None
-    guard = make(at.model, at.optimizer, loader=loader, state=extra, config=settings, **at.close_over())
+    guard = make(
+        at.model, at.optimizer, loader=loader, state=extra, config=settings, **at.close_over()
+    )
     guard.on_commit(lambda: at.ema.update_parameters(at.model))
     return guard
 
@@ -67,12 +86,16 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "plain": lambda: DataLoader(Samples(), batch_size=BATCH, shuffle=True),
     "workers": lambda: DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=2),
     "stateful": lambda: StatefulDataLoader(Samples(), batch_size=BATCH, shuffle=True),
-    "stateful-workers": lambda: StatefulDataLoader(Samples(False), batch_size=BATCH, shuffle=True, num_workers=2),
+    "stateful-workers": lambda: StatefulDataLoader(
+        Samples(False), batch_size=BATCH, shuffle=True, num_workers=2
+    ),
 }
 
 
 def _train(guard: Guard, at: Scene, micro: int, stop: int | None, save: bool) -> None:
-    """The loop a user writes: passes over the data, accumulation, perhaps a checkpoint in the middle."""
+    """The loop a user writes: passes over the data, accumulation, perhaps a checkpoint in the
+    middle.
+    """
     while guard.loader.epoch < PASSES:
         pending: list[Any] = []
         for batch in guard.loader:
@@ -96,7 +119,9 @@ def _workers_end() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_workers_end")
 @pytest.mark.parametrize("loader", LOADERS)
-def test_resumed_run_is_bit_identical_to_one_that_never_stopped(loader: str, tmp_path: Path) -> None:
+def test_resumed_run_is_bit_identical_to_one_that_never_stopped(
+    loader: str, tmp_path: Path
+) -> None:
     micro = 2 if loader in ("plain", "stateful") else 1
     torch.manual_seed(5)
     whole = scene()
@@ -115,7 +140,9 @@ def test_resumed_run_is_bit_identical_to_one_that_never_stopped(loader: str, tmp
         _train(guard, second, micro, None, save=False)
     assert difference(state_of(second), state_of(whole)) == ""
     assert difference(generators(), end) == ""
-    assert any("fetched again by seed" in line for line in notes(tmp_path, "loader")) == ("stateful" not in loader)
+    assert any("fetched again by seed" in line for line in notes(tmp_path, "loader")) == (
+        "stateful" not in loader
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -130,10 +157,14 @@ def test_watched_loop_resumes_bit_identically_too(fused: bool, tmp_path: Path) -
     torch.manual_seed(5)
     train(whole, None, DATA[:20])  # type: ignore[arg-type]
     torch.manual_seed(5)
-    with stepguard.watch(first.model, first.optimizer, config=config(tmp_path), **first.close_over()) as guard:
+    with stepguard.watch(
+        first.model, first.optimizer, config=config(tmp_path), **first.close_over()
+    ) as guard:
         train(first, guard, DATA[:12])
         assert guard.save() is not None
-    with stepguard.watch(second.model, second.optimizer, config=config(tmp_path), **second.close_over()) as guard:
+    with stepguard.watch(
+        second.model, second.optimizer, config=config(tmp_path), **second.close_over()
+    ) as guard:
         assert guard.restore("last-good") == 12
         train(second, guard, DATA[12:20])
     assert difference(state_of(second), state_of(whole)) == ""
@@ -152,7 +183,8 @@ def test_resumed_guard_remembers_what_the_run_looked_like(tmp_path: Path) -> Non
         assert guard._context.resumed
 
 
-# --- only what is good ------------------------------------------------------------------------------------------------
+# --- only what is good
+# ------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -172,7 +204,10 @@ def test_state_that_is_not_finite_is_refused_and_the_last_good_one_stays(tmp_pat
         assert guard.restore() == 8
         assert difference(state_of(at), before) == ""
     assert saved is not None and saved.is_dir()
-    assert any("NOT saved" in line and "0.weight is not finite" in line for line in notes(tmp_path, "checkpoint"))
+    assert any(
+        "NOT saved" in line and "0.weight is not finite" in line
+        for line in notes(tmp_path, "checkpoint")
+    )
 
 
 def test_state_after_a_rise_of_the_learning_rate_is_saved(tmp_path: Path) -> None:
@@ -232,7 +267,8 @@ def test_failing_disk_is_said_and_training_goes_on(tmp_path: Path) -> None:
     assert any("NOT saved" in line for line in notes(tmp_path, "checkpoint"))
 
 
-# --- restoring --------------------------------------------------------------------------------------------------------
+# --- restoring
+# --------------------------------------------------------------------------------------------------------
 
 
 def _two_checkpoints(folder: Path) -> list[Path]:
@@ -267,7 +303,9 @@ def test_starts_that_ended_without_a_stop_take_the_same_checkpoint_again(tmp_pat
             assert guard.restore() == 8
 
 
-def test_checkpoint_that_leads_to_a_stop_again_and_again_is_left_for_an_older_one(tmp_path: Path) -> None:
+def test_checkpoint_that_leads_to_a_stop_again_and_again_is_left_for_an_older_one(
+    tmp_path: Path,
+) -> None:
     _two_checkpoints(tmp_path)
     began = []
     for _ in range(3):
@@ -279,7 +317,10 @@ def test_checkpoint_that_leads_to_a_stop_again_and_again_is_left_for_an_older_on
             _ruin(at)
             guard.step(at.loss_fn, DATA[9])
     assert began == [8, 8, 4]
-    assert any("has led to a stop 2 times: going back to step-4" in line for line in notes(tmp_path, "checkpoint"))
+    assert any(
+        "has led to a stop 2 times: going back to step-4" in line
+        for line in notes(tmp_path, "checkpoint")
+    )
 
 
 def test_nothing_usable_is_one_error(tmp_path: Path) -> None:
@@ -333,8 +374,12 @@ def test_same_learning_rate_is_not_talked_about(tmp_path: Path) -> None:
     assert notes(tmp_path, "lr_mismatch") == []
 
 
-# --- by itself --------------------------------------------------------------------------------------------------------
+# --- by itself
+# --------------------------------------------------------------------------------------------------------
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted((p.name for p in (folder / "checkpoints").glob("step-*")), key=lambda n: int(n.split("-")[1]))
+    return sorted(
+        (p.name for p in (folder / "checkpoints").glob("step-*")),
+        key=lambda n: int(n.split("-")[1]),
+    )

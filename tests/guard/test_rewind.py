@@ -1,4 +1,6 @@
-"""Going back: to a state that was good, exactly where the fault is gone, past the bad data where it is not."""
+"""Going back: to a state that was good, exactly where the fault is gone, past the bad data where it
+is not.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def config(**settings: Any) -> GuardConfig:
     return quiet(**{"snapshot_every": EVERY, "probation": PROBATION, **settings})
 
 
-def scene(optimizer: str = "adamw", *, schedule: bool = False, ema: bool = False, clip: float | None = None) -> Scene:
+def scene(
+    optimizer: str = "adamw",
+    *,
+    schedule: bool = False,
+    ema: bool = False,
+    clip: float | None = None,
+) -> Scene:
     model = noisy_net()
     parameters = model.parameters()
     made: Any = {
@@ -51,19 +59,26 @@ def scene(optimizer: str = "adamw", *, schedule: bool = False, ema: bool = False
         "sgd": lambda: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
         "lbfgs": lambda: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2),
     }[optimizer]()
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(made, 0.02, total_steps=60) if schedule else None
+    scheduler = (
+        torch.optim.lr_scheduler.OneCycleLR(made, 0.02, total_steps=60) if schedule else None
+    )
     average = torch.optim.swa_utils.AveragedModel(model) if ema else None
     return Scene(model, made, scheduler, clip_norm=clip, ema=average)
 
 
 def run(
-    at: Scene, steps: list[Any], harm: dict[int, Harm] | None = None, settings: GuardConfig | None = None
+    at: Scene,
+    steps: list[Any],
+    harm: dict[int, Harm] | None = None,
+    settings: GuardConfig | None = None,
 ) -> tuple[Guard, list[Any]]:
     """`guard.step` over the steps, with something done to the state before some of them."""
     settings = settings or config()
     results = []
     extra = {"ema": at.ema} if at.ema is not None else None
-    with Guard(at.model, at.optimizer, state=extra, config=_clipped(settings, at), **at.close_over()) as guard:
+    with Guard(
+        at.model, at.optimizer, state=extra, config=_clipped(settings, at), **at.close_over()
+    ) as guard:
         if at.ema is not None:
             guard.on_commit(lambda: at.ema.update_parameters(at.model))
         for index, micro in enumerate(steps):
@@ -103,7 +118,8 @@ def decisions(guard: Guard) -> list[tuple[str, int | None, str | None]]:
     return [(d.action, d.rewound_to, d.data) for d in found if d is not None]
 
 
-# --- exact ------------------------------------------------------------------------------------------------------------
+# --- exact
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("harm", [nan_weight, nan_statistics, nan_moment])
@@ -183,13 +199,25 @@ def test_step_that_failed_by_chance_is_run_again_and_nothing_shows(optimizer: st
 def test_step_that_fails_again_is_skipped_and_not_run_a_third_time() -> None:
     at = scene()
     with Guard(at.model, at.optimizer, config=config(locate=True)) as guard:
-        guard._stepper.pipeline._find = lambda step, reading: Origin(step=step.index, phase="loss", reproduced=False)
-        results = [guard.step(at.loss_fn, batch) for batch in [*DATA[:3], poisoned(DATA[3]), *DATA[4:6]]]
+        guard._stepper.pipeline._find = lambda step, reading: Origin(
+            step=step.index, phase="loss", reproduced=False
+        )
+        results = [
+            guard.step(at.loss_fn, batch) for batch in [*DATA[:3], poisoned(DATA[3]), *DATA[4:6]]
+        ]
         assert [d[0] for d in decisions(guard)] == ["retry", "skip"]
-    assert [r.committed for r in results] == [True, True, True, False, True, True] and guard.steps == 6
+    assert [r.committed for r in results] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ] and guard.steps == 6
 
 
-# --- past the data ----------------------------------------------------------------------------------------------------
+# --- past the data
+# ----------------------------------------------------------------------------------------------------
 
 
 def learnable(count: int, seed: int = 3) -> list[Batch]:
@@ -258,7 +286,12 @@ def test_data_that_keeps_failing_never_costs_good_weights() -> None:
 def test_rewinds_of_one_trouble_go_further_back_each_time(tmp_path: Path) -> None:
     at = scene()
     with pytest.raises(TrainingHalted):
-        run(at, grouped(DATA[:40], 1), dict.fromkeys(range(22, 40), nan_weight), config(run_dir=tmp_path))
+        run(
+            at,
+            grouped(DATA[:40], 1),
+            dict.fromkeys(range(22, 40), nan_weight),
+            config(run_dir=tmp_path),
+        )
     record = read_run(tmp_path)
     places = [note["to"] for note in record.notes if note["type"] == "rewind"]
     assert len(places) >= 2 and places == sorted(places, reverse=True) and len(set(places)) >= 2

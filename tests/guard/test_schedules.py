@@ -51,12 +51,17 @@ def test_list_of_schedulers_advances_in_order_as_a_loop_would(fused: bool) -> No
         for scheduler in schedulers:
             scheduler.step()
     assert _rate(optimizer) == _rate(bare)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), bare_model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), bare_model.parameters(), strict=True)
+    )
 
 
 def test_list_of_schedulers_is_saved_and_restored(tmp_path: Path) -> None:
     model, optimizer = _built()
-    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2, 0.5)]
+    schedulers = [
+        lr_scheduler.ExponentialLR(optimizer, 0.9),
+        lr_scheduler.StepLR(optimizer, 2, 0.5),
+    ]
     config = quiet(run_dir=tmp_path, on_signal="off")
     with Guard(model, optimizer, scheduler=schedulers, config=config) as guard:
         for batch in DATA[:5]:
@@ -141,9 +146,13 @@ def test_plateau_scheduler_by_epoch_gets_the_mean_loss_of_the_pass() -> None:
 def test_schedule_by_epoch_without_a_loader_is_refused_with_both_ways_out() -> None:
     model, optimizer = _built()
     scheduler = lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ConfigError, match=r"give stepguard.Guard\(..., loader=loader\).*scheduler_every=None"):
+    with pytest.raises(
+        ConfigError, match=r"give stepguard.Guard\(..., loader=loader\).*scheduler_every=None"
+    ):
         Guard(model, optimizer, scheduler=scheduler, config=quiet(scheduler_every="epoch"))
-    stepguard.watch(model, optimizer, scheduler=scheduler, config=quiet(scheduler_every="epoch")).close()
+    stepguard.watch(
+        model, optimizer, scheduler=scheduler, config=quiet(scheduler_every="epoch")
+    ).close()
 
 
 def test_schedule_is_left_to_the_loop_where_the_settings_say_so() -> None:

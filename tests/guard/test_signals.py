@@ -39,14 +39,19 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
 @pytest.mark.parametrize("loop", ["step", "watch"])
 def test_signal_saves_between_two_steps_and_then_has_its_effect(
     loop: str, number: int, kind: type[BaseException], tmp_path: Path
 ) -> None:
     at = scene()
     make: Any = Guard if loop == "step" else stepguard.watch
-    with make(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard, pytest.raises(kind) as raised:
+    with (
+        make(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard,
+        pytest.raises(kind) as raised,
+    ):
         for index, batch in enumerate(DATA):
             if index == 3:
                 send(number)
@@ -71,7 +76,10 @@ def test_signal_inside_a_step_lets_the_step_end(tmp_path: Path) -> None:
         sent.append(1)
         return inner(batch)
 
-    with Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard, pytest.raises(SystemExit):
+    with (
+        Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard,
+        pytest.raises(SystemExit),
+    ):
         for batch in DATA:
             result = guard.step(loss, batch)
     assert result.committed and saved(tmp_path) == ["step-3"]
@@ -79,7 +87,10 @@ def test_signal_inside_a_step_lets_the_step_end(tmp_path: Path) -> None:
 
 def test_signal_in_the_last_step_is_answered_when_the_guard_closes(tmp_path: Path) -> None:
     at = scene()
-    with pytest.raises(KeyboardInterrupt), Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard,
+    ):
         for batch in DATA[:4]:
             guard.step(at.loss_fn, batch)
         send(signal.SIGINT)
@@ -130,7 +141,10 @@ def test_handler_of_the_user_is_called_afterwards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", ["no folder", "off", "thread"])
 def test_signals_are_left_alone(why: str, tmp_path: Path) -> None:
     at, found = scene(), []
-    settings = quiet(run_dir=None if why == "no folder" else tmp_path, on_signal="off" if why == "off" else "save")
+    settings = quiet(
+        run_dir=None if why == "no folder" else tmp_path,
+        on_signal="off" if why == "off" else "save",
+    )
 
     def look() -> None:
         with Guard(at.model, at.optimizer, config=settings):
@@ -173,7 +187,9 @@ def test_process_ends_with_143_and_can_be_resumed(tmp_path: Path) -> None:
         """
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, check=False, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=environment, check=False, timeout=100
+    )
     assert ended.returncode == 143 and saved(tmp_path) == ["step-5"]
 
 

@@ -1,4 +1,6 @@
-"""The user's loggers hear every step, incident and note; one that fails is dropped, and the run does not notice."""
+"""The user's loggers hear every step, incident and note; one that fails is dropped, and the run
+does not notice.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from guard.scenes import LOOPS, Scene, bare, batches, difference, grouped, noisy_net, poisoned, quiet, state_of
+from guard.scenes import (
+    LOOPS,
+    Scene,
+    bare,
+    batches,
+    difference,
+    grouped,
+    noisy_net,
+    poisoned,
+    quiet,
+    state_of,
+)
 from stepguard import ConfigError, GuardConfig, Incident
 from stepguard.engine.outlet import SinkDropped
 from stepguard.integrations.sinks import Sink
@@ -57,15 +70,27 @@ def with_bad_step(at: int) -> list[tuple[Any, ...]]:
 def test_a_sink_hears_every_step_and_the_incident_once_it_is_dealt_with(loop: str) -> None:
     memory = Memory()
     LOOPS[loop](scene(), with_bad_step(2)[:4], quiet(sinks=(memory,)))
-    assert memory.heard == ["step 0", "step 1", "step 2 skipped", "incident 2", "step 3", "end", "close"]
+    assert memory.heard == [
+        "step 0",
+        "step 1",
+        "step 2 skipped",
+        "incident 2",
+        "step 3",
+        "end",
+        "close",
+    ]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("fails_in", ["step", "incident", "note", "close"])
-def test_a_sink_that_fails_is_dropped_once_and_the_run_is_the_same(loop: str, fails_in: str, tmp_path: Path) -> None:
+def test_a_sink_that_fails_is_dropped_once_and_the_run_is_the_same(
+    loop: str, fails_in: str, tmp_path: Path
+) -> None:
     broken, healthy = Memory(fails_in), Memory()
     steps, guarded = with_bad_step(2), scene()
-    with pytest.warns(SinkDropped, match="Memory failed and is dropped.*no route to the dashboard") as said:
+    with pytest.warns(
+        SinkDropped, match="Memory failed and is dropped.*no route to the dashboard"
+    ) as said:
         LOOPS[loop](guarded, steps, quiet(sinks=(broken, healthy), run_dir=tmp_path))
     reference = scene()
     LOOPS[loop](reference, steps, quiet())
@@ -82,7 +107,11 @@ def test_sinks_that_fail_together_are_all_dropped() -> None:
     with pytest.warns(SinkDropped) as said:
         LOOPS["step"](scene(), STEPS[:3], quiet(sinks=(*broken, healthy)))
     assert len(said) == 3
-    assert [word for word in healthy.heard if word.startswith("step")] == ["step 0", "step 1", "step 2"]
+    assert [word for word in healthy.heard if word.startswith("step")] == [
+        "step 0",
+        "step 1",
+        "step 2",
+    ]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -103,7 +132,12 @@ def test_the_journal_names_the_sinks_and_copies_none(tmp_path: Path) -> None:
     assert read_run(tmp_path).header["config"]["sinks"] == ["Uncopyable"]
 
 
-@pytest.mark.parametrize("sinks", [[Memory()], (print,), Memory()], ids=["list", "function", "bare"])
+@pytest.mark.parametrize(
+    "sinks", [[Memory()], (print,), Memory()], ids=["list", "function", "bare"]
+)
 def test_what_is_no_tuple_of_sinks_is_refused(sinks: Any) -> None:
-    with pytest.raises(ConfigError, match=r"GuardConfig.sinks=.* must be a tuple of stepguard.integrations.sinks.Sink"):
+    with pytest.raises(
+        ConfigError,
+        match=r"GuardConfig.sinks=.* must be a tuple of stepguard.integrations.sinks.Sink",
+    ):
         GuardConfig(sinks=sinks)

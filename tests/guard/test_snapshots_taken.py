@@ -32,11 +32,14 @@ from guard.test_rewind import (
 from stepguard import Guard, Policy, TrainingHalted
 from stepguard.journal import read_run
 
-# --- what is taken, and when ------------------------------------------------------------------------------------------
+# --- what is taken, and when
+# ------------------------------------------------------------------------------------------
 
 
 def test_policy_that_never_rewinds_takes_no_snapshot() -> None:
-    guard, _ = run(scene(), grouped(DATA[:12], 1), settings=config(policy=Policy(actions=("skip", "stop"))))
+    guard, _ = run(
+        scene(), grouped(DATA[:12], 1), settings=config(policy=Policy(actions=("skip", "stop")))
+    )
     assert guard._recovery.ring.snapshots == []
 
 
@@ -55,7 +58,10 @@ def test_damage_in_the_first_steps_is_repaired_from_a_snapshot_on_probation(harm
     guard, _ = run(damaged, grouped(DATA[:12], 1), {3: harm}, quiet())
     assert decisions(guard) == [("rewind", 1, "repeat")]
     assert difference(state_of(damaged), state_of(reference)) == ""
-    assert [(s.step, s.standing) for s in guard._recovery.ring.snapshots] == [(1, "young"), (8, "young")]
+    assert [(s.step, s.standing) for s in guard._recovery.ring.snapshots] == [
+        (1, "young"),
+        (8, "young"),
+    ]
 
 
 def test_damage_that_comes_back_is_not_repaired_from_the_same_snapshot_for_ever() -> None:
@@ -67,7 +73,9 @@ def test_state_that_does_not_fit_turns_snapshots_off_and_says_so_once(tmp_path: 
     settings = config(snapshot_memory=10, run_dir=tmp_path)
     guard, _ = run(scene(), grouped(DATA[:20], 1), settings=settings)
     assert guard.armed
-    notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "snapshots"]
+    notes = [
+        note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "snapshots"
+    ]
     assert len(notes) == 1 and "copies of it do not fit" in notes[0]
 
 
@@ -79,11 +87,15 @@ def test_object_that_cannot_be_kept_turns_snapshots_off_and_not_the_guard(tmp_pa
         def load_state_dict(self, state: Any) -> None: ...
 
     at = scene()
-    with Guard(at.model, at.optimizer, state={"odd": Broken()}, config=config(run_dir=tmp_path)) as guard:
+    with Guard(
+        at.model, at.optimizer, state={"odd": Broken()}, config=config(run_dir=tmp_path)
+    ) as guard:
         for batch in DATA[:10]:
             assert guard.step(at.loss_fn, batch).committed
         assert guard.armed
-    assert any("no snapshots: not now" in str(note.get("summary")) for note in read_run(tmp_path).notes)
+    assert any(
+        "no snapshots: not now" in str(note.get("summary")) for note in read_run(tmp_path).notes
+    )
 
 
 def test_object_without_a_state_is_refused_with_its_name() -> None:

@@ -45,8 +45,17 @@ def reads() -> Iterator[Reads]:
 
 def _scene(fused: bool, *, dtype: torch.dtype = torch.float32, clip: float | None = None) -> Scene:
     model = plain_net().to(dtype)
-    loss = (lambda s, b: nn.functional.cross_entropy(s.model(b[0].to(dtype)).float(), b[1])) if clip else None
-    return Scene(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused), clip_norm=clip, loss=loss)
+    loss = (
+        (lambda s, b: nn.functional.cross_entropy(s.model(b[0].to(dtype)).float(), b[1]))
+        if clip
+        else None
+    )
+    return Scene(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused),
+        clip_norm=clip,
+        loss=loss,
+    )
 
 
 def _config(scene: Scene) -> GuardConfig:
@@ -149,7 +158,8 @@ def test_unread_results_cost_nothing() -> None:
     assert run(read=True) == len(DATA)
 
 
-# --- proof by fake tensors: a device that cannot be read --------------------------------------------------------------
+# --- proof by fake tensors: a device that cannot be read
+# --------------------------------------------------------------
 
 
 def _fake(fused: bool, net: Callable[[], nn.Module] = plain_net) -> tuple[Scene, Any]:
@@ -167,7 +177,9 @@ def _normed_net() -> nn.Module:
 
 @pytest.mark.parametrize("net", [plain_net, _normed_net])
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_fused_step_runs_where_nothing_can_be_read(clip: float | None, net: Callable[[], nn.Module]) -> None:
+def test_fused_step_runs_where_nothing_can_be_read(
+    clip: float | None, net: Callable[[], nn.Module]
+) -> None:
     with FakeTensorMode():
         scene, batch = _fake(True, net)
         guard = Guard(scene.model, scene.optimizer, config=quiet(clip_norm=clip))
@@ -176,7 +188,8 @@ def test_fused_step_runs_where_nothing_can_be_read(clip: float | None, net: Call
         with pytest.raises(DataDependentOutputException):
             bool(scene.loss_fn(batch) > 0)
     assert repr(result) == "StepResult(not read yet)"
-    guard._context.resources.close()  # the hooks are undone; the pending read is dropped with the guard
+    # the hooks are undone; the pending read is dropped with the guard
+    guard._context.resources.close()
 
 
 def test_watched_fused_step_runs_where_nothing_can_be_read() -> None:
@@ -192,6 +205,8 @@ def test_plain_step_cannot_run_where_nothing_can_be_read() -> None:
     with FakeTensorMode():
         scene, batch = _fake(False)
         with Guard(scene.model, scene.optimizer, config=quiet()) as guard:
-            with pytest.warns(GuardDisarmed, match=r"DataDependentOutputException|is_nonzero|_local_scalar_dense"):
+            with pytest.warns(
+                GuardDisarmed, match=r"DataDependentOutputException|is_nonzero|_local_scalar_dense"
+            ):
                 guard.step(scene.loss_fn, batch)
             assert not guard.armed  # it had to read, could not, and stepped aside

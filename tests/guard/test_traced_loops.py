@@ -1,4 +1,6 @@
-"""Tracing after an incident that could not be placed: for all guards of a process at once, and not for ever."""
+"""Tracing after an incident that could not be placed: for all guards of a process at once, and not
+for ever.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ class Several:
     def run(self, steps: int, bad: dict[int, tuple[int, ...]]) -> list[list[Origin | None]]:
         """`bad`: step -> the models whose loss is bad in it."""
         pairs = zip(self.models, self.optimizers, strict=True)
-        guards = [stepguard.watch(model, optimizer, config=quiet(**self.settings)) for model, optimizer in pairs]
+        guards = [
+            stepguard.watch(model, optimizer, config=quiet(**self.settings))
+            for model, optimizer in pairs
+        ]
         try:
             for guard in guards if self.armed else ():
                 guard._watcher.arming._arm(0)  # type: ignore[union-attr]
@@ -92,12 +97,17 @@ def test_what_another_optimizer_did_is_not_told_of_this_one() -> None:
 
 
 def test_a_value_from_another_guards_model_is_not_called_by_this_ones_names() -> None:
-    """The first model's weight turns bad and the second one's loss uses it: it is no parameter of the second."""
+    """The first model's weight turns bad and the second one's loss uses it: it is no parameter of
+    the second.
+    """
     torch.manual_seed(0)
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (one, other)]
     config = quiet(locate=True)
-    with stepguard.watch(one, optimizers[0], config=config), stepguard.watch(other, optimizers[1], config=config) as b:
+    with (
+        stepguard.watch(one, optimizers[0], config=config),
+        stepguard.watch(other, optimizers[1], config=config) as b,
+    ):
         b._watcher.arming._arm(0)  # type: ignore[union-attr]
         for step in range(3):
             extra = one.weight.detach() if step < 2 else one.weight.detach() * torch.nan
@@ -130,13 +140,18 @@ def test_after_the_first_steps_only_some_are_traced(tmp_path: Path) -> None:
     loop.run(60, {1: (0,)})
     traced = [step for step, modes in enumerate(loop.active) if modes]
     in_a_row = list(range(2, 2 + live_tracing.IN_A_ROW))
-    assert traced == [*in_a_row, *(1 + live_tracing.IN_A_ROW + live_tracing.THEN_EVERY * k for k in (1, 2, 3))]
+    assert traced == [
+        *in_a_row,
+        *(1 + live_tracing.IN_A_ROW + live_tracing.THEN_EVERY * k for k in (1, 2, 3)),
+    ]
 
 
 def test_tracing_ends_when_it_has_taken_long_enough_and_says_so(tmp_path: Path) -> None:
     loop = Several(1, locate=True, run_dir=tmp_path)
     model, optimizer = loop.models[0], loop.optimizers[0]
-    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet", run_dir=tmp_path)) as guard:
+    with stepguard.watch(
+        model, optimizer, config=GuardConfig(terminal="quiet", run_dir=tmp_path)
+    ) as guard:
         for step in range(12):
             if step == 5:
                 guard._context.effort.took(1000.0)  # a traced step that took so long
@@ -166,12 +181,17 @@ def test_where_the_trace_shows_nothing_either_it_is_given_up(tmp_path: Path) -> 
     assert "none of them showed where it was born" in notes[-1]
 
 
-def test_with_several_guards_every_line_says_which_one_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_several_guards_every_line_says_which_one_speaks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Critic(nn.Linear):
         pass
 
     actor, critic = nn.Linear(4, 1), Critic(4, 1)
-    optimizers = [torch.optim.SGD(actor.parameters(), lr=1e-3), torch.optim.Adam(critic.parameters())]
+    optimizers = [
+        torch.optim.SGD(actor.parameters(), lr=1e-3),
+        torch.optim.Adam(critic.parameters()),
+    ]
     with stepguard.watch(actor, optimizers[0]), stepguard.watch(critic, optimizers[1]):
         for _ in range(2):
             optimizers[1].zero_grad()

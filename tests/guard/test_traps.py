@@ -64,7 +64,9 @@ def test_trap_state_dict_that_does_not_load_back(loop: str, fused: bool) -> None
 
 
 def test_trap_incident_that_does_not_read_back(tmp_path: Path) -> None:
-    found = stepped(_scene(), [(DATA[0], DATA[1]), (DATA[2], poisoned(DATA[3]))], quiet(run_dir=tmp_path))
+    found = stepped(
+        _scene(), [(DATA[0], DATA[1]), (DATA[2], poisoned(DATA[3]))], quiet(run_dir=tmp_path)
+    )
     record = read_run(tmp_path)
     assert record.torn == 0
     assert difference(repr(record.incidents), repr([found[1].incident])) == ""
@@ -73,23 +75,33 @@ def test_trap_incident_that_does_not_read_back(tmp_path: Path) -> None:
 
 def test_trap_nan_that_enters_the_running_statistics_and_blinds_them(tmp_path: Path) -> None:
     model = plain_net()
-    scene = Scene(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=lambda s, b: s.model(b[0]).square().mean())
+    scene = Scene(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        loss=lambda s, b: s.model(b[0]).square().mean(),
+    )
     with Guard(model, scene.optimizer, config=quiet(run_dir=tmp_path)) as guard:
         for index in range(60):
             guard.step(scene.loss_fn, poisoned(DATA[0]) if index % 3 == 2 else DATA[0])
         history = guard._context.history
-        assert len(history.losses) == 40 and all(map(math.isfinite, [*history.losses, history.spread, history.level]))
+        assert len(history.losses) == 40 and all(
+            map(math.isfinite, [*history.losses, history.spread, history.level])
+        )
         with torch.no_grad():
             model[2].weight.mul_(100)
         guard.step(scene.loss_fn, DATA[0])
-        assert [note["kind"] for note in read_run(tmp_path).notes] == ["spike"]  # a blinded detector would pass it
+        assert [note["kind"] for note in read_run(tmp_path).notes] == [
+            "spike"
+        ]  # a blinded detector would pass it
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_trap_finite_gradients_with_an_infinite_norm(loop: str, fused: bool) -> None:
     scene, reference = _scene(fused=fused), _scene(fused=fused)
-    scene.clip_norm = 1.0  # clipping by an infinite norm would zero every gradient, and Adam would still move
+    scene.clip_norm = (
+        1.0  # clipping by an infinite norm would zero every gradient, and Adam would still move
+    )
     large = (DATA[1][0], DATA[1][1], 1e25)
 
     def loss(scene: Scene, batch: Any) -> Tensor:
@@ -110,7 +122,9 @@ def test_trap_finite_fp16_gradients_whose_fp16_norm_is_infinite() -> None:
     scene.loss = lambda s, b: (s.model(b) * 2000.0).sum()
     result = stepped(scene, [(torch.ones(1, 64).half(),)])[0]
     assert result.committed and result.grad_norm == 128_000.0  # twice what fp16 can hold
-    assert torch.equal(model.weight, torch.full((64, 64), -1.0).half())  # clipped to 64, not to nothing
+    assert torch.equal(
+        model.weight, torch.full((64, 64), -1.0).half()
+    )  # clipped to 64, not to nothing
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -130,8 +144,13 @@ def test_trap_gradients_dropped_before_the_scaler_steps(fused: bool, unscale: bo
     scene, reference = _scene(fused=fused, scaled=True), _scene(fused=fused, scaled=True)
     scene.clip_norm = reference.clip_norm = 100.0 if unscale else None
     scene.loss = lambda s, b: nn.functional.cross_entropy(s.model(b[0]), b[1])
-    labels = (DATA[1][0], torch.full_like(DATA[1][1], -100))  # the loss is NaN, the gradients are not
-    watched(scene, [(DATA[0],), (labels,), (DATA[2],)])  # "No inf checks were recorded" would be raised here
+    labels = (
+        DATA[1][0],
+        torch.full_like(DATA[1][1], -100),
+    )  # the loss is NaN, the gradients are not
+    watched(
+        scene, [(DATA[0],), (labels,), (DATA[2],)]
+    )  # "No inf checks were recorded" would be raised here
     bare(reference, [(DATA[0],), (DATA[2],)])
     assert difference(state_of(scene), state_of(reference)) == ""
 
@@ -156,7 +175,9 @@ def test_trap_optimizer_hook_that_runs_before_backward() -> None:
 
 
 class Wrapped(Optimizer):
-    """Stands for accelerate's AcceleratedOptimizer: an Optimizer by type, without hook lists of its own."""
+    """Stands for accelerate's AcceleratedOptimizer: an Optimizer by type, without hook lists of its
+    own.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -193,7 +214,10 @@ def test_trap_wrapper_without_hooks(loop: str) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
     ("masked", "kinds"),
-    [(lambda e, known: torch.where(known, e, 0.0), []), (lambda e, known: e * known, ["nonfinite_loss"])],
+    [
+        (lambda e, known: torch.where(known, e, 0.0), []),
+        (lambda e, known: e * known, ["nonfinite_loss"]),
+    ],
     ids=["where", "times-zero"],
 )
 def test_trap_where_replaced_by_a_multiplication_with_zero(
@@ -207,7 +231,9 @@ def test_trap_where_replaced_by_a_multiplication_with_zero(
     model = plain_net()
     scene = Scene(model, torch.optim.SGD(model.parameters(), lr=0.01), loss=loss)
     found = LOOPS[loop](scene, grouped(DATA[:1], 1))
-    incidents = list(found) if loop == "watch" else [r.incident for r in found if r.incident is not None]
+    incidents = (
+        list(found) if loop == "watch" else [r.incident for r in found if r.incident is not None]
+    )
     assert [i.verdict.kind for i in incidents] == kinds
 
 
@@ -220,7 +246,11 @@ def test_trap_left_out_micro_batch_is_not_multiplied_by_zero() -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_trap_skips_that_are_silent(loop: str, capsys: pytest.CaptureFixture[str]) -> None:
-    LOOPS[loop](_scene(), [(DATA[0],), (poisoned(DATA[1]),), (poisoned(DATA[2]),)], GuardConfig(locate=False))
+    LOOPS[loop](
+        _scene(),
+        [(DATA[0],), (poisoned(DATA[1]),), (poisoned(DATA[2]),)],
+        GuardConfig(locate=False),
+    )
     said = capsys.readouterr().err
     assert "step 1" in said and "step 2" in said and "2 in a row" in said
 
@@ -245,7 +275,9 @@ def test_trap_rotation_that_deletes_the_last_healthy_checkpoint(tmp_path: Path) 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_trap_loss_that_is_finite_while_the_weights_are_nan(loop: str, fused: bool) -> None:
     scene = _scene(fused=fused)
-    scene.loss = lambda s, b: nn.functional.cross_entropy(s.model(b[0]).nan_to_num(), b[1])  # the seeds' cosmetic fix
+    scene.loss = lambda s, b: nn.functional.cross_entropy(
+        s.model(b[0]).nan_to_num(), b[1]
+    )  # the seeds' cosmetic fix
 
     def steps() -> Any:
         yield (DATA[0],)
@@ -257,7 +289,10 @@ def test_trap_loss_that_is_finite_while_the_weights_are_nan(loop: str, fused: bo
     with pytest.raises(TrainingHalted) as halted:
         LOOPS[loop](scene, steps())
     incident = halted.value.incident
-    assert "param:3.weight" in incident.reading.bad_state and incident.verdict.kind == "nonfinite_parameter"
+    assert (
+        "param:3.weight" in incident.reading.bad_state
+        and incident.verdict.kind == "nonfinite_parameter"
+    )
 
 
 def test_trap_last_update_that_ruins_the_weights_after_the_last_reading() -> None:

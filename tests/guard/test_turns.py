@@ -1,4 +1,6 @@
-"""The look at the parameters after an update: of a large model some at a time, and no element is left out for good."""
+"""The look at the parameters after an update: of a large model some at a time, and no element is
+left out for good.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_a_round_of_shares_holds_every_element_once_and_each_share_is_small() ->
     turn = InTurn()
     shares = [turn.share(tensors) for _ in range(TURNS)]
     sizes = [sum(t.numel() for t in share) for share in shares]
-    round_of = next(n for n in range(1, TURNS) if shares[n][0].data_ptr() == shares[0][0].data_ptr())
+    round_of = next(
+        n for n in range(1, TURNS) if shares[n][0].data_ptr() == shares[0][0].data_ptr()
+    )
     assert sum(sizes[:round_of]) == sum(t.numel() for t in tensors)
     assert max(sizes) < 2 * CHEAP_LOOK
 

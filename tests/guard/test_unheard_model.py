@@ -1,4 +1,6 @@
-"""A model whose root is never called, only its methods or its children: it is protected as any other."""
+"""A model whose root is never called, only its methods or its children: it is protected as any
+other.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,15 @@ def train(way: Way, *, fused: bool) -> tuple[list[Any], dict[str, Any]]:
             if step == 20:
                 with torch.no_grad():
                     agent.critic.weight[0, 0] = torch.nan
-        taken = [{n: t.clone() for n, t in s.state.tensors.items()} for s in guard._recovery.ring.snapshots]
-        done = [(i.decision.action, i.decision.rewound_to) for i in guard.incidents if i.decision is not None]
+        taken = [
+            {n: t.clone() for n, t in s.state.tensors.items()}
+            for s in guard._recovery.ring.snapshots
+        ]
+        done = [
+            (i.decision.action, i.decision.rewound_to)
+            for i in guard.incidents
+            if i.decision is not None
+        ]
     return done, {"snapshots": taken, "end": agent.state_dict(), "lr": schedule.get_last_lr()}
 
 

@@ -1,4 +1,6 @@
-"""The size of the last update beside the weights: as it really was, and silent where nobody can know."""
+"""The size of the last update beside the weights: as it really was, and silent where nobody can
+know.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> f
         (torch.optim.SGD, {"momentum": 0.9}),
     ],
 )
-def test_ratio_is_that_of_the_update_that_was_made(kind: Any, settings: dict[str, Any], steps: int) -> None:
+def test_ratio_is_that_of_the_update_that_was_made(
+    kind: Any, settings: dict[str, Any], steps: int
+) -> None:
     model = plain_net()
     optimizer = kind(model.parameters(), lr=0.02, **settings)
     true = stepped(optimizer, model, steps)
@@ -71,10 +75,14 @@ def test_a_jump_of_the_rate_is_explained_with_the_size_of_the_update() -> None:
             guard.step(lambda batch: (model(batch[0]) - 1.0).square().mean(), DATA[index % 8])
         finding = guard.incidents[0].findings[0]
     assert finding.code == "SG504"
-    assert any("the last update changed the weights by 1.31 of" in said for said in finding.evidence), finding.evidence
+    assert any(
+        "the last update changed the weights by 1.31 of" in said for said in finding.evidence
+    ), finding.evidence
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam]
+)
 def test_no_training_leaves_a_mean_without_its_square(kind: Any) -> None:
     model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3))
     optimizer = kind(model.parameters(), lr=1e-3)

@@ -34,13 +34,18 @@ from stepguard.journal import read_run
 DATA = batches(12)
 
 
-# --- non-finite values ------------------------------------------------------------------------------------------------
+# --- non-finite values
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("fused", [False, True])
 def test_bad_input_is_named_by_its_key(value: float, fused: bool) -> None:
-    scene = adam(calm_net(), fused=fused, loss=lambda s, b: nn.functional.cross_entropy(s.model(b["x"]), b["y"]))
+    scene = adam(
+        calm_net(),
+        fused=fused,
+        loss=lambda s, b: nn.functional.cross_entropy(s.model(b["x"]), b["y"]),
+    )
     keyed = [{"x": x, "y": y} for x, y in [DATA[0], poisoned(DATA[1], value), DATA[2]]]
     found = incidents(scene, "step", grouped(keyed, 1))
     assert kinds(found) == [(1, "nonfinite_input")]
@@ -50,7 +55,11 @@ def test_bad_input_is_named_by_its_key(value: float, fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_bad_loss_of_good_input(loop: str, fused: bool) -> None:
-    scene = adam(calm_net(), fused=fused, loss=changed_loss(lambda v, s: torch.log(v - v.detach() - 1.0), DATA[1]))
+    scene = adam(
+        calm_net(),
+        fused=fused,
+        loss=changed_loss(lambda v, s: torch.log(v - v.detach() - 1.0), DATA[1]),
+    )
     assert kinds(incidents(scene, loop, grouped(DATA[:3], 1))) == [(1, "nonfinite_loss")]
 
 
@@ -68,16 +77,24 @@ def test_bad_gradient_of_a_good_loss(loop: str, fused: bool) -> None:
 
 
 def test_late_reading_never_takes_the_next_gradients_for_its_own() -> None:
-    scene = adam(plain_net(), fused=True, loss=changed_loss(_singular, DATA[1]))  # nothing forces an early reading
+    scene = adam(
+        plain_net(), fused=True, loss=changed_loss(_singular, DATA[1])
+    )  # nothing forces an early reading
     found = incidents(scene, "watch", grouped(DATA[:4], 1))
     assert kinds(found) == [(1, "nonfinite_gradient")]
-    assert found[0].reading.bad_grads == ()  # they are gone, and those of the next step are not theirs
+    assert (
+        found[0].reading.bad_grads == ()
+    )  # they are gone, and those of the next step are not theirs
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_finite_gradients_whose_norm_overflows(loop: str, fused: bool) -> None:
-    scene = adam(calm_net(), fused=fused, loss=changed_loss(lambda v, s: v + (first_weight(s) * 1e25).sum(), DATA[1]))
+    scene = adam(
+        calm_net(),
+        fused=fused,
+        loss=changed_loss(lambda v, s: v + (first_weight(s) * 1e25).sum(), DATA[1]),
+    )
     before = state_of(scene)
     found = incidents(scene, loop, [(DATA[1],)])
     assert kinds(found) == [(0, "infinite_norm")]
@@ -100,7 +117,9 @@ def test_parameter_that_turned_bad_between_steps_stops_the_run(loop: str, fused:
     with pytest.raises(TrainingHalted) as halted:
         LOOPS[loop](scene, steps())
     incident = halted.value.incident
-    assert incident.verdict.kind == "nonfinite_parameter" and incident.reading.bad_state == ("param:0.weight",)
+    assert incident.verdict.kind == "nonfinite_parameter" and incident.reading.bad_state == (
+        "param:0.weight",
+    )
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -111,22 +130,32 @@ def test_norm_statistics_that_turned_bad_between_steps_stop_the_run(loop: str) -
         yield (DATA[0],)
         scene.model[1].running_var[0] = NAN
         if loop == "watch":
-            scene.model.load_state_dict(scene.model.state_dict())  # how statistics change outside a forward
+            scene.model.load_state_dict(
+                scene.model.state_dict()
+            )  # how statistics change outside a forward
         yield (DATA[1],)
 
     with pytest.raises(TrainingHalted) as halted:
         LOOPS[loop](scene, steps())
     incident = halted.value.incident
-    assert (incident.verdict.kind, incident.reading.bad_state) == ("nonfinite_buffer", ("buffer:1.running_var",))
+    assert (incident.verdict.kind, incident.reading.bad_state) == (
+        "nonfinite_buffer",
+        ("buffer:1.running_var",),
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_norm_statistics_that_this_step_overflows_are_put_back(loop: str, fused: bool) -> None:
     def saturated(scene: Scene, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(scene.model(batch[0]).tanh(), batch[1])  # finite whatever comes in
+        return nn.functional.cross_entropy(
+            scene.model(batch[0]).tanh(), batch[1]
+        )  # finite whatever comes in
 
-    scene, reference = adam(calm_net(), fused=fused, loss=saturated), adam(calm_net(), fused=fused, loss=saturated)
+    scene, reference = (
+        adam(calm_net(), fused=fused, loss=saturated),
+        adam(calm_net(), fused=fused, loss=saturated),
+    )
     huge = (DATA[1][0] * 1e20, DATA[1][1])  # the variance of 1e20 overflows fp32
     found = incidents(scene, loop, [(DATA[0],), (huge,), (DATA[2],)])
     assert [i.verdict.kind for i in found] == ["nonfinite_buffer"] and found[0].reading.state_born
@@ -155,7 +184,9 @@ def test_poisoned_optimizer_state_stops_the_run_before_it_spreads(loop: str, fus
 def test_epsilon_that_is_zero_in_fp16_is_caught_at_that_step(loop: str) -> None:
     model = plain_net().half()
     with torch.no_grad():
-        model[2].weight.zero_()  # as LoRA starts: the first layer's gradient is exactly 0, and 0 / (0 + 0) is NaN
+        model[
+            2
+        ].weight.zero_()  # as LoRA starts: the first layer's gradient is exactly 0, and 0 / (0 + 0) is NaN
         model[2].bias.zero_()
     scene = Scene(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-8, foreach=True))
     scene.loss = lambda s, b: nn.functional.cross_entropy(s.model(b[0].half()).float(), b[1])
@@ -166,7 +197,8 @@ def test_epsilon_that_is_zero_in_fp16_is_caught_at_that_step(loop: str) -> None:
     assert difference(state_of(scene), before) == ""
 
 
-# --- finite anomalies -------------------------------------------------------------------------------------------------
+# --- finite anomalies
+# -------------------------------------------------------------------------------------------------
 
 
 def _notes(folder: Path) -> list[tuple[int, str]]:
@@ -183,7 +215,10 @@ def test_batch_without_labels_is_noted(tmp_path: Path) -> None:
     def summed(scene: Scene, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(scene.model(batch["x"]), batch["y"], reduction="sum")
 
-    keyed = [{"x": x, "y": torch.full_like(y, -100) if i == 2 else y} for i, (x, y) in enumerate(DATA[:4])]
+    keyed = [
+        {"x": x, "y": torch.full_like(y, -100) if i == 2 else y}
+        for i, (x, y) in enumerate(DATA[:4])
+    ]
     config = quiet(run_dir=tmp_path, labels_key="y")
     assert incidents(sgd(plain_net(), loss=summed), "step", grouped(keyed, 1), config) == []
     assert _notes(tmp_path) == [(2, "no_labels")]
@@ -199,7 +234,9 @@ def _through_half(scene: Scene, batch: Any) -> Tensor:
 def test_scaler_that_collapses_is_an_incident(loop: str) -> None:
     model = plain_net()
     scaler = GradScaler("cpu", init_scale=4.0)
-    scene = Scene(model, torch.optim.SGD(model.parameters(), lr=1e-9), scaler=scaler, loss=_through_half)
+    scene = Scene(
+        model, torch.optim.SGD(model.parameters(), lr=1e-9), scaler=scaler, loss=_through_half
+    )
     found = incidents(scene, loop, grouped(DATA[:5], 1))
     assert kinds(found)[0] == (3, "scaler_collapse")  # 4, 2 and 1 are calibration
     assert found[0].reading.scale == 0.5
@@ -240,7 +277,9 @@ def _down(guard: Guard, scene: Scene, count: int = 80) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_spike_of_hurt_weights_is_an_incident_and_a_hard_batch_is_not(fused: bool, tmp_path: Path) -> None:
+def test_spike_of_hurt_weights_is_an_incident_and_a_hard_batch_is_not(
+    fused: bool, tmp_path: Path
+) -> None:
     scene = _valley()
     scene.optimizer = torch.optim.SGD(scene.model.parameters(), lr=0.1, fused=fused)
     config = quiet(run_dir=tmp_path, snapshot_every=8, anomalies="act")
@@ -262,14 +301,19 @@ def test_spike_of_hurt_weights_is_an_incident_and_a_hard_batch_is_not(fused: boo
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_finite_anomalies_are_told_and_nothing_is_done_by_default(loop: str, tmp_path: Path) -> None:
+def test_finite_anomalies_are_told_and_nothing_is_done_by_default(
+    loop: str, tmp_path: Path
+) -> None:
     calls = []
 
     def loss(scene: Scene, batch: Any) -> Tensor:
         calls.append(1)
         return nn.functional.cross_entropy(scene.model(batch[0]), batch[1])
 
-    scene, reference = (Scene(m, torch.optim.SGD(m.parameters(), 0.01), loss=loss) for m in (plain_net(), plain_net()))
+    scene, reference = (
+        Scene(m, torch.optim.SGD(m.parameters(), 0.01), loss=loss)
+        for m in (plain_net(), plain_net())
+    )
     hard = [(x * 40.0, y) for x, y in DATA[:4]]
     steps = grouped([*DATA[:4] * 8, *hard, *DATA[:4]], 1)
     for micro in steps:
@@ -287,13 +331,19 @@ def test_no_line_blames_the_data_or_the_weights_without_a_measurement(tmp_path: 
     with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path)) as guard:
         _down(guard, scene, 40)
         guard.step(scene.loss_fn, torch.tensor(30.0))
-    said = [str(note.get("summary")) for note in read_run(tmp_path).notes if note.get("kind") == "spike"]
-    assert said and not any(word in line for line in said for word in ("did it", "hurt", "earlier batch"))
+    said = [
+        str(note.get("summary")) for note in read_run(tmp_path).notes if note.get("kind") == "spike"
+    ]
+    assert said and not any(
+        word in line for line in said for word in ("did it", "hurt", "earlier batch")
+    )
 
 
 def test_anomalies_off_says_nothing(tmp_path: Path) -> None:
     scene = _valley()
-    with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path, anomalies="off")) as guard:
+    with Guard(
+        scene.model, scene.optimizer, config=quiet(run_dir=tmp_path, anomalies="off")
+    ) as guard:
         _down(guard, scene, 40)
         guard.step(scene.loss_fn, torch.tensor(1e9))
     assert _notes(tmp_path) == []
@@ -301,7 +351,9 @@ def test_anomalies_off_says_nothing(tmp_path: Path) -> None:
 
 def test_slow_drift_of_the_weights_is_an_incident() -> None:
     scene = _valley()
-    with Guard(scene.model, scene.optimizer, config=quiet(snapshot_every=8, anomalies="act")) as guard:
+    with Guard(
+        scene.model, scene.optimizer, config=quiet(snapshot_every=8, anomalies="act")
+    ) as guard:
         _down(guard, scene)
         scene.optimizer.param_groups[0]["lr"] = 0.0
         first = None
@@ -355,7 +407,9 @@ def test_nan_never_enters_the_history(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1e5, 1e7])
-def test_learning_rate_jump_is_the_cause_however_far_the_exponential_overflows(times: float) -> None:
+def test_learning_rate_jump_is_the_cause_however_far_the_exponential_overflows(
+    times: float,
+) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -363,7 +417,10 @@ def test_learning_rate_jump_is_the_cause_however_far_the_exponential_overflows(t
     with Guard(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
         for step in range(44):
             optimizer.param_groups[0]["lr"] = 0.01 * (times if step >= 40 else 1.0)
-            guard.step(lambda x: (torch.exp(model(x)) - 2.0).pow(2).mean(), torch.rand(16, 4, generator=draw))
+            guard.step(
+                lambda x: (torch.exp(model(x)) - 2.0).pow(2).mean(),
+                torch.rand(16, 4, generator=draw),
+            )
     first = guard.incidents[0]
     assert first.origin is not None and first.origin.op == "aten.exp"
     assert first.findings[0].code == "SG504"

@@ -33,7 +33,10 @@ from guard.scenes import (
 from stepguard import ConfigError, Guard
 
 DATA = batches(8)
-SPECIAL: dict[str, dict[str, Any]] = {"LBFGS": {"lr": 0.1, "max_iter": 3}, "SparseAdam": {"lr": 0.1}}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "LBFGS": {"lr": 0.1, "max_iter": 3},
+    "SparseAdam": {"lr": 0.1},
+}
 CLASSES = sorted(
     name
     for name, found in vars(torch.optim).items()
@@ -41,8 +44,14 @@ CLASSES = sorted(
 )
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, SPECIAL.get(name, {"lr": 0.05})) for name in CLASSES},
-    **{f"{name}-foreach": (name, {"lr": 0.05, "foreach": True}) for name in ("SGD", "Adam", "AdamW", "RMSprop")},
-    **{f"{name}-fused": (name, {"lr": 0.05, "fused": True}) for name in ("SGD", "Adam", "AdamW", "Adagrad")},
+    **{
+        f"{name}-foreach": (name, {"lr": 0.05, "foreach": True})
+        for name in ("SGD", "Adam", "AdamW", "RMSprop")
+    },
+    **{
+        f"{name}-fused": (name, {"lr": 0.05, "fused": True})
+        for name in ("SGD", "Adam", "AdamW", "Adagrad")
+    },
     "SGD-momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
     "Adam-amsgrad": ("Adam", {"lr": 0.05, "amsgrad": True, "weight_decay": 0.1}),
     "LBFGS-wolfe": ("LBFGS", {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}),
@@ -79,7 +88,9 @@ def _scene(variant: str, *, scaled: bool = False) -> Scene:
     return Scene(model, optimizer, scheduler, scaler, autocast=autocast, ema=ema, loss=loss)
 
 
-def _end(make: Callable[[], Scene], loop: Callable[..., Any], steps: list[tuple[Any, ...]]) -> dict[str, Any]:
+def _end(
+    make: Callable[[], Scene], loop: Callable[..., Any], steps: list[tuple[Any, ...]]
+) -> dict[str, Any]:
     scene = make()
     loop(scene, steps)
     return state_of(scene)
@@ -89,7 +100,10 @@ def _assert_never_came(make: Callable[[], Scene], loop: str, at: int, *, micro: 
     """Run with a step of bad batches at `at` and without that step: the same end."""
     good = grouped(DATA, micro)
     bad = tuple(poisoned(batch) for batch in good[0])
-    assert difference(_end(make, LOOPS[loop], [*good[:at], bad, *good[at:]]), _end(make, bare, good)) == ""
+    assert (
+        difference(_end(make, LOOPS[loop], [*good[:at], bad, *good[at:]]), _end(make, bare, good))
+        == ""
+    )
 
 
 def test_every_optimizer_of_torch_is_here() -> None:
@@ -116,7 +130,8 @@ def test_accumulated_step_of_bad_batches_never_came(variant: str, loop: str) -> 
     _assert_never_came(lambda: _scene(variant), loop, 1, micro=4)
 
 
-# --- one bad micro-batch --------------------------------------------------------------------------------------------
+# --- one bad micro-batch
+# --------------------------------------------------------------------------------------------
 
 
 def _renormalised(scene: Scene, good: list[Any], count: int) -> None:
@@ -143,7 +158,9 @@ def _renormalised(scene: Scene, good: list[Any], count: int) -> None:
 
 @pytest.mark.parametrize("bad", [(0,), (2,), (1, 3)], ids=str)
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
-@pytest.mark.parametrize("variant", ["SGD", "AdamW", "AdamW-fused", "Adafactor", "Muon", "SparseAdam"])
+@pytest.mark.parametrize(
+    "variant", ["SGD", "AdamW", "AdamW-fused", "Adafactor", "Muon", "SparseAdam"]
+)
 def test_bad_micro_batches_are_left_out_and_the_rest_renormalised(
     variant: str, scaled: bool, bad: tuple[int, ...]
 ) -> None:
@@ -182,7 +199,8 @@ def test_left_out_micro_batch_draws_the_same_random_numbers_for_the_rest() -> No
     assert difference(state_of(guarded), state_of(reference)) == ""
 
 
-# --- what a step leaves behind ---------------------------------------------------------------------------------------
+# --- what a step leaves behind
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["SGD", "AdamW-fused"])
@@ -250,7 +268,8 @@ def test_user_exception_in_backward_leaves_a_watched_loop_usable(variant: str) -
         assert guard.armed and [i.verdict.kind for i in guard.incidents] == ["exception"]
 
 
-# --- what a step returns --------------------------------------------------------------------------------------------
+# --- what a step returns
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["SGD", "AdamW-fused", "LBFGS"])
@@ -277,14 +296,19 @@ def test_named_losses_are_added_and_told_apart() -> None:
 
     def loss_fn(batch: Any) -> dict[str, Tensor]:
         logits = scene.model(batch[0])
-        named = {"text": nn.functional.cross_entropy(logits, batch[1]), "size": logits.square().mean()}
+        named = {
+            "text": nn.functional.cross_entropy(logits, batch[1]),
+            "size": logits.square().mean(),
+        }
         return {**named, "late": logits.sum() * 0.0} if batch is DATA[1] else named
 
     with Guard(scene.model, scene.optimizer, config=QUIET) as guard:
         reading = guard.step(loss_fn, DATA[0], DATA[1])._read()
         assert reading is not None and list(reading.components) == ["text", "size", "late"]
         assert reading.loss == pytest.approx(sum(reading.components.values()), rel=1e-6)
-        bad = guard.step(lambda b: {"fine": loss_fn(b)["text"], "broken": loss_fn(b)["size"] * NAN}, DATA[2])
+        bad = guard.step(
+            lambda b: {"fine": loss_fn(b)["text"], "broken": loss_fn(b)["size"] * NAN}, DATA[2]
+        )
     assert bad.incident is not None and "broken" in bad.incident.verdict.summary
     assert "fine" not in bad.incident.verdict.summary
 
@@ -313,7 +337,10 @@ def test_loss_that_is_no_scalar_is_one_clear_error(output: Any, words: str) -> N
 
 def test_step_without_a_batch_is_one_clear_error() -> None:
     scene = _scene("SGD")
-    with Guard(scene.model, scene.optimizer, config=QUIET) as guard, pytest.raises(ConfigError, match="no batch"):
+    with (
+        Guard(scene.model, scene.optimizer, config=QUIET) as guard,
+        pytest.raises(ConfigError, match="no batch"),
+    ):
         guard.step(scene.loss_fn)
 
 
@@ -326,7 +353,8 @@ def test_closed_guard_takes_no_step() -> None:
         guard.step(scene.loss_fn, DATA[0])
 
 
-# --- schedules of every kind -----------------------------------------------------------------------------------------
+# --- schedules of every kind
+# -----------------------------------------------------------------------------------------
 
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1.0 / (i + 1)),
@@ -334,11 +362,17 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
     "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
         milestones=[3],
     ),
     "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
-        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 4), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+        [
+            torch.optim.lr_scheduler.ConstantLR(o, 0.5, 4),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ]
     ),
 }
 
@@ -351,7 +385,9 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 def test_schedule_waits_for_a_real_update(schedule: str, loop: str, fused: bool, rate: Any) -> None:
     def make() -> Scene:
         model = plain_net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=copy.deepcopy(rate), fused=fused, foreach=False)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=copy.deepcopy(rate), fused=fused, foreach=False
+        )
         return Scene(model, optimizer, SCHEDULES[schedule](optimizer))
 
     _assert_never_came(make, loop, 4)
@@ -377,4 +413,9 @@ def test_watched_step_with_one_bad_micro_batch_never_came(variant: str) -> None:
     good = grouped(DATA[:4], 2)
     spoilt = (DATA[4], poisoned(DATA[5]))
     expected = _end(lambda: _scene(variant), bare, good)
-    assert difference(_end(lambda: _scene(variant), LOOPS["watch"], [good[0], spoilt, good[1]]), expected) == ""
+    assert (
+        difference(
+            _end(lambda: _scene(variant), LOOPS["watch"], [good[0], spoilt, good[1]]), expected
+        )
+        == ""
+    )

@@ -51,7 +51,8 @@ def _losses(folder: Path) -> list[Any]:
     return [line.get("loss") for line in read_run(folder).steps]
 
 
-# --- loops people write -----------------------------------------------------------------------------------------------
+# --- loops people write
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [_sgd, _fused])
@@ -68,7 +69,9 @@ def test_step_with_a_closure(make: Callable[[nn.Module], Scene], keyword: bool) 
                 loss.backward()
                 return loss
 
-            out = scene.optimizer.step(closure=closure) if keyword else scene.optimizer.step(closure)
+            out = (
+                scene.optimizer.step(closure=closure) if keyword else scene.optimizer.step(closure)
+            )
             returned.append(float(out.detach()))
         assert [i.step for i in guard.incidents] == [1]
     bare(reference, grouped([DATA[0], DATA[2]], 1))
@@ -90,7 +93,9 @@ def test_loss_of_several_backwards_is_their_sum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_loss_whose_gradients_were_dropped_is_part_of_no_update(set_to_none: bool, tmp_path: Path) -> None:
+def test_loss_whose_gradients_were_dropped_is_part_of_no_update(
+    set_to_none: bool, tmp_path: Path
+) -> None:
     scene = _sgd(plain_net())
     with stepguard.watch(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path)) as guard:
         plain_step(scene, (DATA[0],))
@@ -135,7 +140,9 @@ def test_norm_is_unscaled_also_where_the_fused_kernel_divides(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("make", [_sgd, _fused])
-def test_scaler_that_skips_by_itself_is_seen(make: Callable[[nn.Module], Scene], tmp_path: Path) -> None:
+def test_scaler_that_skips_by_itself_is_seen(
+    make: Callable[[nn.Module], Scene], tmp_path: Path
+) -> None:
     scene = make(calm_net())
     scene.scaler = GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
     found = watched(scene, [(DATA[0],), (poisoned(DATA[1]),), (DATA[2],)], quiet(run_dir=tmp_path))
@@ -165,7 +172,8 @@ def test_other_scalers_are_left_alone() -> None:
     assert theirs.get_scale() == 2.0**39
 
 
-# --- several guards ---------------------------------------------------------------------------------------------------
+# --- several guards
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -191,7 +199,8 @@ def test_two_optimizers_of_one_backward_pass_take_one_decision(fused: bool) -> N
     said = [[i.step for i in guard.incidents] for guard in guards]
     for guard in guards:
         guard.close()
-    # one incident; only a fused optimizer, whose verdict stays on the device, finds the bad loss again by itself
+    # one incident; only a fused optimizer, whose verdict stays on the device, finds the bad loss
+    # again by itself
     assert said == ([[1], [1]] if fused else [[1], []])
     reference, theirs = build()
     for batch in (DATA[0], DATA[2]):
@@ -213,7 +222,9 @@ def test_two_players_each_see_their_own_loss(set_to_none: bool, tmp_path: Path) 
     ]
     expected: list[list[float]] = [[], []]
     for index, (noise, _) in enumerate(DATA[:4]):
-        judge_loss = (judge(maker(noise).detach()) - 1).square().mean() * (NAN if index == 2 else 1.0)
+        judge_loss = (judge(maker(noise).detach()) - 1).square().mean() * (
+            NAN if index == 2 else 1.0
+        )
         players[1][1].zero_grad(set_to_none=set_to_none)
         judge_loss.backward()
         players[1][1].step()
@@ -237,19 +248,33 @@ def test_watched_guard_takes_no_steps_of_its_own() -> None:
         guard.step(scene.loss_fn, DATA[0])
 
 
-# --- nothing of ours on the user's objects ----------------------------------------------------------------------------
+# --- nothing of ours on the user's objects
+# ----------------------------------------------------------------------------
 
 
 def _ours(model: nn.Module) -> list[str]:
     """Hooks and wrapped methods of stepguard, wherever a module or a parameter may keep one."""
     found: list[Any] = []
     for module in model.modules():
-        found += [hook for name, hooks in vars(module).items() if name.endswith("_hooks") for hook in hooks.values()]
-        found += [value for value in vars(module).values() if callable(value) and not isinstance(value, nn.Module)]
+        found += [
+            hook
+            for name, hooks in vars(module).items()
+            if name.endswith("_hooks")
+            for hook in hooks.values()
+        ]
+        found += [
+            value
+            for value in vars(module).values()
+            if callable(value) and not isinstance(value, nn.Module)
+        ]
     for parameter in model.parameters():
         for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
             found += list((hooks or {}).values())
-    return [str(hook) for hook in found if "stepguard" in f"{type(hook).__module__} {getattr(hook, '__module__', '')}"]
+    return [
+        str(hook)
+        for hook in found
+        if "stepguard" in f"{type(hook).__module__} {getattr(hook, '__module__', '')}"
+    ]
 
 
 @pytest.fixture
@@ -280,7 +305,9 @@ def test_stepped_model_carries_no_hook() -> None:
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))], ids=["deepcopy", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))],
+    ids=["deepcopy", "pickle"],
 )
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "scheduler"])
 def test_copies_of_the_users_objects_are_free_of_the_guard(
@@ -347,19 +374,35 @@ def test_watched_model_can_be_exported() -> None:
 
 def test_close_undoes_everything() -> None:
     scene = _sgd(calm_net())
-    before = (torch.Tensor.backward, clip_grad._get_total_norm, GradScaler.update, nn.Module.load_state_dict)
+    before = (
+        torch.Tensor.backward,
+        clip_grad._get_total_norm,
+        GradScaler.update,
+        nn.Module.load_state_dict,
+    )
     scene.scaler = GradScaler("cpu", init_scale=8.0)
     attributes = set(vars(scene.scaler)) | set(vars(scene.optimizer)) | set(vars(scene.model))
     guards = [
-        stepguard.watch(at.model, at.optimizer, scaler=scene.scaler, config=QUIET) for at in (scene, _sgd(plain_net()))
+        stepguard.watch(at.model, at.optimizer, scaler=scene.scaler, config=QUIET)
+        for at in (scene, _sgd(plain_net()))
     ]
     plain_step(scene, (DATA[0],))
     guards[0].close()
     assert torch.Tensor.backward is not before[0]  # the other one still listens
     guards[1].close()
-    assert (torch.Tensor.backward, clip_grad._get_total_norm, GradScaler.update, nn.Module.load_state_dict) == before
-    assert not scene.optimizer._optimizer_step_pre_hooks and not scene.optimizer._optimizer_step_post_hooks
-    assert set(vars(scene.scaler)) | set(vars(scene.optimizer)) | set(vars(scene.model)) == attributes
+    assert (
+        torch.Tensor.backward,
+        clip_grad._get_total_norm,
+        GradScaler.update,
+        nn.Module.load_state_dict,
+    ) == before
+    assert (
+        not scene.optimizer._optimizer_step_pre_hooks
+        and not scene.optimizer._optimizer_step_post_hooks
+    )
+    assert (
+        set(vars(scene.scaler)) | set(vars(scene.optimizer)) | set(vars(scene.model)) == attributes
+    )
     assert _ours(scene.model) == []
     bare(scene, [(poisoned(DATA[1]),)])
     assert guards[0].incidents == () and guards[1].incidents == ()

@@ -1,4 +1,6 @@
-"""Locating in a watched loop: inside the model by replay, outside it by tracing the next bad step as it runs."""
+"""Locating in a watched loop: inside the model by replay, outside it by tracing the next bad step
+as it runs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def _nothing_compiled() -> None:
 
 def line(mark: str, file: Path = HERE) -> str:
     """`file:number` of the line of this file that carries a mark."""
-    numbers = [n for n, text in enumerate(file.read_text().splitlines(), start=1) if text.endswith(f"# {mark}")]
+    numbers = [
+        n
+        for n, text in enumerate(file.read_text().splitlines(), start=1)
+        if text.endswith(f"# {mark}")
+    ]
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{numbers[0]}"
 
 
@@ -90,7 +96,9 @@ class Watched:
         self.model = Net(self.fault)
         self.update = self.optimizer(self.model.parameters(), lr=1e-2)
         self.losses: list[float] = []
-        guard = stepguard.watch(self.model, self.update, config=self.config) if self.guarded else None
+        guard = (
+            stepguard.watch(self.model, self.update, config=self.config) if self.guarded else None
+        )
         try:
             for step in range(self.steps):
                 self._step(step)
@@ -120,13 +128,19 @@ def origin(incident: Incident) -> Origin:
     return incident.origin
 
 
-# --- inside the model: the first incident is located --------------------------------------------------------------
+# --- inside the model: the first incident is located
+# --------------------------------------------------------------
 
 
 def test_a_value_born_in_the_forward_is_placed_with_line_and_sample() -> None:
     (incident,) = Watched("forward").run()
     found = origin(incident)
-    assert (found.phase, found.op, found.module, found.source) == ("forward", "aten.log", "", line("forward"))
+    assert (found.phase, found.op, found.module, found.source) == (
+        "forward",
+        "aten.log",
+        "",
+        line("forward"),
+    )
     assert (found.samples, found.reproduced) == ((3,), True)
     assert incident.findings[0].code == "SG202"
 
@@ -134,7 +148,12 @@ def test_a_value_born_in_the_forward_is_placed_with_line_and_sample() -> None:
 def test_a_value_born_in_the_backward_is_placed_with_line_and_sample() -> None:
     (incident,) = Watched("backward").run()
     found = origin(incident)
-    assert (found.phase, found.node, found.module, found.source) == ("backward", "SqrtBackward0", "", line("backward"))
+    assert (found.phase, found.node, found.module, found.source) == (
+        "backward",
+        "SqrtBackward0",
+        "",
+        line("backward"),
+    )
     assert (found.samples, found.reproduced) == ((3,), True)
     assert incident.findings[0].code == "SG401"
 
@@ -173,7 +192,9 @@ def test_what_came_in_computed_is_not_called_an_input() -> None:
     torch.manual_seed(0)
     before, model = nn.Linear(4, 4), Net()
     optimizer = torch.optim.SGD([*before.parameters(), *model.parameters()], lr=0.1)
-    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet", locate=True)) as guard:
+    with stepguard.watch(
+        model, optimizer, config=GuardConfig(terminal="quiet", locate=True)
+    ) as guard:
         features = before(torch.randn(6, 4)) * NAN
         F.cross_entropy(model(features, torch.ones(6)), torch.zeros(6, dtype=torch.long)).backward()
         optimizer.step()
@@ -182,17 +203,26 @@ def test_what_came_in_computed_is_not_called_an_input() -> None:
     assert any("through an argument" in note for note in found.notes)
 
 
-# --- outside the model: said honestly, then traced ----------------------------------------------------------------
+# --- outside the model: said honestly, then traced
+# ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("loss", "phase"), [(log_loss, "loss"), (root_loss, "backward")])
 def test_what_is_born_in_the_loss_is_said_to_be_outside_the_model(loss: Loss, phase: str) -> None:
     (incident,) = Watched(loss=loss).run()
     found = origin(incident)
-    assert (found.phase, found.module, found.op, found.source, found.tensor) == (phase, None, None, None, None)
+    assert (found.phase, found.module, found.op, found.source, found.tensor) == (
+        phase,
+        None,
+        None,
+        None,
+        None,
+    )
     assert found.reproduced is None
     assert any("outside the model" in note for note in found.notes)
-    assert "output gradient" not in f"{incident.verdict.summary} {found} {incident.reading.bad_inputs}"
+    assert (
+        "output gradient" not in f"{incident.verdict.summary} {found} {incident.reading.bad_inputs}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,11 +253,17 @@ def test_a_value_born_in_the_data_code_before_the_model_is_input() -> None:
             raw = torch.full((6, 4), -1.0 if step in bad else 1.0)
             features = torch.log(raw) * model.norm.weight.mean()  # data
             optimizer.zero_grad()
-            F.cross_entropy(model(features, torch.ones(6)), torch.zeros(6, dtype=torch.long)).backward()
+            F.cross_entropy(
+                model(features, torch.ones(6)), torch.zeros(6, dtype=torch.long)
+            ).backward()
             optimizer.step()
     first, second = guard.incidents
     assert origin(first).op is None
-    assert (origin(second).op, origin(second).phase, origin(second).source) == ("aten.log", "input", line("data"))
+    assert (origin(second).op, origin(second).phase, origin(second).source) == (
+        "aten.log",
+        "input",
+        line("data"),
+    )
 
 
 def test_values_are_bit_identical_while_armed() -> None:
@@ -236,7 +272,9 @@ def test_values_are_bit_identical_while_armed() -> None:
     armed = Watched(loss=log_loss, bad=(), steps=8, during=_arm_at_the_start())
     armed.run()
     assert armed.losses == bare.losses
-    for left, right in zip(bare.model.state_dict().values(), armed.model.state_dict().values(), strict=True):
+    for left, right in zip(
+        bare.model.state_dict().values(), armed.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(left, right)
 
 
@@ -244,7 +282,9 @@ def _arm_at_the_start() -> Callable[[int, nn.Module], None]:
     """Arms the watcher before the second step, and proves that it stays so."""
 
     def during(step: int, model: nn.Module) -> None:
-        tracing = [m for m in _get_current_dispatch_mode_stack() if "LiveTracer" in type(m).__name__]
+        tracing = [
+            m for m in _get_current_dispatch_mode_stack() if "LiveTracer" in type(m).__name__
+        ]
         assert len(tracing) == (1 if step else 0)
         if step == 0:
             (capture,) = model._compiled_call_impl.hearers  # type: ignore[union-attr]
@@ -263,7 +303,9 @@ def test_random_operations_draw_the_same_numbers_while_armed() -> None:
                 assert guard._watcher is not None
                 guard._watcher.arming._arm(0)
             for _ in range(3):
-                noise = torch.bernoulli(torch.full((6, 4), 0.5)) / torch.rand(6, 4).round()  # infinities are born
+                noise = (
+                    torch.bernoulli(torch.full((6, 4), 0.5)) / torch.rand(6, 4).round()
+                )  # infinities are born
                 model(noise.nan_to_num(0.0, 0.0, 0.0), torch.ones(6)).sum().backward()
                 optimizer.step()
         return torch.rand(4)
@@ -271,11 +313,19 @@ def test_random_operations_draw_the_same_numbers_while_armed() -> None:
     assert torch.equal(drawn(arm=True), drawn(arm=False))
 
 
-def test_tracing_ends_after_a_bounded_number_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_ends_after_a_bounded_number_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_tracing, "ARMED_STEPS", 3)
     config = GuardConfig(terminal="quiet", run_dir=tmp_path)
     active: list[bool] = []
-    Watched(loss=log_loss, bad=(1,), steps=8, config=config, during=lambda *_: active.append(bool(_modes()))).run()
+    Watched(
+        loss=log_loss,
+        bad=(1,),
+        steps=8,
+        config=config,
+        during=lambda *_: active.append(bool(_modes())),
+    ).run()
     assert active == [False, False, True, True, False, False, False, False]
     notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]
     assert [note.split()[0] for note in notes] == ["tracing", "no"]
@@ -304,7 +354,9 @@ def test_a_dispatch_mode_of_the_users_own_survives_ours() -> None:
     class Theirs(TorchDispatchMode):
         seen = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             Theirs.seen += 1
             return func(*args, **(kwargs or {}))
 
@@ -334,7 +386,9 @@ def test_a_closure_optimizer_is_not_traced_and_says_so(tmp_path: Path) -> None:
             def closure() -> Tensor:
                 optimizer.zero_grad()
                 loss = log_loss(
-                    model(torch.randn(6, 4), torch.ones(6)), torch.zeros(6, dtype=torch.long), -torch.ones(6)
+                    model(torch.randn(6, 4), torch.ones(6)),
+                    torch.zeros(6, dtype=torch.long),
+                    -torch.ones(6),
                 )
                 loss.backward()
                 return loss
@@ -342,4 +396,6 @@ def test_a_closure_optimizer_is_not_traced_and_says_so(tmp_path: Path) -> None:
             optimizer.step(closure)
             assert not _modes()
     assert len(guard.incidents) == 2
-    assert any("several times a step" in str(note.get("summary")) for note in read_run(tmp_path).notes)
+    assert any(
+        "several times a step" in str(note.get("summary")) for note in read_run(tmp_path).notes
+    )

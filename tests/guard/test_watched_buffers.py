@@ -51,7 +51,9 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("make", [_sgd, _fused])
-def test_counter_in_a_buffer_loses_the_bad_step_and_no_other(make: Callable[[nn.Module], Scene]) -> None:
+def test_counter_in_a_buffer_loses_the_bad_step_and_no_other(
+    make: Callable[[nn.Module], Scene],
+) -> None:
     scene = make(Counting())
     watched(scene, grouped([DATA[0], DATA[1], poisoned(DATA[2]), DATA[3], DATA[4]], 1))
     assert scene.model.seen == 4
@@ -60,6 +62,8 @@ def test_counter_in_a_buffer_loses_the_bad_step_and_no_other(make: Callable[[nn.
 def test_buffer_that_first_changes_after_a_late_veto_keeps_its_change() -> None:
     scene = _fused(Counting())
     model = scene.model
-    scene.loss = lambda s, b: nn.functional.cross_entropy((s.model if b is DATA[3] else s.model.out)(b[0]), b[1])
+    scene.loss = lambda s, b: nn.functional.cross_entropy(
+        (s.model if b is DATA[3] else s.model.out)(b[0]), b[1]
+    )
     watched(scene, grouped([DATA[0], poisoned(DATA[2]), DATA[3], DATA[4]], 1))
     assert model.seen == 1

@@ -1,4 +1,6 @@
-"""A watched model can be copied, pickled, saved, compiled, exported and transformed; no copy carries our hooks."""
+"""A watched model can be copied, pickled, saved, compiled, exported and transformed; no copy
+carries our hooks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Net(nn.Module):
 @pytest.fixture
 def watched_model() -> Any:
     model = Net()
-    guard = stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet"))
+    guard = stepguard.watch(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")
+    )
     assert _hears(model)
     yield model
     guard.close()
@@ -43,7 +47,12 @@ def _hears(model: nn.Module) -> bool:
 
 
 def _hooks(model: nn.Module) -> list[Any]:
-    hooked = [value for module in model.modules() for name, value in vars(module).items() if "hooks" in name]
+    hooked = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "hooks" in name
+    ]
     return [hooks for hooks in hooked if hooks]
 
 
@@ -56,7 +65,9 @@ def _saved(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), _saved], ids=["deepcopy", "pickle", "save"]
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), _saved],
+    ids=["deepcopy", "pickle", "save"],
 )
 def test_a_copy_carries_no_hook_of_ours_and_works(watched_model: nn.Module, duplicate: Any) -> None:
     twin = duplicate(watched_model)
@@ -73,7 +84,11 @@ def test_a_saved_model_is_the_same_file_as_without_a_guard(steps: int) -> None:
         torch.manual_seed(0)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) if guarded else nullcontext():
+        with (
+            stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet"))
+            if guarded
+            else nullcontext()
+        ):
             for _ in range(steps):
                 optimizer.zero_grad()
                 model(torch.ones(6, 4), torch.ones(6)).sum().backward()
@@ -87,7 +102,9 @@ def test_a_saved_model_is_the_same_file_as_without_a_guard(steps: int) -> None:
 
 def test_a_saved_model_loads_under_the_safe_globals_of_the_script() -> None:
     model = nn.Linear(3, 1)
-    with stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")):
+    with stepguard.watch(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")
+    ):
         file = io.BytesIO()
         torch.save(model, file)
     file.seek(0)
@@ -101,17 +118,25 @@ class KeepsItsWholeDict(Net):
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
 )
 def test_a_model_that_pickles_its_whole_dict_still_leaves_us_out(duplicate: Any) -> None:
     model = KeepsItsWholeDict()
-    with stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")):
+    with stepguard.watch(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")
+    ):
         twin = duplicate(model)
     assert twin._compiled_call_impl is None
-    assert torch.equal(twin(torch.ones(2, 4), torch.ones(2)), model(torch.ones(2, 4), torch.ones(2)))
+    assert torch.equal(
+        twin(torch.ones(2, 4), torch.ones(2)), model(torch.ones(2, 4), torch.ones(2))
+    )
 
 
-def test_a_replica_that_shares_the_attributes_runs_its_own_forward(watched_model: nn.Module) -> None:
+def test_a_replica_that_shares_the_attributes_runs_its_own_forward(
+    watched_model: nn.Module,
+) -> None:
     replica: Any = watched_model._replicate_for_data_parallel()
     replica.forward = lambda x: x + 1  # as DataParallel gives each its own parameters
     assert torch.equal(replica(torch.ones(2)), torch.full((2,), 2.0))
@@ -122,7 +147,9 @@ def test_of_two_guards_on_one_model_either_may_close_first(first: int) -> None:
     model = Net()
     halves = [list(model.inner.parameters()), list(model.outer.parameters())]
     config = GuardConfig(terminal="quiet")
-    guards = [stepguard.watch(model, torch.optim.SGD(half, lr=0.1), config=config) for half in halves]
+    guards = [
+        stepguard.watch(model, torch.optim.SGD(half, lr=0.1), config=config) for half in halves
+    ]
     guards[first].close()
     assert _hears(model)
     guards[1 - first].close()
@@ -136,7 +163,9 @@ def test_a_watched_model_can_be_scripted_and_traced(watched_model: nn.Module) ->
     traced = torch.jit.trace(watched_model, args)  # type: ignore[no-untyped-call]
     assert torch.equal(traced(*args), watched_model(*args))
     linear = nn.Linear(4, 3)
-    with stepguard.watch(linear, torch.optim.SGD(linear.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")):
+    with stepguard.watch(
+        linear, torch.optim.SGD(linear.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")
+    ):
         assert torch.equal(torch.jit.script(linear)(args[0]), linear(args[0]))
 
 
@@ -164,7 +193,9 @@ def test_function_transforms_of_a_watched_model_work(watched_model: nn.Module) -
     params = dict(watched_model.named_parameters())
 
     def loss(params: dict[str, Tensor]) -> Tensor:
-        out: Tensor = torch.func.functional_call(watched_model, params, (torch.ones(2, 4), torch.ones(2)))
+        out: Tensor = torch.func.functional_call(
+            watched_model, params, (torch.ones(2, 4), torch.ones(2))
+        )
         return out.sum()
 
     assert torch.func.grad(loss)(params)["inner.weight"].shape == (8, 4)
@@ -172,7 +203,9 @@ def test_function_transforms_of_a_watched_model_work(watched_model: nn.Module) -
 
 def test_whoever_keeps_a_loss_does_not_keep_the_guard() -> None:
     model = Net()
-    guard = stepguard.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet"))
+    guard = stepguard.watch(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")
+    )
     loss = model(torch.ones(2, 4), torch.ones(2)).sum()
     loss.backward(retain_graph=True)
     guard.close()

@@ -1,4 +1,6 @@
-"""A guard that does not fit its loop says so at once: an error where it cannot be meant, one warning otherwise."""
+"""A guard that does not fit its loop says so at once: an error where it cannot be meant, one
+warning otherwise.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import stepguard
-from guard.scenes import Batch, Scene, batches, difference, plain_net, plain_step, poisoned, quiet, state_of
+from guard.scenes import (
+    Batch,
+    Scene,
+    batches,
+    difference,
+    plain_net,
+    plain_step,
+    poisoned,
+    quiet,
+    state_of,
+)
 from stepguard import ConfigError, Guard, GuardConfig
 from stepguard.engine import wiring
 from stepguard.engine.wiring import WiringWarning
@@ -40,13 +52,17 @@ def told(run_dir: Path) -> list[str]:
     return [note["summary"] for note in read_run(run_dir).notes if note.get("kind") == "wiring"]
 
 
-# --- settings that have no effect -----------------------------------------------------------------------------------
+# --- settings that have no effect
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("setting", "way_out"), [({"clip_norm": 1.0}, "clip_grad_norm_"), ({"loss_scale": 8.0}, "GradScaler")]
+    ("setting", "way_out"),
+    [({"clip_norm": 1.0}, "clip_grad_norm_"), ({"loss_scale": 8.0}, "GradScaler")],
 )
-def test_what_only_guard_step_does_is_refused_under_watch(setting: dict[str, Any], way_out: str) -> None:
+def test_what_only_guard_step_does_is_refused_under_watch(
+    setting: dict[str, Any], way_out: str
+) -> None:
     at = scene()
     with pytest.raises(ConfigError, match=rf"inside guard\.step only.*{way_out}"):
         stepguard.watch(at.model, at.optimizer, config=quiet(**setting))
@@ -62,7 +78,9 @@ def test_checkpoints_without_a_folder_are_refused() -> None:
 def test_config_that_is_no_config_is_refused(config: Any) -> None:
     at = scene()
     for make in (Guard, stepguard.watch):
-        with pytest.raises(ConfigError, match=f"config is a {type(config).__name__}; give stepguard.GuardConfig"):
+        with pytest.raises(
+            ConfigError, match=f"config is a {type(config).__name__}; give stepguard.GuardConfig"
+        ):
             make(at.model, at.optimizer, config=config)
 
 
@@ -74,13 +92,17 @@ def test_no_sigmas_means_no_spike_test() -> None:
         assert guard.armed and guard.good
 
 
-# --- the optimizer of another model ---------------------------------------------------------------------------------
+# --- the optimizer of another model
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Guard, stepguard.watch])
 def test_optimizer_of_another_model_is_refused(make: Any) -> None:
     at, other = scene(), scene()
-    with pytest.raises(ConfigError, match="holds no parameter of the Sequential it is given with, but some of another"):
+    with pytest.raises(
+        ConfigError,
+        match="holds no parameter of the Sequential it is given with, but some of another",
+    ):
         make(other.model, at.optimizer, config=quiet())
     make(other.model, at.optimizer, modules={"first": at.model}, config=quiet()).close()
 
@@ -104,7 +126,9 @@ def test_parameters_that_no_gradient_reaches_are_told_once() -> None:
     optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
     at = Scene(model, optimizer)
     with (
-        pytest.warns(WiringWarning, match="no parameter of the optimizer has got a gradient in 3 steps") as said,
+        pytest.warns(
+            WiringWarning, match="no parameter of the optimizer has got a gradient in 3 steps"
+        ) as said,
         Guard(model, optimizer, config=quiet()) as guard,
     ):
         for batch in DATA[:8]:
@@ -115,7 +139,9 @@ def test_parameters_that_no_gradient_reaches_are_told_once() -> None:
 def test_weights_replaced_before_the_first_step_are_an_error() -> None:
     at = scene()
     guard = Guard(at.model, at.optimizer, config=quiet())
-    at.model.load_state_dict({name: t.clone() for name, t in at.model.state_dict().items()}, assign=True)
+    at.model.load_state_dict(
+        {name: t.clone() for name, t in at.model.state_dict().items()}, assign=True
+    )
     with guard, pytest.raises(ConfigError, match="no longer the model's"):
         guard.step(at.loss_fn, DATA[0])
 
@@ -134,14 +160,17 @@ def test_weights_replaced_in_mid_run_are_told(mode: str, tmp_path: Path) -> None
 
         for batch in DATA[:5]:
             one(batch)
-        at.model.load_state_dict({name: t.clone() for name, t in at.model.state_dict().items()}, assign=True)
+        at.model.load_state_dict(
+            {name: t.clone() for name, t in at.model.state_dict().items()}, assign=True
+        )
         with pytest.warns(WiringWarning, match="no longer the model's.*nothing is learned") as said:
             for batch in DATA[5:]:
                 one(batch)
     assert len(said) == 1 and len(told(tmp_path)) == 1
 
 
-# --- the old loop beside the guard ----------------------------------------------------------------------------------
+# --- the old loop beside the guard
+# ----------------------------------------------------------------------------------
 
 
 def test_guard_beside_the_old_loop_is_told_at_the_first_update(tmp_path: Path) -> None:
@@ -152,14 +181,19 @@ def test_guard_beside_the_old_loop_is_told_at_the_first_update(tmp_path: Path) -
             plain_step(at, (batch,))
     guard.close()
     assert len(said) == 1
-    assert told(tmp_path)[-1] == "this guard saw no step: 4 calls of optimizer.step() came outside of guard.step"
+    assert (
+        told(tmp_path)[-1]
+        == "this guard saw no step: 4 calls of optimizer.step() came outside of guard.step"
+    )
     assert not at.optimizer._optimizer_step_pre_hooks
 
 
 def test_update_kept_beside_guard_step_is_told() -> None:
     at = scene()
     with (
-        pytest.warns(WiringWarning, match=r"optimizer\.step\(\) was called outside of guard\.step") as said,
+        pytest.warns(
+            WiringWarning, match=r"optimizer\.step\(\) was called outside of guard\.step"
+        ) as said,
         Guard(at.model, at.optimizer, config=quiet()) as guard,
     ):
         for batch in DATA[:4]:
@@ -182,17 +216,24 @@ def test_guard_that_only_restores_says_nothing(tmp_path: Path) -> None:
     assert told(tmp_path) == []
 
 
-def test_watched_optimizer_that_never_steps_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watched_optimizer_that_never_steps_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wiring, "WITHOUT_STEP", 5)
     at = scene()
     guard = stepguard.watch(at.model, at.optimizer, config=quiet(run_dir=tmp_path))
-    with pytest.warns(WiringWarning, match="5 backward passes, and the watched optimizer has made no step") as said:
+    with pytest.warns(
+        WiringWarning, match="5 backward passes, and the watched optimizer has made no step"
+    ) as said:
         for batch in DATA:
             at.optimizer.zero_grad()
             at.loss_fn(batch).backward()
     guard.close()
     assert len(said) == 1
-    assert told(tmp_path)[-1] == "this guard saw no step: 12 backward passes, and the optimizer never stepped"
+    assert (
+        told(tmp_path)[-1]
+        == "this guard saw no step: 12 backward passes, and the optimizer never stepped"
+    )
 
 
 def test_long_accumulation_is_no_mistake(tmp_path: Path) -> None:
@@ -206,7 +247,8 @@ def test_long_accumulation_is_no_mistake(tmp_path: Path) -> None:
     assert told(tmp_path) == []
 
 
-# --- the schedule ---------------------------------------------------------------------------------------------------
+# --- the schedule
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_schedule_that_the_loop_advances_too_is_told_once() -> None:
@@ -231,12 +273,20 @@ def test_schedule_moved_by_hand_once_or_taken_back_by_a_veto_is_no_mistake(fused
         guard.step(at.loss_fn, DATA[0])
         guard.settle()
         schedule.step()
-        for batch in (DATA[1], poisoned(DATA[2]), poisoned(DATA[3]), DATA[4], poisoned(DATA[5]), DATA[6]):
+        for batch in (
+            DATA[1],
+            poisoned(DATA[2]),
+            poisoned(DATA[3]),
+            DATA[4],
+            poisoned(DATA[5]),
+            DATA[6],
+        ):
             guard.step(at.loss_fn, batch)
             guard.settle()
 
 
-# --- two guards -----------------------------------------------------------------------------------------------------
+# --- two guards
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Guard, stepguard.watch])
@@ -245,7 +295,9 @@ def test_cell_that_runs_again_replaces_its_guard(make: Any, tmp_path: Path) -> N
     with silence():
         first = make(at.model, at.optimizer, config=quiet(run_dir=tmp_path))
         second = make(at.model, at.optimizer, config=quiet(run_dir=tmp_path))
-    assert first._closed and len(told(tmp_path)) == 1 and "another one was made" in told(tmp_path)[0]
+    assert (
+        first._closed and len(told(tmp_path)) == 1 and "another one was made" in told(tmp_path)[0]
+    )
     with stepguard.watch(twin.model, twin.optimizer, config=quiet()):
         plain_step(twin, (DATA[0],))
     if make is Guard:
@@ -260,7 +312,9 @@ def test_guard_in_an_open_block_is_not_replaced() -> None:
     at = scene()
     with (
         stepguard.watch(at.model, at.optimizer, config=quiet()) as guard,
-        pytest.raises(ConfigError, match="has a guard already, in a `with` block that is still open"),
+        pytest.raises(
+            ConfigError, match="has a guard already, in a `with` block that is still open"
+        ),
     ):
         Guard(at.model, at.optimizer, config=quiet())
     assert guard._closed
@@ -276,7 +330,8 @@ def test_guard_of_a_framework_is_not_replaced() -> None:
     stepguard.watch(at.model, at.optimizer, config=quiet()).close()
 
 
-# --- a slow mode ----------------------------------------------------------------------------------------------------
+# --- a slow mode
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["step", "watch"])
@@ -286,7 +341,9 @@ def test_anomaly_mode_is_noted_once(mode: str, tmp_path: Path) -> None:
     with (
         warnings.catch_warnings(),
         torch.autograd.set_detect_anomaly(True),
-        make(at.model, at.optimizer, config=GuardConfig(run_dir=tmp_path, terminal="quiet")) as guard,
+        make(
+            at.model, at.optimizer, config=GuardConfig(run_dir=tmp_path, terminal="quiet")
+        ) as guard,
     ):
         warnings.simplefilter("ignore")
         for batch in DATA[:3]:

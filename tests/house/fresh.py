@@ -33,7 +33,9 @@ FRAMEWORKS = frozenset(
         "prometheus_client",
     ]
 )
-"""Each is made importable as an empty package, so that importing one shows even where it is not installed."""
+"""Each is made importable as an empty package, so that importing one shows even where it is not
+installed.
+"""
 _RUNNER = """
 import json, runpy, sys
 where, mode, *words = sys.argv[1:]

@@ -24,7 +24,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Lowest first. A unit imports units of lower layers only, never a sibling."""
 TORCH_FREE = frozenset(unit for layer in LAYERS[:3] for unit in layer)
-FRAMEWORKS = frozenset({"transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "datasets"})
+FRAMEWORKS = frozenset(
+    {"transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "datasets"}
+)
 LAZY_TYPES = frozenset({PACKAGE, f"{PACKAGE}._errors"})
 """The facade and the error tree name types of upper layers for the type checker only."""
 
@@ -46,7 +48,9 @@ def sources(root: Path) -> dict[str, str]:
     found = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(
+            encoding="utf-8"
+        )
     return found
 
 
@@ -75,8 +79,14 @@ def layer(name: str) -> int | None:
 
 
 def wrong_direction(found: Iterable[Edge]) -> list[Edge]:
-    """Imports inside the package that do not point down. Anybody may ask the facade for the version."""
-    inside = [e for e in found if _inside(e.target) and e.target != PACKAGE and unit(e.importer) != unit(e.target)]
+    """Imports inside the package that do not point down. Anybody may ask the facade for the
+    version.
+    """
+    inside = [
+        e
+        for e in found
+        if _inside(e.target) and e.target != PACKAGE and unit(e.importer) != unit(e.target)
+    ]
     return [e for e in inside if not _points_down(unit(e.importer), unit(e.target))]
 
 
@@ -90,15 +100,27 @@ def torch_in_pure_layers(found: Iterable[Edge]) -> list[Edge]:
 
 
 def frameworks_outside_integrations(found: Iterable[Edge]) -> list[Edge]:
-    return [e for e in found if e.target.partition(".")[0] in FRAMEWORKS and unit(e.importer) != "integrations"]
+    return [
+        e
+        for e in found
+        if e.target.partition(".")[0] in FRAMEWORKS and unit(e.importer) != "integrations"
+    ]
 
 
 def rich_at_start_outside_report(modules: Mapping[str, str]) -> list[str]:
-    """Modules that import rich when they are imported themselves. It draws from `random`, which only report hides."""
+    """Modules that import rich when they are imported themselves. It draws from `random`, which
+    only report hides.
+    """
     found = []
     for name, source in modules.items():
-        heads = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        named = [name for node in heads for name in (getattr(node, "module", None), *(a.name for a in node.names))]
+        heads = [
+            node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        named = [
+            name
+            for node in heads
+            for name in (getattr(node, "module", None), *(a.name for a in node.names))
+        ]
         if unit(name) != "report" and any(str(word).partition(".")[0] == "rich" for word in named):
             found.append(name)
     return found
@@ -111,7 +133,9 @@ def cycles(found: Iterable[Edge]) -> list[list[str]]:
         if _inside(edge.target):
             graph.setdefault(edge.importer, set()).add(edge.target)
     reach = {name: _reachable(graph, name) for name in graph}
-    knots = {frozenset(m for m in reach[n] if n in reach.get(m, ())) for n in graph if n in reach[n]}
+    knots = {
+        frozenset(m for m in reach[n] if n in reach.get(m, ())) for n in graph if n in reach[n]
+    }
     return sorted(sorted(knot) for knot in knots)
 
 
@@ -136,14 +160,20 @@ def _points_down(importer: str, target: str) -> bool:
 
 
 def _needs_torch(target: str) -> bool:
-    return target.partition(".")[0] in {"torch", "torchvision", *FRAMEWORKS} or target.startswith("safetensors.torch")
+    return target.partition(".")[0] in {"torch", "torchvision", *FRAMEWORKS} or target.startswith(
+        "safetensors.torch"
+    )
 
 
-def _imports(tree: ast.AST, *, skip_types: bool) -> Iterator[ast.Import | ast.ImportFrom | ast.Call]:
+def _imports(
+    tree: ast.AST, *, skip_types: bool
+) -> Iterator[ast.Import | ast.ImportFrom | ast.Call]:
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.Call) and _dynamic(node)):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(node, ast.Call) and _dynamic(node)
+        ):
             yield node
         if isinstance(node, ast.If) and skip_types and "TYPE_CHECKING" in ast.unparse(node.test):
             todo.extend(node.orelse)
@@ -154,7 +184,11 @@ def _imports(tree: ast.AST, *, skip_types: bool) -> Iterator[ast.Import | ast.Im
 def _dynamic(call: ast.Call) -> bool:
     """`import_module("name")` or `__import__("name")` with the name written out."""
     name = ast.unparse(call.func).rpartition(".")[2]
-    named = bool(call.args) and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
+    named = (
+        bool(call.args)
+        and isinstance(call.args[0], ast.Constant)
+        and isinstance(call.args[0].value, str)
+    )
     return named and name in {"import_module", "__import__"}
 
 
@@ -183,7 +217,9 @@ def _base(node: ast.ImportFrom, importer: str, is_package: bool) -> str:
 
 
 def _named(base: str, name: str, modules: Mapping[str, str], homes: Mapping[str, str]) -> str:
-    """A name from a package is a submodule, something the facade fetches elsewhere, or the package's own."""
+    """A name from a package is a submodule, something the facade fetches elsewhere, or the
+    package's own.
+    """
     if f"{base}.{name}" in modules:
         return f"{base}.{name}"
     return homes.get(name, base) if base == PACKAGE else base

@@ -12,7 +12,9 @@ MOST_LINES = 400
 MOST_FUNCTION_LINES = 40
 LEAST_DOCSTRING = 20
 MACHINE_PATH = re.compile(r"(?<![\w.:/}-])/(?:work|root|home/\w+|Users/\w+)/[\w.]")
-REGISTRY = re.compile(r"pypi\.org|pythonhosted|download\.pytorch|index[-]url|find[-]links", re.IGNORECASE)
+REGISTRY = re.compile(
+    r"pypi\.org|pythonhosted|download\.pytorch|index[-]url|find[-]links", re.IGNORECASE
+)
 
 
 def long_functions(source: str) -> list[str]:
@@ -41,5 +43,9 @@ def machine_paths(text: str) -> list[str]:
 def repository_files(root: Path) -> Iterator[Path]:
     """Everything git tracks or would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=root, check=True, capture_output=True).stdout.decode().split("\0")
+    names = (
+        subprocess.run(command, cwd=root, check=True, capture_output=True)
+        .stdout.decode()
+        .split("\0")
+    )
     return (root / name for name in names if name and (root / name).is_file())

@@ -46,8 +46,15 @@ def test_exported_name_exists_where_the_facade_says(name: str) -> None:
 
 def test_type_checker_and_interpreter_find_the_same_homes() -> None:
     tree = ast.parse(FACADE.read_text(encoding="utf-8"))
-    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    block = next(
+        n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    )
+    typed = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert typed == stepguard._HOMES
     assert sorted([*stepguard._HOMES, "__version__"]) == sorted(PUBLIC)
 

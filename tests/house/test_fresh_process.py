@@ -20,7 +20,9 @@ def run_dir(tmp_path: Path) -> Path:
         step=2,
         verdict=Verdict(kind="nonfinite_loss", severity="incident", summary="loss is nan"),
         reading=reading,
-        origin=Origin(step=2, phase="forward", module="attn", op="aten._softmax", source="model.py:88"),
+        origin=Origin(
+            step=2, phase="forward", module="attn", op="aten._softmax", source="model.py:88"
+        ),
         findings=(Finding(code="SG204", title="softmax over a fully masked row", confidence=0.9),),
         decision=Decision(action="skip", consecutive=1, total=1),
     )
@@ -41,7 +43,9 @@ def test_import_brings_no_torch_and_no_framework(tmp_path: Path) -> None:
 
 
 def test_records_and_journal_bring_no_torch(tmp_path: Path) -> None:
-    seen = run_code(tmp_path, "import stepguard.records, stepguard.detect, stepguard.policy, stepguard.journal")
+    seen = run_code(
+        tmp_path, "import stepguard.records, stepguard.detect, stepguard.policy, stepguard.journal"
+    )
     assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
 
 
@@ -134,9 +138,13 @@ moved("closed")
 """
 
 
-@pytest.mark.parametrize("settings", ["", "run_dir='run', human_log='log', checkpoint_every=1"], ids=["bare", "files"])
+@pytest.mark.parametrize(
+    "settings", ["", "run_dir='run', human_log='log', checkpoint_every=1"], ids=["bare", "files"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_guard_draws_from_no_random_generator_of_the_program(tmp_path: Path, kind: str, settings: str) -> None:
+def test_a_guard_draws_from_no_random_generator_of_the_program(
+    tmp_path: Path, kind: str, settings: str
+) -> None:
     code = UNMOVED.format(build=KINDS[kind], watched=kind == "watch", settings=settings)
     (tmp_path / "train.py").write_text(code)
     seen = run_code(tmp_path, "import runpy; runpy.run_path('train.py')")

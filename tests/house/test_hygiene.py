@@ -1,4 +1,6 @@
-"""Small files, small functions, a word on what each module is for, and nothing of the machine it was written on."""
+"""Small files, small functions, a word on what each module is for, and nothing of the machine it
+was written on.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,22 @@ def _name(path: Path) -> str:
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_module_is_short_and_explained(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    assert not hygiene.too_long(source), f"{_name(path)} has more than {hygiene.MOST_LINES} lines: split it"
+    assert not hygiene.too_long(source), (
+        f"{_name(path)} has more than {hygiene.MOST_LINES} lines: split it"
+    )
     assert hygiene.long_functions(source) == []
     assert hygiene.explained(source), f"{_name(path)} needs a docstring that says what it is for"
 
 
 def test_no_file_names_a_path_of_the_machine() -> None:
-    texts = {path: path.read_bytes().decode(errors="ignore") for path in hygiene.repository_files(ROOT)}
+    texts = {
+        path: path.read_bytes().decode(errors="ignore") for path in hygiene.repository_files(ROOT)
+    }
     assert len(texts) > 30
     found = {
-        str(path.relative_to(ROOT)): lines for path, text in texts.items() if (lines := hygiene.machine_paths(text))
+        str(path.relative_to(ROOT)): lines
+        for path, text in texts.items()
+        if (lines := hygiene.machine_paths(text))
     }
     assert found == {}
 
@@ -45,7 +53,10 @@ def test_long_function_would_be_caught() -> None:
     body = "    pass\n" * hygiene.MOST_FUNCTION_LINES
     assert hygiene.long_functions(f"def f():\n{body}") == ["f has 41 lines"]
     assert hygiene.long_functions(f"class A:\n  async def f():\n{body}") == ["f has 41 lines"]
-    assert hygiene.long_functions("def f():\n" + "    pass\n" * (hygiene.MOST_FUNCTION_LINES - 1)) == []
+    assert (
+        hygiene.long_functions("def f():\n" + "    pass\n" * (hygiene.MOST_FUNCTION_LINES - 1))
+        == []
+    )
 
 
 def test_long_file_would_be_caught() -> None:
@@ -64,11 +75,15 @@ def test_machine_path_would_be_caught(line: str, folder: str) -> None:
     assert hygiene.machine_paths(line.format(folder)) == [line.format(folder)]
 
 
-@pytest.mark.parametrize("line", ["https://example.org/work/x", "src/work/x", "network/root/x", "{run}/work/x"])
+@pytest.mark.parametrize(
+    "line", ["https://example.org/work/x", "src/work/x", "network/root/x", "{run}/work/x"]
+)
 def test_other_slashes_are_let_through(line: str) -> None:
     assert hygiene.machine_paths(line) == []
 
 
-@pytest.mark.parametrize("host", ["pypi" + ".org", "--index" + "-url x", "download.pytorch" + ".org"])
+@pytest.mark.parametrize(
+    "host", ["pypi" + ".org", "--index" + "-url x", "download.pytorch" + ".org"]
+)
 def test_registry_would_be_caught(host: str) -> None:
     assert hygiene.REGISTRY.search(host)

@@ -16,7 +16,9 @@ EDGES = graph.edges(MODULES)
 def _edges(**modules: str) -> list[graph.Edge]:
     """Edges of a made-up package: `_edges(detect__judge="import torch")`."""
     named = {
-        f"stepguard.{name}" if name.startswith("__") else "stepguard." + name.replace("__", ".", 1): text
+        f"stepguard.{name}"
+        if name.startswith("__")
+        else "stepguard." + name.replace("__", ".", 1): text
         for name, text in modules.items()
     }
     return graph.edges({"stepguard": "", **named})
@@ -24,7 +26,9 @@ def _edges(**modules: str) -> list[graph.Edge]:
 
 def test_source_is_really_read() -> None:
     assert "stepguard.records.reading" in MODULES
-    assert ("stepguard.detect.judge", "stepguard.records.reading") in {(e.importer, e.target) for e in EDGES}
+    assert ("stepguard.detect.judge", "stepguard.records.reading") in {
+        (e.importer, e.target) for e in EDGES
+    }
 
 
 def test_every_module_has_a_layer() -> None:
@@ -49,12 +53,17 @@ def test_frameworks_are_imported_by_integrations_only() -> None:
 
 def test_rich_that_draws_random_numbers_is_imported_at_start_by_report_only() -> None:
     assert graph.rich_at_start_outside_report(MODULES) == []
-    made_up = {"stepguard.engine.outputs": "from rich.console import Console", "stepguard.report.panel": "import rich"}
+    made_up = {
+        "stepguard.engine.outputs": "from rich.console import Console",
+        "stepguard.report.panel": "import rich",
+    }
     assert graph.rich_at_start_outside_report(made_up) == ["stepguard.engine.outputs"]
 
 
 def test_module_without_layer_would_be_caught() -> None:
-    assert graph.without_layer(["stepguard", "stepguard.records", "stepguard.utils"]) == ["stepguard.utils"]
+    assert graph.without_layer(["stepguard", "stepguard.records", "stepguard.utils"]) == [
+        "stepguard.utils"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +81,11 @@ def test_module_without_layer_would_be_caught() -> None:
         ("run__replay", "import stepguard.cli.app"),
         ("_errors", "from stepguard.records.incident import Incident"),
         ("state__rng", "def f():\n    from stepguard.guard import Guard"),
-        ("state__rng", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from stepguard.guard import Guard"),
+        (
+            "state__rng",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from stepguard.guard import "
+            "Guard",
+        ),
         ("state__rng", "from ..guard import Guard"),
         ("state__rng", "from .. import guard"),
         ("state__rng", "from importlib import import_module\nimport_module('stepguard.guard')"),
@@ -86,7 +99,9 @@ def test_import_that_does_not_point_down_would_be_caught(importer: str, statemen
 
 def test_public_name_counts_as_its_home_module() -> None:
     facade = "_HOMES = {'Guard': 'stepguard.guard'}"
-    found = graph.edges({"stepguard": facade, "stepguard.state.rng": "from stepguard import Guard, __version__"})
+    found = graph.edges(
+        {"stepguard": facade, "stepguard.state.rng": "from stepguard import Guard, __version__"}
+    )
     assert [edge.target for edge in graph.wrong_direction(found)] == ["stepguard.guard"]
 
 
@@ -100,7 +115,11 @@ def test_public_name_counts_as_its_home_module() -> None:
         ("cli__run", "from stepguard import __version__"),
         ("__main__", "from stepguard.cli.app import main"),
         ("state__rng", "from .buffers import BufferKeeper"),
-        ("_errors", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from stepguard.records import Incident"),
+        (
+            "_errors",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from stepguard.records "
+            "import Incident",
+        ),
     ],
 )
 def test_import_that_points_down_is_let_through(importer: str, statement: str) -> None:
@@ -138,12 +157,18 @@ def test_module_that_imports_what_its_own_package_exports_is_a_cycle() -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
     ],
 )
-@pytest.mark.parametrize("importer", ["records__origin", "detect__judge", "report__html", "journal"])
+@pytest.mark.parametrize(
+    "importer", ["records__origin", "detect__judge", "report__html", "journal"]
+)
 def test_torch_in_a_pure_layer_would_be_caught(importer: str, statement: str) -> None:
     assert len(graph.torch_in_pure_layers(_edges(**{importer: statement}))) == 1
     assert graph.torch_in_pure_layers(_edges(state__rng=statement)) == []
 
 
 def test_framework_in_the_library_would_be_caught() -> None:
-    found = _edges(engine__flow="import transformers", integrations__transformers="import transformers")
-    assert [edge.importer for edge in graph.frameworks_outside_integrations(found)] == ["stepguard.engine.flow"]
+    found = _edges(
+        engine__flow="import transformers", integrations__transformers="import transformers"
+    )
+    assert [edge.importer for edge in graph.frameworks_outside_integrations(found)] == [
+        "stepguard.engine.flow"
+    ]

@@ -37,8 +37,12 @@ def _leave_patch(owner: object, name: str) -> Callable[[], None]:
 
 
 LEAVE: dict[str, Callable[[], object]] = {
-    "global module hooks": lambda: torch.nn.modules.module.register_module_forward_hook(lambda *a: None),
-    "global optimizer hooks": lambda: optim_module.register_optimizer_step_pre_hook(lambda *a: None),
+    "global module hooks": lambda: torch.nn.modules.module.register_module_forward_hook(
+        lambda *a: None
+    ),
+    "global optimizer hooks": lambda: optim_module.register_optimizer_step_pre_hook(
+        lambda *a: None
+    ),
     "sys.excepthook": _leave_patch(sys, "excepthook"),
     "os.environ": lambda: os.environ.__setitem__("STEPGUARD_LEAKED", "1"),
     "working directory": lambda: os.chdir("/"),
@@ -53,7 +57,10 @@ LEAVE: dict[str, Callable[[], object]] = {
     "autocast": lambda: torch.set_autocast_enabled("cpu", True),
     "torch modes": lambda: TorchDispatchMode().__enter__(),
     "process group": _leave_process_group,
-    **{leaks._patch_probe(owner, name).name: _leave_patch(owner, name) for owner, name in leaks.PATCHABLE},
+    **{
+        leaks._patch_probe(owner, name).name: _leave_patch(owner, name)
+        for owner, name in leaks.PATCHABLE
+    },
 }
 
 
@@ -135,4 +142,6 @@ def test_leaking_test_fails_and_its_successor_does_not(pytester: pytest.Pytester
     )
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, errors=1)
-    result.stdout.fnmatch_lines(["*the test leaks*", "*os.environ: STEPGUARD_LEAKED*", "*default dtype:*float64*"])
+    result.stdout.fnmatch_lines(
+        ["*the test leaks*", "*os.environ: STEPGUARD_LEAKED*", "*default dtype:*float64*"]
+    )

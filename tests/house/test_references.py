@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 from scripts import check_references
-from scripts.check_references import References, dead, rows, spans, without_test, wrong_followers, wrong_rows
+from scripts.check_references import (
+    References,
+    dead,
+    rows,
+    spans,
+    without_test,
+    wrong_followers,
+    wrong_rows,
+)
 
 KNOWN = References()
 FILE = "`tests/house/test_references.py`"
@@ -58,7 +66,10 @@ def test_a_live_reference_is_let_through(reference: str) -> None:
         ("python -m recipes.nothing", "no module recipes.nothing"),
         ("python nothing.py", "nothing.py is neither"),
         ("bash nothing.sh", "nothing.sh is neither"),
-        ("torchrun --nnodes=1 --nproc_per_node=2 nothing.py --config-name a", "nothing.py is neither"),
+        (
+            "torchrun --nnodes=1 --nproc_per_node=2 nothing.py --config-name a",
+            "nothing.py is neither",
+        ),
         ("SG999", "no cause code"),
         ("stepguard.numerics.nothing", "there is no stepguard.numerics.nothing"),
         ("stepguard.Guard.nothing", "there is no stepguard.Guard.nothing"),
@@ -72,7 +83,9 @@ def test_a_dead_reference_would_be_caught(reference: str, said: str) -> None:
     assert said in found
 
 
-@pytest.mark.parametrize("text", ["nan_to_num", "loss.clamp(max=100)", "ERROR: Invalid loss", "Ep 15/80: 45%", "1e-8"])
+@pytest.mark.parametrize(
+    "text", ["nan_to_num", "loss.clamp(max=100)", "ERROR: Invalid loss", "Ep 15/80: 45%", "1e-8"]
+)
 def test_other_code_is_text(text: str) -> None:
     assert KNOWN.problem(text) is None
 
@@ -88,13 +101,23 @@ def test_a_range_stands_for_each_of_its_numbers() -> None:
 
 def test_a_missing_a_repeated_and_an_unknown_requirement_would_be_caught() -> None:
     found = wrong_rows(
-        table(f"| R1-R263 | most | done | {FILE} |", f"| R7 | again | done | {FILE} |", "| R265 | more | open | - |"),
+        table(
+            f"| R1-R263 | most | done | {FILE} |",
+            f"| R7 | again | done | {FILE} |",
+            "| R265 | more | open | - |",
+        ),
         KNOWN,
     )
-    assert [line.partition(": ")[2] for line in found] == ["R7: R7 is there twice", "R264 missing", "R265 unknown"]
+    assert [line.partition(": ")[2] for line in found] == [
+        "R7: R7 is there twice",
+        "R264 missing",
+        "R265 unknown",
+    ]
 
 
-@pytest.mark.parametrize("row", ["| R1 | one | maybe | it is |", "| R1 | one |", "| R1 | one | done | somewhere |"])
+@pytest.mark.parametrize(
+    "row", ["| R1 | one | maybe | it is |", "| R1 | one |", "| R1 | one | done | somewhere |"]
+)
 def test_a_row_that_says_too_little_would_be_caught(row: str) -> None:
     found = wrong_rows(table(row, f"| R2-R264 | rest | done | {FILE} |"), KNOWN)
     assert len(found) == 1
@@ -107,12 +130,18 @@ def test_an_entry_without_a_test_would_be_caught() -> None:
 
 
 def test_a_row_that_follows_an_open_or_missing_one_would_be_caught() -> None:
-    page = table("| R1 | one | open | - |", "| R2 | two | done | as R1 |", "| R3 | three | done | as R9 |")
+    page = table(
+        "| R1 | one | open | - |", "| R2 | two | done | as R1 |", "| R3 | three | done | as R9 |"
+    )
     said = [line.partition("as ")[2] for line in wrong_followers(page)]
     assert said == ["R1 leads to a row that is open", "R9 leads to a row that is missing"]
-    assert wrong_followers(table(f"| R1 | one | done | {FILE} |", "| R2 | two | done | as R1 |")) == []
+    assert (
+        wrong_followers(table(f"| R1 | one | done | {FILE} |", "| R2 | two | done | as R1 |")) == []
+    )
 
 
 def test_a_link_that_leads_nowhere_would_be_caught() -> None:
     assert dead("page.md", "[a](why-not.md), [b](why-not.md#c), [d](https://x.y)", KNOWN) == []
-    assert dead("page.md", "[a](nothing.md)", KNOWN) == ["page.md:1: the link nothing.md leads nowhere"]
+    assert dead("page.md", "[a](nothing.md)", KNOWN) == [
+        "page.md:1: the link nothing.md leads nowhere"
+    ]

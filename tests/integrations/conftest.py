@@ -1,4 +1,6 @@
-"""accelerate keeps its state in singletons and environment variables: every test starts and ends without them."""
+"""accelerate keeps its state in singletons and environment variables: every test starts and ends
+without them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # before anything imports huggingface_hub
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = (
+    "1"  # before anything imports huggingface_hub
+)
 
 from integrations.trainers import same_environment
 

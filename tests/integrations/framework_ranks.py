@@ -26,7 +26,13 @@ from stepguard.integrations.transformers import guard as guard_trainer
 def places(incidents: tuple[Incident, ...]) -> list[dict[str, Any]]:
     found = [(incident.step, incident.origin) for incident in incidents]
     return [
-        {"step": step, "rank": o.rank, "micro": o.micro_batch, "samples": o.samples, "tensor": o.tensor}
+        {
+            "step": step,
+            "rank": o.rank,
+            "micro": o.micro_batch,
+            "samples": o.samples,
+            "tensor": o.tensor,
+        }
         for step, o in found
         if o is not None
     ]
@@ -61,15 +67,31 @@ def script(folder: str) -> None:
         except SaveRefused:
             refused = True
         state["exp_avg"].fill_(0.0)
-        say("accelerate", rank, model, watching, refused=refused, schedule=schedule.scheduler.last_epoch)
+        say(
+            "accelerate",
+            rank,
+            model,
+            watching,
+            refused=refused,
+            schedule=schedule.scheduler.last_epoch,
+        )
 
 
 def train(folder: str) -> None:
-    made = trainer(Path(folder), regression(), numbers(48, nan_at=21), save_strategy="steps", save_steps=1)
+    made = trainer(
+        Path(folder), regression(), numbers(48, nan_at=21), save_strategy="steps", save_steps=1
+    )
     with guard_trainer(made, quiet()) as watching:
         made.train()
     nan_lines = [math.isnan(loss) for loss in logged(made, "loss")]
-    say("trainer", made.args.process_index, made.model, watching, schedule=made.lr_scheduler.last_epoch, nan=nan_lines)
+    say(
+        "trainer",
+        made.args.process_index,
+        made.model,
+        watching,
+        schedule=made.lr_scheduler.last_epoch,
+        nan=nan_lines,
+    )
 
 
 def say(part: str, rank: int, model: torch.nn.Module, watching: Any, **more: Any) -> None:

@@ -1,4 +1,6 @@
-"""What the Lightning tests share: a tiny module with natural failures, fixed data, a Trainer in its folder."""
+"""What the Lightning tests share: a tiny module with natural failures, fixed data, a Trainer in its
+folder.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,14 @@ class Batches(Dataset[Batch]):
 class Net(LightningModule):
     """BatchNorm and Dropout, one learning rate a step; `loss` is what a plain loop would call too."""
 
-    def __init__(self, *, eps: float = 1e-8, fused: bool = False, optimizer: str = "adamw", noisy: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        eps: float = 1e-8,
+        fused: bool = False,
+        optimizer: str = "adamw",
+        noisy: bool = True,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         middle: list[nn.Module] = [nn.BatchNorm1d(8), nn.Dropout(0.1)] if noisy else []
@@ -101,7 +110,9 @@ class Net(LightningModule):
         if "extra" in batch:
             scores = scores + self.extra(batch["extra"])
         kept = batch["y"] != IGNORED
-        chances = F.log_softmax(scores.float(), dim=-1).gather(1, batch["y"].clamp(min=0)[:, None])[:, 0]
+        chances = F.log_softmax(scores.float(), dim=-1).gather(1, batch["y"].clamp(min=0)[:, None])[
+            :, 0
+        ]
         return -(chances * kept).sum() / kept.sum()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -119,7 +130,10 @@ class Net(LightningModule):
             groups = [{"params": list(self.net.parameters())}, *([late] if late["params"] else [])]
             optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, fused=self._fused)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=100)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def trainer(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
@@ -145,7 +159,9 @@ def fit(trainer: Trainer, module: LightningModule, data: Iterable[Batch], **sett
     trainer.fit(module, DataLoader(Batches(list(data)), batch_size=None), **settings)
 
 
-def run(folder: Path, module: LightningModule, data: list[Batch], *callbacks: Callback, **settings: Any) -> Trainer:
+def run(
+    folder: Path, module: LightningModule, data: list[Batch], *callbacks: Callback, **settings: Any
+) -> Trainer:
     torch.manual_seed(1)
     made = trainer(folder, *callbacks, **settings)
     fit(made, module, data)
@@ -159,15 +175,25 @@ def last(folder: Path) -> dict[str, Any]:
 
 
 def learned(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What must be finite in a checkpoint; ModelCheckpoint's own bookkeeping holds an infinity from the start."""
-    return {key: checkpoint.get(key, {}) for key in ("state_dict", "optimizer_states", "lr_schedulers")}
+    """What must be finite in a checkpoint; ModelCheckpoint's own bookkeeping holds an infinity from
+    the start.
+    """
+    return {
+        key: checkpoint.get(key, {}) for key in ("state_dict", "optimizer_states", "lr_schedulers")
+    }
 
 
 def bad_tensors(state: Any, name: str = "") -> list[str]:
     """Names of every non-finite tensor in something nested."""
     if isinstance(state, Tensor):
         return [] if bool(torch.isfinite(state).all()) else [name]
-    pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    pairs = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, list | tuple)
+        else ()
+    )
     return [bad for key, value in pairs for bad in bad_tensors(value, f"{name}.{key}")]
 
 
@@ -196,7 +222,12 @@ def plain_loop(module: Net, data: Iterable[Batch], *, half: bool = False) -> tup
     """The same module, optimizer and batches without Lightning: what `guard.step` finds."""
     module = module.half() if half else module
     setup = module.configure_optimizers()
-    with stepguard.Guard(module, setup["optimizer"], scheduler=setup["lr_scheduler"]["scheduler"], config=QUIET) as g:
+    with stepguard.Guard(
+        module, setup["optimizer"], scheduler=setup["lr_scheduler"]["scheduler"], config=QUIET
+    ) as g:
         for batch in data:
-            g.step(module.loss, {k: v.half() if half and v.is_floating_point() else v for k, v in batch.items()})
+            g.step(
+                module.loss,
+                {k: v.half() if half and v.is_floating_point() else v for k, v in batch.items()},
+            )
         return g.incidents

@@ -54,7 +54,14 @@ def run(
 
 def told(incident: Any) -> Any:
     origin = incident.origin
-    return incident.step, incident.reading.bad_ranks, origin.rank, origin.tensor, origin.samples, origin.reproduced
+    return (
+        incident.step,
+        incident.reading.bad_ranks,
+        origin.rank,
+        origin.tensor,
+        origin.samples,
+        origin.reproduced,
+    )
 
 
 def run_fabric(fault: bool, *, guarded: bool = True) -> dict[str, Any]:

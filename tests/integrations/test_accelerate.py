@@ -14,7 +14,15 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor, nn
 
-from integrations.trainers import HALTING, WHOLE_STEPS, bad_tensors, facts, numbers, quiet, regression
+from integrations.trainers import (
+    HALTING,
+    WHOLE_STEPS,
+    bad_tensors,
+    facts,
+    numbers,
+    quiet,
+    regression,
+)
 from stepguard import ConfigError, Guard, GuardConfig
 from stepguard.integrations.accelerate import SaveRefused, guard
 
@@ -33,7 +41,9 @@ class Script:
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        project = ProjectConfiguration(str(self.folder), automatic_checkpoint_naming=True, total_limit=2)
+        project = ProjectConfiguration(
+            str(self.folder), automatic_checkpoint_naming=True, total_limit=2
+        )
         self.accelerator = Accelerator(
             cpu=True,
             mixed_precision=self.precision,
@@ -71,13 +81,18 @@ class Script:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("precision", "exact"), [("no", False), ("bf16", False), ("no", True)])
-def test_a_guarded_healthy_script_is_bit_identical(accumulate: int, precision: str, exact: bool) -> None:
+def test_a_guarded_healthy_script_is_bit_identical(
+    accumulate: int, precision: str, exact: bool
+) -> None:
     bare = Script(accumulate=accumulate, precision=precision)
     bare.train(None)
     told = Script(accumulate=accumulate, precision=precision, exact=exact)
     assert told.train(quiet()).incidents == ()
     assert told.losses == bare.losses
-    assert all(torch.equal(a, b) for a, b in zip(bare.model.parameters(), told.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(bare.model.parameters(), told.model.parameters(), strict=True)
+    )
     assert told.schedule.get_last_lr() == bare.schedule.get_last_lr()
 
 
@@ -115,7 +130,9 @@ def test_the_incident_is_that_of_the_plain_loop() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     torch.manual_seed(0)
-    with Guard(model, optimizer, scheduler=schedule, config=quiet(clip_norm=1.0, policy=WHOLE_STEPS)) as plain:
+    with Guard(
+        model, optimizer, scheduler=schedule, config=quiet(clip_norm=1.0, policy=WHOLE_STEPS)
+    ) as plain:
         for batch in torch.utils.data.DataLoader(numbers(24, nan_at=9), batch_size=4):
             plain.step(lambda given: model(**given)["loss"], batch)
     assert len(plain.incidents) == 1
@@ -135,7 +152,8 @@ def test_an_optimizer_made_nan_is_taken_back_and_named() -> None:
     assert bad_tensors(script.model) == 0
 
 
-# --- saves ---------------------------------------------------------------------------------------------------------
+# --- saves
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_state_is_not_saved_and_nothing_is_rotated_away_for_it(tmp_path: Path) -> None:
@@ -156,7 +174,8 @@ def test_a_bad_state_is_not_saved_and_nothing_is_rotated_away_for_it(tmp_path: P
     assert not (tmp_path / "model").exists()
 
 
-# --- wraps and settings --------------------------------------------------------------------------------------------
+# --- wraps and settings
+# --------------------------------------------------------------------------------------------
 
 
 def test_close_gives_back_accelerator_and_optimizer_as_they_were() -> None:
@@ -178,8 +197,12 @@ def test_two_optimizers_get_a_guard_each(tmp_path: Path) -> None:
     with guard(accelerator, quiet(run_dir=tmp_path)) as watching:
         for x in (torch.ones(3, 2), torch.full((3, 2), math.nan)):
             first.zero_grad(), second.zero_grad()
-            accelerator.backward(watching.loss(lambda given: one(given).sum(), torch.ones(3, 2), optimizer=first))
-            accelerator.backward(watching.loss(lambda given: other(given).sum(), x, optimizer=second))
+            accelerator.backward(
+                watching.loss(lambda given: one(given).sum(), torch.ones(3, 2), optimizer=first)
+            )
+            accelerator.backward(
+                watching.loss(lambda given: other(given).sum(), x, optimizer=second)
+            )
             first.step(), second.step()
         assert [len(each.incidents) for each in watching.guards] == [0, 1]
         assert watching.incidents[0].origin.tensor == "batch"
@@ -204,12 +227,17 @@ def test_settings_that_belong_to_the_loop_are_refused() -> None:
         guard(Script().accelerator, GuardConfig(clip_norm=1.0))
 
 
-# --- what accelerate is told ---------------------------------------------------------------------------------------
+# --- what accelerate is told
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
-def test_a_vetoed_update_counts_as_skipped_for_accelerate_and_a_committed_one_does_not(scaled: bool) -> None:
-    """The private `_is_overflow` is what accelerate's schedulers and the Trainer ask; nobody else resets it."""
+def test_a_vetoed_update_counts_as_skipped_for_accelerate_and_a_committed_one_does_not(
+    scaled: bool,
+) -> None:
+    """The private `_is_overflow` is what accelerate's schedulers and the Trainer ask; nobody else
+    resets it.
+    """
     accelerator = Accelerator(cpu=True)
     if scaled:
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -1,4 +1,6 @@
-"""What an accelerate script does to itself on a bad step, and what a guarded one does: a tiny Llama, on a CPU."""
+"""What an accelerate script does to itself on a bad step, and what a guarded one does: a tiny
+Llama, on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from stepguard.integrations.accelerate import AcceleratorGuard, guard
 class Script:
     """Trains a few steps and saves its state after each."""
 
-    def __init__(self, folder: Path, *, half: bool = False, masked: Any = lambda row: False, eps: float = 1e-8) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        half: bool = False,
+        masked: Any = lambda row: False,
+        eps: float = 1e-8,
+    ) -> None:
         self.folder, self.accelerator = folder, Accelerator(cpu=True)
         model = llama().half() if half else llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, eps=eps)
@@ -34,7 +43,9 @@ class Script:
 
     def train(self, watching: AcceleratorGuard | None = None) -> None:
         for number, batch in enumerate(self.loader):
-            loss = watching.loss(self.loss_fn, batch) if watching is not None else self.loss_fn(batch)
+            loss = (
+                watching.loss(self.loss_fn, batch) if watching is not None else self.loss_fn(batch)
+            )
             self.accelerator.backward(loss)
             self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
@@ -45,14 +56,19 @@ class Script:
 
     def bad_saves(self) -> list[int]:
         saved = sorted(self.folder.glob("step-*/model.safetensors"))
-        return [sum(not bool(torch.isfinite(t).all()) for t in load_file(path).values()) for path in saved]
+        return [
+            sum(not bool(torch.isfinite(t).all()) for t in load_file(path).values())
+            for path in saved
+        ]
 
 
 OPTIMIZER_FAULTS = {"fp16 weights": {"half": True}, "no epsilon": {"eps": 0.0}}
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_FAULTS)
-def test_an_optimizer_made_nan_ruins_an_unguarded_script_and_its_saves(tmp_path: Path, name: str) -> None:
+def test_an_optimizer_made_nan_ruins_an_unguarded_script_and_its_saves(
+    tmp_path: Path, name: str
+) -> None:
     script = Script(tmp_path, **OPTIMIZER_FAULTS[name])
     script.train()
     assert math.isfinite(script.losses[0]) and all(math.isnan(loss) for loss in script.losses[1:])
@@ -60,21 +76,33 @@ def test_an_optimizer_made_nan_ruins_an_unguarded_script_and_its_saves(tmp_path:
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_FAULTS)
-def test_an_optimizer_made_nan_is_taken_back_named_and_never_saved(tmp_path: Path, name: str) -> None:
+def test_an_optimizer_made_nan_is_taken_back_named_and_never_saved(
+    tmp_path: Path, name: str
+) -> None:
     script = Script(tmp_path, **OPTIMIZER_FAULTS[name])
-    with guard(script.accelerator, quiet(policy=HALTING)) as watching, pytest.raises(TrainingHalted):
+    with (
+        guard(script.accelerator, quiet(policy=HALTING)) as watching,
+        pytest.raises(TrainingHalted),
+    ):
         script.train(watching)
     first = watching.incidents[0]
     assert first.origin is not None
     assert (first.step, first.origin.phase, first.origin.op) == (0, "optimizer", "aten.addcdiv_")
     assert first.findings[0].code == "SG502"
-    assert [i.decision.action for i in watching.incidents if i.decision] == ["undo", "undo", "undo", "stop"]
+    assert [i.decision.action for i in watching.incidents if i.decision] == [
+        "undo",
+        "undo",
+        "undo",
+        "stop",
+    ]
     assert bad_tensors(script.model) == 0
     assert set(script.bad_saves()) <= {0}
     assert script.schedule.scheduler.last_epoch == 0
 
 
-def test_a_batch_without_labels_gives_a_nan_loss_and_is_skipped_under_a_guard(tmp_path: Path) -> None:
+def test_a_batch_without_labels_gives_a_nan_loss_and_is_skipped_under_a_guard(
+    tmp_path: Path,
+) -> None:
     def masked(row: int) -> bool:
         return 8 <= row < 12
 

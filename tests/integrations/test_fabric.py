@@ -1,4 +1,6 @@
-"""Fabric under guard: the user's own loop goes on, bad steps are vetoed and explained, bad states are not saved."""
+"""Fabric under guard: the user's own loop goes on, bad steps are vetoed and explained, bad states
+are not saved.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Scene:
             scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
             precision = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
         self.fabric = Fabric(accelerator="cpu", devices=1, **precision, **settings)
-        self.model, self.optimizer = self.fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        self.model, self.optimizer = self.fabric.setup(
+            net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+        )
         self.scheduler = LinearLR(self.optimizer.optimizer, start_factor=0.1, total_iters=100)
         self.kind, self.micro = kind, 2 if kind == "accumulated" else 1
 
@@ -73,7 +77,9 @@ class Scene:
 
     def guard(self, **settings: Any) -> integration.FabricGuard:
         config = replace(QUIET, **settings)
-        return integration.guard(self.fabric, self.model, self.optimizer, scheduler=self.scheduler, config=config)
+        return integration.guard(
+            self.fabric, self.model, self.optimizer, scheduler=self.scheduler, config=config
+        )
 
     def state(self) -> dict[str, Any]:
         return copy.deepcopy(
@@ -137,7 +143,9 @@ def _wake(precision: Any, eps: float, *, guarded: bool) -> tuple[list[str], tupl
     """Bad parameters at the end, and the incidents."""
     torch.manual_seed(0)
     fabric, net = Fabric(accelerator="cpu", devices=1, precision=precision), Waking()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=eps, foreach=True))
+    model, optimizer = fabric.setup(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=eps, foreach=True)
+    )
     guard = integration.guard(fabric, model, optimizer, config=QUIET) if guarded else None
 
     def loss(batch: Batch) -> Tensor:
@@ -153,7 +161,9 @@ def _wake(precision: Any, eps: float, *, guarded: bool) -> tuple[list[str], tupl
     return [name for name, p in net.named_parameters() if not bool(torch.isfinite(p).all())], found
 
 
-@pytest.mark.parametrize(("precision", "eps"), [("32-true", 0.0), ("16-true", 1e-8)], ids=["eps 0", "fp16 underflow"])
+@pytest.mark.parametrize(
+    ("precision", "eps"), [("32-true", 0.0), ("16-true", 1e-8)], ids=["eps 0", "fp16 underflow"]
+)
 def test_nan_that_the_optimizer_makes_is_undone_and_explained(precision: str, eps: float) -> None:
     assert _wake(precision, eps, guarded=False)[0] == ["late.weight"]
     bad, incidents = _wake(precision, eps, guarded=True)
@@ -164,14 +174,19 @@ def test_nan_that_the_optimizer_makes_is_undone_and_explained(precision: str, ep
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [with_nan, all_masked], ids=["NaN batch", "all labels masked"])
-def test_a_told_batch_is_replayed_exactly_and_named_as_in_the_plain_loop(fault: Any, kind: str) -> None:
+def test_a_told_batch_is_replayed_exactly_and_named_as_in_the_plain_loop(
+    fault: Any, kind: str
+) -> None:
     guarded, plain, data = Scene(kind), Scene(), fault(batches())
     with guarded.guard() as guard:
         guarded.train(data, guard)
         (incident,) = guard.incidents
     with Guard(plain.model.module, plain.optimizer.optimizer, config=QUIET) as ours:
         for i in range(0, STEPS, guarded.micro):
-            ours.step(lambda b: F.cross_entropy(plain.model.module(b["x"]), b["y"]), *data[i : i + guarded.micro])
+            ours.step(
+                lambda b: F.cross_entropy(plain.model.module(b["x"]), b["y"]),
+                *data[i : i + guarded.micro],
+            )
         (expected,) = ours.incidents
     assert guarded.scheduler.last_epoch == STEPS // guarded.micro - 1
     assert incident.origin is not None
@@ -202,7 +217,9 @@ def test_the_loggers_of_fabric_get_the_numbers(tmp_path: Path) -> None:
         scene.train(with_nan(batches()))
     scene.fabric.logger.finalize("success")
     rows = logged(tmp_path)
-    assert [float(row["stepguard/nonfinite"]) for row in rows] == [float(step == BAD) for step in range(STEPS)]
+    assert [float(row["stepguard/nonfinite"]) for row in rows] == [
+        float(step == BAD) for step in range(STEPS)
+    ]
 
 
 def test_what_did_not_come_from_setup_is_refused() -> None:

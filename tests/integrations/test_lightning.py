@@ -1,4 +1,6 @@
-"""Lightning's Trainer under GuardCallback: what it loses unguarded, and what is left of that guarded."""
+"""Lightning's Trainer under GuardCallback: what it loses unguarded, and what is left of that
+guarded.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any], dict[str, Any], str]] = {
 
 def scaled() -> MixedPrecision:
     """fp16 with a loss scale on a CPU, where Trainer(precision="16-mixed") would fall back to bf16."""
-    return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
+    return MixedPrecision(
+        "16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    )
 
 
 def place(incident: Incident) -> tuple[Any, ...]:
@@ -67,11 +71,20 @@ def place(incident: Incident) -> tuple[Any, ...]:
         incident.step,
         incident.verdict.kind,
         [finding.code for finding in incident.findings],
-        *(origin.phase, origin.module, origin.op, origin.source, origin.tensor, origin.samples, origin.reproduced),
+        *(
+            origin.phase,
+            origin.module,
+            origin.op,
+            origin.source,
+            origin.tensor,
+            origin.samples,
+            origin.reproduced,
+        ),
     )
 
 
-# --- damage and protection ---------------------------------------------------------------------------------------
+# --- damage and protection
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -100,7 +113,9 @@ def test_origin_sample_and_cause_are_those_of_the_plain_loop(name: str, tmp_path
     fault, options, settings, _ = FAULTS[name]
     callback, data = GuardCallback(QUIET), fault(batches())
     run(tmp_path, Net(**options, noisy=False), data, callback, **settings)
-    plain = plain_loop(Net(**options, noisy=False), data, half=settings.get("precision") == "16-true")
+    plain = plain_loop(
+        Net(**options, noisy=False), data, half=settings.get("precision") == "16-true"
+    )
     assert [place(i) for i in callback.incidents] == [place(i) for i in plain]
     callback.close()
 
@@ -111,15 +126,23 @@ def test_the_log_shows_the_true_loss_beside_a_finite_companion(tmp_path: Path) -
     callback.close()
     rows = [row for row in logged(tmp_path) if row["stepguard/loss"]]
     assert [int(row["step"]) for row in rows] == list(range(STEPS))
-    assert [math.isnan(float(row["stepguard/loss"])) for row in rows] == [step == BAD for step in range(STEPS)]
+    assert [math.isnan(float(row["stepguard/loss"])) for row in rows] == [
+        step == BAD for step in range(STEPS)
+    ]
     for name in ("stepguard/nonfinite", "stepguard/skipped"):
         assert [float(row[name]) for row in rows] == [float(step == BAD) for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("kind", ["accumulated", "clipped", "bf16", "scaled", "fused", "sgd"])
-def test_a_skipped_step_leaves_all_as_if_its_batches_had_never_come(kind: str, tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_all_as_if_its_batches_had_never_come(
+    kind: str, tmp_path: Path
+) -> None:
     data, options, settings = batches(), {"noisy": False}, _settings(kind)
-    options = {**options, "fused": kind == "fused", "optimizer": "sgd" if kind == "sgd" else "adamw"}
+    options = {
+        **options,
+        "fused": kind == "fused",
+        "optimizer": "sgd" if kind == "sgd" else "adamw",
+    }
     module, callback = Net(**options), GuardCallback(QUIET)
     made = run(tmp_path / "guarded", module, with_nan(data), callback, **settings)
     gone = (BAD, BAD + 1) if kind == "accumulated" else (BAD,)
@@ -129,7 +152,11 @@ def test_a_skipped_step_leaves_all_as_if_its_batches_had_never_come(kind: str, t
     assert not difference(everything(made, module), everything(other, reference))
     (incident,) = callback.incidents
     assert incident.origin is not None
-    assert (incident.origin.tensor, incident.origin.samples, incident.origin.reproduced) == ("batch:x", (2,), True)
+    assert (incident.origin.tensor, incident.origin.samples, incident.origin.reproduced) == (
+        "batch:x",
+        (2,),
+        True,
+    )
     callback.close()
 
 
@@ -142,7 +169,8 @@ def _settings(kind: str) -> dict[str, Any]:
     }.get(kind, {})
 
 
-# --- healthy runs ------------------------------------------------------------------------------------------------
+# --- healthy runs
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["plain", "accumulated", "clipped", "bf16", "scaled", "fused"])
@@ -171,7 +199,8 @@ def test_everything_is_undone_by_close(tmp_path: Path) -> None:
     assert not made.optimizers[0]._optimizer_step_pre_hooks
 
 
-# --- company -----------------------------------------------------------------------------------------------------
+# --- company
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_the_halt_reaches_the_caller_and_leaves_the_weights_from_before(tmp_path: Path) -> None:
@@ -224,8 +253,11 @@ def test_a_replay_is_neither_logged_nor_measured(tmp_path: Path) -> None:
     assert incident.origin is not None
     assert incident.origin.samples == (2,)
     assert module.mean._update_count == 0  # Lightning resets it at the end of the epoch
-    # a metric of the module is put back with the rest of it: the vetoed batch is not measured at all
-    counted = torch.cat([batch["y"].float() for index, batch in enumerate(batches()) if index != BAD])
+    # a metric of the module is put back with the rest of it: the vetoed batch is not measured at
+    # all
+    counted = torch.cat(
+        [batch["y"].float() for index, batch in enumerate(batches()) if index != BAD]
+    )
     (shown,) = [float(row["mean"]) for row in logged(tmp_path) if row["mean"]]
     assert shown == pytest.approx(float(counted.mean()), abs=1e-5)
     callback.close()
@@ -251,7 +283,11 @@ def test_odd_training_steps_are_guarded_too(kind: type[Net], tmp_path: Path) -> 
     made = run(tmp_path, module, with_nan(batches()), callbacks=[callback])
     (incident,) = callback.incidents
     assert incident.origin is not None
-    assert (incident.step, incident.origin.tensor, incident.origin.samples) == (BAD, "batch:x", (2,))
+    assert (incident.step, incident.origin.tensor, incident.origin.samples) == (
+        BAD,
+        "batch:x",
+        (2,),
+    )
     assert not bad_tensors(everything(made, module))
     callback.close()
 
@@ -270,21 +306,31 @@ class Scheduled(Net):
 def test_every_schedule_that_counts_steps_is_held_and_no_other(tmp_path: Path) -> None:
     callback = GuardCallback(QUIET)
     made = run(tmp_path, Scheduled(), with_nan(batches()), callback)
-    assert [config.scheduler.last_epoch for config in made.lr_scheduler_configs] == [1, STEPS - 1, STEPS - 1]
+    assert [config.scheduler.last_epoch for config in made.lr_scheduler_configs] == [
+        1,
+        STEPS - 1,
+        STEPS - 1,
+    ]
     callback.close()
 
 
 class Again(Callback):
-    """Runs every training step once more and compares the loss with the one that backward starts from."""
+    """Runs every training step once more and compares the loss with the one that backward starts
+    from.
+    """
 
     def __init__(self) -> None:
         self.pairs: list[tuple[float, float]] = []
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._step, self._batch = TrainingStep(trainer, pl_module), batch
         self._step.about_to_run(batch, (batch_idx,), 0)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
         self.pairs.append((loss.item(), self._step(self._batch).item()))
 
 
@@ -314,7 +360,9 @@ class Manual(Net):
         return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.net, self.extra)]
 
 
-def test_manual_optimization_has_a_guard_an_optimizer_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_manual_optimization_has_a_guard_an_optimizer_and_says_what_is_missing(
+    tmp_path: Path,
+) -> None:
     callback, module = GuardCallback(QUIET), Manual()
     with pytest.warns(RuntimeWarning, match="manual optimization"):
         made = run(tmp_path, module, with_nan(batches()), callbacks=[callback])
@@ -324,12 +372,17 @@ def test_manual_optimization_has_a_guard_an_optimizer_and_says_what_is_missing(t
     callback.close()
 
 
-def test_a_version_nobody_has_looked_at_is_refused_with_those_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_nobody_has_looked_at_is_refused_with_those_that_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known = integration.LIGHTNING
     assert not known.supports("2.6.2")
     assert not known.supports("3.0")
     other = Framework("lightning", first="1.0", before="2.0", tested="1.9")
-    with pytest.raises(ConfigError, match=r"lightning .* is not known to this guard, which works with lightning 1.0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lightning .* is not known to this guard, which works with lightning 1.0",
+    ):
         other.require()
 
 

@@ -1,4 +1,6 @@
-"""Lightning's DDP strategy and Fabric on two gloo ranks: healthy runs are untouched, bad steps decided together."""
+"""Lightning's DDP strategy and Fabric on two gloo ranks: healthy runs are untouched, bad steps
+decided together.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,30 @@ def found(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("bare", "guarded"),
-    [("bare", "healthy"), ("bare accumulated", "healthy accumulated"), ("fabric bare", "fabric healthy")],
+    [
+        ("bare", "healthy"),
+        ("bare accumulated", "healthy accumulated"),
+        ("fabric bare", "fabric healthy"),
+    ],
 )
-def test_a_healthy_run_is_bit_identical_on_both_ranks(found: list[dict[str, Any]], bare: str, guarded: str) -> None:
+def test_a_healthy_run_is_bit_identical_on_both_ranks(
+    found: list[dict[str, Any]], bare: str, guarded: str
+) -> None:
     for rank in found:
         assert not difference(rank[bare]["state"], rank[guarded]["state"])
         assert rank[guarded]["incidents"] == []
 
 
-def test_unguarded_one_rank_s_batch_ruins_the_last_checkpoint(out: Path, found: list[dict[str, Any]]) -> None:
+def test_unguarded_one_rank_s_batch_ruins_the_last_checkpoint(
+    out: Path, found: list[dict[str, Any]]
+) -> None:
     assert all(bad_tensors(rank["damaged"]["state"]["module"]) for rank in found)
     assert bad_tensors(last(out / "damaged")["state_dict"])
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("bad", BAD), ("bad fused", BAD), ("bad accumulated", BAD // 2), ("fabric bad", BAD)]
+    ("name", "step"),
+    [("bad", BAD), ("bad fused", BAD), ("bad accumulated", BAD // 2), ("fabric bad", BAD)],
 )
 def test_both_ranks_skip_the_step_and_name_rank_1_and_its_sample(
     found: list[dict[str, Any]], name: str, step: int
@@ -62,8 +73,12 @@ def _learned(outcome: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if "running" not in key}
 
 
-@pytest.mark.parametrize(("folder", "steps"), [("bad", STEPS), ("fused", STEPS), ("bad2", STEPS // 2)])
-def test_the_last_checkpoint_is_good_and_the_schedule_held(out: Path, folder: str, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("folder", "steps"), [("bad", STEPS), ("fused", STEPS), ("bad2", STEPS // 2)]
+)
+def test_the_last_checkpoint_is_good_and_the_schedule_held(
+    out: Path, folder: str, steps: int
+) -> None:
     state = last(out / folder)
     assert not bad_tensors(learned(state))
     assert (state["global_step"], state["lr_schedulers"][0]["last_epoch"]) == (steps, steps - 1)

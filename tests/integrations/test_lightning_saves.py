@@ -34,7 +34,9 @@ pytestmark = OWN_WARNINGS
 
 
 class Poison(Callback):
-    """Makes the weights NaN behind the guard's back, as an unseen fault would, and tries to save that."""
+    """Makes the weights NaN behind the guard's back, as an unseen fault would, and tries to save
+    that.
+    """
 
     def __init__(self, at: int) -> None:
         self._at = at
@@ -52,14 +54,21 @@ class Poison(Callback):
 SAVERS: dict[str, dict[str, Any]] = {
     "top 1, last": {"save_top_k": 1, "save_last": True},
     "top 1, link": {"save_top_k": 1, "save_last": "link"},
-    "top 2 by a metric, last": {"save_top_k": 2, "save_last": True, "monitor": "step", "mode": "max"},
+    "top 2 by a metric, last": {
+        "save_top_k": 2,
+        "save_last": True,
+        "monitor": "step",
+        "mode": "max",
+    },
     "all, weights only": {"save_top_k": -1, "save_last": True, "save_weights_only": True},
     "on exception": {"save_top_k": 1, "save_last": True, "save_on_exception": True},
 }
 
 
 @pytest.mark.parametrize("name", SAVERS)
-def test_a_bad_state_is_saved_nowhere_and_rotation_keeps_the_last_good_one(name: str, tmp_path: Path) -> None:
+def test_a_bad_state_is_saved_nowhere_and_rotation_keeps_the_last_good_one(
+    name: str, tmp_path: Path
+) -> None:
     saves = ModelCheckpoint(tmp_path / "saves", every_n_train_steps=1, **SAVERS[name])
     callback = GuardCallback(replace(QUIET, snapshots=0))  # nothing to repair it from
     with pytest.raises(TrainingHalted):
@@ -111,13 +120,24 @@ def test_rotation_goes_on_once_a_good_save_follows_a_refused_one() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_checkpoint_of_a_skipped_step_holds_the_schedule_from_before_it(fused: bool, tmp_path: Path) -> None:
-    saves = ModelCheckpoint(tmp_path / "saves", filename="{step}", save_top_k=-1, every_n_train_steps=1)
+def test_a_checkpoint_of_a_skipped_step_holds_the_schedule_from_before_it(
+    fused: bool, tmp_path: Path
+) -> None:
+    saves = ModelCheckpoint(
+        tmp_path / "saves", filename="{step}", save_top_k=-1, every_n_train_steps=1
+    )
     callback = GuardCallback(QUIET)
     run(tmp_path, Net(fused=fused, noisy=False), with_nan(batches()), callbacks=[callback, saves])
     callback.close()
-    found = {n: torch.load(tmp_path / "saves" / f"step={n}.ckpt", weights_only=False) for n in (BAD, BAD + 1, BAD + 2)}
-    assert [state["lr_schedulers"][0]["last_epoch"] for state in found.values()] == [BAD, BAD, BAD + 1]
+    found = {
+        n: torch.load(tmp_path / "saves" / f"step={n}.ckpt", weights_only=False)
+        for n in (BAD, BAD + 1, BAD + 2)
+    }
+    assert [state["lr_schedulers"][0]["last_epoch"] for state in found.values()] == [
+        BAD,
+        BAD,
+        BAD + 1,
+    ]
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_its_step_numbers(tmp_path: Path) -> None:
@@ -125,14 +145,25 @@ def test_a_run_goes_on_from_a_checkpoint_with_its_step_numbers(tmp_path: Path) -
     callback = GuardCallback(QUIET)
     made = trainer(tmp_path / "again", callback, max_epochs=2)
     with pytest.warns(UserWarning, match="dirpath has changed"):
-        fit(made, Net(), with_nan(batches(4), at=1), ckpt_path=tmp_path / "saves" / "last.ckpt", weights_only=False)
+        fit(
+            made,
+            Net(),
+            with_nan(batches(4), at=1),
+            ckpt_path=tmp_path / "saves" / "last.ckpt",
+            weights_only=False,
+        )
     assert [incident.step for incident in callback.incidents] == [5]
     callback.close()
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_weights_hurt_between_two_steps_are_rewound_and_saving_goes_on(fused: bool, tmp_path: Path) -> None:
-    callback, module = GuardCallback(replace(QUIET, snapshot_every=2, probation=3)), Net(fused=fused)
+def test_weights_hurt_between_two_steps_are_rewound_and_saving_goes_on(
+    fused: bool, tmp_path: Path
+) -> None:
+    callback, module = (
+        GuardCallback(replace(QUIET, snapshot_every=2, probation=3)),
+        Net(fused=fused),
+    )
     made = run(tmp_path, module, batches(16), callback, Poison(10))
     (incident,) = callback.incidents
     assert incident.decision is not None

@@ -28,11 +28,14 @@ from stepguard import ConfigError
 from stepguard.integrations._monitoring import MicroBatchDropped
 from stepguard.integrations.transformers import GradientMonitoringCallback, guard, safe_compute_loss
 
-# --- the callback --------------------------------------------------------------------------------------------------
+# --- the callback
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("logging_steps", [1, 3])
-def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(tmp_path: Path, logging_steps: int) -> None:
+def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(
+    tmp_path: Path, logging_steps: int
+) -> None:
     monitor = GradientMonitoringCallback(quiet(run_dir=tmp_path / "run"))
     made = trainer(
         tmp_path,
@@ -48,7 +51,11 @@ def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(tmp_path: Path
     assert bad_tensors(made.model) == 0
     assert made.lr_scheduler.last_epoch == 5
     assert monitor.reported["loss"] == 1
-    said = {line.get("kind"): line["summary"] for line in journal_lines(tmp_path / "run") if "summary" in line}
+    said = {
+        line.get("kind"): line["summary"]
+        for line in journal_lines(tmp_path / "run")
+        if "summary" in line
+    }
     assert "cannot refuse trainer.save_model()" in said["callback-only"]
     assert "is filtered" in said["filtered"] and "nan" in said["filtered"]
 
@@ -74,9 +81,22 @@ def test_gradients_are_gone_when_on_step_end_runs(tmp_path: Path) -> None:
 
 def test_the_callback_tells_a_bad_norm_from_a_fine_one(tmp_path: Path) -> None:
     monitor = GradientMonitoringCallback(quiet())
-    made = trainer(tmp_path, regression(), numbers(24, nan_at=9), extra={"callbacks": [monitor]}, optim="adamw_torch")
+    made = trainer(
+        tmp_path,
+        regression(),
+        numbers(24, nan_at=9),
+        extra={"callbacks": [monitor]},
+        optim="adamw_torch",
+    )
     made.train()
-    assert [math.isfinite(norm) for norm in logged(made, "grad_norm")] == [True, True, False, True, True, True]
+    assert [math.isfinite(norm) for norm in logged(made, "grad_norm")] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert monitor.reported["grad_norm"] == 1
 
 
@@ -94,7 +114,9 @@ def test_the_callback_does_not_let_made_up_parameters_be_saved(tmp_path: Path) -
     model = regression()
     optimizers = (Break(model.parameters(), lr=0.1), None)
     extra = {"callbacks": [monitor], "optimizers": optimizers}
-    made = trainer(tmp_path, model, numbers(24), extra=extra, max_steps=3, save_strategy="steps", save_steps=1)
+    made = trainer(
+        tmp_path, model, numbers(24), extra=extra, max_steps=3, save_strategy="steps", save_steps=1
+    )
     made.train()
     (incident,) = monitor.incidents
     assert incident.decision is not None and incident.decision.action == "undo"
@@ -102,7 +124,9 @@ def test_the_callback_does_not_let_made_up_parameters_be_saved(tmp_path: Path) -
     assert bad_in_checkpoints(tmp_path) == {"checkpoint-1": 0, "checkpoint-2": 0, "checkpoint-3": 0}
 
 
-def test_the_callback_does_not_let_parameters_be_saved_that_were_broken_after_the_update(tmp_path: Path) -> None:
+def test_the_callback_does_not_let_parameters_be_saved_that_were_broken_after_the_update(
+    tmp_path: Path,
+) -> None:
     class Break(TrainerCallback):
         """A fault outside the optimizer, which there is no update to undo for."""
 
@@ -112,7 +136,15 @@ def test_the_callback_does_not_let_parameters_be_saved_that_were_broken_after_th
 
     monitor = GradientMonitoringCallback(quiet())
     extra = {"callbacks": [Break(), monitor]}
-    made = trainer(tmp_path, regression(), numbers(24), extra=extra, max_steps=3, save_strategy="steps", save_steps=1)
+    made = trainer(
+        tmp_path,
+        regression(),
+        numbers(24),
+        extra=extra,
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=1,
+    )
     made.train()
     assert monitor.reported["parameters"] == 1
     assert bad_in_checkpoints(tmp_path) == {"checkpoint-1": 0, "checkpoint-2": 0}
@@ -136,7 +168,8 @@ def test_the_callback_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not inner._optimizer_step_pre_hooks and not inner._optimizer_step_post_hooks
 
 
-# --- safe_compute_loss ---------------------------------------------------------------------------------------------
+# --- safe_compute_loss
+# ---------------------------------------------------------------------------------------------
 
 
 def safe(made: Any) -> Any:
@@ -155,7 +188,9 @@ def test_a_healthy_run_is_the_same_with_a_safe_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_a_step_without_labels_is_dropped_with_momentum_and_decay(tmp_path: Path, weight_decay: float) -> None:
+def test_a_step_without_labels_is_dropped_with_momentum_and_decay(
+    tmp_path: Path, weight_decay: float
+) -> None:
     """The weights are those of a run in which the batch never came."""
     settings = {"weight_decay": weight_decay, "lr_scheduler_type": "constant"}
     made = safe(trainer(tmp_path, llama(), texts(24, lambda row: 8 <= row < 12), **settings))
@@ -164,11 +199,22 @@ def test_a_step_without_labels_is_dropped_with_momentum_and_decay(tmp_path: Path
     rows = [row for i, row in enumerate(texts(24)) if not 8 <= i < 12]
     other = trainer(tmp_path, llama(), rows, max_steps=5, **settings)
     other.train()
-    assert all(torch.equal(a, b) for a, b in zip(made.model.parameters(), other.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(made.model.parameters(), other.model.parameters(), strict=True)
+    )
 
 
 def test_of_an_accumulated_step_only_the_bad_micro_batch_is_dropped(tmp_path: Path) -> None:
-    made = safe(trainer(tmp_path, regression(), numbers(24, nan_at=9), gradient_accumulation_steps=2, max_steps=3))
+    made = safe(
+        trainer(
+            tmp_path,
+            regression(),
+            numbers(24, nan_at=9),
+            gradient_accumulation_steps=2,
+            max_steps=3,
+        )
+    )
     before = made.model.outer.bias.detach().clone()
     with pytest.warns(MicroBatchDropped, match="its loss is nan"):
         made.train()
@@ -188,7 +234,9 @@ def test_a_nan_weight_is_not_hidden_by_a_dropped_micro_batch(tmp_path: Path) -> 
 
 def test_a_model_that_gives_no_loss_is_an_error_that_names_the_batch(tmp_path: Path) -> None:
     made = safe(trainer(tmp_path, llama(), texts(8)))
-    with pytest.raises(ConfigError, match=r"no loss for a batch with 'input_ids': no 'labels' in it"):
+    with pytest.raises(
+        ConfigError, match=r"no loss for a batch with 'input_ids': no 'labels' in it"
+    ):
         made.compute_loss(made.model, {"input_ids": torch.ones(1, 4, dtype=torch.long)})
 
 

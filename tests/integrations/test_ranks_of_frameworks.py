@@ -1,4 +1,6 @@
-"""Two gloo ranks under `torchrun`, in accelerate and in a Trainer: they skip, name and refuse together."""
+"""Two gloo ranks under `torchrun`, in accelerate and in a Trainer: they skip, name and refuse
+together.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What both ranks say, by part, in the order of ranks."""
     script = Path(__file__).with_name("framework_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     ran = subprocess.run(
         [*command, str(folder / "state"), str(folder / "out"), str(folder)],
         capture_output=True,
@@ -31,10 +41,15 @@ def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     parts = ("accelerate", "trainer")
-    return {part: [json.loads((folder / f"{part}-{rank}.json").read_text()) for rank in (0, 1)] for part in parts}
+    return {
+        part: [json.loads((folder / f"{part}-{rank}.json").read_text()) for rank in (0, 1)]
+        for part in parts
+    }
 
 
-def test_ranks_of_an_accelerate_script_skip_and_name_together(said: dict[str, list[dict[str, Any]]]) -> None:
+def test_ranks_of_an_accelerate_script_skip_and_name_together(
+    said: dict[str, list[dict[str, Any]]],
+) -> None:
     first, second = said["accelerate"]
     expected = [{"step": 2, "rank": 1, "micro": 1, "samples": [1], "tensor": "batch:x"}]
     assert first["incidents"] == second["incidents"] == expected
@@ -50,12 +65,19 @@ def test_a_save_is_refused_on_all_ranks_if_one_has_bad_state(
     assert not (folder / "state").exists()
 
 
-def test_ranks_of_a_trainer_skip_name_and_log_together(said: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+def test_ranks_of_a_trainer_skip_name_and_log_together(
+    said: dict[str, list[dict[str, Any]]], folder: Path
+) -> None:
     first, second = said["trainer"]
     assert len(first["incidents"]) == 1
     assert first["incidents"] == second["incidents"]
     (place,) = first["incidents"]
-    assert (place["step"], place["rank"], place["tensor"], place["samples"]) == (2, 1, "batch:x", [1])
+    assert (place["step"], place["rank"], place["tensor"], place["samples"]) == (
+        2,
+        1,
+        "batch:x",
+        [1],
+    )
     assert first["bad"] == second["bad"] == 0
     assert first["weights"] == second["weights"]
     assert first["schedule"] == second["schedule"] == 5

@@ -29,7 +29,9 @@ def words() -> PreTrainedTokenizerFast:
 
     inner = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     inner.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token="w1", unk_token="w0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="w0", eos_token="w1", unk_token="w0"
+    )
 
 
 def sft(folder: Path, **settings: Any) -> SFTTrainer:
@@ -52,7 +54,10 @@ def test_a_guarded_healthy_sft_run_is_bit_identical(tmp_path: Path) -> None:
             made.train()
         if guarded:
             assert watching.incidents == ()
-        metrics = [logged(made, key) for key in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")]
+        metrics = [
+            logged(made, key)
+            for key in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+        ]
         seen.append((metrics, [p.detach().clone() for p in made.model.parameters()]))
     assert seen[0][0] == seen[1][0]
     assert all(torch.equal(a, b) for a, b in zip(seen[0][1], seen[1][1], strict=True))
@@ -61,7 +66,9 @@ def test_a_guarded_healthy_sft_run_is_bit_identical(tmp_path: Path) -> None:
 def test_a_bad_sft_step_is_placed_and_its_replay_leaves_the_metrics_alone(tmp_path: Path) -> None:
     made = sft(tmp_path)
     scaled = made.model.model.norm.register_forward_hook(  # the third step's hidden states overflow
-        lambda module, args, output: torch.sqrt(-1 - output.abs()) if made.state.global_step == 2 else None
+        lambda module, args, output: (
+            torch.sqrt(-1 - output.abs()) if made.state.global_step == 2 else None
+        )
     )
     with guard(made, quiet()) as watching:
         made.train()

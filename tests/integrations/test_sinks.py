@@ -1,4 +1,6 @@
-"""Each logger with the real library, offline: true numbers arrive, and a NaN always has a finite companion."""
+"""Each logger with the real library, offline: true numbers arrive, and a NaN always has a finite
+companion.
+"""
 
 from __future__ import annotations
 
@@ -65,16 +67,21 @@ def test_only_every_nth_step_is_sent_but_a_bad_one_always() -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_an_interval_that_is_no_count_is_refused(every: Any) -> None:
-    with pytest.raises(ConfigError, match=f"Kept: every={every} must be a whole number of at least 1"):
+    with pytest.raises(
+        ConfigError, match=f"Kept: every={every} must be a whole number of at least 1"
+    ):
         Kept(every=every)
 
 
 def test_a_library_that_is_not_there_is_named_with_the_way_to_get_it() -> None:
-    with pytest.raises(ConfigError, match=r"WandbSink needs no_such_library: pip install 'stepguard\[wandb\]'"):
+    with pytest.raises(
+        ConfigError, match=r"WandbSink needs no_such_library: pip install 'stepguard\[wandb\]'"
+    ):
         backend("no_such_library", "wandb", "WandbSink")
 
 
-# --- TensorBoard -------------------------------------------------------------------------------------------------
+# --- TensorBoard
+# -------------------------------------------------------------------------------------------------
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -83,7 +90,9 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_shows_the_nan_and_its_companion(tmp_path: Path) -> None:
@@ -111,7 +120,8 @@ def test_a_writer_of_the_user_stays_open(tmp_path: Path) -> None:
     assert curves(tmp_path)["mine"] == [(99, 1.0)]
 
 
-# --- W&B ---------------------------------------------------------------------------------------------------------
+# --- W&B
+# ---------------------------------------------------------------------------------------------------------
 
 # a process of its own: wandb starts a service with threads that outlive the run
 WANDB = """
@@ -130,7 +140,9 @@ run.finish()
 
 def test_wandb_gets_finite_numbers_on_an_axis_of_their_own(tmp_path: Path) -> None:
     script = WANDB.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("SUMMARY ")]
     losses, summary = json.loads(line.removeprefix("SUMMARY "))
@@ -156,7 +168,12 @@ def records(path: Path) -> list[dict[str, Any]]:
             record.ParseFromString(partial)
             partial = b""
             if record.WhichOneof("record_type") == "history":
-                found.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+                found.append(
+                    {
+                        i.key or ".".join(i.nested_key): json.loads(i.value_json)
+                        for i in record.history.item
+                    }
+                )
     return found
 
 
@@ -177,14 +194,19 @@ def chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
 def test_wandb_without_a_run_says_what_to_do() -> None:
     from stepguard.integrations.sinks.wandb import WandbSink
 
-    with pytest.warns(RuntimeWarning, match=r"WandbSink found no active run: call wandb.init\(\) first"):
+    with pytest.warns(
+        RuntimeWarning, match=r"WandbSink found no active run: call wandb.init\(\) first"
+    ):
         train(WandbSink())
 
 
-# --- MLflow ------------------------------------------------------------------------------------------------------
+# --- MLflow
+# ------------------------------------------------------------------------------------------------------
 
 
-def test_mlflow_gets_finite_numbers_and_the_incident_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_finite_numbers_and_the_incident_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -197,13 +219,18 @@ def test_mlflow_gets_finite_numbers_and_the_incident_as_a_file(tmp_path: Path, m
     history = client.get_metric_history(run.info.run_id, "stepguard/loss")
     assert [metric.step for metric in history] == [step for step in range(STEPS) if step != BAD]
     assert [metric.value for metric in history] == pytest.approx(without_bad(losses))
-    flagged = [m.step for m in client.get_metric_history(run.info.run_id, "stepguard/nonfinite") if m.value == 1.0]
+    flagged = [
+        m.step
+        for m in client.get_metric_history(run.info.run_id, "stepguard/nonfinite")
+        if m.value == 1.0
+    ]
     assert flagged == [BAD]
     assert "nonfinite" in str(next(tmp_path.rglob("stepguard/incidents/*.json")))
     assert client.get_run(run.info.run_id).info.status == "RUNNING"
 
 
-# --- Prometheus --------------------------------------------------------------------------------------------------
+# --- Prometheus
+# --------------------------------------------------------------------------------------------------
 
 
 def test_prometheus_shows_the_last_step_and_counts_incidents_by_cause() -> None:
@@ -227,14 +254,17 @@ def test_prometheus_shows_the_last_step_and_counts_incidents_by_cause() -> None:
     sink = Scraped(registry)
     losses = train(sink)
     assert math.isnan(seen[BAD]["stepguard_loss"])
-    assert [step for step, values in enumerate(seen) if values["stepguard_nonfinite"] == 1.0] == [BAD]
+    assert [step for step, values in enumerate(seen) if values["stepguard_nonfinite"] == 1.0] == [
+        BAD
+    ]
     assert seen[-1]["stepguard_loss"] == losses[-1]
     assert 'stepguard_incidents_total{action="skip",code="SG101",kind=' in sink.text
     train(sink)  # what the first guard registered is gone, so a second one can begin
     assert len(seen) == 2 * STEPS
 
 
-# --- OpenTelemetry -----------------------------------------------------------------------------------------------
+# --- OpenTelemetry
+# -----------------------------------------------------------------------------------------------
 
 
 def test_opentelemetry_gets_finite_numbers_and_counts_incidents_by_cause() -> None:
@@ -254,8 +284,12 @@ def test_opentelemetry_gets_finite_numbers_and_counts_incidents_by_cause() -> No
 
     losses = train(Collected(provider))
     provider.shutdown()
-    assert [step for step, found in enumerate(collected) if found["stepguard.nonfinite"][0].value == 1.0] == [BAD]
-    assert "stepguard.loss" not in collected[BAD] or math.isfinite(collected[BAD]["stepguard.loss"][0].value)
+    assert [
+        step for step, found in enumerate(collected) if found["stepguard.nonfinite"][0].value == 1.0
+    ] == [BAD]
+    assert "stepguard.loss" not in collected[BAD] or math.isfinite(
+        collected[BAD]["stepguard.loss"][0].value
+    )
     assert collected[-1]["stepguard.loss"][0].value == losses[-1]
     (count,) = collected[-1]["stepguard.incidents"]
     assert (count.value, count.attributes["code"]) == (1, "SG101")

@@ -1,4 +1,6 @@
-"""The face of a guarded Trainer: settings, wraps and their undoing, log keys, several runs, `stepguard run`."""
+"""The face of a guarded Trainer: settings, wraps and their undoing, log keys, several runs,
+`stepguard run`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import Trainer, TrainerCallback
 
 import stepguard
-from integrations.trainers import bad_tensors, journal_lines, llama, logged, numbers, quiet, regression, texts, trainer
+from integrations.trainers import (
+    bad_tensors,
+    journal_lines,
+    llama,
+    logged,
+    numbers,
+    quiet,
+    regression,
+    texts,
+    trainer,
+)
 from stepguard import ConfigError, GuardConfig
 from stepguard.engine.context import guarded
 from stepguard.integrations._trainer_log import TrueLoss, correct
@@ -54,9 +66,14 @@ def test_a_second_guard_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"clip_norm": 0.5}, r"max_grad_norm=0\.5"), ({"loss_scale": 8.0}, "loss_scale=8.0 is for guard.step")],
+    [
+        ({"clip_norm": 0.5}, r"max_grad_norm=0\.5"),
+        ({"loss_scale": 8.0}, "loss_scale=8.0 is for guard.step"),
+    ],
 )
-def test_settings_that_belong_to_the_trainer_are_refused(tmp_path: Path, settings: Any, message: str) -> None:
+def test_settings_that_belong_to_the_trainer_are_refused(
+    tmp_path: Path, settings: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         guard(trainer(tmp_path, regression(), numbers(8)), GuardConfig(**settings))
 
@@ -79,7 +96,9 @@ def test_a_training_step_of_the_users_own_class_is_replayed_too(tmp_path: Path) 
     class Direct(Trainer):
         """Calls backward by itself."""
 
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        def training_step(
+            self, model: Any, inputs: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
             model.train()
             loss = model(**self._prepare_inputs(inputs))["loss"]
             (loss * 3).backward()
@@ -110,7 +129,8 @@ def test_user_errors_pass_through_and_leave_the_guard_usable(tmp_path: Path) -> 
         assert [incident.step for incident in watching.incidents] == [2]
 
 
-# --- the log -------------------------------------------------------------------------------------------------------
+# --- the log
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_keys_reach_tensorboard(tmp_path: Path) -> None:
@@ -135,7 +155,12 @@ def test_keys_reach_tensorboard(tmp_path: Path) -> None:
 def test_one_nan_does_not_stay_in_the_log_where_the_filter_is_off(tmp_path: Path) -> None:
     def losses(guarded_run: bool) -> list[float]:
         made = trainer(
-            tmp_path, regression(), numbers(24, nan_at=9), logging_nan_inf_filter=False, optim="sgd", learning_rate=0.0
+            tmp_path,
+            regression(),
+            numbers(24, nan_at=9),
+            logging_nan_inf_filter=False,
+            optim="sgd",
+            learning_rate=0.0,
         )
         if not guarded_run:
             made.train()
@@ -176,7 +201,8 @@ def test_many_losses_between_two_log_lines_are_all_counted() -> None:
     assert losses.take() == []
 
 
-# --- beside other guards -------------------------------------------------------------------------------------------
+# --- beside other guards
+# -------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -205,7 +231,9 @@ with guard(made, quiet(run_dir="run")) as watching:
 """
 
 
-def test_a_capsule_of_a_trainer_is_run_again_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capsule_of_a_trainer_is_run_again_with_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(REPLAYED.format(tests=str(Path(__file__).parents[1])))
@@ -231,7 +259,9 @@ def test_stepguard_run_does_not_guard_a_guarded_trainer_twice(tmp_path: Path) ->
     assert [line for line in journal_lines(other) if line.get("type") in ("incident", "step")] == []
 
 
-def test_a_guard_with_a_trainer_that_has_no_incident_reports_the_finite_loss_of_llama(tmp_path: Path) -> None:
+def test_a_guard_with_a_trainer_that_has_no_incident_reports_the_finite_loss_of_llama(
+    tmp_path: Path,
+) -> None:
     made = trainer(tmp_path, llama(), texts(8), max_steps=2)
     with guard(made, quiet()) as watching:
         made.train()

@@ -1,4 +1,6 @@
-"""A healthy Trainer is the same with and without a guard: losses, weights, optimizer state and random numbers."""
+"""A healthy Trainer is the same with and without a guard: losses, weights, optimizer state and
+random numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,25 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.trainer_callback import PrinterCallback
 
-from integrations.trainers import VOCABULARY, arguments, bad_tensors, llama, logged, quiet, regression, texts, trainer
+from integrations.trainers import (
+    VOCABULARY,
+    arguments,
+    bad_tensors,
+    llama,
+    logged,
+    quiet,
+    regression,
+    texts,
+    trainer,
+)
 from stepguard.integrations.transformers import guard
 
 
@@ -25,7 +42,9 @@ def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 def lora() -> Any:
     torch.manual_seed(0)
-    made = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2))
+    made = get_peft_model(
+        llama(), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
+    )
     made.enable_input_require_grads()
     return made
 
@@ -34,7 +53,13 @@ def t5() -> Any:
     torch.manual_seed(0)
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
         )
     )
 
@@ -60,7 +85,11 @@ def outcome(made: Any, guarded: bool) -> Any:
         assert watching.incidents == ()
     state = made.optimizer.state_dict()["state"]
     moments = [state[p][slot] for p in state for slot in state[p]]
-    return logged(made, "loss"), logged(made, "grad_norm"), [*made.model.parameters(), *moments, torch.get_rng_state()]
+    return (
+        logged(made, "loss"),
+        logged(made, "grad_norm"),
+        [*made.model.parameters(), *moments, torch.get_rng_state()],
+    )
 
 
 def same(one: Any, other: Any) -> None:
@@ -73,7 +102,8 @@ def same(one: Any, other: Any) -> None:
 def test_a_guarded_healthy_run_is_bit_identical(tmp_path: Path, name: str) -> None:
     model, settings, extra = SETTINGS[name]
     runs = [
-        outcome(trainer(tmp_path, model(), texts(24), extra=extra, **settings), guarded) for guarded in (False, True)
+        outcome(trainer(tmp_path, model(), texts(24), extra=extra, **settings), guarded)
+        for guarded in (False, True)
     ]
     assert all(loss > 0 for loss in runs[0][0])
     same(*runs)
@@ -83,7 +113,9 @@ def test_a_guarded_healthy_seq2seq_run_is_bit_identical(tmp_path: Path) -> None:
     runs = []
     for guarded in (False, True):
         rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in texts(24)]
-        made = Seq2SeqTrainer(model=t5(), args=Seq2SeqTrainingArguments(**arguments(tmp_path)), train_dataset=rows)
+        made = Seq2SeqTrainer(
+            model=t5(), args=Seq2SeqTrainingArguments(**arguments(tmp_path)), train_dataset=rows
+        )
         made.remove_callback(PrinterCallback)
         runs.append(outcome(made, guarded))
     same(*runs)
@@ -92,17 +124,26 @@ def test_a_guarded_healthy_seq2seq_run_is_bit_identical(tmp_path: Path) -> None:
 def test_dropout_draws_the_same_numbers_under_a_guard(tmp_path: Path) -> None:
     from integrations.trainers import numbers
 
-    same(*[outcome(trainer(tmp_path, regression(), numbers(24)), guarded) for guarded in (False, True)])
+    same(
+        *[
+            outcome(trainer(tmp_path, regression(), numbers(24)), guarded)
+            for guarded in (False, True)
+        ]
+    )
 
 
 def test_a_guarded_run_resumes_where_an_unguarded_one_would(tmp_path: Path) -> None:
-    """Save at step 3, go on in a new Trainer: the same weights as without a break, and steps that count on."""
+    """Save at step 3, go on in a new Trainer: the same weights as without a break, and steps that
+    count on.
+    """
     whole = trainer(tmp_path / "whole", llama(), texts(24))
     whole.train()
     first = trainer(tmp_path / "broken", llama(), texts(24), save_strategy="steps", save_steps=3)
     with guard(first, quiet()):
         first.train()
-    second = trainer(tmp_path / "broken", llama(), texts(24, lambda row: row == 20), save_strategy="no")
+    second = trainer(
+        tmp_path / "broken", llama(), texts(24, lambda row: row == 20), save_strategy="no"
+    )
     rows = second.train_dataset
     for row in range(20, 24):
         rows[row]["labels"][:] = -100
@@ -114,7 +155,10 @@ def test_a_guarded_run_resumes_where_an_unguarded_one_would(tmp_path: Path) -> N
     with guard(third, quiet()) as watching:
         third.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-3"))
     assert watching.incidents == ()
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), third.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.model.parameters(), third.model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["accumulation", "checkpointing", "loss function", "lora", "bf16"])

@@ -10,7 +10,16 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from integrations.trainers import bad_in_checkpoints, journal_lines, llama, numbers, quiet, regression, texts, trainer
+from integrations.trainers import (
+    bad_in_checkpoints,
+    journal_lines,
+    llama,
+    numbers,
+    quiet,
+    regression,
+    texts,
+    trainer,
+)
 from stepguard.integrations._saves import to_delete
 from stepguard.integrations.transformers import SaveRefused, guard
 
@@ -24,12 +33,19 @@ class Spoil(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in (self._spoil, self._heal):
             with torch.no_grad():
-                kwargs["model"].outer.bias.fill_(math.nan if state.global_step == self._spoil else 0.0)
+                kwargs["model"].outer.bias.fill_(
+                    math.nan if state.global_step == self._spoil else 0.0
+                )
 
 
 def spoiled(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Any:
     return trainer(
-        folder, regression(), numbers(24), extra={"callbacks": list(callbacks)}, save_strategy="steps", **settings
+        folder,
+        regression(),
+        numbers(24),
+        extra={"callbacks": list(callbacks)},
+        save_strategy="steps",
+        **settings,
     )
 
 
@@ -45,7 +61,11 @@ def test_a_checkpoint_of_a_bad_state_is_refused_and_said(tmp_path: Path) -> None
         assert watching.refused_saves == 1
     assert bad_in_checkpoints(tmp_path / "out") == {"checkpoint-1": 0, "checkpoint-2": 0}
     assert watching.last_good == tmp_path / "out" / "checkpoint-2"
-    said = [line["summary"] for line in journal_lines(tmp_path / "run") if line.get("kind") == "save-refused"]
+    said = [
+        line["summary"]
+        for line in journal_lines(tmp_path / "run")
+        if line.get("kind") == "save-refused"
+    ]
     assert len(said) == 1 and "checkpoint-3" in said[0] and "param:outer.bias" in said[0]
 
 
@@ -73,9 +93,13 @@ def test_save_model_before_any_training_looks_at_the_weights(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_rotation_keeps_the_last_good_checkpoint_where_the_newest_is_ruined(tmp_path: Path, limit: int) -> None:
-    """Finite weights that have lost everything are saved before any step has tried them. Nothing is done about them
-    unless that was asked for, so that the run goes on with them and saves them again."""
+def test_rotation_keeps_the_last_good_checkpoint_where_the_newest_is_ruined(
+    tmp_path: Path, limit: int
+) -> None:
+    """Finite weights that have lost everything are saved before any step has tried them. Nothing is
+    done about them unless that was asked for, so that the run goes on with them and saves them
+    again.
+    """
 
     class Ruin(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -85,7 +109,12 @@ def test_rotation_keeps_the_last_good_checkpoint_where_the_newest_is_ruined(tmp_
 
     settings = {"max_steps": 36, "save_steps": 6, "save_total_limit": limit, "learning_rate": 1e-3}
     made = trainer(
-        tmp_path, regression(), numbers(24), extra={"callbacks": [Ruin()]}, save_strategy="steps", **settings
+        tmp_path,
+        regression(),
+        numbers(24),
+        extra={"callbacks": [Ruin()]},
+        save_strategy="steps",
+        **settings,
     )
     unrepaired = quiet(snapshots=0)
     with guard(made, unrepaired) as watching:
@@ -94,14 +123,21 @@ def test_rotation_keeps_the_last_good_checkpoint_where_the_newest_is_ruined(tmp_
     assert watching.last_good == tmp_path / "checkpoint-18"
 
 
-def test_rotation_keeps_the_checkpoint_a_run_was_resumed_from_until_there_is_a_better_one(tmp_path: Path) -> None:
+def test_rotation_keeps_the_checkpoint_a_run_was_resumed_from_until_there_is_a_better_one(
+    tmp_path: Path,
+) -> None:
     first = trainer(tmp_path, llama(), texts(24), save_strategy="steps", save_steps=2, max_steps=2)
     first.train()
-    second = trainer(tmp_path, llama(), texts(24), save_strategy="steps", save_total_limit=1, max_steps=4)
+    second = trainer(
+        tmp_path, llama(), texts(24), save_strategy="steps", save_total_limit=1, max_steps=4
+    )
     with guard(second, quiet()) as watching:
         second.train(resume_from_checkpoint=True)
     assert watching.last_good == tmp_path / "checkpoint-4"
-    assert list(bad_in_checkpoints(tmp_path)) == ["checkpoint-2", "checkpoint-4"]  # the newest is not proven yet
+    assert list(bad_in_checkpoints(tmp_path)) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]  # the newest is not proven yet
 
 
 @pytest.mark.parametrize(

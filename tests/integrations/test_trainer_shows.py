@@ -1,4 +1,6 @@
-"""What a Trainer does to itself on a bad step, and what a guarded one does: with the real library, on a CPU."""
+"""What a Trainer does to itself on a bad step, and what a guarded one does: with the real library,
+on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def origin(incident: Incident) -> Any:
     return incident.origin
 
 
-# --- a NaN in the data ---------------------------------------------------------------------------------------------
+# --- a NaN in the data
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_nan_row_leaves_an_unguarded_trainer_with_nothing_but_nan(tmp_path: Path) -> None:
@@ -66,7 +69,11 @@ def test_a_nan_row_costs_a_guarded_trainer_one_step(tmp_path: Path, optim: str) 
         made.train()
     (incident,) = watching.incidents
     assert incident.step == 2
-    assert (origin(incident).phase, origin(incident).tensor, origin(incident).samples) == ("input", "batch:x", (1,))
+    assert (origin(incident).phase, origin(incident).tensor, origin(incident).samples) == (
+        "input",
+        "batch:x",
+        (1,),
+    )
     assert incident.findings[0].code == "SG101"
     assert bad_tensors(made.model) == 0
     assert bad_in_checkpoints(tmp_path) == {"checkpoint-5": 0, "checkpoint-6": 0}
@@ -80,17 +87,22 @@ def test_a_nan_row_costs_a_guarded_trainer_one_step(tmp_path: Path, optim: str) 
 
 
 def test_the_schedule_that_is_saved_does_not_count_the_vetoed_step(tmp_path: Path) -> None:
-    made = trainer(tmp_path, regression(), numbers(24, nan_at=9), save_strategy="steps", save_steps=3)
+    made = trainer(
+        tmp_path, regression(), numbers(24, nan_at=9), save_strategy="steps", save_steps=3
+    )
     with guard(made, quiet()):
         made.train()
     saved = torch.load(tmp_path / "checkpoint-3" / "scheduler.pt")
     assert saved["last_epoch"] == 2
 
 
-# --- the optimizer itself ------------------------------------------------------------------------------------------
+# --- the optimizer itself
+# ------------------------------------------------------------------------------------------
 
 
-def test_half_precision_weights_ruin_an_unguarded_trainer_at_its_first_update(tmp_path: Path) -> None:
+def test_half_precision_weights_ruin_an_unguarded_trainer_at_its_first_update(
+    tmp_path: Path,
+) -> None:
     made = trainer(tmp_path, llama().half(), texts(24), **FP16, **SAVING)
     made.train()
     losses, norms = logged(made, "loss"), logged(made, "grad_norm")
@@ -129,14 +141,17 @@ def test_a_nan_made_by_the_optimizer_is_taken_back_and_named(tmp_path: Path) -> 
     assert set(bad_in_checkpoints(tmp_path).values()) == {0}
 
 
-# --- labels --------------------------------------------------------------------------------------------------------
+# --- labels
+# --------------------------------------------------------------------------------------------------------
 
 
 def masked_batch(row: int) -> bool:
     return 8 <= row < 12
 
 
-def test_a_batch_without_labels_looks_like_a_loss_of_zero_in_an_unguarded_log(tmp_path: Path) -> None:
+def test_a_batch_without_labels_looks_like_a_loss_of_zero_in_an_unguarded_log(
+    tmp_path: Path,
+) -> None:
     made = trainer(tmp_path, llama(), texts(24, lambda row: True))
     made.train()
     assert logged(made, "loss") == [0.0] * 6
@@ -156,7 +171,9 @@ def test_a_batch_without_labels_is_named_and_skipped(tmp_path: Path) -> None:
     assert bad_tensors(made.model) == 0
 
 
-def test_labels_that_are_all_masked_stop_the_run_instead_of_training_nothing(tmp_path: Path) -> None:
+def test_labels_that_are_all_masked_stop_the_run_instead_of_training_nothing(
+    tmp_path: Path,
+) -> None:
     made = trainer(tmp_path, llama(), texts(24, lambda row: True))
     before = [p.detach().clone() for p in made.model.parameters()]
     with guard(made, quiet(policy=HALTING)) as watching:
@@ -167,7 +184,8 @@ def test_labels_that_are_all_masked_stop_the_run_instead_of_training_nothing(tmp
     assert made.is_in_train is False
 
 
-# --- as in a plain loop --------------------------------------------------------------------------------------------
+# --- as in a plain loop
+# --------------------------------------------------------------------------------------------
 
 
 class Plain:
@@ -175,21 +193,28 @@ class Plain:
 
     def __init__(self, model: nn.Module, rows: list[Any], **optimizer: Any) -> None:
         self.model = model
-        groups = Trainer.get_decay_parameter_names(None, model)  # the Trainer's two groups, so that names agree
+        groups = Trainer.get_decay_parameter_names(
+            None, model
+        )  # the Trainer's two groups, so that names agree
         decayed = [p for n, p in model.named_parameters() if n in groups]
         others = [p for n, p in model.named_parameters() if n not in groups]
         given = [{"params": decayed, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(given, **optimizer)
         self.batches = [
-            {key: torch.stack([row[key] for row in rows[i : i + 4]]) for key in rows[0]} for i in range(0, len(rows), 4)
+            {key: torch.stack([row[key] for row in rows[i : i + 4]]) for key in rows[0]}
+            for i in range(0, len(rows), 4)
         ]
         for batch in self.batches if "input_ids" in rows[0] else ():
-            batch["num_items_in_batch"] = batch["labels"][:, 1:].ne(-100).sum()  # the Trainer counts before the step
+            batch["num_items_in_batch"] = (
+                batch["labels"][:, 1:].ne(-100).sum()
+            )  # the Trainer counts before the step
 
     def run(self, loss_fn: Any) -> tuple[Incident, ...]:
         torch.manual_seed(0)
         self.model.train()
-        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: max(0.0, (6 - step) / 6))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: max(0.0, (6 - step) / 6)
+        )
         config = quiet(clip_norm=1.0, labels_key="labels", policy=WHOLE_STEPS)
         with Guard(self.model, self.optimizer, scheduler=scheduler, config=config) as plain:
             for batch in self.batches:

@@ -32,13 +32,16 @@ def test_versions_that_work_are_known_by_their_numbers(version: str, works: bool
 
 
 def test_a_framework_that_is_missing_is_named_with_the_versions_that_work() -> None:
-    with pytest.raises(ConfigError, match=r"no-such-framework is not installed; .* 1\.0 up to, not including, 2\.0"):
+    with pytest.raises(
+        ConfigError, match=r"no-such-framework is not installed; .* 1\.0 up to, not including, 2\.0"
+    ):
         Framework("no-such-framework", first="1.0", before="2.0", tested="1.1").require()
 
 
 def test_an_unknown_version_is_named_with_the_versions_that_work() -> None:
     with pytest.raises(
-        ConfigError, match=r"pytest \d.* is not known .* 0\.1 up to, not including, 0\.2 \(tested with 0\.1\)"
+        ConfigError,
+        match=r"pytest \d.* is not known .* 0\.1 up to, not including, 0\.2 \(tested with 0\.1\)",
     ):
         Framework("pytest", first="0.1", before="0.2", tested="0.1").require()
 
@@ -46,7 +49,9 @@ def test_an_unknown_version_is_named_with_the_versions_that_work() -> None:
 def test_a_missing_method_is_a_clear_message_and_no_attribute_error(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     made = trainer(tmp_path, regression(), numbers(4))
     monkeypatch.delattr("transformers.Trainer._save_checkpoint")
-    with pytest.raises(ConfigError, match=r"Trainer has no _save_checkpoint, .* works with transformers 5"):
+    with pytest.raises(
+        ConfigError, match=r"Trainer has no _save_checkpoint, .* works with transformers 5"
+    ):
         guard(made)
 
 
@@ -60,5 +65,7 @@ import stepguard.integrations.transformers
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
-    assert last.startswith("stepguard._errors.ConfigError: transformers 4.57.6 is not known to this guard")
+    assert last.startswith(
+        "stepguard._errors.ConfigError: transformers 4.57.6 is not known to this guard"
+    )
     assert "transformers 5" in last

@@ -1,4 +1,6 @@
-"""What the tests of transformers and accelerate share: tiny models, fixed data, a Trainer that is quick and quiet."""
+"""What the tests of transformers and accelerate share: tiny models, fixed data, a Trainer that is
+quick and quiet.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ QUIET = GuardConfig(terminal="quiet")
 HALTING = Policy(max_consecutive=3)
 """Bad steps are left out for long by themselves; with this a run of a few steps shows a halt."""
 WHOLE_STEPS = Policy(actions=("retry", "skip", "rewind", "stop"))
-"""Only `guard.step` can leave out a part of a step; without that it decides as a framework's guard does."""
+"""Only `guard.step` can leave out a part of a step; without that it decides as a framework's guard
+does.
+"""
 FEATURES, VOCABULARY, LENGTH = 4, 32, 8
 Row = dict[str, Tensor]
 
@@ -115,25 +119,43 @@ def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def trainer(
-    folder: Path, model: nn.Module, rows: list[Row], *, kind: Any = Trainer, extra: Any = None, **settings: Any
+    folder: Path,
+    model: nn.Module,
+    rows: list[Row],
+    *,
+    kind: Any = Trainer,
+    extra: Any = None,
+    **settings: Any,
 ) -> Any:
     """A Trainer that prints nothing."""
     made = kind(
-        model=model, args=TrainingArguments(**arguments(folder, **settings)), train_dataset=rows, **(extra or {})
+        model=model,
+        args=TrainingArguments(**arguments(folder, **settings)),
+        train_dataset=rows,
+        **(extra or {}),
     )
     made.remove_callback(PrinterCallback)
     return made
 
 
 def bad_tensors(module: nn.Module) -> int:
-    return sum(not bool(torch.isfinite(p).all()) for p in module.state_dict().values() if p.is_floating_point())
+    return sum(
+        not bool(torch.isfinite(p).all())
+        for p in module.state_dict().values()
+        if p.is_floating_point()
+    )
 
 
 def bad_in_checkpoints(folder: Path) -> dict[str, int]:
     """Non-finite tensors in each checkpoint of a run, by its name."""
     found = {}
-    for path in sorted(folder.glob("checkpoint-*/model.safetensors"), key=lambda p: int(p.parent.name.split("-")[1])):
-        found[path.parent.name] = sum(not bool(torch.isfinite(t).all()) for t in load_file(path).values())
+    for path in sorted(
+        folder.glob("checkpoint-*/model.safetensors"),
+        key=lambda p: int(p.parent.name.split("-")[1]),
+    ):
+        found[path.parent.name] = sum(
+            not bool(torch.isfinite(t).all()) for t in load_file(path).values()
+        )
     return found
 
 
@@ -168,4 +190,8 @@ def same_environment() -> Iterator[None]:
 
 
 def journal_lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for path in folder.glob("journal*.jsonl") for text in path.read_text().splitlines()]
+    return [
+        json.loads(text)
+        for path in folder.glob("journal*.jsonl")
+        for text in path.read_text().splitlines()
+    ]

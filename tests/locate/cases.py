@@ -69,12 +69,18 @@ class Case:
     samples: tuple[int, ...] | None = None
     facts: tuple[str, ...] = ()
     index: tuple[int, ...] | None = None
-    optimizer: Callable[[Any], torch.optim.Optimizer] = field(default=lambda p: torch.optim.SGD(p, lr=0.01))
+    optimizer: Callable[[Any], torch.optim.Optimizer] = field(
+        default=lambda p: torch.optim.SGD(p, lr=0.01)
+    )
 
 
 def find(case: Case) -> Origin:
     """Run the one step and locate; the step must be bad."""
-    loop = Loop(case.model, case.optimizer(case.model.parameters()), lambda batch: case.loss(case.model, batch))
+    loop = Loop(
+        case.model,
+        case.optimizer(case.model.parameters()),
+        lambda batch: case.loss(case.model, batch),
+    )
     batches = case.batch if isinstance(case.batch, list) else [case.batch]
     origin = loop.step(0, batches)
     assert origin is not None, "the step was healthy"
@@ -104,7 +110,9 @@ def mse(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def net_case(function: Function, x: Tensor | None = None, **expected: Any) -> Case:
     """A `Net` on `x` with random targets."""
     features = noise(4, 3) if x is None else x
-    return Case(Net(function), {"x": features, "y": noise(len(features), 1, seed=5)}, mse, **expected)
+    return Case(
+        Net(function), {"x": features, "y": noise(len(features), 1, seed=5)}, mse, **expected
+    )
 
 
 NEGATIVE_INFINITY = -math.inf

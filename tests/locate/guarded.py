@@ -19,7 +19,9 @@ def noise(seed: int, count: int = 4, width: int = 3) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-def first_incident(model: nn.Module, loss_fn: LossFn, batch: Callable[[int], Any], steps: int = 2) -> Incident:
+def first_incident(
+    model: nn.Module, loss_fn: LossFn, batch: Callable[[int], Any], steps: int = 2
+) -> Incident:
     """The first incident of a short run; fails where there is none."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with Guard(model, optimizer, config=SKIPPING) as guard:

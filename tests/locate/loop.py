@@ -39,7 +39,14 @@ class Loop:
         keeper.remember()
         scale = float(self.scaler.get_scale()) if self.scaler else 1.0
         record = Step(
-            index, self.model, self.optimizer, modules, keeper, self.loss_fn, tuple(micro_batches), scale=scale
+            index,
+            self.model,
+            self.optimizer,
+            modules,
+            keeper,
+            self.loss_fn,
+            tuple(micro_batches),
+            scale=scale,
         )
         record.clip_norm = self.clip
         bad = bad_state(record)
@@ -56,10 +63,14 @@ class Loop:
             return self._locate(record, reading)
         return self._commit(record, reading, scale)
 
-    def _read(self, step: Step, index: int, losses: list[float], bad: list[str], scale: float) -> Reading:
+    def _read(
+        self, step: Step, index: int, losses: list[float], bad: list[str], scale: float
+    ) -> Reading:
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         names = tuple(n for n, g in grads.items() if not bool(torch.isfinite(dense(g)).all()))
-        norm = torch.linalg.vector_norm(torch.cat([dense(g).float().abs().flatten() for g in grads.values()]) / scale)
+        norm = torch.linalg.vector_norm(
+            torch.cat([dense(g).float().abs().flatten() for g in grads.values()]) / scale
+        )
         return Reading(
             step=index,
             loss=sum(losses),

@@ -26,9 +26,20 @@ def kind(make: Callable[[], Case]) -> Callable[[], Case]:
 
 
 def backward(
-    node: str, op: str, *facts: str, module: str | None = "act", samples: tuple[int, ...] | None = (1,)
+    node: str,
+    op: str,
+    *facts: str,
+    module: str | None = "act",
+    samples: tuple[int, ...] | None = (1,),
 ) -> dict:
-    return {"phase": "backward", "module": module, "op": op, "node": node, "facts": facts, "samples": samples}
+    return {
+        "phase": "backward",
+        "module": module,
+        "op": op,
+        "node": node,
+        "facts": facts,
+        "samples": samples,
+    }
 
 
 @kind
@@ -39,7 +50,11 @@ def arccosine_at_one() -> Case:
 
 @kind
 def fractional_power_at_zero() -> Case:
-    return net_case(lambda x: x.abs() ** 0.5, with_row(0.0), **backward("PowBackward0", "aten.pow", "negative_power"))
+    return net_case(
+        lambda x: x.abs() ** 0.5,
+        with_row(0.0),
+        **backward("PowBackward0", "aten.pow", "negative_power"),
+    )
 
 
 @kind
@@ -80,7 +95,9 @@ def gradient_of_a_custom_function() -> Case:
             (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
             return grad * x / x.abs()
 
-    return net_case(Sign.apply, with_row(0.0), **backward("SignBackward", "aten.div", "denominator=zero"))
+    return net_case(
+        Sign.apply, with_row(0.0), **backward("SignBackward", "aten.div", "denominator=zero")
+    )
 
 
 @kind
@@ -92,7 +109,12 @@ def gradient_penalty_at_a_zero_gradient() -> Case:
 
     model = nn.Linear(3, 2, bias=False)
     nn.init.zeros_(model.weight)
-    return Case(model, {"x": noise(4, 3)}, loss, **backward("SqrtBackward0", "aten.div", module=None, samples=()))
+    return Case(
+        model,
+        {"x": noise(4, 3)},
+        loss,
+        **backward("SqrtBackward0", "aten.div", module=None, samples=()),
+    )
 
 
 @kind
@@ -100,7 +122,9 @@ def root_in_an_unselected_branch() -> Case:
     def branch(x: Tensor) -> Tensor:
         return torch.where(x > 0, torch.sqrt(x), torch.zeros_like(x))
 
-    place = backward("SqrtBackward0", "aten.div", "where=unselected", "selected_against=aten.sqrt", samples=())
+    place = backward(
+        "SqrtBackward0", "aten.div", "where=unselected", "selected_against=aten.sqrt", samples=()
+    )
     return net_case(branch, **place)
 
 
@@ -109,7 +133,9 @@ def root_at_zero_in_an_unselected_branch() -> Case:
     def branch(x: Tensor) -> Tensor:
         return torch.where(x != 0, torch.sqrt(x * x), torch.zeros_like(x))
 
-    place = backward("SqrtBackward0", "aten.div", "where=unselected", "upstream_grad=zero", "numerator=zero")
+    place = backward(
+        "SqrtBackward0", "aten.div", "where=unselected", "upstream_grad=zero", "numerator=zero"
+    )
     return net_case(branch, with_row(0.0), **place)
 
 
@@ -122,7 +148,9 @@ def root_of_a_zero_distance_between_indexed_points() -> Case:
         unit = apart / (torch.sqrt(apart * apart) + 1e-3)
         return torch.zeros_like(x).index_add(1, torch.tensor([0, 1]), unit)
 
-    return net_case(normalised, with_row(0.0), **backward("SqrtBackward0", "aten.div", "upstream_grad=zero"))
+    return net_case(
+        normalised, with_row(0.0), **backward("SqrtBackward0", "aten.div", "upstream_grad=zero")
+    )
 
 
 @kind
@@ -130,7 +158,9 @@ def power_at_zero_in_an_unselected_branch() -> Case:
     def branch(x: Tensor) -> Tensor:
         return torch.where(x != 0, x.abs() ** 0.5, torch.zeros_like(x))
 
-    return net_case(branch, with_row(0.0), **backward("PowBackward0", "aten.pow", "where=unselected"))
+    return net_case(
+        branch, with_row(0.0), **backward("PowBackward0", "aten.pow", "where=unselected")
+    )
 
 
 @kind
@@ -138,7 +168,9 @@ def reciprocal_in_an_unselected_branch() -> Case:
     def branch(x: Tensor) -> Tensor:
         return torch.where(x.abs() > 0, 1 / x, torch.zeros_like(x))
 
-    return net_case(branch, with_row(0.0), **backward("ReciprocalBackward0", "aten.mul", "where=unselected"))
+    return net_case(
+        branch, with_row(0.0), **backward("ReciprocalBackward0", "aten.mul", "where=unselected")
+    )
 
 
 @kind
@@ -146,7 +178,9 @@ def logarithm_before_a_masked_fill() -> Case:
     def branch(x: Tensor) -> Tensor:
         return torch.log(x * x).masked_fill(x == 0, 0.0)
 
-    return net_case(branch, with_row(0.0), **backward("LogBackward0", "aten.div", "where=unselected"))
+    return net_case(
+        branch, with_row(0.0), **backward("LogBackward0", "aten.div", "where=unselected")
+    )
 
 
 @kind
@@ -165,11 +199,21 @@ def ratio_in_an_unselected_branch() -> Case:
         size = (x * x).sum(-1, keepdim=True)
         return torch.where(size > 0, x / size, x)
 
-    return net_case(branch, with_row(0.0), **backward("DivBackward0", "aten.div", "where=unselected"))
+    return net_case(
+        branch, with_row(0.0), **backward("DivBackward0", "aten.div", "where=unselected")
+    )
 
 
-def forward(op: str, *facts: str, module: str | None = "act", samples: tuple[int, ...] = (1,)) -> dict:
-    return {"phase": "forward", "module": module, "op": op, "facts": ("absorbed=forward", *facts), "samples": samples}
+def forward(
+    op: str, *facts: str, module: str | None = "act", samples: tuple[int, ...] = (1,)
+) -> dict:
+    return {
+        "phase": "forward",
+        "module": module,
+        "op": op,
+        "facts": ("absorbed=forward", *facts),
+        "samples": samples,
+    }
 
 
 @kind
@@ -186,7 +230,11 @@ def not_a_number_absorbed_by_nan_to_num() -> Case:
 
 @kind
 def infinity_absorbed_by_an_exponential() -> Case:
-    return net_case(lambda x: torch.exp(-torch.exp(x)), with_row(400.0), **forward("aten.exp", "absorbed_by=aten.exp"))
+    return net_case(
+        lambda x: torch.exp(-torch.exp(x)),
+        with_row(400.0),
+        **forward("aten.exp", "absorbed_by=aten.exp"),
+    )
 
 
 @kind
@@ -198,7 +246,12 @@ def logarithm_of_an_underflown_probability() -> Case:
     model = nn.Linear(3, 3, bias=False)
     with torch.no_grad():
         model.weight.copy_(120 * torch.eye(3))
-    place = {"phase": "loss", "module": None, "op": "aten.log", "facts": ("argument_from=aten._softmax",)}
+    place = {
+        "phase": "loss",
+        "module": None,
+        "op": "aten.log",
+        "facts": ("argument_from=aten._softmax",),
+    }
     return Case(model, {"x": torch.eye(3), "y": torch.arange(3)}, loss, **place)
 
 
@@ -226,7 +279,11 @@ class Checkpointed(nn.Module):
             400.0,
             backward("ExpBackward0", "aten.mul", "where=unselected"),
         ),
-        (lambda x: torch.exp(x), 400.0, {"phase": "forward", "module": "act", "op": "aten.exp", "samples": (1,)}),
+        (
+            lambda x: torch.exp(x),
+            400.0,
+            {"phase": "forward", "module": "act", "op": "aten.exp", "samples": (1,)},
+        ),
     ],
     ids=["singular", "absorbed", "unselected", "loss"],
 )
@@ -308,7 +365,9 @@ def test_sparse_gradients_are_followed() -> None:
     def loss(ids: Tensor) -> Tensor:
         return model(ids).pow(2).sum(-1).sqrt().mean()
 
-    origin = Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss).step(0, [torch.tensor([0, 2, 1])])
+    origin = Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss).step(
+        0, [torch.tensor([0, 2, 1])]
+    )
     assert origin is not None and origin.node == "SqrtBackward0" and origin.samples == (1,)
 
 
@@ -321,5 +380,7 @@ def test_a_masked_nan_target_is_not_blamed_for_another_bad_value() -> None:
         error = (model(batch["x"]) - batch["y"]).pow(2) + torch.log(model(batch["x"]) * 0 - 1)
         return torch.where(known, error, 0.0).mean()
 
-    case = Case(nn.Linear(3, 1), {"x": noise(4, 3), "y": y}, loss, phase="loss", module=None, op="aten.log")
+    case = Case(
+        nn.Linear(3, 1), {"x": noise(4, 3), "y": y}, loss, phase="loss", module=None, op="aten.log"
+    )
     check(case)

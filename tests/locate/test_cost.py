@@ -55,7 +55,9 @@ class Transformer(nn.Module):
 
 @pytest.fixture(autouse=True)
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every batch that is run again. Counted outside the loss function, whose own counters are put back."""
+    """Rows of every batch that is run again. Counted outside the loss function, whose own counters
+    are put back.
+    """
     rows: list[int] = []
     original = Replayer._run
 
@@ -75,7 +77,9 @@ def test_diagnosis_of_a_bad_gradient_runs_the_step_at_most_six_times(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch["ids"], batch["gain"]).flatten(0, 1), batch["ids"].flatten())
+        return F.cross_entropy(
+            model(batch["ids"], batch["gain"]).flatten(0, 1), batch["ids"].flatten()
+        )
 
     ids = torch.randint(0, WORDS, (8, LENGTH))
     kept: list[tuple[object, object]] = []
@@ -85,7 +89,9 @@ def test_diagnosis_of_a_bad_gradient_runs_the_step_at_most_six_times(
     loops.Loop(model, optimizer, loss).step(0, [{"ids": ids, "gain": gain}])
     origin = locate(*kept[0])  # type: ignore[arg-type]
     assert (origin.node, origin.samples) == ("SqrtBackward0", (5,))
-    assert 8 < sum(replays) <= 6 * 8  # counted in samples: the search for the guilty one runs parts of the batch
+    assert (
+        8 < sum(replays) <= 6 * 8
+    )  # counted in samples: the search for the guilty one runs parts of the batch
 
 
 class Case:
@@ -95,7 +101,9 @@ class Case:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         self.replays = replays
-        loop = loops.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda batch: loss(model, batch))
+        loop = loops.Loop(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), lambda batch: loss(model, batch)
+        )
         assert loop.step(0, [batch]) is not None and loop.last is not None
         self.step: Step = loop.last[0]
         self.reading: Reading = loop.last[1]
@@ -112,11 +120,18 @@ class Case:
 
 
 def graph(replays: list[int], nodes: int) -> Case:
-    """Every node attends to its neighbours, and one has none: there is no batch with only some of the nodes."""
+    """Every node attends to its neighbours, and one has none: there is no batch with only some of
+    the nodes.
+    """
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         h = model(batch["x"])
-        return torch.softmax((h @ h.T).masked_fill(batch["edges"] == 0, -math.inf), -1).matmul(h).pow(2).mean()
+        return (
+            torch.softmax((h @ h.T).masked_fill(batch["edges"] == 0, -math.inf), -1)
+            .matmul(h)
+            .pow(2)
+            .mean()
+        )
 
     edges = torch.eye(nodes)
     edges[7] = 0.0
@@ -134,7 +149,9 @@ def transposed(replays: list[int], samples: int, guilty: int) -> Case:
     return Case(replays, {"x": x}, loss)
 
 
-def test_a_batch_that_cannot_be_cut_is_not_searched_row_by_row_and_not_tried_again(replays: list[int]) -> None:
+def test_a_batch_that_cannot_be_cut_is_not_searched_row_by_row_and_not_tried_again(
+    replays: list[int],
+) -> None:
     case = graph(replays, 64)
     effort = case.effort(steps=100.0)
     first, runs = case.locate(effort)

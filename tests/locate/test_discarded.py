@@ -1,4 +1,6 @@
-"""A NaN of the forward that is dropped later is named where it was made; a guarded pole is the branch not taken."""
+"""A NaN of the forward that is dropped later is named where it was made; a guarded pole is the
+branch not taken.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ def test_zero_by_zero_dropped_later_is_a_division_by_zero(name: str) -> None:
 
     incident = first_incident(model, loss_fn, batch)
     assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.op, incident.origin.samples) == ("loss", "aten.div", (2,))
+    assert (incident.origin.phase, incident.origin.op, incident.origin.samples) == (
+        "loss",
+        "aten.div",
+        (2,),
+    )
     assert code(incident) == "SG201"
 
 
@@ -57,11 +63,17 @@ def test_fully_masked_row_dropped_later_is_a_fully_masked_row(name: str) -> None
 
     def loss_fn(b: dict[str, Tensor]) -> Tensor:
         closed = torch.zeros(b["keep"].shape).masked_fill(~b["keep"], -INF)
-        return DROPS[name](torch.softmax(model(b["x"]) + closed[:, None], -1), b["keep"]).pow(2).mean()
+        return (
+            DROPS[name](torch.softmax(model(b["x"]) + closed[:, None], -1), b["keep"]).pow(2).mean()
+        )
 
     incident = first_incident(model, loss_fn, batch)
     assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.op, incident.origin.samples) == ("loss", "aten._softmax", (2,))
+    assert (incident.origin.phase, incident.origin.op, incident.origin.samples) == (
+        "loss",
+        "aten._softmax",
+        (2,),
+    )
     assert code(incident) == "SG204"
 
 
@@ -72,7 +84,9 @@ def test_evidence_says_who_dropped_it() -> None:
         out = model(b["x"])
         return (out / out.norm(dim=-1, keepdim=True))[b["keep"]].sum()
 
-    assert "aten.index left the NaN out of the loss" in evidence(first_incident(model, loss_fn, batch))
+    assert "aten.index left the NaN out of the loss" in evidence(
+        first_incident(model, loss_fn, batch)
+    )
 
 
 LOG_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -93,7 +107,11 @@ def test_log_sum_of_nothing_but_minus_infinity_is_no_unselected_branch(node: str
 
     incident = first_incident(model, loss_fn, batch)
     assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.node, code(incident)) == ("backward", node, "SG204")
+    assert (incident.origin.phase, incident.origin.node, code(incident)) == (
+        "backward",
+        node,
+        "SG204",
+    )
     assert incident.origin.samples == (2,)
 
 
@@ -111,7 +129,11 @@ def test_function_kept_from_its_own_pole_stays_an_unselected_branch(name: str) -
     model = nn.Linear(3, 4)
     incident = first_incident(model, lambda x: POLES[name](model(x)).mean(), noise)
     assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.node, code(incident)) == ("backward", "SqrtBackward0", "SG402")
+    assert (incident.origin.phase, incident.origin.node, code(incident)) == (
+        "backward",
+        "SqrtBackward0",
+        "SG402",
+    )
 
 
 class Block(nn.Module):
@@ -139,7 +161,11 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
         out: Tensor = self.out(x)
         return out
 
@@ -151,7 +177,9 @@ CHECKPOINTED = pytest.mark.parametrize(
 
 @CHECKPOINTED
 @pytest.mark.parametrize("name", ["where", "masked_fill"])
-def test_block_named_is_the_first_to_break_in_the_backward(name: str, reentrant: bool | None) -> None:
+def test_block_named_is_the_first_to_break_in_the_backward(
+    name: str, reentrant: bool | None
+) -> None:
     model = Stack(POLES[name], reentrant)
     incident = first_incident(model, lambda x: model(x).pow(2).mean(), noise)
     assert incident.origin is not None
@@ -168,11 +196,17 @@ def test_singular_slope_is_placed_in_the_last_block(reentrant: bool | None) -> N
 
 
 @CHECKPOINTED
-def test_infinity_absorbed_in_several_blocks_is_placed_where_it_was_born_first(reentrant: bool | None) -> None:
+def test_infinity_absorbed_in_several_blocks_is_placed_where_it_was_born_first(
+    reentrant: bool | None,
+) -> None:
     model = Stack(lambda h: 1 / (1 + torch.exp(h.abs() * 1e4 + 1e4)), reentrant)
     incident = first_incident(model, lambda x: model(x).pow(2).mean(), noise)
     assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.module, incident.origin.op) == ("forward", "blocks.0", "aten.exp")
+    assert (incident.origin.phase, incident.origin.module, incident.origin.op) == (
+        "forward",
+        "blocks.0",
+        "aten.exp",
+    )
 
 
 @CHECKPOINTED

@@ -1,4 +1,6 @@
-"""Bad values born in the forward pass or in the loss: exact operation, module and, where one is guilty, sample."""
+"""Bad values born in the forward pass or in the loss: exact operation, module and, where one is
+guilty, sample.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def log_of_a_negative_activation() -> Case:
 
 @kind
 def root_of_a_negative_activation() -> Case:
-    return net_case(torch.sqrt, phase="forward", module="act", op="aten.sqrt", facts=("argument=negative",))
+    return net_case(
+        torch.sqrt, phase="forward", module="act", op="aten.sqrt", facts=("argument=negative",)
+    )
 
 
 @kind
@@ -38,7 +42,9 @@ def root_in_place() -> Case:
 
 @kind
 def power_of_a_negative_base() -> Case:
-    return net_case(lambda x: x**1.5, phase="forward", module="act", op="aten.pow", facts=("argument=negative",))
+    return net_case(
+        lambda x: x**1.5, phase="forward", module="act", op="aten.pow", facts=("argument=negative",)
+    )
 
 
 @kind
@@ -81,7 +87,13 @@ def rsqrt_of_a_zero_variance() -> Case:
 def deviation_of_a_single_sample() -> Case:
     x = noise(1, 3)
     return net_case(
-        lambda h: h / h.std(0), x, phase="forward", module="act", op="aten.std", samples=(), facts=("one_element",)
+        lambda h: h / h.std(0),
+        x,
+        phase="forward",
+        module="act",
+        op="aten.std",
+        samples=(),
+        facts=("one_element",),
     )
 
 
@@ -116,7 +128,16 @@ def mask_written_as_a_product_with_infinity() -> Case:
 
     batch = {"x": noise(4, 3), "mask": torch.ones(4, 3)}
     facts = ("zero_times_inf", "tame_inf")
-    return Case(nn.Linear(3, 3), batch, loss, phase="loss", module=None, op="aten.mul", samples=(), facts=facts)
+    return Case(
+        nn.Linear(3, 3),
+        batch,
+        loss,
+        phase="loss",
+        module=None,
+        op="aten.mul",
+        samples=(),
+        facts=facts,
+    )
 
 
 @kind
@@ -128,7 +149,16 @@ def logsumexp_over_a_masked_row() -> Case:
     mask[2] = True
     batch = {"x": noise(4, 3), "mask": mask}
     facts = ("masked_rows=1", "tame_inf")
-    return Case(nn.Linear(3, 3), batch, loss, phase="loss", module=None, op="aten.logsumexp", samples=(2,), facts=facts)
+    return Case(
+        nn.Linear(3, 3),
+        batch,
+        loss,
+        phase="loss",
+        module=None,
+        op="aten.logsumexp",
+        samples=(2,),
+        facts=facts,
+    )
 
 
 @kind
@@ -141,7 +171,14 @@ def target_class_is_masked() -> Case:
     batch = {"x": noise(4, 3), "mask": mask, "y": torch.tensor([0, 1, 1, 2])}
     facts = ("target_probability=zero",)
     return Case(
-        nn.Linear(3, 3), batch, loss, phase="loss", module=None, op="aten.nll_loss_forward", samples=(2,), facts=facts
+        nn.Linear(3, 3),
+        batch,
+        loss,
+        phase="loss",
+        module=None,
+        op="aten.nll_loss_forward",
+        samples=(2,),
+        facts=facts,
     )
 
 
@@ -153,7 +190,14 @@ def all_targets_ignored() -> Case:
     batch = {"x": noise(4, 3), "y": torch.full((4,), -100)}
     facts = ("valid_targets=0", "targets=4")
     return Case(
-        nn.Linear(3, 3), batch, loss, phase="loss", module=None, op="aten.nll_loss_forward", samples=(), facts=facts
+        nn.Linear(3, 3),
+        batch,
+        loss,
+        phase="loss",
+        module=None,
+        op="aten.nll_loss_forward",
+        samples=(),
+        facts=facts,
     )
 
 
@@ -164,7 +208,9 @@ def cosine_with_a_zero_vector() -> Case:
         return 1 - ((h * y).sum(-1) / (h.norm(dim=-1) * y.norm(dim=-1))).mean()
 
     batch = {"x": noise(4, 3), "y": with_row(0.0, row=3, width=4)}
-    return Case(nn.Linear(3, 4), batch, loss, phase="loss", module=None, op="aten.div", samples=(3,))
+    return Case(
+        nn.Linear(3, 4), batch, loss, phase="loss", module=None, op="aten.div", samples=(3,)
+    )
 
 
 @kind
@@ -219,9 +265,23 @@ def masked_mean_without_any_valid_element() -> Case:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return (model(batch["x"]).squeeze(-1) * batch["mask"]).sum() / batch["mask"].sum()
 
-    facts = ("denominator=zero", "numerator=zero", "denominator_from=aten.sum", "denominator_root=batch:mask")
+    facts = (
+        "denominator=zero",
+        "numerator=zero",
+        "denominator_from=aten.sum",
+        "denominator_root=batch:mask",
+    )
     batch = {"x": noise(4, 3), "mask": torch.zeros(4)}
-    return Case(nn.Linear(3, 1), batch, loss, phase="loss", module=None, op="aten.div", samples=(), facts=facts)
+    return Case(
+        nn.Linear(3, 1),
+        batch,
+        loss,
+        phase="loss",
+        module=None,
+        op="aten.div",
+        samples=(),
+        facts=facts,
+    )
 
 
 @kind
@@ -231,7 +291,14 @@ def mean_of_an_empty_selection() -> Case:
 
     batch = {"x": noise(4, 3), "keep": torch.zeros(4, dtype=torch.bool)}
     return Case(
-        nn.Linear(3, 1), batch, loss, phase="loss", module=None, op="aten.mean", samples=(), facts=("reduced=0",)
+        nn.Linear(3, 1),
+        batch,
+        loss,
+        phase="loss",
+        module=None,
+        op="aten.mean",
+        samples=(),
+        facts=("reduced=0",),
     )
 
 
@@ -239,7 +306,9 @@ def mean_of_an_empty_selection() -> Case:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_forward_origin_is_exact(name: str) -> None:
     origin = check(CASES[name]())
-    assert origin.source is not None and ("test_forward_kinds.py:" in origin.source or "cases.py:" in origin.source)
+    assert origin.source is not None and (
+        "test_forward_kinds.py:" in origin.source or "cases.py:" in origin.source
+    )
 
 
 def test_epsilon_that_vanishes_in_half_precision_is_a_fact() -> None:
@@ -254,7 +323,18 @@ def test_epsilon_that_vanishes_in_half_precision_is_a_fact() -> None:
 
     batch = {"x": with_row(0.0).half(), "y": noise(4, 3).half()}
     facts = ("denominator=zero", "eps_vanished=1e-08", "half")
-    check(Case(Norm().half(), batch, mse, phase="forward", module="", op="aten.div", samples=(1,), facts=facts))
+    check(
+        Case(
+            Norm().half(),
+            batch,
+            mse,
+            phase="forward",
+            module="",
+            op="aten.div",
+            samples=(1,),
+            facts=facts,
+        )
+    )
 
 
 def test_batches_of_a_users_own_class_are_looked_into() -> None:
@@ -266,5 +346,12 @@ def test_batches_of_a_users_own_class_are_looked_into() -> None:
     nodes[2, 1] = math.nan
     place = {"phase": "input", "module": "", "op": "aten.addmm", "tensor": "batch:nodes"}
     check(
-        Case(nn.Linear(3, 1), Graph(nodes), lambda m, b: m(b.nodes).pow(2).mean(), **place, samples=(2,), index=(2, 1))
+        Case(
+            nn.Linear(3, 1),
+            Graph(nodes),
+            lambda m, b: m(b.nodes).pow(2).mean(),
+            **place,
+            samples=(2,),
+            index=(2, 1),
+        )
     )

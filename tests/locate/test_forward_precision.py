@@ -27,7 +27,9 @@ def half_precision_overflow_in_a_linear_layer() -> Case:
         model[0].weight.fill_(1.0)  # type: ignore[union-attr,operator]
     batch = {"x": with_row(60000.0).half(), "y": noise(4, 1).half()}
     facts = ("half", "dtype_limit=65504", "finite_in=float32", "then=aten.native_layer_norm")
-    return Case(model, batch, mse, phase="forward", module="0", op="aten.mm", samples=(1,), facts=facts)
+    return Case(
+        model, batch, mse, phase="forward", module="0", op="aten.mm", samples=(1,), facts=facts
+    )
 
 
 @kind
@@ -55,7 +57,14 @@ def bfloat16_rounds_a_denominator_to_zero() -> Case:
     batch = {"x": noise(4, 3).bfloat16(), "t": torch.tensor([0.5, 0.9995, 0.3, 0.2])}
     facts = ("half", "denominator=zero", "denominator_root=batch:t")
     return Case(
-        nn.Linear(3, 3).bfloat16(), batch, loss, phase="loss", module=None, op="aten.div", samples=(1,), facts=facts
+        nn.Linear(3, 3).bfloat16(),
+        batch,
+        loss,
+        phase="loss",
+        module=None,
+        op="aten.div",
+        samples=(1,),
+        facts=facts,
     )
 
 
@@ -63,7 +72,13 @@ def bfloat16_rounds_a_denominator_to_zero() -> Case:
 def extreme_finite_sample_overflows_downstream() -> Case:
     facts = ("finite_in=float64", "sample_max=1e+30")
     return net_case(
-        lambda x: x**2, with_row(1e30), phase="forward", module="act", op="aten.pow", samples=(1,), facts=facts
+        lambda x: x**2,
+        with_row(1e30),
+        phase="forward",
+        module="act",
+        op="aten.pow",
+        samples=(1,),
+        facts=facts,
     )
 
 
@@ -85,8 +100,19 @@ def weight_norm_of_a_zero_row() -> Case:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 1))
     with torch.no_grad():
         model[0].parametrizations.weight.original1[1] = 0  # type: ignore[union-attr,index]
-    place = {"phase": "forward", "module": "0.parametrizations.weight.0", "op": "aten._weight_norm_interface"}
-    return Case(model, {"x": noise(4, 3), "y": noise(4, 1)}, mse, **place, samples=(), facts=("denominator=zero",))
+    place = {
+        "phase": "forward",
+        "module": "0.parametrizations.weight.0",
+        "op": "aten._weight_norm_interface",
+    }
+    return Case(
+        model,
+        {"x": noise(4, 3), "y": noise(4, 1)},
+        mse,
+        **place,
+        samples=(),
+        facts=("denominator=zero",),
+    )
 
 
 @kind
@@ -96,7 +122,12 @@ def ctc_target_longer_than_its_input() -> Case:
         return F.ctc_loss(log_probs, batch["t"], batch["have"], batch["need"])
 
     targets = torch.tensor([[1, 2, 3, 1, 2], [1, 1, 1, 1, 1], [1, 2, 3, 1, 2]])
-    batch = {"x": noise(3, 6, 3), "t": targets, "have": torch.full((3,), 6), "need": torch.full((3,), 5)}
+    batch = {
+        "x": noise(3, 6, 3),
+        "t": targets,
+        "have": torch.full((3,), 6),
+        "need": torch.full((3,), 5),
+    }
     return Case(
         nn.Linear(3, 4),
         batch,
@@ -115,7 +146,14 @@ def negative_running_variance_in_evaluation_mode() -> Case:
     model[1].eval()
     model[1].running_var[2] = -1.0  # type: ignore[union-attr,index]
     place = {"phase": "forward", "module": "1", "op": "aten.native_batch_norm"}
-    return Case(model, {"x": noise(4, 3), "y": noise(4, 1)}, mse, **place, samples=(), facts=("argument=negative",))
+    return Case(
+        model,
+        {"x": noise(4, 3), "y": noise(4, 1)},
+        mse,
+        **place,
+        samples=(),
+        facts=("argument=negative",),
+    )
 
 
 @kind
@@ -172,7 +210,13 @@ def memory_that_nobody_wrote() -> Case:
     batch = {"x": noise(4, 3)}
     facts = ("uninitialised",)
     return Case(
-        Scratch(), batch, lambda m, b: m(b["x"]).pow(2).mean(), phase="forward", module="", op="aten.empty", facts=facts
+        Scratch(),
+        batch,
+        lambda m, b: m(b["x"]).pow(2).mean(),
+        phase="forward",
+        module="",
+        op="aten.empty",
+        facts=facts,
     )
 
 
@@ -208,4 +252,6 @@ def forces_computed_in_the_forward() -> Case:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_forward_origin_is_exact(name: str) -> None:
     origin = check(CASES[name]())
-    assert origin.source is not None and ("test_forward_precision.py:" in origin.source or "cases.py:" in origin.source)
+    assert origin.source is not None and (
+        "test_forward_precision.py:" in origin.source or "cases.py:" in origin.source
+    )

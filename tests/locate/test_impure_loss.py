@@ -1,4 +1,6 @@
-"""A loss function with a counter or generator of its own is named as such before hardware is blamed."""
+"""A loss function with a counter or generator of its own is named as such before hardware is
+blamed.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,10 @@ def test_losses_that_differ_show_it_where_no_state_is_seen(monkeypatch: pytest.M
         return model(batch).pow(2).mean() * (math.nan if calls == 2 else float(calls))
 
     incident = first_incident(model, loss_fn, noise)
-    assert incident.findings[0].evidence[0] == "not reproduced: the loss function is not a function of its batch"
+    assert (
+        incident.findings[0].evidence[0]
+        == "not reproduced: the loss function is not a function of its batch"
+    )
     assert "two replays of the same step give the losses" in evidence(incident)
 
 
@@ -182,7 +187,11 @@ def test_history_kept_for_logging_does_not_hide_the_sample() -> None:
 
     incident = first_incident(model, loss_fn, batch)
     assert incident.origin is not None
-    assert (code(incident), incident.origin.samples, incident.origin.reproduced) == ("SG201", (2,), True)
+    assert (code(incident), incident.origin.samples, incident.origin.reproduced) == (
+        "SG201",
+        (2,),
+        True,
+    )
     assert len(history) == 2  # one entry a step: those of the replays are taken back
 
 

@@ -20,9 +20,17 @@ NUMBERS: dict[str, tuple[Expression, str, str]] = {
     "factor": (lambda model, x, w: model(x).mean() * w, "aten.mul", "other=nan"),
     "reflected": (lambda model, x, w: w - model(x).mean(), "aten.rsub", "other=nan"),
     "divisor": (lambda model, x, w: (model(x) / w).mean(), "aten.div", "other=nan"),
-    "alpha": (lambda model, x, w: torch.add(model(x).mean(), model(x).sum(), alpha=w), "aten.add", "alpha=nan"),
+    "alpha": (
+        lambda model, x, w: torch.add(model(x).mean(), model(x).sum(), alpha=w),
+        "aten.add",
+        "alpha=nan",
+    ),
     "bound": (lambda model, x, w: model(x).clamp(min=w).mean(), "aten.clamp", "min=nan"),
-    "filled": (lambda model, x, w: (model(x) * torch.full((4, 1), w)).mean(), "aten.full", "fill_value=nan"),
+    "filled": (
+        lambda model, x, w: (model(x) * torch.full((4, 1), w)).mean(),
+        "aten.full",
+        "fill_value=nan",
+    ),
     "exponent": (lambda model, x, w: model(x).abs().pow(w).mean(), "aten.pow", "exponent=nan"),
 }
 
@@ -108,12 +116,20 @@ def put_older(head: Centred) -> None:
     head.older[1] = torch.tensor([NAN, 0.0])
 
 
-@pytest.mark.parametrize(("change", "name"), [(put_center, "self.center"), (put_older, "self.older[1]")])
-def test_tensor_kept_outside_buffers_is_named_as_that_attribute(change: Callable[[Centred], None], name: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "name"), [(put_center, "self.center"), (put_older, "self.older[1]")]
+)
+def test_tensor_kept_outside_buffers_is_named_as_that_attribute(
+    change: Callable[[Centred], None], name: str
+) -> None:
     model, batch = poisoned(change)
     incident = first_incident(model, lambda x: model["head"](x).pow(2).mean(), batch)  # type: ignore[index]
     assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.module, incident.origin.op) == ("state", "head", "aten.sub")
+    assert (incident.origin.phase, incident.origin.module, incident.origin.op) == (
+        "state",
+        "head",
+        "aten.sub",
+    )
     assert incident.origin.source is not None and incident.origin.tensor is None
     assert code(incident) == "SG602"
     assert f"`{name}` of module `head` was already non-finite" in evidence(incident)
@@ -140,7 +156,9 @@ def test_tensor_of_the_loss_expression_stays_a_tensor_from_outside() -> None:
 
 
 def test_watched_loop_with_a_nan_number_is_placed_at_the_second_incident() -> None:
-    """The loss expression is not part of the replay there; the step after next runs under the tracer."""
+    """The loss expression is not part of the replay there; the step after next runs under the
+    tracer.
+    """
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with stepguard.watch(model, optimizer, config=stepguard.GuardConfig(terminal="quiet")) as guard:
@@ -150,7 +168,9 @@ def test_watched_loop_with_a_nan_number_is_placed_at_the_second_incident() -> No
             loss.backward()
             optimizer.step()
     first, second = guard.incidents
-    assert first.origin is not None and any("born outside the model" in note for note in first.origin.notes)
+    assert first.origin is not None and any(
+        "born outside the model" in note for note in first.origin.notes
+    )
     assert second.origin is not None
     assert (second.origin.op, code(second)) == ("aten.mul", "SG101")
     assert "other=nan" in evidence(second)

@@ -1,4 +1,6 @@
-"""Data-parallel and compiled models: a replay holds no collective, and compiled-only faults are told apart."""
+"""Data-parallel and compiled models: a replay holds no collective, and compiled-only faults are
+told apart.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +84,17 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_model_is_replayed_eagerly_and_named() -> None:
     model = torch.compile(Normed(), backend="eager")
-    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda x: model(x).pow(2).mean())
+    loop = Loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), lambda x: model(x).pow(2).mean()
+    )
     origin = loop.step(0, [with_row(900.0)])
     assert origin is not None
-    assert (origin.phase, origin.module, origin.op, origin.samples) == ("forward", "", "aten.exp", (1,))
+    assert (origin.phase, origin.module, origin.op, origin.samples) == (
+        "forward",
+        "",
+        "aten.exp",
+        (1,),
+    )
 
 
 def _wrong_backend(graph: Any, example: Any) -> Callable[..., Any]:
@@ -99,7 +108,9 @@ def _wrong_backend(graph: Any, example: Any) -> Callable[..., Any]:
 def test_fault_that_only_the_compiled_graph_has() -> None:
     inner = nn.Linear(3, 1)
     model = torch.compile(inner, backend=_wrong_backend)
-    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda x: model(x).pow(2).mean())
+    loop = Loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), lambda x: model(x).pow(2).mean()
+    )
     origin = loop.step(0, [noise(4, 3)])
     assert origin is not None
     assert origin.reproduced is True and "compiled-only" in origin.notes and origin.phase == "loss"

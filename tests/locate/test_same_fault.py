@@ -32,7 +32,9 @@ def test_minus_infinity_where_plus_infinity_was_seen_is_not_reproduced() -> None
         signs.append(1.0)
         return squares(model, batch["x"]) / batch["below"] * (-1.0) ** len(signs)
 
-    incident = first_incident(model, loss_fn, lambda step: {"x": noise(step), "below": torch.tensor(1.0 - step)})
+    incident = first_incident(
+        model, loss_fn, lambda step: {"x": noise(step), "below": torch.tensor(1.0 - step)}
+    )
     assert incident.origin is not None
     assert incident.origin.reproduced is False
     said = next(finding for finding in incident.findings if finding.code == "SG702")
@@ -45,7 +47,9 @@ def test_infinity_where_nan_was_seen_is_not_reproduced() -> None:
 
     def loss_fn(batch: Tensor) -> Tensor:
         calls.append(1)
-        return squares(model, batch) * (math.nan if len(calls) == 2 else math.inf if len(calls) > 2 else 1.0)
+        return squares(model, batch) * (
+            math.nan if len(calls) == 2 else math.inf if len(calls) > 2 else 1.0
+        )
 
     incident = first_incident(model, loss_fn, noise)
     assert incident.origin is not None and incident.origin.reproduced is False
@@ -59,7 +63,10 @@ def test_another_part_of_the_loss_is_not_the_same_fault() -> None:
         calls.append(1)
         one, other = squares(model, batch), model(batch).abs().mean()
         bad = torch.tensor(math.inf)
-        return {"one": one * bad if len(calls) == 2 else one, "other": other * bad if len(calls) > 2 else other}
+        return {
+            "one": one * bad if len(calls) == 2 else one,
+            "other": other * bad if len(calls) > 2 else other,
+        }
 
     incident = first_incident(model, loss_fn, noise)
     assert incident.origin is not None and incident.origin.reproduced is False

@@ -20,12 +20,23 @@ def log_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_several_guilty_samples_are_all_named() -> None:
     w = torch.ones(8)
     w[[2, 5]] = 0.0
-    origin = find(Case(nn.Linear(3, 1), {"x": noise(8, 3), "w": w}, log_loss, "loss", None, "aten.log"))
+    origin = find(
+        Case(nn.Linear(3, 1), {"x": noise(8, 3), "w": w}, log_loss, "loss", None, "aten.log")
+    )
     assert origin.samples == (2, 5)
 
 
 def test_all_samples_guilty_names_none() -> None:
-    origin = find(Case(nn.Linear(3, 1), {"x": noise(4, 3), "w": torch.zeros(4)}, log_loss, "loss", None, "aten.log"))
+    origin = find(
+        Case(
+            nn.Linear(3, 1),
+            {"x": noise(4, 3), "w": torch.zeros(4)},
+            log_loss,
+            "loss",
+            None,
+            "aten.log",
+        )
+    )
     assert origin.samples == () and "samples=confounded" in origin.notes
 
 

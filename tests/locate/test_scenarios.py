@@ -14,7 +14,14 @@ from .loop import Loop
 
 def test_exp_overflow_inside_a_block_names_block_line_and_sample() -> None:
     origin = check(
-        net_case(lambda x: torch.exp(x), with_row(500.0), phase="forward", module="act", op="aten.exp", samples=(1,))
+        net_case(
+            lambda x: torch.exp(x),
+            with_row(500.0),
+            phase="forward",
+            module="act",
+            op="aten.exp",
+            samples=(1,),
+        )
     )
     assert origin.source is not None and "test_scenarios.py:" in origin.source
     assert any("torch.exp(x)" in line for line in origin.context)
@@ -29,7 +36,10 @@ def test_nan_gradient_masked_by_relu_is_healthy() -> None:
         value = model(batch).abs()
         return torch.relu(-torch.sqrt(value)).sum() + model(batch).pow(2).mean()
 
-    assert Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss).step(0, [noise(4, 3)]) is None
+    assert (
+        Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss).step(0, [noise(4, 3)])
+        is None
+    )
 
 
 def test_square_root_at_zero_is_a_backward_origin() -> None:
@@ -52,7 +62,9 @@ def test_fully_masked_softmax_blames_the_softmax_and_not_the_mask() -> None:
     mask[2] = True
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.softmax(model(batch["x"]).masked_fill(batch["mask"], -math.inf), -1).pow(2).mean()
+        return (
+            torch.softmax(model(batch["x"]).masked_fill(batch["mask"], -math.inf), -1).pow(2).mean()
+        )
 
     check(
         Case(
@@ -119,7 +131,18 @@ def test_infinite_gradient_without_any_nan_is_found() -> None:
             return self.linear(x) + torch.sqrt(self.gain)
 
     batch = {"x": noise(4, 3), "y": noise(4, 1)}
-    check(Case(Gain(), batch, mse, phase="backward", module="", op="aten.div", node="SqrtBackward0", samples=()))
+    check(
+        Case(
+            Gain(),
+            batch,
+            mse,
+            phase="backward",
+            module="",
+            op="aten.div",
+            node="SqrtBackward0",
+            samples=(),
+        )
+    )
 
 
 def test_legitimate_minus_infinity_mask_is_healthy() -> None:
@@ -135,5 +158,7 @@ def test_legitimate_minus_infinity_mask_is_healthy() -> None:
             return torch.softmax(scores, -1) @ h
 
     model = Attention()
-    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda x: F.mse_loss(model(x), x))
+    loop = Loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda x: F.mse_loss(model(x), x)
+    )
     assert loop.step(0, [noise(2, 5, 4)]) is None

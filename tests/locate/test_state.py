@@ -51,7 +51,17 @@ def test_mask_buffer_with_a_dead_row_blames_the_softmax() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.softmax(self.linear(x) + self.mask, -1)
 
-    check(Case(Masked(), {"x": noise(4, 3)}, squares, phase="forward", module="", op="aten._softmax", samples=()))
+    check(
+        Case(
+            Masked(),
+            {"x": noise(4, 3)},
+            squares,
+            phase="forward",
+            module="",
+            op="aten._softmax",
+            samples=(),
+        )
+    )
 
 
 class Weighted(nn.Module):
@@ -69,7 +79,9 @@ class Weighted(nn.Module):
 def test_infinite_entry_of_a_table_that_multiplies_the_loss_is_the_origin() -> None:
     batch = {"x": noise(4, 3), "t": torch.tensor([1, 2, 0, 2])}
     place = {"phase": "state", "module": "", "op": "aten.index", "tensor": "buffer:table"}
-    check(Case(Weighted(), batch, lambda m, b: m(b["x"], b["t"]).mean(), **place, facts=("as_data",)))
+    check(
+        Case(Weighted(), batch, lambda m, b: m(b["x"], b["t"]).mean(), **place, facts=("as_data",))
+    )
 
 
 def test_nan_that_a_condition_chose_is_born_where_it_was_chosen() -> None:
@@ -78,7 +90,15 @@ def test_nan_that_a_condition_chose_is_born_where_it_was_chosen() -> None:
         model.weight.copy_(torch.diag(torch.tensor([1.0, 1.0, -0.5])))
     facts = ("chosen_by=aten._linalg_slogdet",)
     place = {"phase": "loss", "module": None, "op": "aten.where"}
-    check(Case(model, {"x": noise(4, 3)}, lambda m, b: m(b["x"]).mean() - torch.logdet(m.weight), **place, facts=facts))
+    check(
+        Case(
+            model,
+            {"x": noise(4, 3)},
+            lambda m, b: m(b["x"]).mean() - torch.logdet(m.weight),
+            **place,
+            facts=facts,
+        )
+    )
 
 
 def test_one_row_of_an_embedding() -> None:
@@ -94,7 +114,12 @@ def test_running_variance_that_training_never_reads_names_its_reader() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model[1].running_var[1] = math.nan
     batch = {"x": noise(6, 3), "y": noise(6, 1)}
-    place = {"phase": "state", "module": "1", "op": "aten.native_batch_norm", "tensor": "buffer:1.running_var"}
+    place = {
+        "phase": "state",
+        "module": "1",
+        "op": "aten.native_batch_norm",
+        "tensor": "buffer:1.running_var",
+    }
     check(Case(model, batch, mse, **place, index=(1,)))
 
 
@@ -126,7 +151,14 @@ def test_bad_target_is_found_inside_nested_batches() -> None:
     y = noise(4, 1)
     y[1] = math.nan
     batch = ({"features": [noise(4, 3)]}, y)
-    case = Case(model, batch, lambda m, b: (m(b[0]["features"][0]) - b[1]).pow(2).mean(), "input", None, "aten.sub")
+    case = Case(
+        model,
+        batch,
+        lambda m, b: (m(b[0]["features"][0]) - b[1]).pow(2).mean(),
+        "input",
+        None,
+        "aten.sub",
+    )
     case.tensor, case.samples = "batch:1", (1,)
     check(case)
 
@@ -138,7 +170,9 @@ def test_sharded_parameters_are_not_replayed_alone() -> None:
     model = nn.Linear(3, 1)
     model.weight = nn.Parameter(model.weight.detach().as_subclass(DTensor))
     model.weight.data = model.weight.detach().as_subclass(DTensor)
-    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda b: mse(model, b) * math.nan)
+    loop = Loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), lambda b: mse(model, b) * math.nan
+    )
     origin = loop.step(0, [{"x": noise(4, 3), "y": noise(4, 1)}])
     assert isinstance(origin, Origin) and origin.reproduced is None
     assert facts_of(origin.notes)["no-replay"] == "parameters are sharded over ranks"
@@ -146,10 +180,14 @@ def test_sharded_parameters_are_not_replayed_alone() -> None:
 
 def test_finite_divergence_is_an_optimizer_origin_by_evidence() -> None:
     case = Case(nn.Linear(3, 1), {"x": noise(4, 3), "y": noise(4, 1)}, mse, "optimizer", None, None)
-    loop = Loop(case.model, case.optimizer(case.model.parameters()), lambda b: mse(case.model, b) * math.nan)
+    loop = Loop(
+        case.model, case.optimizer(case.model.parameters()), lambda b: mse(case.model, b) * math.nan
+    )
     loop.step(0, [case.batch])
     assert loop.last is not None
-    reading = Reading(step=7, loss=9.0, micro_losses=(9.0,), grad_norm=1.0, repeat_loss=8.5, lr=(4.0,))
+    reading = Reading(
+        step=7, loss=9.0, micro_losses=(9.0,), grad_norm=1.0, repeat_loss=8.5, lr=(4.0,)
+    )
     origin = locate(loop.last[0], reading)
     assert (origin.phase, origin.op, origin.method) == ("optimizer", None, "evidence")
     assert {"lr=4", "repeat_loss=8.5"} <= set(origin.notes)

@@ -1,4 +1,6 @@
-"""A replay leaves no trace: weights, gradients, buffers, optimizer state, RNG and modes are as they were."""
+"""A replay leaves no trace: weights, gradients, buffers, optimizer state, RNG and modes are as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def bad_step(scale: float = 1.0) -> tuple[Step, Reading]:
     (loss * scale).backward()
     keeper.restore()
     model.bn.eval()
-    step = Step(3, model, optimizer, {"criterion": criterion}, keeper, loss_fn, (bad,), [rng], scale)
+    step = Step(
+        3, model, optimizer, {"criterion": criterion}, keeper, loss_fn, (bad,), [rng], scale
+    )
     return step, Reading(step=3, loss=math.nan, micro_losses=(math.nan,), grads_finite=False)
 
 
@@ -72,7 +76,8 @@ def picture(step: Step) -> dict[str, Any]:
     tensors |= {f"b:{n}": b for n, b in step.model.named_buffers()}
     tensors |= {f"x:{k}": v for k, v in step.micro_batches[0].items()}
     seen: dict[str, Any] = {
-        k: t.detach().clone().view(torch.uint8).tolist() if t.dim() else t.item() for k, t in tensors.items()
+        k: t.detach().clone().view(torch.uint8).tolist() if t.dim() else t.item()
+        for k, t in tensors.items()
     }
     seen["opt"] = str(copy.deepcopy(step.optimizer.state_dict()))
     seen["rng"] = torch.get_rng_state().tolist()
@@ -82,7 +87,9 @@ def picture(step: Step) -> dict[str, Any]:
     seen["buffer objects"] = [id(b) for b in step.model.buffers()]
     seen["autocast"] = torch.is_autocast_enabled("cpu")
     seen["grad mode"] = torch.is_grad_enabled()
-    seen["hooks"] = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in step.model.modules()]
+    seen["hooks"] = [
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in step.model.modules()
+    ]
     return seen
 
 
@@ -134,7 +141,12 @@ def test_without_a_loss_function_the_scan_still_names_the_element() -> None:
     step, reading = bad_step()
     step.loss_fn = None
     origin = locate(step, reading)
-    assert (origin.phase, origin.tensor, origin.reproduced, origin.method) == ("input", "batch:x", None, "scan")
+    assert (origin.phase, origin.tensor, origin.reproduced, origin.method) == (
+        "input",
+        "batch:x",
+        None,
+        "scan",
+    )
     assert origin.inputs[0].index == (2, 1)
 
 

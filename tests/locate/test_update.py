@@ -78,7 +78,9 @@ def test_step_hooks_of_the_user_do_not_fire_in_a_replay() -> None:
 
 def test_learning_rate_that_is_infinite_is_found_in_the_update() -> None:
     model = nn.Linear(3, 1)
-    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=1e38), lambda x: model(x).pow(2).sum() * 1e3)
+    loop = Loop(
+        model, torch.optim.SGD(model.parameters(), lr=1e38), lambda x: model(x).pow(2).sum() * 1e3
+    )
     origin = loop.step(0, [noise(4, 3)])
     assert origin is not None and (origin.phase, origin.op) == ("optimizer", "aten.add_")
     assert origin.tensor == "param:weight" and "lr=1e+38" in origin.notes
@@ -86,7 +88,12 @@ def test_learning_rate_that_is_infinite_is_found_in_the_update() -> None:
 
 def test_finite_gradients_with_an_infinite_norm() -> None:
     model = nn.Linear(100, 1, bias=False)
-    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda x: (model(x) * 1e20).sum(), clip=1.0)
+    loop = Loop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda x: (model(x) * 1e20).sum(),
+        clip=1.0,
+    )
     origin = loop.step(0, [torch.ones(1, 100)])
     assert origin is not None
     assert (origin.phase, origin.module, origin.op) == ("optimizer", None, "aten._foreach_norm")

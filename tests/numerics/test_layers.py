@@ -29,7 +29,9 @@ def test_sinkhorn_is_finite_forward_and_backward_for_scores_of_any_size(size: fl
 def test_sinkhorn_by_exp_overflows_where_ours_does_not() -> None:
     plain = torch.full((4, 4), 89.0).exp()
     assert torch.isinf(plain).all()
-    assert torch.allclose(numerics.sinkhorn(torch.full((4, 4), 89.0)).matrix, torch.full((4, 4), 0.25))
+    assert torch.allclose(
+        numerics.sinkhorn(torch.full((4, 4), 89.0)).matrix, torch.full((4, 4), 0.25)
+    )
 
 
 def test_sinkhorn_tells_how_far_it_is_from_doubly_stochastic() -> None:
@@ -62,7 +64,9 @@ def test_mixing_uses_the_whole_matrix_and_not_its_diagonal() -> None:
     streams = torch.randn(2, 3, 4, 5, 5)
     matrix = torch.softmax(torch.randn(2, 3, 3), dim=-1).requires_grad_()
     mixed = numerics.mix_streams(streams, matrix)
-    wanted = torch.stack([sum(matrix[b, n, m] * streams[b, m] for m in range(3)) for b in range(2) for n in range(3)])
+    wanted = torch.stack(
+        [sum(matrix[b, n, m] * streams[b, m] for m in range(3)) for b in range(2) for n in range(3)]
+    )
     assert torch.allclose(mixed, wanted.reshape(mixed.shape), atol=1e-6)
     (mixed * torch.randn_like(mixed)).sum().backward()
     assert matrix.grad is not None
@@ -73,7 +77,9 @@ def test_mixing_uses_the_whole_matrix_and_not_its_diagonal() -> None:
 
 def test_reading_and_writing_streams_are_the_sums_they_say() -> None:
     streams, weights, output = torch.randn(2, 3, 4), torch.rand(2, 3), torch.randn(2, 4)
-    assert torch.allclose(numerics.read_out(streams, weights), (streams * weights[..., None]).sum(1), atol=1e-6)
+    assert torch.allclose(
+        numerics.read_out(streams, weights), (streams * weights[..., None]).sum(1), atol=1e-6
+    )
     wanted = streams + weights[..., None] * output[:, None]
     assert torch.allclose(numerics.write_in(streams, output, weights), wanted, atol=1e-6)
 
@@ -86,7 +92,9 @@ def test_weights_that_do_not_fit_the_streams_are_named() -> None:
 def test_rms_norm_equals_torch_and_passes_gradcheck() -> None:
     x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(6, dtype=torch.float64, requires_grad=True)
-    assert torch.allclose(numerics.rms_norm(x, weight, eps=1e-6), F.rms_norm(x, (6,), weight, eps=1e-6))
+    assert torch.allclose(
+        numerics.rms_norm(x, weight, eps=1e-6), F.rms_norm(x, (6,), weight, eps=1e-6)
+    )
     assert torch.autograd.gradcheck(lambda a, w: numerics.rms_norm(a, w), (x, weight))
 
 
@@ -151,8 +159,14 @@ def test_snr_weights_equal_their_definition_in_the_middle() -> None:
     alphas = torch.tensor([0.3, 0.9, 0.99], dtype=torch.float64)
     snr = alphas / (1 - alphas)
     capped = snr.clamp(max=5.0)
-    for predicts, wanted in {"data": capped, "noise": capped / snr, "velocity": capped / (snr + 1)}.items():
-        assert torch.allclose(numerics.min_snr_weight(alphas, predicts=predicts).double(), wanted, rtol=1e-6), predicts
+    for predicts, wanted in {
+        "data": capped,
+        "noise": capped / snr,
+        "velocity": capped / (snr + 1),
+    }.items():
+        assert torch.allclose(
+            numerics.min_snr_weight(alphas, predicts=predicts).double(), wanted, rtol=1e-6
+        ), predicts
 
 
 @pytest.mark.parametrize("kind", ["exponential", "root"])
@@ -164,7 +178,9 @@ def test_decoupled_weights_are_finite_at_both_ends(kind: str) -> None:
 
 def test_a_limit_of_the_decoupled_weights_that_acts_is_counted() -> None:
     counted = Events()
-    numerics.ddm_weights(torch.tensor([0.0, 0.5, 1.0]), kind="exponential", limit=100.0, count=counted)
+    numerics.ddm_weights(
+        torch.tensor([0.0, 0.5, 1.0]), kind="exponential", limit=100.0, count=counted
+    )
     assert counted.counts() == {}
     numerics.ddm_weights(torch.tensor([0.0, 0.5, 1.0]), kind="root", limit=100.0, count=counted)
     assert counted.counts() == {"ddm_weights.limited": 2}
@@ -193,7 +209,9 @@ def test_ctc_leaves_out_what_cannot_be_aligned_and_counts_it() -> None:
 
 def test_ctc_of_nothing_that_aligns_is_a_zero_with_a_graph() -> None:
     logits = torch.randn(3, 1, 4, requires_grad=True)
-    loss = numerics.ctc_loss(logits.log_softmax(-1), torch.tensor([[1, 1, 1]]), torch.tensor([3]), torch.tensor([3]))
+    loss = numerics.ctc_loss(
+        logits.log_softmax(-1), torch.tensor([[1, 1, 1]]), torch.tensor([3]), torch.tensor([3])
+    )
     loss.backward()
     assert loss.item() == 0.0
     assert logits.grad is not None
@@ -211,7 +229,9 @@ COMPILED = {
     "soft_limit": lambda x: numerics.soft_limit(x.square(), 0.5),
     "latent_mse": lambda x: numerics.latent_mse(x, x.flip(0), normalize=True),
     "masked_mean": lambda x: numerics.masked_mean(x, x > 0, count=Events()),
-    "masked_cross_entropy": lambda x: numerics.masked_cross_entropy(x, torch.arange(4), count=Events()),
+    "masked_cross_entropy": lambda x: numerics.masked_cross_entropy(
+        x, torch.arange(4), count=Events()
+    ),
     "mix_streams": lambda x: numerics.mix_streams(x.expand(2, 4, 4), x.expand(2, 4, 4)),
     "masking_schedule": lambda x: numerics.masking_schedule(x.sigmoid())[0],
 }

@@ -79,7 +79,10 @@ def test_a_common_denominator_makes_two_micro_batches_equal_to_one_batch() -> No
     logits, targets = _tokens()
     whole = numerics.masked_cross_entropy(logits, targets)
     share = numerics.token_share([targets[:1], targets[1:]], numerics.count_labels)
-    halves = [numerics.masked_cross_entropy(logits[i : i + 1], targets[i : i + 1], denominator=share) for i in (0, 1)]
+    halves = [
+        numerics.masked_cross_entropy(logits[i : i + 1], targets[i : i + 1], denominator=share)
+        for i in (0, 1)
+    ]
     assert float(sum(halves)) == pytest.approx(float(whole), rel=1e-6)
     means = [numerics.masked_cross_entropy(logits[i : i + 1], targets[i : i + 1]) for i in (0, 1)]
     assert float(sum(means) / 2) != pytest.approx(float(whole), rel=1e-3)
@@ -115,7 +118,9 @@ def test_latent_error_passes_gradcheck(normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_normalised_error_of_a_zero_vector_is_finite_forward_and_backward(dtype: torch.dtype) -> None:
+def test_normalised_error_of_a_zero_vector_is_finite_forward_and_backward(
+    dtype: torch.dtype,
+) -> None:
     a = torch.zeros(2, 4, dtype=dtype, requires_grad=True)
     loss = numerics.latent_mse(a, torch.ones(2, 4, dtype=dtype), normalize=True)
     loss.backward()

@@ -33,12 +33,15 @@ def test_equals_torch_away_from_the_singular_point(name: str) -> None:
 def test_is_close_to_float64_in_every_dtype(name: str, dtype: torch.dtype) -> None:
     ours, theirs, points = UNARY[name]
     x = torch.tensor(points, dtype=dtype)
-    assert torch.allclose(ours(x).double(), theirs(x.double()), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    assert torch.allclose(
+        ours(x).double(), theirs(x.double()), rtol=4 * torch.finfo(dtype).eps, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("name", "point", "value"), [("sqrt", 0.0, 0.0), ("acos", 1.0, 0.0), ("acos", -1.0, 3.1415926), ("log", 0.0, None)]
+    ("name", "point", "value"),
+    [("sqrt", 0.0, 0.0), ("acos", 1.0, 0.0), ("acos", -1.0, 3.1415926), ("log", 0.0, None)],
 )
 def test_value_and_gradient_are_finite_at_the_singular_point(
     name: str, point: float, value: float | None, dtype: torch.dtype

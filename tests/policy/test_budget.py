@@ -32,7 +32,10 @@ def test_spending_leaves_the_old_budget_alone() -> None:
 def test_incidents_in_a_row_are_limited(limit: int) -> None:
     policy = Policy(max_consecutive=limit)
     assert _spend(*range(limit)).exceeded(policy) == ""
-    assert _spend(*range(limit + 1)).exceeded(policy) == f"{limit + 1} incidents in a row, {limit} are allowed"
+    assert (
+        _spend(*range(limit + 1)).exceeded(policy)
+        == f"{limit + 1} incidents in a row, {limit} are allowed"
+    )
 
 
 def test_committed_step_forgives_the_row_but_not_the_total() -> None:
@@ -43,7 +46,9 @@ def test_committed_step_forgives_the_row_but_not_the_total() -> None:
 def test_incidents_within_1000_steps_are_limited() -> None:
     policy = Policy(max_per_1000=2, max_consecutive=100)
     assert _spend(0, 1).exceeded(policy) == ""
-    assert _spend(0, 1, PER - 1).exceeded(policy) == f"3 incidents within {PER} steps, 2 are allowed"
+    assert (
+        _spend(0, 1, PER - 1).exceeded(policy) == f"3 incidents within {PER} steps, 2 are allowed"
+    )
     assert _spend(0, 1, PER).exceeded(policy) == ""
 
 

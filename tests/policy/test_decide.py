@@ -64,7 +64,10 @@ def test_what_is_proven_guilty_is_left_out() -> None:
 def test_share_of_lost_samples_stops_the_run() -> None:
     decisions = _play(Policy(), LEAST_LOST, remedy=BACK)
     assert decisions[-1].action == "stop"
-    assert "100% of the samples of the last 32 steps were left out, 50% are allowed" in decisions[-1].reason
+    assert (
+        "100% of the samples of the last 32 steps were left out, 50% are allowed"
+        in decisions[-1].reason
+    )
 
 
 def test_lost_samples_count_by_their_share_of_the_step() -> None:
@@ -122,7 +125,9 @@ def test_step_that_failed_by_chance_is_run_again_first() -> None:
 
 
 def test_reason_for_no_rewind_is_passed_on() -> None:
-    (decision,) = _play(Policy(), 1, fault="state", no_rewind="every remedy has been tried at step 64")
+    (decision,) = _play(
+        Policy(), 1, fault="state", no_rewind="every remedy has been tried at step 64"
+    )
     assert decision.action == "stop" and "tried at step 64" in decision.reason
 
 
@@ -159,14 +164,25 @@ def test_limits_the_user_sets_end_the_run() -> None:
 
 
 def test_budget_survives_a_checkpoint() -> None:
-    budget = Budget(consecutive=1, recent=(3, 4), total=2, rewinds=1, seen=7, lost=((5, 0.5), (7, 1.0)))
-    facts = {"consecutive": 1, "recent": [3, 4], "total": 2, "rewinds": 1, "seen": 7, "lost": [[5, 0.5], [7, 1.0]]}
+    budget = Budget(
+        consecutive=1, recent=(3, 4), total=2, rewinds=1, seen=7, lost=((5, 0.5), (7, 1.0))
+    )
+    facts = {
+        "consecutive": 1,
+        "recent": [3, 4],
+        "total": 2,
+        "rewinds": 1,
+        "seen": 7,
+        "lost": [[5, 0.5], [7, 1.0]],
+    }
     assert budget_from(facts) == budget
     assert budget_from({"consecutive": 1, "recent": [], "total": 1, "rewinds": 0}).lost == ()
 
 
 @given(policies, situations)
-def test_decision_is_one_of_the_policy_and_the_same_on_every_rank(policy: Policy, situation: Situation) -> None:
+def test_decision_is_one_of_the_policy_and_the_same_on_every_rank(
+    policy: Policy, situation: Situation
+) -> None:
     budget = Budget(consecutive=1, total=2, recent=(0, 0))
     decision, after = decide(situation, policy, budget)
     assert (decision, after) == decide(situation, policy, budget)
@@ -182,7 +198,9 @@ def test_damaged_state_is_never_trained_on_silently(policy: Policy, situation: S
 
 
 @given(policies, situations)
-def test_only_an_anomaly_or_a_bad_start_is_let_through(policy: Policy, situation: Situation) -> None:
+def test_only_an_anomaly_or_a_bad_start_is_let_through(
+    policy: Policy, situation: Situation
+) -> None:
     decision, _ = decide(situation, policy, Budget())
     if decision.action == "rewind":
         only_rewinds = not {"leave_out", "skip", "lower_lr", "note"} & set(policy.actions)

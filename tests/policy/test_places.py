@@ -1,4 +1,6 @@
-"""Which state to go back to: newest first, further back for the same trouble, never the same thing twice."""
+"""Which state to go back to: newest first, further back for the same trouble, never the same thing
+twice.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ def test_nothing_good_means_no_remedy() -> None:
     assert choose([], [], Policy(), repeatable=True, rewinds=0) is None
 
 
-def test_each_further_rewind_for_the_same_trouble_goes_further_back_and_then_there_is_none() -> None:
+def test_each_further_rewind_for_the_same_trouble_goes_further_back_and_then_there_is_none() -> (
+    None
+):
     assert [(r.place.step, r.data) for r in _all()] == [(48, "skip"), (32, "skip"), (16, "skip")]
 
 
-def test_fault_that_may_be_gone_is_first_repeated_exactly_and_then_stepped_around_at_the_same_place() -> None:
+def test_fault_that_may_be_gone_is_first_repeated_exactly_and_then_stepped_around_at_the_same_place() -> (
+    None
+):
     found = [(r.place.step, r.data) for r in _all(repeatable=True)]
     assert found == [(48, "repeat"), (48, "skip"), (32, "skip"), (16, "skip")]
 

@@ -63,7 +63,9 @@ def written(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def saved(path: Path, model: nn.Module, optimizer: Any = None, scheduler: Any = None, **more: Any) -> Path:
+def saved(
+    path: Path, model: nn.Module, optimizer: Any = None, scheduler: Any = None, **more: Any
+) -> Path:
     """A checkpoint of the usual layout."""
     state: dict[str, Any] = {"model": model.state_dict(), **more}
     if optimizer is not None:

@@ -31,7 +31,9 @@ def statuses(folder: Path, source: str) -> tuple[str, ...]:
         ("import stepguard\nguard = stepguard.watch(model, optimizer)\n", ("pass", "pass", "pass")),
     ],
 )
-def test_points_about_code_follow_the_source(tmp_path: Path, source: str, expected: tuple[str, ...]) -> None:
+def test_points_about_code_follow_the_source(
+    tmp_path: Path, source: str, expected: tuple[str, ...]
+) -> None:
     assert statuses(tmp_path, source) == expected
 
 

@@ -89,7 +89,9 @@ def test_images_are_read_where_pillow_is(tmp_path: Path) -> None:
     assert "cut.png" in said(result, "data.unreadable")
 
 
-def test_parquet_is_read_or_its_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_is_read_or_its_library_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     np.save(tmp_path / "fine.npy", np.arange(20.0))
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
@@ -100,14 +102,17 @@ def test_parquet_is_read_or_its_library_is_named(tmp_path: Path, monkeypatch: py
 def test_rows_of_a_parquet_file_are_named(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table({"x": [1.0, float("nan"), 3.0], "y": [1, None, 2]}), tmp_path / "t.parquet")
+    parquet.write_table(
+        arrow.table({"x": [1.0, float("nan"), 3.0], "y": [1, None, 2]}), tmp_path / "t.parquet"
+    )
     result = scan(tmp_path)
     assert "t.parquet:1 [x] is NaN" in said(result, "data.finite")
     assert "y: 1 of 3 (t.parquet:1)" in said(result, "data.missing")
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("nothing", "data nothing does not exist"), ("empty", "holds no file that can be read")]
+    ("name", "message"),
+    [("nothing", "data nothing does not exist"), ("empty", "holds no file that can be read")],
 )
 def test_data_that_is_not_there_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
@@ -133,13 +138,20 @@ def test_labels_of_a_jsonl_file_are_counted(tmp_path: Path) -> None:
     rows = [{"labels": [-100, 3]}, {"labels": [-100, -100]}, {"labels": [4, 5]}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = scan(tmp_path / "chats.jsonl")
-    assert "1 example of 3 without a target other than -100: chats.jsonl:2" in said(result, "labels.empty")
+    assert "1 example of 3 without a target other than -100: chats.jsonl:2" in said(
+        result, "labels.empty"
+    )
     assert "3 of 6 targets count" in said(result, "labels.empty")
-    assert "1 example of 3" in said(scan(tmp_path, label_key="labels", ignore_index=-100), "labels.empty")
+    assert "1 example of 3" in said(
+        scan(tmp_path, label_key="labels", ignore_index=-100), "labels.empty"
+    )
 
 
 def test_packed_text_is_not_called_truncated() -> None:
-    rows = [{"input_ids": torch.arange(8) + index, "labels": torch.arange(8) + index} for index in range(4)]
+    rows = [
+        {"input_ids": torch.arange(8) + index, "labels": torch.arange(8) + index}
+        for index in range(4)
+    ]
     result = check(Subject(dataset=rows), only=["labels.truncated"])
     assert result.outcome("labels.truncated").status == "not_applicable"
 
@@ -149,8 +161,13 @@ def test_left_padding_does_not_hide_a_cut_answer() -> None:
         labels = torch.tensor([-100, -100, 5, 6 + index])
         return {"input_ids": labels.clamp_min(0), "labels": labels, "attention_mask": torch.ones(4)}
 
-    result = check(Subject(dataset=[row(0), row(1)], config={"max_length": 4, "eos_token_id": 6}), only=["labels"])
-    assert "1 answer of 2 run into the limit without the end token 6: 1" in said(result, "labels.truncated")
+    result = check(
+        Subject(dataset=[row(0), row(1)], config={"max_length": 4, "eos_token_id": 6}),
+        only=["labels"],
+    )
+    assert "1 answer of 2 run into the limit without the end token 6: 1" in said(
+        result, "labels.truncated"
+    )
 
 
 class Stream(IterableDataset[Any]):
@@ -165,7 +182,9 @@ class Stream(IterableDataset[Any]):
 
 def test_stream_is_read_up_to_the_given_number() -> None:
     result = check(Subject(dataset=Stream(), examples=10), only=["data.finite"])
-    assert "10 examples" in said(result, "data.finite") and "5 [x]: NaN at [1]" in said(result, "data.finite")
+    assert "10 examples" in said(result, "data.finite") and "5 [x]: NaN at [1]" in said(
+        result, "data.finite"
+    )
 
 
 def test_loader_of_a_stream_is_read_row_by_row() -> None:

@@ -1,4 +1,6 @@
-"""Unusual models, optimizers, schedules and data raise no false alarm, and no item stumbles over them."""
+"""Unusual models, optimizers, schedules and data raise no false alarm, and no item stumbles over
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ ROWS = torch.ones(2, 3)
 def look(folder: Path, subject: Subject, *only: str) -> Preflight:
     with inside(folder):
         result = check(subject, only=only, skip=["checklist"])
-    stumbled = [o for o in result.outcomes if any("this check itself failed" in said for said in o.evidence)]
+    stumbled = [
+        o for o in result.outcomes if any("this check itself failed" in said for said in o.evidence)
+    ]
     assert stumbled == []
     return result
 
@@ -38,7 +42,12 @@ def norms() -> Subject:
 def sparse() -> Subject:
     model = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SparseAdam(list(model.parameters()))
-    return Subject(model=model, optimizer=optimizer, loss_fn=lambda b: model(b).sum(), batch=torch.tensor([1, 2]))
+    return Subject(
+        model=model,
+        optimizer=optimizer,
+        loss_fn=lambda b: model(b).sum(),
+        batch=torch.tensor([1, 2]),
+    )
 
 
 def meta() -> Subject:
@@ -49,11 +58,17 @@ def meta() -> Subject:
 
 def unplanned() -> Subject:
     """A dataset of pairs: how the model takes them is not known without a loss function."""
-    return Subject(model=LINEAR, dataset=[(torch.randn(3), torch.tensor(1)) for _ in range(5)], label_key="1")
+    return Subject(
+        model=LINEAR, dataset=[(torch.randn(3), torch.tensor(1)) for _ in range(5)], label_key="1"
+    )
 
 
 def dtypes() -> Subject:
-    row: dict[str, Any] = {"a": torch.tensor([True]), "b": torch.tensor([1, 2], dtype=torch.uint16), "c": 2**70}
+    row: dict[str, Any] = {
+        "a": torch.tensor([True]),
+        "b": torch.tensor([1, 2], dtype=torch.uint16),
+        "c": 2**70,
+    }
     row |= {
         "d": torch.arange(3.0).to(torch.float8_e4m3fn),
         "e": torch.eye(3).to_sparse(),
@@ -64,7 +79,9 @@ def dtypes() -> Subject:
 
 def with_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Subject:
     optimizer = make([LINEAR.weight])
-    return Subject(model=LINEAR, optimizer=optimizer, batch=ROWS, loss_fn=lambda b: LINEAR(b).square().mean())
+    return Subject(
+        model=LINEAR, optimizer=optimizer, batch=ROWS, loss_fn=lambda b: LINEAR(b).square().mean()
+    )
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
@@ -75,7 +92,9 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "complex": lambda: Subject(model=nn.Linear(3, 3, dtype=torch.complex64)),
     "pairs without a loss": unplanned,
     "rare dtypes": dtypes,
-    "tensor lr": lambda: with_optimizer(lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False)),
+    "tensor lr": lambda: with_optimizer(
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False)
+    ),
     "Adafactor": lambda: with_optimizer(torch.optim.Adafactor),
     "LBFGS": lambda: with_optimizer(torch.optim.LBFGS),
     "Muon": lambda: with_optimizer(torch.optim.Muon),
@@ -93,18 +112,35 @@ def test_unusual_subject_raises_no_false_alarm(tmp_path: Path, name: str) -> Non
     [
         (lambda o: lr_scheduler.ReduceLROnPlateau(o), {}, "not_applicable"),
         (lambda o: lr_scheduler.OneCycleLR(o, 1e-3, total_steps=10), {"epochs": 10}, "pass"),
-        (lambda o: lr_scheduler.OneCycleLR(o, 1e-3, total_steps=10), {"epochs": 10, "max_steps": 500}, "pass"),
+        (
+            lambda o: lr_scheduler.OneCycleLR(o, 1e-3, total_steps=10),
+            {"epochs": 10, "max_steps": 500},
+            "pass",
+        ),
         (lambda o: lr_scheduler.OneCycleLR(o, 1e-3, total_steps=10), {"max_steps": 500}, "fail"),
         (lambda o: lr_scheduler.OneCycleLR(o, 3e-3, total_steps=10), {"max_steps": 10}, "fail"),
-        (lambda o: lr_scheduler.CosineAnnealingLR(o, 10, eta_min=1e-6), {"max_steps": 10, "min_lr": 1e-6}, "pass"),
-        (lambda o: lr_scheduler.CosineAnnealingLR(o, 10), {"max_steps": 10, "min_lr": 1e-6}, "fail"),
+        (
+            lambda o: lr_scheduler.CosineAnnealingLR(o, 10, eta_min=1e-6),
+            {"max_steps": 10, "min_lr": 1e-6},
+            "pass",
+        ),
+        (
+            lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+            {"max_steps": 10, "min_lr": 1e-6},
+            "fail",
+        ),
     ],
 )
 def test_schedule_is_judged_by_the_length_of_the_run(
     tmp_path: Path, make: Callable[[Any], Any], settings: dict[str, Any], status: str
 ) -> None:
     optimizer = torch.optim.Adam(LINEAR.parameters(), lr=1e-3)
-    subject = Subject(model=LINEAR, optimizer=optimizer, scheduler=make(optimizer), config={"lr": 1e-3, **settings})
+    subject = Subject(
+        model=LINEAR,
+        optimizer=optimizer,
+        scheduler=make(optimizer),
+        config={"lr": 1e-3, **settings},
+    )
     outcome = look(tmp_path, subject, "lr.schedule").outcome("lr.schedule")
     assert outcome.status == status, outcome
 
@@ -126,7 +162,9 @@ def test_context_that_does_not_open_here_proves_nothing(tmp_path: Path) -> None:
     def elsewhere() -> Any:
         raise RuntimeError("no such device")
 
-    result = look(tmp_path, Subject(model=LINEAR, autocast=elsewhere, config={"bf16": True}), "precision")
+    result = look(
+        tmp_path, Subject(model=LINEAR, autocast=elsewhere, config={"bf16": True}), "precision"
+    )
     assert result.alignment == "unproven"
     outcome = result.outcome("precision.effective")
     assert outcome.status == "not_checked"
@@ -151,7 +189,10 @@ def test_an_item_that_stumbles_does_not_hide_the_others(tmp_path: Path) -> None:
             raise LookupError("odd model")
 
     with inside(tmp_path):
-        result = check(Subject(model=Strange(2, 2), config={"lr": 1.0}), only=["model.stored_finite", "config.types"])
+        result = check(
+            Subject(model=Strange(2, 2), config={"lr": 1.0}),
+            only=["model.stored_finite", "config.types"],
+        )
     outcome = result.outcome("model.stored_finite")
     assert outcome.status == "warn"
     assert "this check itself failed: LookupError: odd model" in outcome.evidence[0]
@@ -159,7 +200,8 @@ def test_an_item_that_stumbles_does_not_hide_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("autocast", "key", "status"), [(True, "dtype", "pass"), (False, "dtype", "fail"), (True, "model_dtype", "fail")]
+    ("autocast", "key", "status"),
+    [(True, "dtype", "pass"), (False, "dtype", "fail"), (True, "model_dtype", "fail")],
 )
 def test_a_plain_dtype_is_met_by_autocast_over_float32_weights(
     tmp_path: Path, autocast: bool, key: str, status: str
@@ -170,4 +212,6 @@ def test_a_plain_dtype_is_met_by_autocast_over_float32_weights(
 
     subject = Subject(model=LINEAR, loss_fn=loss_fn, batch=ROWS, config={"training": {key: "bf16"}})
 
-    assert look(tmp_path, subject, "precision.weights").outcome("precision.weights").status == status
+    assert (
+        look(tmp_path, subject, "precision.weights").outcome("precision.weights").status == status
+    )

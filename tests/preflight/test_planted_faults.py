@@ -1,4 +1,6 @@
-"""Each planted fault of the fixture project is found under its own id; the healthy twin has none of them."""
+"""Each planted fault of the fixture project is found under its own id; the healthy twin has none of
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,28 @@ from stepguard.state.importing import import_function, importable
 
 HEALTHY = "tinychat.training:build"
 FAULTS = [
-    ("float16_context", "precision.effective", "fail", "3 of 3 matrix products", "asks for bfloat16"),
+    (
+        "float16_context",
+        "precision.effective",
+        "fail",
+        "3 of 3 matrix products",
+        "asks for bfloat16",
+    ),
     ("float16_context", "scaler.missing", "fail", "no GradScaler", "6e-08"),
-    ("fp16_ignored_on_cpu", "precision.effective", "fail", "came out as float32", "mixed_precision='fp16'"),
-    ("amp_without_a_dtype", "precision.unnamed", "fail", "float16 on cuda", "launcher's mixed_precision=bf16"),
+    (
+        "fp16_ignored_on_cpu",
+        "precision.effective",
+        "fail",
+        "came out as float32",
+        "mixed_precision='fp16'",
+    ),
+    (
+        "amp_without_a_dtype",
+        "precision.unnamed",
+        "fail",
+        "float16 on cuda",
+        "launcher's mixed_precision=bf16",
+    ),
     ("launcher_overruled", "precision.configured", "fail", "the launcher", "asks for float32"),
     ("other_accumulation", "launcher.agrees", "fail", "gradient_accumulation_steps=2", "has 8"),
     ("scaler_over_half_weights", "scaler.fits", "fail", "float16", "unscale"),
@@ -39,20 +59,68 @@ FAULTS = [
     ("schedule_too_short", "lr.schedule", "fail", "fails at step", "ValueError"),
     ("no_label_counts", "labels.empty", "fail", "1 example of 24", "5 (id chat-0-5)"),
     ("class_out_of_range", "labels.range", "fail", "16 classes", "99 in example 7 (id chat-0-7)"),
-    ("answers_cut_off", "labels.truncated", "warn", "2 answers of 24", "2 (id chat-0-2), 3 (id chat-0-3)"),
-    ("nan_in_the_data", "data.finite", "fail", "17 (id chat-0-17) [sound]: NaN at [3]", "1 of 16 values"),
+    (
+        "answers_cut_off",
+        "labels.truncated",
+        "warn",
+        "2 answers of 24",
+        "2 (id chat-0-2), 3 (id chat-0-3)",
+    ),
+    (
+        "nan_in_the_data",
+        "data.finite",
+        "fail",
+        "17 (id chat-0-17) [sound]: NaN at [3]",
+        "1 of 16 values",
+    ),
     ("silence", "data.constant", "warn", "9 (id chat-0-9) [sound] = 0", "16 places"),
     ("wrong_unit", "data.range", "warn", "11 (id chat-0-11)", "1 of 24"),
     ("outside_the_declared_range", "data.range", "fail", "sound spans", "allowed is -0.5 to 0.5"),
     ("value_missing", "data.missing", "warn", "sound: 1 of 24", "13 (id chat-0-13)"),
-    ("unreadable_example", "data.unreadable", "fail", "19 (OSError: image file is truncated)", "1 example of 24"),
-    ("repeated_example", "data.duplicates", "warn", "21 (id another name) = 4 (id chat-0-4)", "4.17 %"),
-    ("leaked_example", "data.leak", "fail", "2 (id validation-2) = 6 (id chat-0-6)", "1 example of 8"),
+    (
+        "unreadable_example",
+        "data.unreadable",
+        "fail",
+        "19 (OSError: image file is truncated)",
+        "1 example of 24",
+    ),
+    (
+        "repeated_example",
+        "data.duplicates",
+        "warn",
+        "21 (id another name) = 4 (id chat-0-4)",
+        "4.17 %",
+    ),
+    (
+        "leaked_example",
+        "data.leak",
+        "fail",
+        "2 (id validation-2) = 6 (id chat-0-6)",
+        "1 example of 8",
+    ),
     ("poisoned_weights", "model.stored_finite", "fail", "param:head.weight", "1 of 128 values"),
-    ("poisoned_statistics", "model.stored_finite", "fail", "buffer:batch_norm.running_var", "1 of 8 values"),
+    (
+        "poisoned_statistics",
+        "model.stored_finite",
+        "fail",
+        "buffer:batch_norm.running_var",
+        "1 of 8 values",
+    ),
     ("loss_of_zero_over_zero", "model.fresh_forward", "fail", "loss nan", ""),
-    ("loss_of_zero_over_zero", "checklist.divisions", "fail", "smallest divisor 0 (float32, faults.py:", ""),
-    ("eps_without_effect", "checklist.divisions", "pass", "the eps 1e-08 in float32 has no effect at faults.py:", ""),
+    (
+        "loss_of_zero_over_zero",
+        "checklist.divisions",
+        "fail",
+        "smallest divisor 0 (float32, faults.py:",
+        "",
+    ),
+    (
+        "eps_without_effect",
+        "checklist.divisions",
+        "pass",
+        "the eps 1e-08 in float32 has no effect at faults.py:",
+        "",
+    ),
     ("infinite_slope", "model.fresh_forward", "fail", "bad gradients: alpha", "loss"),
     ("runaway_scalar", "scalars.limit", "fail", "alpha reaches 88.7", "allowed is 10"),
     ("policy_without_rewind", "checklist.recovery", "warn", "skip, stop", "without rewind"),
@@ -68,7 +136,14 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Preflight:
     """Everything given: configuration, launcher, checkpoint, disk."""
     folder = tmp_path_factory.mktemp("healthy")
     parts = built("training:build")
-    path = saved(folder / "last.pt", parts["model"], parts["optimizer"], parts["scheduler"], config=CONFIG, versions={})
+    path = saved(
+        folder / "last.pt",
+        parts["model"],
+        parts["optimizer"],
+        parts["scheduler"],
+        config=CONFIG,
+        versions={},
+    )
     return ask(HEALTHY, checkpoint=path, run_dir=folder)
 
 
@@ -82,7 +157,9 @@ def built(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("build", "item", "status", "first", "second"), FAULTS)
-def test_planted_fault_is_found_with_its_numbers(build: str, item: str, status: str, first: str, second: str) -> None:
+def test_planted_fault_is_found_with_its_numbers(
+    build: str, item: str, status: str, first: str, second: str
+) -> None:
     outcome = ask_one(f"tinychat.faults:{build}", item)
     said = "; ".join(outcome.evidence)
     assert outcome.status == status, said
@@ -136,7 +213,10 @@ def test_one_cycle_checkpoint_that_brings_its_peak_back_is_found(tmp_path: Path)
     outcome = ask_one(HEALTHY, "lr.checkpoint", checkpoint=path)
     assert outcome.status == "fail"
     (said,) = outcome.evidence
-    assert said == "old.pt: optimizer/param_groups/0/max_lr=0.0005 comes back, configured is optimizer.lr=5e-05"
+    assert (
+        said == "old.pt: optimizer/param_groups/0/max_lr=0.0005 comes back, configured is "
+        "optimizer.lr=5e-05"
+    )
 
 
 def test_lambda_checkpoint_that_brings_its_base_back_is_found(tmp_path: Path) -> None:
@@ -157,7 +237,9 @@ def test_change_since_the_checkpoint_is_listed(tmp_path: Path) -> None:
     assert outcome.evidence == ("changed: seed: 7 -> 0", "only in the checkpoint: old_key")
 
 
-def test_configuration_of_a_class_that_torch_would_not_load_is_read_without_importing_it(tmp_path: Path) -> None:
+def test_configuration_of_a_class_that_torch_would_not_load_is_read_without_importing_it(
+    tmp_path: Path,
+) -> None:
     module = types.ModuleType("gone_tomorrow")
     module.Settings = type("Settings", (), {"__module__": "gone_tomorrow"})  # type: ignore[attr-defined]
     settings = module.Settings()
@@ -180,7 +262,9 @@ def test_poisoned_checkpoint_is_found(tmp_path: Path) -> None:
     path = saved(tmp_path / "bad.pt", parts["model"])
     outcome = ask_one(HEALTHY, "checkpoint.sound", checkpoint=path)
     assert outcome.status == "fail"
-    assert "model/batch_norm.running_var" in outcome.evidence[0] and "stepguard verify" in outcome.fix
+    assert (
+        "model/batch_norm.running_var" in outcome.evidence[0] and "stepguard verify" in outcome.fix
+    )
 
 
 def test_checkpoint_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -> None:
@@ -191,7 +275,9 @@ def test_checkpoint_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -
             return (Path.touch, (marker,))
 
     torch.save({"model": {"weight": torch.ones(2)}, "config": Evil()}, tmp_path / "evil.pt")
-    result = ask(HEALTHY, "checkpoint", "config.changed", "lr.checkpoint", checkpoint=tmp_path / "evil.pt")
+    result = ask(
+        HEALTHY, "checkpoint", "config.changed", "lr.checkpoint", checkpoint=tmp_path / "evil.pt"
+    )
     assert result.outcome("checkpoint.sound").status == "fail"
     assert result.outcome("config.changed").status == "not_applicable"
     assert not marker.exists()
@@ -199,9 +285,14 @@ def test_checkpoint_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -
 
 def test_sealed_checkpoint_fits_the_model_it_was_made_of(tmp_path: Path) -> None:
     model = built("training:build")["model"]
-    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()} | {"rng/0/cpu": torch.zeros(4)}
+    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()} | {
+        "rng/0/cpu": torch.zeros(4)
+    }
     path = Store(tmp_path).save(
-        3, tensors, {"step": 3}, Health(loss=1.0, level=1.0, steps_watched=3, incidents=0, good=True)
+        3,
+        tensors,
+        {"step": 3},
+        Health(loss=1.0, level=1.0, steps_watched=3, incidents=0, good=True),
     )
     result = ask(HEALTHY, "checkpoint", checkpoint=path)
     assert {outcome.id: outcome.status for outcome in result.outcomes} == {
@@ -214,7 +305,10 @@ def test_checkpoint_of_another_model_is_found(tmp_path: Path) -> None:
     path = saved(tmp_path / "other.pt", torch.nn.Linear(8, 8))
     outcome = ask_one(HEALTHY, "checkpoint.fits", checkpoint=path)
     assert outcome.status == "fail"
-    assert "missing: alpha" in outcome.evidence[0] and "not in the model: bias, weight" in outcome.evidence[1]
+    assert (
+        "missing: alpha" in outcome.evidence[0]
+        and "not in the model: bias, weight" in outcome.evidence[1]
+    )
 
 
 def test_keys_that_nothing_reads_are_listed(tmp_path: Path) -> None:
@@ -228,7 +322,10 @@ def test_keys_that_nothing_reads_are_listed(tmp_path: Path) -> None:
 def test_accumulation_that_nothing_reads_is_no_accumulation(tmp_path: Path) -> None:
     config = written(tmp_path, training={"num_train_steps": 300, "batch_size": 4, "grad_accum": 4})
     outcome = ask_one(HEALTHY, "checklist.accumulation", config=config)
-    assert (outcome.status, outcome.evidence) == ("warn", ("training.grad_accum=4 is read by nothing",))
+    assert (outcome.status, outcome.evidence) == (
+        "warn",
+        ("training.grad_accum=4 is read by nothing",),
+    )
 
 
 def test_numbers_read_as_text_are_found(tmp_path: Path) -> None:
@@ -238,7 +335,10 @@ def test_numbers_read_as_text_are_found(tmp_path: Path) -> None:
     assert yaml.safe_load(path.read_text())["trainer"]["lr"] == "1e-5"
     outcome = ask(str(path), "config.types", config=None).outcome("config.types")
     assert outcome.status == "fail"
-    assert "trainer.lr: '1e-5'" in outcome.evidence[0] and "trainer.amp: 'False'" in outcome.evidence[1]
+    assert (
+        "trainer.lr: '1e-5'" in outcome.evidence[0]
+        and "trainer.amp: 'False'" in outcome.evidence[1]
+    )
 
 
 def test_impossible_values_are_found(tmp_path: Path) -> None:
@@ -246,22 +346,29 @@ def test_impossible_values_are_found(tmp_path: Path) -> None:
     outcome = ask(str(config), "config.values", config=None).outcome("config.values")
     assert outcome.status == "fail"
     assert outcome.evidence == (
-        "optimizer.lr=-0.0001 must be above 0, optimizer.beta2=9.99 must lie between 0 and 1, dropout is NaN",
+        "optimizer.lr=-0.0001 must be above 0, optimizer.beta2=9.99 must lie between 0 and 1, "
+        "dropout is NaN",
     )
 
 
 def test_full_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 4000}))
+    monkeypatch.setattr(
+        disk_space.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 4000})
+    )
     outcome = ask_one(HEALTHY, "disk.space", run_dir=tmp_path / "not" / "there" / "yet")
     assert outcome.status == "fail"
-    assert "4 kB free" in outcome.evidence[1] and "2 kept and one being written" in outcome.evidence[0]
+    assert (
+        "4 kB free" in outcome.evidence[1] and "2 kept and one being written" in outcome.evidence[0]
+    )
 
 
 def test_too_little_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_estimate, "available_memory", lambda device: 2000)
     outcome = ask_one(HEALTHY, "memory.estimate")
     assert outcome.status == "fail"
-    assert "2 slots a parameter" in outcome.evidence[0] and "2 kB free on cpu" in outcome.evidence[1]
+    assert (
+        "2 slots a parameter" in outcome.evidence[0] and "2 kB free on cpu" in outcome.evidence[1]
+    )
 
 
 def test_rate_of_a_large_model_is_judged_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Configuration and launcher files: read without running anything, and understood whatever the keys are called."""
+"""Configuration and launcher files: read without running anything, and understood whatever the keys
+are called.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def test_python_file_of_constants_is_parsed_and_not_run(tmp_path: Path) -> None:
 def test_toml_and_json_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[trainer]\nlr = 1e-5\n")
     (tmp_path / "a.json").write_text('{"trainer": {"lr": 1e-5}}')
-    assert read_settings(tmp_path / "a.toml") == read_settings(tmp_path / "a.json") == {"trainer": {"lr": 1e-5}}
+    assert (
+        read_settings(tmp_path / "a.toml")
+        == read_settings(tmp_path / "a.json")
+        == {"trainer": {"lr": 1e-5}}
+    )
 
 
 def test_yaml_tags_that_would_run_code_are_refused(tmp_path: Path) -> None:
@@ -47,7 +53,11 @@ def test_yaml_tags_that_would_run_code_are_refused(tmp_path: Path) -> None:
         ("a.json", "[1, 2]", "holds a list; a configuration is a mapping"),
         ("a.toml", "a =", "a.toml is no valid toml"),
         ("a.py", "def (:", "a.py is no valid py"),
-        ("a.ini", "", "a.ini: .ini is no configuration file; use one of .json, .toml, .yaml, .yml, .py"),
+        (
+            "a.ini",
+            "",
+            "a.ini: .ini is no configuration file; use one of .json, .toml, .yaml, .yml, .py",
+        ),
         ("a.json", "\udcff", "cannot be read as a configuration"),
     ],
 )
@@ -97,7 +107,9 @@ def test_silent_configuration_asks_for_nothing() -> None:
     assert wanted({"lr": 1.0, "precision": "high"}) is None
 
 
-@pytest.mark.parametrize("settings", [{"fp16": True, "bf16": True}, {"mixed_precision": "bf16", "fp16": True}])
+@pytest.mark.parametrize(
+    "settings", [{"fp16": True, "bf16": True}, {"mixed_precision": "bf16", "fp16": True}]
+)
 def test_settings_that_exclude_each_other_are_told(settings: dict[str, object]) -> None:
     assert contradiction(settings).endswith("exclude each other")
     assert contradiction({"mixed_precision": "fp16", "fp16": True}) == ""
@@ -114,6 +126,7 @@ def test_environment_of_the_launcher_wins_and_the_conflict_is_told() -> None:
 
 def test_reading_a_configuration_imports_no_torch(tmp_path: Path) -> None:
     seen = run_code(
-        tmp_path, "from stepguard.preflight.settings.files import read_settings; import stepguard.preflight"
+        tmp_path,
+        "from stepguard.preflight.settings.files import read_settings; import stepguard.preflight",
     )
     assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()

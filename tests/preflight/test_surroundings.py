@@ -36,7 +36,9 @@ def half() -> AbstractContextManager[Any]:
 def trainer(**args: Any) -> SimpleNamespace:
     """The parts of a transformers Trainer that are looked at."""
     model = nn.Linear(2, 2)
-    accelerator = SimpleNamespace(autocast=half, mixed_precision="bf16", scaler=None, num_processes=1)
+    accelerator = SimpleNamespace(
+        autocast=half, mixed_precision="bf16", scaler=None, num_processes=1
+    )
     return SimpleNamespace(
         model=model,
         args=SimpleNamespace(learning_rate=2e-4, **args),
@@ -48,7 +50,9 @@ def trainer(**args: Any) -> SimpleNamespace:
 
 
 def fabric() -> SimpleNamespace:
-    return SimpleNamespace(autocast=half, _precision=SimpleNamespace(precision="bf16-mixed"), world_size=2)
+    return SimpleNamespace(
+        autocast=half, _precision=SimpleNamespace(precision="bf16-mixed"), world_size=2
+    )
 
 
 def lightning() -> SimpleNamespace:
@@ -58,11 +62,19 @@ def lightning() -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     "given",
-    [half, SimpleNamespace(autocast=half, mixed_precision="bf16"), fabric(), lightning(), trainer(bf16=True)],
+    [
+        half,
+        SimpleNamespace(autocast=half, mixed_precision="bf16"),
+        fabric(),
+        lightning(),
+        trainer(bf16=True),
+    ],
     ids=["function", "accelerate", "fabric", "lightning", "transformers"],
 )
 def test_probe_runs_in_the_context_that_is_given(given: Any) -> None:
-    result = check(Subject(model=nn.Linear(2, 2), autocast=given, config={"bf16": True}), only=["precision"])
+    result = check(
+        Subject(model=nn.Linear(2, 2), autocast=given, config={"bf16": True}), only=["precision"]
+    )
     assert result.outcome("precision.effective").status == "pass"
     assert result.alignment == "aligned"
     assert ("AMP enabled", "yes, autocast to bfloat16") in result.facts
@@ -95,20 +107,37 @@ def test_optimizer_the_trainer_would_make_is_looked_at_and_taken_back() -> None:
         return given.optimizer
 
     given.create_optimizer = create_optimizer
-    given.create_scheduler = lambda num_training_steps, optimizer: torch.optim.lr_scheduler.LinearLR(optimizer)
+    given.create_scheduler = lambda num_training_steps, optimizer: (
+        torch.optim.lr_scheduler.LinearLR(optimizer)
+    )
     found = subject_of(given, "build")
     assert check(found, only=["optimizer.eps"]).outcome("optimizer.eps").status == "fail"
-    assert check(found, only=["lr.schedule"]).outcome("lr.schedule").evidence[0].endswith("10 steps tried")
+    assert (
+        check(found, only=["lr.schedule"])
+        .outcome("lr.schedule")
+        .evidence[0]
+        .endswith("10 steps tried")
+    )
     assert given.optimizer is None and given.lr_scheduler is None
 
 
 @pytest.mark.usefixtures("accelerate")
 def test_real_trainer_is_read_without_being_changed(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
-    rows = [{"input_ids": [row, 2, 3, 4], "labels": [-100, 2, 3, 4] if row else [-100] * 4} for row in range(4)]
-    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", fp16=True)
+    rows = [
+        {"input_ids": [row, 2, 3, 4], "labels": [-100, 2, 3, 4] if row else [-100] * 4}
+        for row in range(4)
+    ]
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", fp16=True
+    )
     given = transformers.Trainer(model=model, args=args, train_dataset=rows)
     result = check(subject_of(given, "build"), skip=["checklist", "code", "config.unread"])
     assert {outcome.id for outcome in result.of("fail")} == {"precision.effective", "labels.empty"}
@@ -144,14 +173,22 @@ def test_step_that_opens_its_own_context_needs_no_other() -> None:
         with half():
             return model(batch).float().square().mean()
 
-    subject = Subject(model=model, loss_fn=loss, batch=torch.ones(3, 4), config={"mixed_precision": "no"})
+    subject = Subject(
+        model=model, loss_fn=loss, batch=torch.ones(3, 4), config={"mixed_precision": "no"}
+    )
     outcome = check(subject, only=["precision.effective"]).outcome("precision.effective")
     assert outcome.status == "fail"
-    assert outcome.evidence[0] == "1 of 1 matrix products of the real step on cpu came out as bfloat16"
+    assert (
+        outcome.evidence[0] == "1 of 1 matrix products of the real step on cpu came out as bfloat16"
+    )
 
 
-@pytest.mark.parametrize(("precision", "native", "dtype"), [("bf16", True, "bfloat16"), ("no", False, "float32")])
-def test_real_accelerator_is_understood(accelerate: Any, precision: str, native: bool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "native", "dtype"), [("bf16", True, "bfloat16"), ("no", False, "float32")]
+)
+def test_real_accelerator_is_understood(
+    accelerate: Any, precision: str, native: bool, dtype: str
+) -> None:
     accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
     assert surroundings(accelerator).dtype == dtype
     result = check(Subject(model=nn.Linear(2, 2), autocast=accelerator), only=["precision"])

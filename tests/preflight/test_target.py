@@ -28,15 +28,29 @@ def test_configuration_alone_is_checked_as_far_as_it_goes() -> None:
     assert result.alignment == "unproven"
     outcome = result.outcome("optimizer.eps")
     assert outcome.status == "not_checked"
-    assert outcome.evidence == ("give TARGET as module:function whose function returns the optimizer",)
+    assert outcome.evidence == (
+        "give TARGET as module:function whose function returns the optimizer",
+    )
 
 
 def test_points_of_the_checklist_are_judged_by_a_configuration_alone(tmp_path: Path) -> None:
     config = written(tmp_path, warmup_steps=2000, grad_clip=0.5)
     result = ask(str(config), "checklist", config=None)
-    judged = {o.id.partition(".")[2]: o.status for o in result.outcomes if o.status != "not_checked"}
+    judged = {
+        o.id.partition(".")[2]: o.status for o in result.outcomes if o.status != "not_checked"
+    }
     assert judged == dict.fromkeys(
-        ("lr", "clip", "loss_checked", "warmup", "accumulation", "norms", "checkpoints", "recovery"), "pass"
+        (
+            "lr",
+            "clip",
+            "loss_checked",
+            "warmup",
+            "accumulation",
+            "norms",
+            "checkpoints",
+            "recovery",
+        ),
+        "pass",
     )
 
 
@@ -60,16 +74,30 @@ def test_data_alone_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
         ("nothing", {}, "'nothing' is neither a file nor a folder here, nor 'module:function'"),
         ("a/b:c", {}, "is neither a file"),
         ("json:loads", {}, "json:loads lies outside the current directory"),
-        ("no_such_module:build", {}, "there is no module 'no_such_module' below the current directory"),
+        (
+            "no_such_module:build",
+            {},
+            "there is no module 'no_such_module' below the current directory",
+        ),
         ("tinychat.training:nothing", {}, "has no function 'nothing'"),
-        ("tinychat.training:build", {}, "tinychat.training:build takes 'config'; give --config FILE"),
+        (
+            "tinychat.training:build",
+            {},
+            "tinychat.training:build takes 'config'; give --config FILE",
+        ),
         ("tinychat.training:loss_of", {"config": PROJECT / "config.json"}, "returned a function"),
-        ("config.json", {"config": PROJECT / "config.json"}, "is a configuration already; leave --config out"),
+        (
+            "config.json",
+            {"config": PROJECT / "config.json"},
+            "is a configuration already; leave --config out",
+        ),
         ("config.json", {"launcher": Path("no.yaml")}, "no.yaml cannot be read as a launcher"),
         ("tinychat.faults:_lambda", {"config": PROJECT / "config.json"}, "needs config, factor"),
     ],
 )
-def test_unusable_target_is_one_clear_error(target: str, more: dict[str, Any], message: str) -> None:
+def test_unusable_target_is_one_clear_error(
+    target: str, more: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         given(target, **more)
     assert message in str(error.value)
@@ -77,8 +105,13 @@ def test_unusable_target_is_one_clear_error(target: str, more: dict[str, Any], m
 
 
 def test_build_function_that_raises_is_told_with_its_error(tmp_path: Path) -> None:
-    (tmp_path / "broken_build.py").write_text("def build():\n    raise RuntimeError('no GPU here')\n")
-    with inside(tmp_path), pytest.raises(ConfigError, match="broken_build:build raised RuntimeError: no GPU here"):
+    (tmp_path / "broken_build.py").write_text(
+        "def build():\n    raise RuntimeError('no GPU here')\n"
+    )
+    with (
+        inside(tmp_path),
+        pytest.raises(ConfigError, match="broken_build:build raised RuntimeError: no GPU here"),
+    ):
         resolve(Request(target="broken_build:build"))
 
 
@@ -96,7 +129,10 @@ MODEL = nn.Linear(2, 2)
     [
         (None, "build returned a NoneType; return (model, optimizer, loss_fn)"),
         ((1, 2), "build returned a tuple of 2"),
-        ({"modell": MODEL}, "build returned the key 'modell', which is not known; use model, optimizer"),
+        (
+            {"modell": MODEL},
+            "build returned the key 'modell', which is not known; use model, optimizer",
+        ),
         ({"model": "x"}, "build: model is a str, not a Module"),
         ((MODEL, "x"), "build: optimizer is a str, not a Optimizer"),
         ({"loss_fn": 3}, "build: loss_fn is a int; give a function of a batch"),
@@ -110,14 +146,24 @@ def test_unusable_result_of_a_build_function_is_one_clear_error(built: Any, mess
 
 def test_tuple_dict_and_subject_are_taken() -> None:
     optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
-    assert subject_of((MODEL, optimizer, abs), "build") == Subject(model=MODEL, optimizer=optimizer, loss_fn=abs)
+    assert subject_of((MODEL, optimizer, abs), "build") == Subject(
+        model=MODEL, optimizer=optimizer, loss_fn=abs
+    )
     assert subject_of({"model": MODEL}, "build") == subject_of(Subject(model=MODEL), "build")
     wrapped = type("AcceleratedOptimizer", (), {"optimizer": optimizer})()
     assert subject_of((MODEL, wrapped), "build").optimizer is optimizer
 
 
 def test_items_are_chosen_by_id_section_or_pattern() -> None:
-    assert [item.id for item in selected(("lr",), ())] == ["lr.config", "lr.schedule", "lr.checkpoint"]
-    assert [item.id for item in selected(("lr.*",), ("lr.config", "*.checkpoint"))] == ["lr.schedule"]
-    with pytest.raises(ConfigError, match=r"'lrr' is no item; use an id such as 'lr\.config', or one of"):
+    assert [item.id for item in selected(("lr",), ())] == [
+        "lr.config",
+        "lr.schedule",
+        "lr.checkpoint",
+    ]
+    assert [item.id for item in selected(("lr.*",), ("lr.config", "*.checkpoint"))] == [
+        "lr.schedule"
+    ]
+    with pytest.raises(
+        ConfigError, match=r"'lrr' is no item; use an id such as 'lr\.config', or one of"
+    ):
         selected(("lrr",), ())

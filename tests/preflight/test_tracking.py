@@ -10,7 +10,12 @@ import pytest
 from stepguard.preflight import Tracked
 from stepguard.preflight.tracking import plain, unread
 
-VALUES: dict[str, Any] = {"lr": 1.0, "model": {"width": 8, "depth": 2}, "stages": [{"a": 1}, {"a": 2}], "empty": {}}
+VALUES: dict[str, Any] = {
+    "lr": 1.0,
+    "model": {"width": 8, "depth": 2},
+    "stages": [{"a": 1}, {"a": 2}],
+    "empty": {},
+}
 ALL = ["lr", "model.width", "model.depth", "stages.0.a", "stages.1.a", "empty"]
 
 

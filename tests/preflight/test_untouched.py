@@ -58,7 +58,9 @@ def test_model_optimizer_batch_loader_and_generators_stay(tmp_path: Any) -> None
     before = _everything(subject, generator, data)
     with inside(tmp_path):
         result = check(subject)
-    assert result.outcome("model.fresh_forward").status == "pass", result.outcome("model.fresh_forward")
+    assert result.outcome("model.fresh_forward").status == "pass", result.outcome(
+        "model.fresh_forward"
+    )
     after = _everything(subject, generator, data)
     assert _equal(before, after)
     assert model.linear.bias.grad is grad
@@ -85,7 +87,9 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor):
         return torch.equal(first, second)
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(
+            _equal(first[key], second[key]) for key in first
+        )
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(_equal, first, second))
     return bool(first == second)

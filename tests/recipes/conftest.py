@@ -1,4 +1,6 @@
-"""A recipe's modules are imported as its scripts do, from its own folder, and are gone after the test."""
+"""A recipe's modules are imported as its scripts do, from its own folder, and are gone after the
+test.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def _forget() -> None:
 def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the recipe that the test module's name begins with, first on the path."""
     stem = Path(request.path).stem.removeprefix("test_")
-    name = next(place.parent.name for place in RECIPES.glob("*/modes.py") if stem.startswith(place.parent.name))
+    name = next(
+        place.parent.name
+        for place in RECIPES.glob("*/modes.py")
+        if stem.startswith(place.parent.name)
+    )
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(RECIPES / name))
     _forget()
@@ -31,5 +37,7 @@ def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield RECIPES / name
     _forget()
     for module in set(sys.modules) - before:
-        if str(getattr(sys.modules[module], "__file__", None) or "").startswith(str(RECIPES / name)):
+        if str(getattr(sys.modules[module], "__file__", None) or "").startswith(
+            str(RECIPES / name)
+        ):
             del sys.modules[module]

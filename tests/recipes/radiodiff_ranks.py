@@ -1,4 +1,5 @@
-"""One of the processes that train radiodiff together: it writes down its weights and how many steps it left out.
+"""One of the processes that train radiodiff together: it writes down its weights and how many steps
+it left out.
 
 Run by torchrun in the recipe's folder: radiodiff_ranks.py FOLDER key.sub=value ...
 """

@@ -1,4 +1,6 @@
-"""The reports' command lines as they are typed, in a fresh copy of the recipe's folder; `more` makes them short."""
+"""The reports' command lines as they are typed, in a fresh copy of the recipe's folder; `more`
+makes them short.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ SHORT_TEXT = (
 COMMANDS = [
     (
         "latent_dlm",
-        "torchrun --nnodes=1 --nproc_per_node=2 launch_stable_training.py --config-name mmdit_stable "
+        "torchrun --nnodes=1 --nproc_per_node=2 launch_stable_training.py --config-name "
+        "mmdit_stable "
         "training.num_train_steps=100 logging.log_freq=10",
         SHORT_TEXT,
         "weights of 2 processes are equal bit for bit",
@@ -49,18 +52,28 @@ COMMANDS = [
         "40 steps, loss ",
         "results/restran_mhc_last.pth",
     ),
-    ("restran_mhc", "python train.py", SHORT_READER, "40 steps, loss ", "results/history_restran_mhc.csv"),
+    (
+        "restran_mhc",
+        "python train.py",
+        SHORT_READER,
+        "40 steps, loss ",
+        "results/history_restran_mhc.csv",
+    ),
     ("restran_mhc", "python diagnose_nan.py", (), "6. recommendations", "results"),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "line", "more", "said", "made"), COMMANDS, ids=[c[1] for c in COMMANDS])
+@pytest.mark.parametrize(
+    ("recipe", "line", "more", "said", "made"), COMMANDS, ids=[c[1] for c in COMMANDS]
+)
 def test_the_line_of_the_report_runs_as_typed(
     recipe: str, line: str, more: tuple[str, ...], said: str, made: str, tmp_path: Path
 ) -> None:
     copy = tmp_path / recipe
     shutil.copytree(
-        RECIPES / recipe, copy, ignore=shutil.ignore_patterns("results", "outputs", "train_logs", "__pycache__")
+        RECIPES / recipe,
+        copy,
+        ignore=shutil.ignore_patterns("results", "outputs", "train_logs", "__pycache__"),
     )
     ended = typed(copy, line, *more)
 

@@ -11,7 +11,9 @@ from recipes.common.outcome import Mode, Outcome, first_bad
 
 from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
 
-EXPECTED = Expectation(metric="NMSE", ops=("aten.log",), causes=("SG202",), relative=0.1, source="unet.py")
+EXPECTED = Expectation(
+    metric="NMSE", ops=("aten.log",), causes=("SG202",), relative=0.1, source="unet.py"
+)
 
 
 def incident(step: int = 3, op: str = "aten.log", code: str = "SG202") -> Incident:
@@ -68,7 +70,12 @@ def test_a_ruin_may_be_seen_before_anything_is_non_finite_but_not_after() -> Non
     early = replace(EXPECTED, early=True)
     guarded = replace(outcomes()["guarded"], first_bad=None)
 
-    assert problems(early, outcomes(guarded=replace(guarded, incidents=(incident(step=2, op="aten.mul"),)))) == []
+    assert (
+        problems(
+            early, outcomes(guarded=replace(guarded, incidents=(incident(step=2, op="aten.mul"),)))
+        )
+        == []
+    )
     assert problems(early, outcomes(guarded=replace(guarded, incidents=(incident(step=5),)))) == [
         "first bad step 3, detected at 5"
     ]

@@ -1,4 +1,6 @@
-"""The joint diffusion: every setting has an effect, both versions lose the same, nothing is made to look finite."""
+"""The joint diffusion: every setting has an effect, both versions lose the same, nothing is made to
+look finite.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ import torch
 from recipe_latent_dlm import places, quiet, settings
 from stepguard.preflight.tracking import unread
 
-# --- configurations --------------------------------------------------------------------------------------------------
+# --- configurations
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mmdit", "mmdit_stable"])
-def test_every_key_is_read(folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_is_read(
+    folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from latentDLM_mmdit import train_mmdit, train_mmdit_stable
 
     start = (train_mmdit if name == "mmdit" else train_mmdit_stable).start
@@ -34,7 +39,9 @@ def test_every_key_is_read(folder: Path, tmp_path: Path, name: str, capsys: pyte
 def test_an_unknown_key_and_an_unknown_word_are_refused(folder: Path) -> None:
     with pytest.raises(Exception, match="learning_rate"):
         settings("optimizer.learning_rate=1")
-    with pytest.raises(SystemExit, match=r"loss\.loss_type='t2i' is not known; use one of unconditional, l2t"):
+    with pytest.raises(
+        SystemExit, match=r"loss\.loss_type='t2i' is not known; use one of unconditional, l2t"
+    ):
         settings("loss.loss_type=t2i")
 
 
@@ -47,8 +54,16 @@ def test_the_configurations_hold_what_the_report_says(folder: Path) -> None:
     assert (original.optimizer.lr, original.optimizer.grad_clip_norm) == (1e-4, 1.0)
     assert (stable.training.warmup_steps, stable.training.dtype) == (2000, "bf16")
     assert stable.training.gradient_accumulation_steps == 2
-    assert (stable.loss.loss_scale, stable.loss.text_loss_weight, stable.loss.latent_loss_weight) == (1.0, 1.0, 0.1)
-    assert (stable.loss.eps, stable.loss.text_loss_max, stable.loss.latent_loss_max) == (1e-8, 100.0, 10.0)
+    assert (
+        stable.loss.loss_scale,
+        stable.loss.text_loss_weight,
+        stable.loss.latent_loss_weight,
+    ) == (1.0, 1.0, 0.1)
+    assert (stable.loss.eps, stable.loss.text_loss_max, stable.loss.latent_loss_max) == (
+        1e-8,
+        100.0,
+        10.0,
+    )
 
 
 def test_clipping_is_1_where_it_is_unset_and_off_at_0(folder: Path) -> None:
@@ -56,7 +71,11 @@ def test_clipping_is_1_where_it_is_unset_and_off_at_0(folder: Path) -> None:
 
     found = [
         clip_norm(quiet(change).session)
-        for change in ("optimizer.grad_clip_norm=null", "optimizer.grad_clip_norm=0", "optimizer.grad_clip_value=0.3")
+        for change in (
+            "optimizer.grad_clip_norm=null",
+            "optimizer.grad_clip_norm=0",
+            "optimizer.grad_clip_value=0.3",
+        )
     ]
 
     assert found == [1.0, None, 0.3]
@@ -76,7 +95,8 @@ def test_a_short_run_leaves_its_warm_up(folder: Path) -> None:
     assert max(session.rate_factor(step) for step in range(100)) > 0.9
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
+# --- losses
+# ----------------------------------------------------------------------------------------------------------
 
 
 def trainers(*overrides: str) -> tuple[Any, Any, Any]:
@@ -85,7 +105,11 @@ def trainers(*overrides: str) -> tuple[Any, Any, Any]:
 
     session = quiet("training.precision=pure", "training.dtype=fp32", *overrides).session
     stable = session.trainer
-    return ImprovedTrainer(stable.model, stable.noise, stable.terms, stable.mask_id), stable, session.batches.at(0)
+    return (
+        ImprovedTrainer(stable.model, stable.noise, stable.terms, stable.mask_id),
+        stable,
+        session.batches.at(0),
+    )
 
 
 @pytest.mark.parametrize("weighting", ["none", "mdlm"])
@@ -121,7 +145,9 @@ def test_the_reports_clamp_ends_the_gradient_and_a_soft_limit_does_not(folder: P
     assert gradients[1] > 0.0
 
 
-def test_a_time_above_0_998_is_1_in_bfloat16_and_only_there_is_the_schedule_lost(folder: Path) -> None:
+def test_a_time_above_0_998_is_1_in_bfloat16_and_only_there_is_the_schedule_lost(
+    folder: Path,
+) -> None:
     from latentDLM_mmdit.noise import masking
 
     t = torch.tensor([0.5, 0.9985])
@@ -142,7 +168,9 @@ def test_each_loss_type_trains_its_own_modality(folder: Path) -> None:
     ):
         session = quiet(f"loss.loss_type={kind}").session
         found = stable(session.batches.at(0))
-        held = {name.split(".")[0] for name, p in stable.model.named_parameters() if not p.requires_grad}
+        held = {
+            name.split(".")[0] for name, p in stable.model.named_parameters() if not p.requires_grad
+        }
 
         assert set(found) == losses
         assert (frozen in held) if frozen else not held
@@ -155,7 +183,9 @@ def test_ranks_share_the_loss_type_and_no_sample(folder: Path) -> None:
     types = loss_types(session.config)
     ranks = [Batches(session.pairs, 4, seed=0, types=types, ranks=(rank, 2)) for rank in range(2)]
     kinds = {tuple(r.at(i)["loss_type"] for i in range(20)) for r in ranks}
-    seen = [torch.cat([r.at(i)["latent"] for i in range(r.per_epoch)])[:, 0].tolist() for r in ranks]
+    seen = [
+        torch.cat([r.at(i)["latent"] for i in range(r.per_epoch)])[:, 0].tolist() for r in ranks
+    ]
 
     assert len(kinds) == 1
     assert len(set(*kinds)) == 3

@@ -18,7 +18,8 @@ from stepguard import Policy
 from stepguard.journal import read_run
 from stepguard.report.compare import compare
 
-# --- loops -----------------------------------------------------------------------------------------------------------
+# --- loops
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(folder: Path, tmp_path: Path) -> None:
@@ -40,11 +41,15 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(folder: Path, tmp_
     assert same(whole.session.trainer, resumed.session.trainer)
 
 
-def test_the_original_resumes_too_and_takes_the_configured_learning_rate(folder: Path, tmp_path: Path) -> None:
+def test_the_original_resumes_too_and_takes_the_configured_learning_rate(
+    folder: Path, tmp_path: Path
+) -> None:
     from latentDLM_mmdit.train_mmdit import start
 
     whole = start(settings(*places(tmp_path), name="mmdit"))
-    first = start(settings(*places(tmp_path), "training.num_train_steps=3", "optimizer.lr=1.0", name="mmdit"))
+    first = start(
+        settings(*places(tmp_path), "training.num_train_steps=3", "optimizer.lr=1.0", name="mmdit")
+    )
     more = ("training.resume=latest", "training.num_train_steps=6")
     resumed = start(settings(*places(tmp_path), *more, name="mmdit"))
 
@@ -53,7 +58,9 @@ def test_the_original_resumes_too_and_takes_the_configured_learning_rate(folder:
     assert resumed.session.rate == whole.session.rate
 
 
-def test_a_poisoned_checkpoint_is_not_resumed_from_nor_written(folder: Path, tmp_path: Path) -> None:
+def test_a_poisoned_checkpoint_is_not_resumed_from_nor_written(
+    folder: Path, tmp_path: Path
+) -> None:
     from latentDLM_mmdit.ranks import Ranks
     from latentDLM_mmdit.train_mmdit import start
     from latentDLM_mmdit.train_mmdit_stable import build_loop
@@ -90,16 +97,25 @@ def test_the_reports_loop_is_refused_on_several_processes(folder: Path) -> None:
         ReportLoop(session, None)
 
 
-def test_logs_of_both_versions_can_be_read_plotted_and_compared(folder: Path, tmp_path: Path) -> None:
+def test_logs_of_both_versions_can_be_read_plotted_and_compared(
+    folder: Path, tmp_path: Path
+) -> None:
     from latentDLM_mmdit import train_mmdit, train_mmdit_stable
 
     bad = ("model.schedule_dtype=model", "training.train_batch_size=64", "training.seed=4")
     original = train_mmdit.start(settings(*places(tmp_path), *bad, name="mmdit"))
     stable = train_mmdit_stable.start(settings(*places(tmp_path), *bad))
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "training_log.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "logs" / "training_log.jsonl").read_text().splitlines()
+    ]
     log = (tmp_path / "logs" / "latest.log").read_text()
-    rows = {row.aspect: row for row in compare(read_run(original.folder), read_run(stable.folder)).rows}
-    steps = [json.loads(line) for line in (stable.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = {
+        row.aspect: row for row in compare(read_run(original.folder), read_run(stable.folder)).rows
+    }
+    steps = [
+        json.loads(line) for line in (stable.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     facts = json.loads((stable.folder / "run.json").read_text())
 
     assert len(lines) == 12
@@ -109,7 +125,14 @@ def test_logs_of_both_versions_can_be_read_plotted_and_compared(folder: Path, tm
     assert rows["losses read before backward"].first == "0"
     assert rows["bad steps committed"].first != "0"
     assert rows["bad steps committed"].second == "0"
-    assert {"text_accuracy", "latent_norm", "predicted_norm", "weight_max", "t_max", "clip_factor"} <= set(steps[0])
+    assert {
+        "text_accuracy",
+        "latent_norm",
+        "predicted_norm",
+        "weight_max",
+        "t_max",
+        "clip_factor",
+    } <= set(steps[0])
     assert any("update_ratio" in line for line in steps)
     assert facts["seed"] == 4
     assert facts["versions"]["torch"] == torch.__version__
@@ -125,7 +148,9 @@ def test_the_reports_own_commands_work_on_the_files_of_a_run(
 
     from latentDLM_mmdit.train_mmdit_stable import start
 
-    whole_steps = partial(Policy, actions=("retry", "skip", "rewind", "stop"))  # a null in the log, not the rest's loss
+    whole_steps = partial(
+        Policy, actions=("retry", "skip", "rewind", "stop")
+    )  # a null in the log, not the rest's loss
     monkeypatch.setattr("latentDLM_mmdit.guarded.Policy", whole_steps)
     bad = ("model.schedule_dtype=model", "training.train_batch_size=64", "training.seed=4")
     loop = start(settings(*places(tmp_path), *bad, "training.gradient_accumulation_steps=1"))
@@ -165,13 +190,18 @@ def test_ctrl_c_saves_a_good_state(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         loop.train(bar=False)
 
-    assert [path.name for path in sorted((loop.folder / "checkpoints").glob("step-*"))] == ["step-3"]
+    assert [path.name for path in sorted((loop.folder / "checkpoints").glob("step-*"))] == [
+        "step-3"
+    ]
 
 
-# --- data and preflight ----------------------------------------------------------------------------------------------
+# --- data and preflight
+# ----------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_file_is_zeros_for_the_original_and_refused_by_the_stable(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_zeros_for_the_original_and_refused_by_the_stable(
+    folder: Path, tmp_path: Path
+) -> None:
     from latentDLM_mmdit.pairs import read_pairs, toy_pairs, write_pairs
 
     where = (tmp_path / "tokens", tmp_path / "latents")
@@ -188,19 +218,28 @@ def test_a_damaged_file_is_zeros_for_the_original_and_refused_by_the_stable(fold
         read_pairs(*where, shape=(8, 4), limit=9, on_unreadable="refuse")
 
 
-def test_the_preflight_names_a_nan_in_a_file_and_an_epsilon_of_0(folder: Path, tmp_path: Path) -> None:
+def test_the_preflight_names_a_nan_in_a_file_and_an_epsilon_of_0(
+    folder: Path, tmp_path: Path
+) -> None:
     from latentDLM_mmdit.preflight import look_first
     from latentDLM_mmdit.ranks import Ranks
     from latentDLM_mmdit.train_mmdit_stable import build_session
 
     session = build_session(settings(*places(tmp_path)), Ranks())
     assert look_first(session)[1]
-    np.save(tmp_path / "data" / "toy" / "latents" / "000003.npy", np.full(4, np.nan, dtype=np.float32))
+    np.save(
+        tmp_path / "data" / "toy" / "latents" / "000003.npy", np.full(4, np.nan, dtype=np.float32)
+    )
     said, sound = look_first(session)
     assert not sound
     assert "000003.npy" in said
 
-    half = ("training.dtype=fp16", "training.precision=pure", "loss.loss_scale=256", "data.folder=null")
+    half = (
+        "training.dtype=fp16",
+        "training.precision=pure",
+        "loss.loss_scale=256",
+        "data.folder=null",
+    )
     said, sound = look_first(build_session(settings(*half), Ranks()))
     assert not sound
     assert "optimizer.eps" in said
@@ -214,7 +253,9 @@ def test_glosses_are_read_chosen_and_scaled(folder: Path, tmp_path: Path) -> Non
     head = "  1 This software and database is being provided to you\n"
     entry = '00001740 03 n 01 entity 0 000 | that which is known; "it was there"  \n'
     for part in real_glosses.PARTS:
-        (tmp_path / f"data.{part}").write_text(head + (entry if part == "noun" else ""), encoding="utf-8")
+        (tmp_path / f"data.{part}").write_text(
+            head + (entry if part == "noun" else ""), encoding="utf-8"
+        )
     options = argparse.Namespace(vocabulary=5, length=6, number=2, seed=0)
     pieces = [[7, 7, 8, 9, 5], [7, 7, 8, 9, 5], [7, 8], [8, 9, 6, 6, 1, 1]]
     kept, known = real_glosses.chosen(["a", "a", "b", "c"], pieces, options)
@@ -227,18 +268,30 @@ def test_glosses_are_read_chosen_and_scaled(folder: Path, tmp_path: Path) -> Non
     assert 0.5 < share < 1.0
 
 
-# --- as users type it ------------------------------------------------------------------------------------------------
+# --- as users type it
+# ------------------------------------------------------------------------------------------------
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nnodes=1", "--nproc_per_node=2")
 
 
-def test_the_command_of_the_report_survives_a_bad_sample_with_equal_weights_on_both_ranks(tmp_path: Path) -> None:
+def test_the_command_of_the_report_survives_a_bad_sample_with_equal_weights_on_both_ranks(
+    tmp_path: Path,
+) -> None:
     command = (
         *("latentDLM_mmdit/train_mmdit_stable.py", "--config-name", "mmdit_stable"),
-        *("logging.run_name=mmdit-qwen-32d-l2t-stable", "training.train_batch_size=4", "optimizer.lr=5e-5"),
+        *(
+            "logging.run_name=mmdit-qwen-32d-l2t-stable",
+            "training.train_batch_size=4",
+            "optimizer.lr=5e-5",
+        ),
         "optimizer.grad_clip_norm=0.5",
     )
-    bad = ("model.schedule_dtype=model", "training.train_batch_size=32", "training.seed=1", "training.check=false")
+    bad = (
+        "model.schedule_dtype=model",
+        "training.train_batch_size=32",
+        "training.seed=1",
+        "training.check=false",
+    )
     ended = run("latent_dlm", *TORCHRUN, *command, *TINY, *places(tmp_path), *bad)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -250,7 +303,14 @@ def test_the_command_of_the_report_survives_a_bad_sample_with_equal_weights_on_b
 def test_the_launcher_passes_everything_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ("--config-name", "mmdit_stable", "training.num_train_steps=100", "logging.log_freq=10", "--cfg", "job")
+    given = (
+        "--config-name",
+        "mmdit_stable",
+        "training.num_train_steps=100",
+        "logging.log_freq=10",
+        "--cfg",
+        "job",
+    )
     monkeypatch.setattr("sys.argv", ["launch_stable_training.py", *given])
     runpy.run_path(str(folder / "launch_stable_training.py"), run_name="__main__")
     said = capsys.readouterr().out

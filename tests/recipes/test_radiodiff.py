@@ -37,7 +37,9 @@ def started(folder: Path, *overrides: str) -> Any:
     return start(settings(folder, *overrides))
 
 
-def test_every_key_is_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_is_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = started(folder, f"trainer.results_folder={tmp_path}")
 
     # taken only where another key asks for it, as the comment beside it says
@@ -55,7 +57,10 @@ def test_an_unknown_key_is_refused(folder: Path) -> None:
 def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     whole = started(folder, f"trainer.results_folder={tmp_path}")
     resumed = started(
-        folder, f"trainer.results_folder={tmp_path}", "trainer.enable_resume=True", "trainer.resume_milestone=1"
+        folder,
+        f"trainer.results_folder={tmp_path}",
+        "trainer.enable_resume=True",
+        "trainer.resume_milestone=1",
     )
 
     assert len(resumed.history.losses) == 3
@@ -68,7 +73,10 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(folder: Path, tmp_
 def test_a_milestone_that_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"model-7\.pt does not exist"):
         started(
-            folder, f"trainer.results_folder={tmp_path}", "trainer.enable_resume=True", "trainer.resume_milestone=7"
+            folder,
+            f"trainer.results_folder={tmp_path}",
+            "trainer.enable_resume=True",
+            "trainer.resume_milestone=7",
         )
 
 
@@ -78,7 +86,8 @@ def test_the_reports_fix_shows_a_finite_loss_over_gradients_that_are_not(folder:
     from train_cond_ldm import Trainer
 
     trainer = Trainer(
-        settings(folder, "model.eps=0", "trainer.treatment=seedfix", "trainer.results_folder=null"), Accelerator()
+        settings(folder, "model.eps=0", "trainer.treatment=seedfix", "trainer.results_folder=null"),
+        Accelerator(),
     )
     batch = trainer.next_batch()
     batch["t"][1] = 0.0
@@ -152,7 +161,9 @@ def test_probes_name_key_count_and_samples(folder: Path) -> None:
     assert bool(torch.isnan(loss))  # a probe only looks
 
 
-def test_the_floor_of_the_schedule_is_absolute_and_its_end_is_no_complex_number(folder: Path) -> None:
+def test_the_floor_of_the_schedule_is_absolute_and_its_end_is_no_complex_number(
+    folder: Path,
+) -> None:
     from train_cond_ldm import _decay
 
     rates = [1e-3 * _decay(10, 1e-6 / 1e-3)(step) for step in range(13)]
@@ -162,7 +173,15 @@ def test_the_floor_of_the_schedule_is_absolute_and_its_end_is_no_complex_number(
 
 
 def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: Path) -> None:
-    command = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", "--mixed_precision", "bf16"]
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        "--num_processes",
+        "1",
+        "--cpu",
+        "--mixed_precision",
+        "bf16",
+    ]
     script = ("train_cond_ldm.py", "--cfg", "configs/radio_report.yaml")
     ended = run("radiodiff", *command, *script, *TINY, f"trainer.results_folder={tmp_path}")
 
@@ -171,10 +190,16 @@ def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: 
     assert "stepguard explain SG801" in ended.stdout
 
 
-def test_two_processes_leave_out_the_same_steps_and_end_with_the_same_weights(tmp_path: Path) -> None:
+def test_two_processes_leave_out_the_same_steps_and_end_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     worker = str(Path(__file__).with_name("radiodiff_ranks.py"))
-    often = ("model.eps=0", "model.timesteps=20", f"trainer.results_folder={tmp_path}")  # a time of 0 in 21 draws
+    often = (
+        "model.eps=0",
+        "model.timesteps=20",
+        f"trainer.results_folder={tmp_path}",
+    )  # a time of 0 in 21 draws
     ended = run("radiodiff", *torchrun, worker, str(tmp_path), *TINY, *often)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,4 +1,6 @@
-"""ResTran with hyper-connections: every setting has an effect, probes speak in causal order, bad states are found."""
+"""ResTran with hyper-connections: every setting has an effect, probes speak in causal order, bad
+states are found.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_the_command_of_the_report_is_understood(folder: Path) -> None:
     assert config == settings([])  # which are the defaults
 
 
-def test_the_lines_of_the_report_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_of_the_report_are_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer_with().train()
 
     ended = capsys.readouterr()
@@ -85,10 +89,14 @@ def test_probes_speak_in_causal_order_with_their_numbers(folder: Path) -> None:
     trainer.model(trainer.plates.draw(2)[0])
     first, *_, last = map(str, trainer.model.probes.sightings)
 
-    assert first.startswith("🔴 NaN/Inf in mHC WRITE-IN + RESIDUAL:\n   Module: mhc.1\n   Shape: [4, 2, 8, ")
+    assert first.startswith(
+        "🔴 NaN/Inf in mHC WRITE-IN + RESIDUAL:\n   Module: mhc.1\n   Shape: [4, 2, 8, "
+    )
     assert "H_res stats: min=nan" in first
     assert "NaN count: " in first
-    assert last.startswith("🟡 NaN/Inf detected in MODEL PREDICTIONS:\n   Pred shape: torch.Size([2, ")
+    assert last.startswith(
+        "🟡 NaN/Inf detected in MODEL PREDICTIONS:\n   Pred shape: torch.Size([2, "
+    )
     assert last.endswith("This indicates NaN originated in forward pass")
 
 
@@ -105,11 +113,27 @@ def test_probes_speak_in_causal_order_with_their_numbers(folder: Path) -> None:
                 "pooled stats (non-nan): min=0",
             ),
         ),
-        (1, ("READ-OUT (h_in)", "H_pre stats: min=0.500000, max=0.500000, mean=0.500000", "h_in stats (non-nan)")),
-        (2, ("SUBLAYER OUTPUT (h_out)", "Sublayer: BasicBlock", "h_out stats (non-nan): min=0, max=0")),
+        (
+            1,
+            (
+                "READ-OUT (h_in)",
+                "H_pre stats: min=0.500000, max=0.500000, mean=0.500000",
+                "h_in stats (non-nan)",
+            ),
+        ),
+        (
+            2,
+            (
+                "SUBLAYER OUTPUT (h_out)",
+                "Sublayer: BasicBlock",
+                "h_out stats (non-nan): min=0, max=0",
+            ),
+        ),
     ],
 )
-def test_each_probe_has_the_fields_of_the_report(folder: Path, place: int, fields_said: tuple[str, ...]) -> None:
+def test_each_probe_has_the_fields_of_the_report(
+    folder: Path, place: int, fields_said: tuple[str, ...]
+) -> None:
     from src.models.probes import Probes
 
     probes, half = Probes(), torch.full((2,), 0.5)
@@ -139,7 +163,9 @@ def test_stopping_raises_what_the_probes_saw(folder: Path) -> None:
     assert said.endswith("NaN detected in model predictions - forward pass corrupted")
 
 
-def test_a_resumed_run_goes_on_bit_for_bit_and_says_whose_rate_counts(folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit_and_says_whose_rate_counts(
+    folder: Path, tmp_path: Path
+) -> None:
     whole = trainer_with(tmp_path, GUARD="original")
     whole.one_epoch(1, bar=False)
     whole.save("last")
@@ -160,9 +186,17 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_says_whose_rate_counts(folder: Pa
 def test_gates_scores_and_accuracy_can_be_asked_for_by_stages(folder: Path, tmp_path: Path) -> None:
     trainer_with(tmp_path).train(bar=False)
     record = read_run(tmp_path / "run")
-    stages = [parse_stage(text) for text in ("0-2: alpha<0.1, routing<88", "3-5: val_acc>=0", "0-5: alpha>1")]
+    stages = [
+        parse_stage(text)
+        for text in ("0-2: alpha<0.1, routing<88", "3-5: val_acc>=0", "0-5: alpha>1")
+    ]
 
-    assert [outcome.state for outcome in judge_stages(record, stages)] == ["passed", "passed", "passed", "failed"]
+    assert [outcome.state for outcome in judge_stages(record, stages)] == [
+        "passed",
+        "passed",
+        "passed",
+        "failed",
+    ]
     assert "val_acc" not in record.steps[0]["followed"]  # nothing was validated yet
 
 
@@ -178,7 +212,9 @@ def test_ctrl_c_saves_a_good_state_and_refuses_a_bad_one(folder: Path, tmp_path:
     with torch.no_grad():
         trainer.model.head.bias[0] = float("inf")
 
-    assert trainer.save("best") == "best NOT saved: head.bias is not finite; the one before it stays"
+    assert (
+        trainer.save("best") == "best NOT saved: head.bias is not finite; the one before it stays"
+    )
 
 
 def test_the_reports_safe_exit_leaves_batchnorm_poisoned(folder: Path) -> None:
@@ -194,7 +230,10 @@ def test_the_reports_safe_exit_leaves_batchnorm_poisoned(folder: Path) -> None:
 
 
 def test_diagnose_finds_bad_parameters_and_buffers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from diagnose_nan import main
 
@@ -206,7 +245,14 @@ def test_diagnose_finds_bad_parameters_and_buffers(
 
     assert main(["--results", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    titles = ("configuration", "checkpoints", "fresh model", "forward pass", "watched values", "recommendations")
+    titles = (
+        "configuration",
+        "checkpoints",
+        "fresh model",
+        "forward pass",
+        "watched values",
+        "recommendations",
+    )
     for number, title in enumerate(titles, start=1):
         assert f"{number}. {title}" in said
     assert "blocks.0.bn1.running_mean" in said

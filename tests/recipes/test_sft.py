@@ -1,4 +1,6 @@
-"""Fine-tuning: every setting has an effect, runs resume exactly, bad states are not kept, cut answers are refused."""
+"""Fine-tuning: every setting has an effect, runs resume exactly, bad states are not kept, cut
+answers are refused.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_every_key_is_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_is_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from homework.sft import train_model
 
     trained = train_model(settings(folder, tmp_path))
@@ -108,7 +112,9 @@ def test_only_the_answer_and_its_end_have_labels(folder: Path) -> None:
         ("<answer>11.265", 1.0, 1.0),
     ],
 )
-def test_an_answer_may_be_five_percent_off(folder: Path, said: str, right: float, answered: float) -> None:
+def test_an_answer_may_be_five_percent_off(
+    folder: Path, said: str, right: float, answered: float
+) -> None:
     from homework.conversions import parse_answer, scores
 
     assert scores([parse_answer(said)], [("Convert 7 mi to km?", 11.265)]) == (right, answered)
@@ -126,12 +132,17 @@ def test_cut_answers_are_refused_before_the_first_step_by_their_numbers(
     said = capsys.readouterr().out
     rows = made(folder, tmp_path, "data.max_length=40").rows["train"]
     empty = [number for number, row in enumerate(rows) if set(row["labels"]) == {-100}]
-    assert f"{len(empty)} examples of 64 without a target other than -100: {', '.join(map(str, empty[:8]))}" in said
+    assert (
+        f"{len(empty)} examples of 64 without a target other than -100: "
+        f"{', '.join(map(str, empty[:8]))}" in said
+    )
     assert "SG102" in said
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_float16_adapters_are_cured_after_the_first_update_that_made_nan(folder: Path, tmp_path: Path) -> None:
+def test_float16_adapters_are_cured_after_the_first_update_that_made_nan(
+    folder: Path, tmp_path: Path
+) -> None:
     trained = made(folder, tmp_path, *HALF)
     trained.train()
 
@@ -147,7 +158,9 @@ def test_float16_adapters_are_cured_after_the_first_update_that_made_nan(folder:
     assert all(map(math.isfinite, trained.history.losses))
 
 
-def test_without_a_remedy_the_run_stops_with_the_weights_it_began_with(folder: Path, tmp_path: Path) -> None:
+def test_without_a_remedy_the_run_stops_with_the_weights_it_began_with(
+    folder: Path, tmp_path: Path
+) -> None:
     from stepguard import TrainingHalted
 
     trained = made(folder, tmp_path, *HALF, "guard.remedy=stop")
@@ -160,7 +173,9 @@ def test_without_a_remedy_the_run_stops_with_the_weights_it_began_with(folder: P
 
 
 def test_unguarded_the_log_shows_the_lines_of_the_report(folder: Path, tmp_path: Path) -> None:
-    trained = made(folder, tmp_path, *HALF, "guard.mode=original", "args.logging_nan_inf_filter=True")
+    trained = made(
+        folder, tmp_path, *HALF, "guard.mode=original", "args.logging_nan_inf_filter=True"
+    )
     trained.train()
 
     first, *others = trained.history.lines
@@ -174,7 +189,10 @@ def test_the_reports_fix_repairs_the_log_and_nothing_else(folder: Path, tmp_path
     trained = made(folder, tmp_path, *HALF, "guard.mode=seedfix")
     trained.train()
 
-    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in trained.history.lines)
+    assert all(
+        math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])
+        for line in trained.history.lines
+    )
     learning = [p for p in trained.model.parameters() if p.requires_grad]
     assert sum(bool(torch.isnan(p).any()) for p in learning) >= len(learning) // 2
     assert "saved" in trained.save()  # and it is written
@@ -194,7 +212,10 @@ def test_the_callback_of_the_same_name_vetoes_the_update(folder: Path, tmp_path:
 def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     made(folder, tmp_path / "whole").train()
     trained = made(
-        folder, tmp_path / "whole", f"resume={tmp_path / 'whole' / 'checkpoint-3'}", "args.save_total_limit=9"
+        folder,
+        tmp_path / "whole",
+        f"resume={tmp_path / 'whole' / 'checkpoint-3'}",
+        "args.save_total_limit=9",
     )
     whole = adapters(tmp_path / "whole")
     trained.train()
@@ -222,7 +243,9 @@ def interrupted(trained: Any, at: int) -> None:
     trained.train()
 
 
-def test_ctrl_c_ends_the_step_and_saves_a_state_that_can_be_resumed(folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_step_and_saves_a_state_that_can_be_resumed(
+    folder: Path, tmp_path: Path
+) -> None:
     made(folder, tmp_path / "whole").train()
     trained = made(folder, tmp_path / "stopped")
     before = signal.getsignal(signal.SIGINT)
@@ -260,7 +283,9 @@ def test_it_runs_as_it_is_typed(tmp_path: Path) -> None:
     assert ended.returncode in (0, 1), ended.stderr  # so small a model may well be wrong every time
     assert "=== Current Configuration ===" in ended.stdout
     assert "ok   gradient norms are finite in 6 of 6 log lines" in ended.stdout
-    assert (tmp_path / "run.json").is_file() and (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "run.json").is_file() and (
+        tmp_path / "adapter" / "adapter_model.safetensors"
+    ).is_file()
 
 
 def test_the_short_form_of_verify_survives_adams_eps_and_finds_the_cut_answers() -> None:
@@ -271,7 +296,9 @@ def test_the_short_form_of_verify_survives_adams_eps_and_finds_the_cut_answers()
     assert "fail labels.empty" in ended.stdout
 
 
-def test_no_question_of_the_validation_is_trained_on_in_any_stage(folder: Path, tmp_path: Path) -> None:
+def test_no_question_of_the_validation_is_trained_on_in_any_stage(
+    folder: Path, tmp_path: Path
+) -> None:
     import random
 
     from homework.conversions import base_text

@@ -1,4 +1,6 @@
-"""The short form of `make verify-recipes`: it exits with 0 only if detection, origin, cause and recovery are right."""
+"""The short form of `make verify-recipes`: it exits with 0 only if detection, origin, cause and
+recovery are right.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_radiodiff_survives_the_logarithm_of_zero_and_refuses_the_reports_precis
     assert "sample 2" in ended.stdout  # the one whose time is 0
     assert "Configuration is NOT aligned" in ended.stdout
     rows = rows_of(ended.stdout.partition("┏")[2])
-    assert rows["seedfix"]["bad tensors"] == rows["unguarded"]["bad tensors"] == "60 of 61"  # the fix saves none
+    assert (
+        rows["seedfix"]["bad tensors"] == rows["unguarded"]["bad tensors"] == "60 of 61"
+    )  # the fix saves none
     assert rows["guarded"]["bad tensors"] == "0 of 61"
 
 
@@ -42,9 +46,15 @@ def test_restran_survives_a_resume_with_thirty_times_the_learning_rate() -> None
     assert "aten.exp in mhc." in ended.stdout
     quick, young = (rows_of(part) for part in ended.stdout.split("┏")[1:])
     assert quick["guarded"]["done"] == "rewind 1"
-    assert young["guarded"]["done"] == "skip 1, rewind 1"  # the second in a row has the weights verified
+    assert (
+        young["guarded"]["done"] == "skip 1, rewind 1"
+    )  # the second in a row has the weights verified
     # what was learned before the jump is there again, and more; under the report's clamps it is not
-    assert float(quick["guarded"]["validation loss"]) < 1.1 * float(quick["healthy"]["validation loss"]) < 2.0
+    assert (
+        float(quick["guarded"]["validation loss"])
+        < 1.1 * float(quick["healthy"]["validation loss"])
+        < 2.0
+    )
     assert float(quick["seedfix"]["validation loss"]) > 3.0
     assert quick["unguarded"]["distance"] == young["unguarded"]["distance"] == "lost"
     first, *_, last = (line for line in ended.stdout.splitlines() if "NaN/Inf" in line)

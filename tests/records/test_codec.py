@@ -14,17 +14,45 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stepguard.records import Decision, Finding, Incident, Operand, Origin, Policy, Reading, Remedy, Verdict
-from stepguard.records.codec import dumps, float_kind, from_jsonable, restore_floats, strict_json, to_jsonable
+from stepguard.records import (
+    Decision,
+    Finding,
+    Incident,
+    Operand,
+    Origin,
+    Policy,
+    Reading,
+    Remedy,
+    Verdict,
+)
+from stepguard.records.codec import (
+    dumps,
+    float_kind,
+    from_jsonable,
+    restore_floats,
+    strict_json,
+    to_jsonable,
+)
 
 NAN, INF = math.nan, math.inf
-any_float = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([NAN, INF, -INF, -0.0, 5e-324, 1.8e308])
+any_float = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from(
+    [NAN, INF, -INF, -0.0, 5e-324, 1.8e308]
+)
 any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
 tricky_keys = st.sampled_from(["a", "a_kind", "a_kind_kind", "_kind", "", "b", "b_kind", "~float"])
 keys = tricky_keys | any_text
-leaves = st.none() | st.booleans() | st.integers() | any_float | any_text | st.sampled_from(["nan", "inf", "-inf"])
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | any_float
+    | any_text
+    | st.sampled_from(["nan", "inf", "-inf"])
+)
 plain = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=12,
 )
 
 
@@ -51,7 +79,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of an annotated type; like st.from_type, but records of records with every optional field."""
+    """Values of an annotated type; like st.from_type, but records of records with every optional
+    field.
+    """
     kind, arguments = typing.get_origin(hint), typing.get_args(hint)
     if kind in (types.UnionType, typing.Union):
         return st.one_of(*map(of, arguments))
@@ -65,11 +95,19 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         assert isinstance(hint, type)
         hints = typing.get_type_hints(hint)
         return st.builds(hint, **{f.name: of(hints[f.name]) for f in dataclasses.fields(hint)})
-    simple = {float: any_float, int: st.integers(), str: any_text, bool: st.booleans(), type(None): st.none()}
+    simple = {
+        float: any_float,
+        int: st.integers(),
+        str: any_text,
+        bool: st.booleans(),
+        type(None): st.none(),
+    }
     return simple[hint]
 
 
-@pytest.mark.parametrize("cls", [Reading, Verdict, Operand, Origin, Remedy, Finding, Decision, Incident])
+@pytest.mark.parametrize(
+    "cls", [Reading, Verdict, Operand, Origin, Remedy, Finding, Decision, Incident]
+)
 def test_record_survives_strict_json(cls: type) -> None:
     @given(of(cls))
     def check(record: Any) -> None:
@@ -81,7 +119,9 @@ def test_record_survives_strict_json(cls: type) -> None:
 
 @given(st.dictionaries(keys, plain, max_size=4))
 def test_any_plain_dict_survives_strict_json(value: dict[str, Any]) -> None:
-    assume(same(restore_floats(value), value))  # not one that looks as if it had been made strict already
+    assume(
+        same(restore_floats(value), value)
+    )  # not one that looks as if it had been made strict already
     text = dumps(value)
     assert len(text.splitlines()) == 1
     text.encode("utf-8")
@@ -111,7 +151,11 @@ def test_non_finite_value_is_null_beside_its_kind() -> None:
 
 
 def test_finite_values_get_no_companion() -> None:
-    assert strict_json({"loss": 1.5, "lr": (0.1, 0.2), "none": None}) == {"loss": 1.5, "lr": [0.1, 0.2], "none": None}
+    assert strict_json({"loss": 1.5, "lr": (0.1, 0.2), "none": None}) == {
+        "loss": 1.5,
+        "lr": [0.1, 0.2],
+        "none": None,
+    }
 
 
 def test_list_gets_one_companion_with_a_place_for_each_element() -> None:
@@ -140,7 +184,9 @@ def test_undecodable_file_name_is_written_and_read_back() -> None:
     assert strict_loads(dumps(value)) == value
 
 
-@pytest.mark.parametrize(("value", "kind"), [(NAN, "nan"), (INF, "inf"), (-INF, "-inf"), (0.0, None), (1e308, None)])
+@pytest.mark.parametrize(
+    ("value", "kind"), [(NAN, "nan"), (INF, "inf"), (-INF, "-inf"), (0.0, None), (1e308, None)]
+)
 def test_kind_of_a_float(value: float, kind: str | None) -> None:
     assert float_kind(value) == kind
 

@@ -11,7 +11,9 @@ from stepguard.records import Decision, Reading, Verdict
 
 VERDICT = Verdict(kind="nonfinite_loss", severity="incident", summary="loss is nan")
 FINDING = Finding(code="SG204", title="softmax over a fully masked row")
-ORIGIN = Origin(step=7, phase="forward", module="attn", op="aten._softmax", source="model.py:88", samples=(3, 5))
+ORIGIN = Origin(
+    step=7, phase="forward", module="attn", op="aten._softmax", source="model.py:88", samples=(3, 5)
+)
 
 
 def _incident(**more: object) -> Incident:
@@ -21,7 +23,9 @@ def _incident(**more: object) -> Incident:
 def test_summary_grows_with_what_is_known() -> None:
     assert _incident().summary == "loss is nan"
     everything = _incident(
-        origin=ORIGIN, findings=(FINDING,), decision=Decision(action="stop", reason="no skip: used up")
+        origin=ORIGIN,
+        findings=(FINDING,),
+        decision=Decision(action="stop", reason="no skip: used up"),
     )
     assert everything.summary == (
         "loss is nan; forward: aten._softmax in attn at model.py:88 sample 3, 5; "
@@ -44,13 +48,17 @@ def test_summary_names_the_place_as_far_as_it_is_known(origin: Origin, place: st
 
 
 def test_verdict_without_words_is_summarised_by_its_kind() -> None:
-    bare = Incident(id="i", step=0, verdict=Verdict(kind="spike", severity="incident"), reading=Reading(step=0))
+    bare = Incident(
+        id="i", step=0, verdict=Verdict(kind="spike", severity="incident"), reading=Reading(step=0)
+    )
     assert bare.summary == "spike"
 
 
 def test_halt_names_step_and_cause_and_carries_the_incident() -> None:
     halt = TrainingHalted(_incident(findings=(FINDING,)))
-    assert str(halt) == "training halted at step 7: loss is nan; SG204 softmax over a fully masked row"
+    assert (
+        str(halt) == "training halted at step 7: loss is nan; SG204 softmax over a fully masked row"
+    )
     assert halt.incident.findings == (FINDING,)
 
 
@@ -61,7 +69,12 @@ def test_halt_crosses_a_process_boundary() -> None:
 
 def test_only_an_incident_keeps_a_step_from_being_committed() -> None:
     severities = ("ok", "note", "suspicion", "incident")
-    assert [Verdict(severity=severity).bad for severity in severities] == [False, False, False, True]
+    assert [Verdict(severity=severity).bad for severity in severities] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_reading_names_its_bad_micro_batches() -> None:

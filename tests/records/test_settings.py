@@ -17,10 +17,15 @@ from stepguard import ConfigError, GuardConfig, Policy
         (
             Policy,
             {"actions": ("repeat",)},
-            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'rewind', 'lower_lr', 'stop'",
+            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'rewind', "
+            "'lower_lr', 'stop'",
         ),
         (Policy, {"actions": ()}, "Policy.actions is empty"),
-        (Policy, {"max_consecutive": -1}, "max_consecutive=-1 must be a whole number of at least 0"),
+        (
+            Policy,
+            {"max_consecutive": -1},
+            "max_consecutive=-1 must be a whole number of at least 0",
+        ),
         (Policy, {"max_per_1000": 1.5}, "max_per_1000=1.5"),
         (Policy, {"max_total": True}, "max_total=True"),
         (Policy, {"max_rewinds": None}, "max_rewinds=None"),
@@ -37,7 +42,11 @@ from stepguard import ConfigError, GuardConfig, Policy
         (GuardConfig, {"snapshot_every": "often"}, "snapshot_every='often'"),
         (GuardConfig, {"checkpoint_every": 0}, "checkpoint_every=0"),
         (GuardConfig, {"policy": "skip"}, "policy='skip' is not a stepguard.Policy"),
-        (GuardConfig, {"capsule": "some"}, "'some' is not known; use one of 'full', 'no-data', 'off'"),
+        (
+            GuardConfig,
+            {"capsule": "some"},
+            "'some' is not known; use one of 'full', 'no-data', 'off'",
+        ),
         (GuardConfig, {"terminal": "loud"}, "'loud' is not known"),
         (GuardConfig, {"terminal": None}, "None is not known; use one of 'auto', 'quiet'"),
         (GuardConfig, {"run_dir": 3}, "run_dir=3 must be the path of a folder, or None"),
@@ -46,7 +55,11 @@ from stepguard import ConfigError, GuardConfig, Policy
         (GuardConfig, {"locate": "yes"}, "locate='yes' must be True or False"),
         (GuardConfig, {"locate_budget": "6"}, "locate_budget='6' must be a finite number above 0"),
         (GuardConfig, {"build": 7}, "build=7 must be a name, or None"),
-        (GuardConfig, {"build": "train.py"}, "build='train.py' must look like 'package.module:function'"),
+        (
+            GuardConfig,
+            {"build": "train.py"},
+            "build='train.py' must look like 'package.module:function'",
+        ),
         (GuardConfig, {"labels_key": 0}, "labels_key=0 must be a name, or None"),
         (GuardConfig, {"ignore_index": "none"}, "ignore_index='none' must be a whole number"),
         (GuardConfig, {"sinks": []}, "sinks=[] must be a tuple"),
@@ -55,7 +68,9 @@ from stepguard import ConfigError, GuardConfig, Policy
         (Policy, {"exceptions": "ignore"}, "'ignore' is not known; use one of 'raise', 'skip'"),
     ],
 )
-def test_wrong_setting_is_refused_with_the_way_out(cls: type, setting: dict[str, Any], message: str) -> None:
+def test_wrong_setting_is_refused_with_the_way_out(
+    cls: type, setting: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         cls(**setting)
     assert message in str(error.value)

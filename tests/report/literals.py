@@ -1,4 +1,6 @@
-"""Incidents and journals written down as they are, so that every output is tested without training anything."""
+"""Incidents and journals written down as they are, so that every output is tested without training
+anything.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ SOURCE = (
     "89 |         return self.out(weights @ v)",
 )
 SHAPE = (8, 4, 16, 16)
-SCORES = Operand(name="self", dtype="float32", shape=SHAPE, min=-3.1, max=4.25, neginf=1024, index=(5, 0), value=-INF)
+SCORES = Operand(
+    name="self",
+    dtype="float32",
+    shape=SHAPE,
+    min=-3.1,
+    max=4.25,
+    neginf=1024,
+    index=(5, 0),
+    value=-INF,
+)
 MASKED_ROW = Incident(
     id="000000048-0",
     step=48,
@@ -41,7 +52,16 @@ MASKED_ROW = Incident(
         context=SOURCE,
         samples=(5,),
         inputs=(SCORES,),
-        output=Operand(name="out", dtype="float32", shape=SHAPE, min=0.0, max=1.0, nan=1024, index=(5, 0), value=NAN),
+        output=Operand(
+            name="out",
+            dtype="float32",
+            shape=SHAPE,
+            min=0.0,
+            max=1.0,
+            nan=1024,
+            index=(5, 0),
+            value=NAN,
+        ),
         method="replay",
         reproduced=True,
         notes=("where:unselected", "the compiled graph was run eagerly"),
@@ -53,8 +73,15 @@ MASKED_ROW = Incident(
             evidence=("row [5, 0, 0] of the scores is -inf in all 16 places",),
             confidence=0.97,
             remedies=(
-                Remedy(title="Give such rows weight 0", snippet="weights = masked_softmax(scores, mask)"),
-                Remedy(title="Drop empty samples", snippet="batch = batch[mask.any(-1)]", safety="changes-training"),
+                Remedy(
+                    title="Give such rows weight 0",
+                    snippet="weights = masked_softmax(scores, mask)",
+                ),
+                Remedy(
+                    title="Drop empty samples",
+                    snippet="batch = batch[mask.any(-1)]",
+                    safety="changes-training",
+                ),
                 Remedy(title="A third one that is not shown"),
             ),
         ),
@@ -67,19 +94,27 @@ MASKED_ROW = Incident(
 BARE = Incident(
     id="bare",
     step=7,
-    verdict=Verdict(kind="nonfinite_gradient", severity="incident", summary="gradient is non-finite (head.weight)"),
+    verdict=Verdict(
+        kind="nonfinite_gradient",
+        severity="incident",
+        summary="gradient is non-finite (head.weight)",
+    ),
     reading=Reading(step=7),
 )
 
 
-def masked_row(step: int = 48, action: Any = "skip", in_a_row: int = 1, reason: str = "") -> Incident:
+def masked_row(
+    step: int = 48, action: Any = "skip", in_a_row: int = 1, reason: str = ""
+) -> Incident:
     """The same trouble again at another step."""
     decision = Decision(action=action, consecutive=in_a_row, total=in_a_row, reason=reason)
     reading = replace(MASKED_ROW.reading, step=step)
     return replace(MASKED_ROW, id=f"{step:09d}-0", step=step, reading=reading, decision=decision)
 
 
-def step_line(step: int, loss: float | None = 1.0, *, committed: bool = True, **more: Any) -> dict[str, Any]:
+def step_line(
+    step: int, loss: float | None = 1.0, *, committed: bool = True, **more: Any
+) -> dict[str, Any]:
     return {"v": 1, "type": "step", "step": step, "loss": loss, "committed": committed, **more}
 
 
@@ -98,10 +133,18 @@ class Written:
 def troubled_run() -> Written:
     """Calibration, a rising norm, three skips, a rewind, and 8 healthy steps after it."""
     steps = [step_line(s, 3.0, committed=False, scale=65536.0, grad_norm=INF) for s in range(2)]
-    steps += [step_line(s, 2.0 - s / 100, grad_norm=0.5, clip_factor=1.0, seconds=0.2) for s in range(2, 44)]
-    steps += [step_line(s, 2.0, grad_norm=2.0 * (s - 42), clip_factor=0.25, seconds=0.2) for s in range(44, 48)]
+    steps += [
+        step_line(s, 2.0 - s / 100, grad_norm=0.5, clip_factor=1.0, seconds=0.2)
+        for s in range(2, 44)
+    ]
+    steps += [
+        step_line(s, 2.0, grad_norm=2.0 * (s - 42), clip_factor=0.25, seconds=0.2)
+        for s in range(44, 48)
+    ]
     steps += [step_line(s, NAN, committed=False, grad_norm=NAN) for s in range(48, 52)]
-    steps += [step_line(s, 1.25, grad_norm=0.5, clip_factor=1.0, seconds=0.2) for s in range(52, 60)]
+    steps += [
+        step_line(s, 1.25, grad_norm=0.5, clip_factor=1.0, seconds=0.2) for s in range(52, 60)
+    ]
     spent = "no skip: 4 incidents in a row, 3 are allowed"
     return Written(
         header={
@@ -115,12 +158,22 @@ def troubled_run() -> Written:
             "optimizer": "AdamW",
             "parameters": 1234,
             "lr": [4.92e-4, 1e-4],
-            "config": {"clip_norm": 1.0, "capsule": "full", "policy": {"max_rewinds": 5, "max_total": 100}},
+            "config": {
+                "clip_norm": 1.0,
+                "capsule": "full",
+                "policy": {"max_rewinds": 5, "max_total": 100},
+            },
         },
         steps=steps,
-        incidents=[*(masked_row(s, "skip", s - 47) for s in (48, 49, 50)), masked_row(51, "rewind", 4, spent)],
+        incidents=[
+            *(masked_row(s, "skip", s - 47) for s in (48, 49, 50)),
+            masked_row(51, "rewind", 4, spent),
+        ],
         notes=[
-            *({"type": "note", "step": s, "kind": "scale_calibration", "summary": "calibration"} for s in range(2)),
+            *(
+                {"type": "note", "step": s, "kind": "scale_calibration", "summary": "calibration"}
+                for s in range(2)
+            ),
             {"type": "checkpoint", "step": 40, "path": "checkpoints/step-40"},
             {"type": "fault", "step": 55, "error": "RuntimeError: boom"},
             {"type": "end", "steps": 60, "incidents": 4, "armed": False},

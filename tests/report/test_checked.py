@@ -7,11 +7,21 @@ from stepguard.records.verification import Problem, Verification
 from stepguard.report.doctor import render_examination
 from stepguard.report.verification import render_checked, size
 
-BAD = Problem(file="run/a/optimizer.pt", kind="nan", tensor="state/0/exp_avg", detail="1 NaN of 3", role="optimizer")
+BAD = Problem(
+    file="run/a/optimizer.pt",
+    kind="nan",
+    tensor="state/0/exp_avg",
+    detail="1 NaN of 3",
+    role="optimizer",
+)
 GOOD = Verification(path="run/b", format="DCP", tensors=1200, bytes=2_100_000_000, step=40)
-PART = Verification(path="run/a", format="transformers", problems=(BAD,), tensors=3, bytes=100, step=20)
+PART = Verification(
+    path="run/a", format="transformers", problems=(BAD,), tensors=3, bytes=100, step=20
+)
 LINK = Problem(file="run/x", kind="link", detail="is a link out of the folder", severity="warning")
-FOLDER = Verification(path="run", format="folder", problems=(LINK, BAD), parts=(PART, GOOD), seconds=2.0)
+FOLDER = Verification(
+    path="run", format="folder", problems=(LINK, BAD), parts=(PART, GOOD), seconds=2.0
+)
 
 
 def test_every_checkpoint_has_a_line_and_every_problem_its_place() -> None:
@@ -35,7 +45,9 @@ def test_problem_of_a_part_is_told_once() -> None:
 
 def test_long_lists_are_cut_and_say_so() -> None:
     many = tuple(Problem(file="a", kind="nan", tensor=f"w{n}", detail="bad") for n in range(30))
-    text = render_checked([Verification(path="a", format="x", problems=many)], width=80, colour=False)
+    text = render_checked(
+        [Verification(path="a", format="x", problems=many)], width=80, colour=False
+    )
     assert "and 18 more; --json lists all" in text
 
 
@@ -45,13 +57,21 @@ def test_narrow_window_holds_everything() -> None:
 
 
 def test_sizes_in_words() -> None:
-    assert [size(n) for n in (12, 1200, 3_400_000, 2.1e9, 5e12)] == ["12 B", "1.2 kB", "3.4 MB", "2.1 GB", "5 TB"]
+    assert [size(n) for n in (12, 1200, 3_400_000, 2.1e9, 5e12)] == [
+        "12 B",
+        "1.2 kB",
+        "3.4 MB",
+        "2.1 GB",
+        "5 TB",
+    ]
 
 
 def test_sections_are_numbered_and_commands_stay_whole() -> None:
     command = "stepguard quarantine " + "x" * 200
     sections = (
-        Section(title="configuration", status="not checked", lines=("not checked: give --config FILE",)),
+        Section(
+            title="configuration", status="not checked", lines=("not checked: give --config FILE",)
+        ),
         Section(title="recommendations", status="fine", lines=("a " * 80,), commands=(command,)),
     )
     text = render_examination(Examination(path="run", sections=sections), width=70, colour=False)

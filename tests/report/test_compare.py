@@ -26,7 +26,12 @@ class _Run:
 
 def _steps(bad: int, *, committed: bool) -> list[dict[str, Any]]:
     return [
-        {"step": n, "loss": NAN if n == bad else 2.0 - n / 10, "grad_norm": 1.0, "committed": n != bad or committed}
+        {
+            "step": n,
+            "loss": NAN if n == bad else 2.0 - n / 10,
+            "grad_norm": 1.0,
+            "committed": n != bad or committed,
+        }
         for n in range(10)
     ]
 
@@ -96,6 +101,8 @@ def test_a_run_without_steps_can_be_compared(empty: _Run) -> None:
 def test_an_unguarded_loop_that_keeps_its_own_record_has_read_no_loss_before_backward() -> None:
     alone = _Run("a/journal.jsonl", header={"guarded": False}, steps=_steps(5, committed=True))
     guarded = _Run("b/journal.jsonl", steps=_steps(5, committed=False))
-    (row,) = (row for row in compare(alone, guarded).rows if row.aspect == "losses read before backward")
+    (row,) = (
+        row for row in compare(alone, guarded).rows if row.aspect == "losses read before backward"
+    )
 
     assert (row.first, row.second) == ("0", "10")

@@ -38,19 +38,28 @@ def said(record: RunRecord) -> str:
 
 def learning(steps: int, seed: int = 0, start: float = 2.3, floor: float = 0.3) -> list[float]:
     draw = random.Random(seed)
-    return [(floor + (start - floor) * math.exp(-5 * n / steps)) * draw.lognormvariate(0, 0.15) for n in range(steps)]
+    return [
+        (floor + (start - floor) * math.exp(-5 * n / steps)) * draw.lognormvariate(0, 0.15)
+        for n in range(steps)
+    ]
 
 
 def policy_gradient(steps: int, seed: int) -> list[float]:
     """REINFORCE: around 0, of both signs, with rare large values."""
     draw = random.Random(seed)
-    return [draw.gauss(0, 1) * (1 + 3 * n / steps) * (20 if draw.random() < 0.02 else 1) for n in range(steps)]
+    return [
+        draw.gauss(0, 1) * (1 + 3 * n / steps) * (20 if draw.random() < 0.02 else 1)
+        for n in range(steps)
+    ]
 
 
 def q_learning(steps: int, seed: int) -> list[float]:
     """The loss rises with the values that are learned, and jumps with each new target network."""
     draw = random.Random(seed)
-    return [0.02 + 4 * n / steps * draw.lognormvariate(0, 0.6) * (3 if n % 100 < 5 else 1) for n in range(steps)]
+    return [
+        0.02 + 4 * n / steps * draw.lognormvariate(0, 0.6) * (3 if n % 100 < 5 else 1)
+        for n in range(steps)
+    ]
 
 
 def generator(steps: int, seed: int) -> list[float]:
@@ -63,7 +72,9 @@ def generator(steps: int, seed: int) -> list[float]:
 def critic(steps: int, seed: int) -> list[float]:
     """A Wasserstein critic: negative, down and slowly up again."""
     draw = random.Random(seed)
-    return [-8 * math.exp(-n / steps) + 0.8 * draw.gauss(0, 1) + math.sin(n / 40) for n in range(steps)]
+    return [
+        -8 * math.exp(-n / steps) + 0.8 * draw.gauss(0, 1) + math.sin(n / 40) for n in range(steps)
+    ]
 
 
 def actor(steps: int, seed: int) -> list[float]:
@@ -75,7 +86,10 @@ def actor(steps: int, seed: int) -> list[float]:
 def restarts(steps: int, seed: int) -> list[float]:
     """Warm restarts of the learning rate."""
     draw = random.Random(seed)
-    return [loss + (0.3 if n % 50 < 8 else 0) + 0.05 * draw.gauss(0, 1) for n, loss in enumerate(learning(steps, seed))]
+    return [
+        loss + (0.3 if n % 50 < 8 else 0) + 0.05 * draw.gauss(0, 1)
+        for n, loss in enumerate(learning(steps, seed))
+    ]
 
 
 def converged(steps: int, seed: int) -> list[float]:
@@ -171,14 +185,19 @@ def test_loss_that_is_committed_though_it_is_not_finite_is_unhealthy() -> None:
 
 def test_run_that_ended_with_an_exception_is_unhealthy() -> None:
     record = journal(learning(20))
-    raised = Verdict(kind="nonfinite_loss", severity="incident", summary="IndexError: index 7 is out of bounds")
+    raised = Verdict(
+        kind="nonfinite_loss", severity="incident", summary="IndexError: index 7 is out of bounds"
+    )
     object.__setattr__(raised, "kind", "exception")
     record.incidents = [Incident(id="20", step=20, verdict=raised, reading=Reading(step=20))]
     assert verdict(record) == "unhealthy" and "IndexError" in said(record)
 
 
 def test_exception_outside_of_a_step_is_unhealthy_and_an_interrupt_is_not() -> None:
-    for error, expected in (("FileNotFoundError: no such shard", "unhealthy"), ("KeyboardInterrupt", "healthy")):
+    for error, expected in (
+        ("FileNotFoundError: no such shard", "unhealthy"),
+        ("KeyboardInterrupt", "healthy"),
+    ):
         record = journal(learning(60))
         record.notes = [{**END, "error": error}]
         assert verdict(record) == expected
@@ -218,7 +237,9 @@ def test_run_that_goes_on_is_judged_only_to_its_disadvantage() -> None:
 
 def test_run_that_was_started_again_after_a_stop_is_not_stopped() -> None:
     record = journal(learning(60))
-    stop = Incident(id="9", step=9, verdict=Verdict(kind="spike", severity="incident"), reading=Reading(step=9))
+    stop = Incident(
+        id="9", step=9, verdict=Verdict(kind="spike", severity="incident"), reading=Reading(step=9)
+    )
     record.incidents = [replace(stop, decision=Decision(action="stop"))]
     assert verdict(record) == "healthy"
     record.steps = record.steps[:10]

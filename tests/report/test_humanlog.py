@@ -104,11 +104,16 @@ def test_bad_gradient_norm_is_an_error_in_both_wordings(tmp_path: Path) -> None:
     with HumanLog(tmp_path, 0) as log:
         log.incident(bad)
     lines = (tmp_path / "latest.log").read_text().splitlines()
-    assert lines[:2] == ["ERROR: NaN/Inf gradient norm at step 7", "ERROR: Invalid gradient norm: inf"]
+    assert lines[:2] == [
+        "ERROR: NaN/Inf gradient norm at step 7",
+        "ERROR: Invalid gradient norm: inf",
+    ]
     assert "Skipping batch and resetting gradients" in lines
 
 
-@pytest.mark.parametrize("kind", ["nonfinite_parameter", "spike", "drift", "nonfinite_buffer", "scaler_collapse"])
+@pytest.mark.parametrize(
+    "kind", ["nonfinite_parameter", "spike", "drift", "nonfinite_buffer", "scaler_collapse"]
+)
 def test_every_incident_has_a_line_that_starts_with_error(tmp_path: Path, kind: str) -> None:
     verdict = Verdict(kind=kind, severity="incident", summary="what is wrong")  # type: ignore[arg-type]
     with HumanLog(tmp_path, 0) as log:
@@ -137,7 +142,9 @@ def test_every_step_is_a_strict_json_object_with_a_loss(tmp_path: Path) -> None:
 
     with HumanLog(tmp_path, 0, clock=noon) as log:
         for step, loss in enumerate((2.5, NAN, INF, None)):
-            log.step(replace(reading(step, loss), components={"text_loss": NAN}), committed=loss == 2.5)
+            log.step(
+                replace(reading(step, loss), components={"text_loss": NAN}), committed=loss == 2.5
+            )
     lines = (tmp_path / "training_log.jsonl").read_text().splitlines()
     objects = [json.loads(line, parse_constant=refuse) for line in lines]
     assert [line["loss"] for line in objects] == [2.5, None, None, None]
@@ -169,7 +176,13 @@ def test_half_a_line_of_a_crash_is_dropped_before_the_next_run(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(b"", b""), (b"a\n", b"a\n"), (b"a\nb", b"a\n"), (b"torn", b""), (b"a\n" + b"b" * 9000, b"a\n")],
+    [
+        (b"", b""),
+        (b"a\n", b"a\n"),
+        (b"a\nb", b"a\n"),
+        (b"torn", b""),
+        (b"a\n" + b"b" * 9000, b"a\n"),
+    ],
 )
 def test_torn_end_is_found_at_any_length(tmp_path: Path, before: bytes, after: bytes) -> None:
     path = tmp_path / "log"

@@ -12,7 +12,16 @@ from stepguard.report import phrases
 
 @pytest.mark.parametrize(
     ("n", "text"),
-    [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (21, "21st"), (111, "111th")],
+    [
+        (1, "1st"),
+        (2, "2nd"),
+        (3, "3rd"),
+        (4, "4th"),
+        (11, "11th"),
+        (12, "12th"),
+        (21, "21st"),
+        (111, "111th"),
+    ],
 )
 def test_ordinals(n: int, text: str) -> None:
     assert phrases.ordinal(n) == text
@@ -20,7 +29,14 @@ def test_ordinals(n: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), (65536.0, "65536"), (0.41234567, "0.4123"), (math.nan, "nan"), (-math.inf, "-inf"), (1e30, "1e+30")],
+    [
+        (None, "-"),
+        (65536.0, "65536"),
+        (0.41234567, "0.4123"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (1e30, "1e+30"),
+    ],
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert phrases.number(value) == text
@@ -33,24 +49,44 @@ def test_groups_that_share_a_rate_are_one_number() -> None:
 
 
 def test_scalar_operand_is_its_value() -> None:
-    assert phrases.operand(Operand(name="other", dtype="float32", value=0.0, min=0.0, max=0.0)) == "float32; 0"
+    assert (
+        phrases.operand(Operand(name="other", dtype="float32", value=0.0, min=0.0, max=0.0))
+        == "float32; 0"
+    )
 
 
 def test_operand_counts_what_is_wrong() -> None:
-    tensor = Operand(dtype="float16", shape=(2, 3), nan=1, posinf=2, neginf=3, zeros=1, min=-1.0, max=2.0)
-    assert phrases.operand(tensor) == "float16 [2,3]; 1 NaN, 2 +Inf, 3 -Inf of 6; 1 zero; finite -1 to 2"
+    tensor = Operand(
+        dtype="float16", shape=(2, 3), nan=1, posinf=2, neginf=3, zeros=1, min=-1.0, max=2.0
+    )
+    assert (
+        phrases.operand(tensor)
+        == "float16 [2,3]; 1 NaN, 2 +Inf, 3 -Inf of 6; 1 zero; finite -1 to 2"
+    )
 
 
 def test_place_names_the_root_model_and_what_lies_outside() -> None:
-    assert phrases.place(Origin(step=0, phase="forward", op="aten.log", module="")) == "aten.log in the model itself"
-    assert phrases.place(Origin(step=0, phase="loss", op="aten.div", source="t.py:3")) == "aten.div at t.py:3"
+    assert (
+        phrases.place(Origin(step=0, phase="forward", op="aten.log", module=""))
+        == "aten.log in the model itself"
+    )
+    assert (
+        phrases.place(Origin(step=0, phase="loss", op="aten.div", source="t.py:3"))
+        == "aten.div at t.py:3"
+    )
     assert phrases.place(Origin(step=0, phase="backward", node="SqrtBackward0")) == "SqrtBackward0"
-    assert phrases.place(Origin(step=0, phase="state", tensor="param:emb.weight")) == "param:emb.weight"
+    assert (
+        phrases.place(Origin(step=0, phase="state", tensor="param:emb.weight"))
+        == "param:emb.weight"
+    )
 
 
 def test_many_samples_are_cut() -> None:
     origin = Origin(step=0, phase="input", samples=tuple(range(20)), micro_batch=1, rank=3)
-    assert phrases.culprits(origin) == "samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more, micro-batch 1, rank 3"
+    assert (
+        phrases.culprits(origin)
+        == "samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more, micro-batch 1, rank 3"
+    )
 
 
 def test_sparkline_shows_a_rise_over_decades_and_marks_what_is_not_finite() -> None:
@@ -67,7 +103,10 @@ def test_sparkline_shows_a_rise_over_decades_and_marks_what_is_not_finite() -> N
         ((), "samples 3, 5"),
         (("row 17", "row 48211"), "samples 3, 5 = row 17, row 48211 of the data set"),
         (("id a.png", "id b.png"), "samples 3, 5 = id a.png, id b.png"),
-        (("row 1 (id a)", "row 2 (id b)"), "samples 3, 5 = row 1 (id a), row 2 (id b) of the data set"),
+        (
+            ("row 1 (id a)", "row 2 (id b)"),
+            "samples 3, 5 = row 1 (id a), row 2 (id b) of the data set",
+        ),
     ],
 )
 def test_samples_are_named_by_their_rows_of_the_data_set(rows: tuple[str, ...], said: str) -> None:
@@ -75,6 +114,8 @@ def test_samples_are_named_by_their_rows_of_the_data_set(rows: tuple[str, ...], 
 
 
 def test_long_id_of_a_sample_keeps_both_ends() -> None:
-    origin = Origin(step=0, phase="input", samples=(3,), rows=("id s3://" + "x" * 90 + "/0042.png",))
+    origin = Origin(
+        step=0, phase="input", samples=(3,), rows=("id s3://" + "x" * 90 + "/0042.png",)
+    )
     said = phrases.culprits(origin)
     assert len(said) < 60 and said.startswith("sample 3 = id s3://") and said.endswith("/0042.png")

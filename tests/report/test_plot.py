@@ -40,7 +40,9 @@ def test_incident_that_was_let_through_is_no_veto() -> None:
         ([-1.0, 1.0, 1e4], "symlog"),
     ],
 )
-def test_scale_falls_back_where_a_logarithm_cannot_show_the_values(values: list[float], scale: str) -> None:
+def test_scale_falls_back_where_a_logarithm_cannot_show_the_values(
+    values: list[float], scale: str
+) -> None:
     assert scale_for(values) == scale
 
 
@@ -69,10 +71,15 @@ def test_png_is_written_whole_and_leaves_pyplot_alone(tmp_path: Path) -> None:
     assert ("matplotlib.pyplot" in sys.modules) == before
 
 
-@pytest.mark.parametrize("losses", [[NAN], [1.0], [-1.0, 0.0, 2.0], [0.0, 0.0], [None], [-1.0, 1.0, 1e6]])
+@pytest.mark.parametrize(
+    "losses", [[NAN], [1.0], [-1.0, 0.0, 2.0], [0.0, 0.0], [None], [-1.0, 1.0, 1e6]]
+)
 def test_odd_runs_are_drawn(tmp_path: Path, losses: list[float | None]) -> None:
     pytest.importorskip("matplotlib")
-    steps = [step_line(step, loss, lr=[1e-4 * (step + 1)], grad_norm=1.0) for step, loss in enumerate(losses)]
+    steps = [
+        step_line(step, loss, lr=[1e-4 * (step + 1)], grad_norm=1.0)
+        for step, loss in enumerate(losses)
+    ]
     write_png(steps, [], tmp_path / "a.png")
     write_html(steps, [], tmp_path / "a.html")
     assert (tmp_path / "a.png").exists() and (tmp_path / "a.html").exists()
@@ -83,11 +90,18 @@ def test_page_needs_no_network_and_has_every_mark(tmp_path: Path) -> None:
     write_html(run.steps, run.incidents, tmp_path / "a.html", title="training loss: demo")
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert 'src="http' not in page
-    for text in ("update dropped (4)", "loss-scale calibration (2)", "SG204 at step 48 (x4)", "training loss: demo"):
+    for text in (
+        "update dropped (4)",
+        "loss-scale calibration (2)",
+        "SG204 at step 48 (x4)",
+        "training loss: demo",
+    ):
         assert text in page
 
 
-def test_missing_matplotlib_names_the_extra_and_the_way_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_names_the_extra_and_the_way_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:

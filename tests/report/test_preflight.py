@@ -11,12 +11,27 @@ from stepguard.report.preflight import SECTIONS, render_preflight
 RESULT = Preflight(
     target="train:build",
     outcomes=(
-        Outcome(id="precision.effective", title="runs as configured", status="pass", evidence=("bfloat16",)),
-        Outcome(id="optimizer.eps", title="eps survives", status="fail", evidence=("eps=1e-8 is 0",), fix="eps=1e-4"),
-        Outcome(id="data.range", title="in range", status="warn", evidence=("x: 1 of 9",), fix="look"),
+        Outcome(
+            id="precision.effective",
+            title="runs as configured",
+            status="pass",
+            evidence=("bfloat16",),
+        ),
+        Outcome(
+            id="optimizer.eps",
+            title="eps survives",
+            status="fail",
+            evidence=("eps=1e-8 is 0",),
+            fix="eps=1e-4",
+        ),
+        Outcome(
+            id="data.range", title="in range", status="warn", evidence=("x: 1 of 9",), fix="look"
+        ),
         Outcome(id="norm.eps", title="norms", status="not_applicable", evidence=("no norm layer",)),
         Outcome(id="lr.config", title="lr", status="not_checked", evidence=("give --config FILE",)),
-        Outcome(id="config.types", title="types", status="not_checked", evidence=("give --config FILE",)),
+        Outcome(
+            id="config.types", title="types", status="not_checked", evidence=("give --config FILE",)
+        ),
     ),
     facts=(("AMP enabled", "no"),),
     alignment="contradicted",
@@ -29,7 +44,10 @@ def test_table_says_what_fails_and_what_to_do() -> None:
     assert " FAIL optimizer.eps           expected: eps survives\n" in text
     assert "fix: eps=1e-4" in text and "fix: look" in text
     assert " pass precision.effective     bfloat16\n" in text
-    assert " not ready: 1 failed (optimizer.eps), 1 warned, 1 passed, 1 not applicable, 2 not checked\n" in text
+    assert (
+        " not ready: 1 failed (optimizer.eps), 1 warned, 1 passed, 1 not applicable, 2 not "
+        "checked\n" in text
+    )
 
 
 def test_what_to_give_is_said_once_for_all_items_that_wait_for_it() -> None:

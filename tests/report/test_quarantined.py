@@ -22,14 +22,41 @@ ENTRY = BadSamples(
     cause="SG101",
     place="input: batch:x at train.py:88",
 )
-BATCH = replace(ENTRY, samples=(), count=8, indices=tuple(range(40, 48)), left_out="step", incident="b", step=301)
+BATCH = replace(
+    ENTRY,
+    samples=(),
+    count=8,
+    indices=tuple(range(40, 48)),
+    left_out="step",
+    incident="b",
+    step=301,
+)
 
 
 def test_table_says_step_batch_row_data_set_cause_and_place() -> None:
     text = render_ledger("runs/a", [ENTRY], 0, 100, 110)
     head, line = text.splitlines()[:2]
-    assert head.split() == ["step", "attempt", "batch", "rows", "data", "set", "cause", "left", "out", "place"]
-    for shown in ("300", "0:300", "5", "48211", "SG101", "the rows", "input: batch:x at train.py:88"):
+    assert head.split() == [
+        "step",
+        "attempt",
+        "batch",
+        "rows",
+        "data",
+        "set",
+        "cause",
+        "left",
+        "out",
+        "place",
+    ]
+    for shown in (
+        "300",
+        "0:300",
+        "5",
+        "48211",
+        "SG101",
+        "the rows",
+        "input: batch:x at train.py:88",
+    ):
         assert shown in line
 
 
@@ -41,7 +68,9 @@ def test_totals_count_every_loss_and_every_sample_seen() -> None:
 
 def test_samples_lost_again_are_counted() -> None:
     again = replace(ENTRY, attempt=2, incident="c")
-    assert "more than once: row 48211 2 times" in render_ledger("runs/a", [ENTRY, again, BATCH], 0, 0, 110)
+    assert "more than once: row 48211 2 times" in render_ledger(
+        "runs/a", [ENTRY, again, BATCH], 0, 0, 110
+    )
 
 
 def test_whole_batch_lists_a_few_and_how_many_more() -> None:
@@ -50,7 +79,11 @@ def test_whole_batch_lists_a_few_and_how_many_more() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 110])
 def test_long_ids_and_places_are_shortened_in_the_middle(width: int) -> None:
-    long = replace(ENTRY, ids=("s3://bucket/" + "x" * 60 + "/0042.png",), place="forward: " + "y" * 90 + " at a.py:1")
+    long = replace(
+        ENTRY,
+        ids=("s3://bucket/" + "x" * 60 + "/0042.png",),
+        place="forward: " + "y" * 90 + " at a.py:1",
+    )
     lines = render_ledger("runs/a", [long], 0, 0, width).splitlines()
     assert "s3://" in lines[1] and "…" in lines[1] and "0042.png" in lines[1]
     assert width < 110 or (len(lines[1]) <= width and lines[1].endswith("at a.py:1"))
@@ -65,7 +98,11 @@ def test_innocent_samples_are_lost_but_no_suspects() -> None:
 
 def test_proven_samples_come_before_those_of_bad_batches() -> None:
     found = suspects([BATCH, ENTRY, replace(BATCH, cause="SG505", indices=(1,))])
-    assert found[0].index == 48211 and found[0].proven and not any(suspect.proven for suspect in found[1:])
+    assert (
+        found[0].index == 48211
+        and found[0].proven
+        and not any(suspect.proven for suspect in found[1:])
+    )
     assert len(found) == 9
 
 

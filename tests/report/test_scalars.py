@@ -10,7 +10,13 @@ import pytest
 from stepguard.records import Reading
 from stepguard.report.scalars import NONFINITE, SKIPPED, finite_only, scalars
 
-HEALTHY: dict[str, Any] = {"step": 7, "loss": 2.0, "micro_losses": (2.0,), "grad_norm": 0.5, "lr": (1e-3, 1e-4)}
+HEALTHY: dict[str, Any] = {
+    "step": 7,
+    "loss": 2.0,
+    "micro_losses": (2.0,),
+    "grad_norm": 0.5,
+    "lr": (1e-3, 1e-4),
+}
 
 
 def test_a_healthy_step_gives_what_was_seen_and_two_zeros() -> None:

@@ -17,10 +17,16 @@ from stepguard.report.stages import judge_stages, parse_stage
 def _record(steps: int, *, skipped: tuple[int, ...] = (), over: bool = False) -> RunRecord:
     record = RunRecord(path=Path("run"))
     record.steps = [
-        {"step": n, "loss": 10.0 - n / 10, "committed": n not in skipped, "lr": [1e-4, 2e-4]} for n in range(steps)
+        {"step": n, "loss": 10.0 - n / 10, "committed": n not in skipped, "lr": [1e-4, 2e-4]}
+        for n in range(steps)
     ]
     record.incidents = [
-        Incident(id=f"{n}", step=n, verdict=Verdict(kind="spike", severity="incident"), reading=Reading(step=n))
+        Incident(
+            id=f"{n}",
+            step=n,
+            verdict=Verdict(kind="spike", severity="incident"),
+            reading=Reading(step=n),
+        )
         for n in skipped
     ]
     record.notes = [{"type": "end"}] if over else []
@@ -38,18 +44,28 @@ def test_a_stage_waits_until_its_last_step_has_come() -> None:
 
 
 def test_too_many_incidents_fail_a_stage_before_it_is_over() -> None:
-    assert _states(_record(10, skipped=(3,)), "0-49: incidents=0, skipped<=1") == ["failed", "waiting"]
+    assert _states(_record(10, skipped=(3,)), "0-49: incidents=0, skipped<=1") == [
+        "failed",
+        "waiting",
+    ]
 
 
 def test_the_fall_of_the_loss_and_the_largest_learning_rate_can_be_asked() -> None:
-    assert _states(_record(50), "0-49: fall>4, fall>5, lr<=2e-4, lr<2e-4") == ["passed", "failed", "passed", "failed"]
+    assert _states(_record(50), "0-49: fall>4, fall>5, lr<=2e-4, lr<2e-4") == [
+        "passed",
+        "failed",
+        "passed",
+        "failed",
+    ]
 
 
 def test_a_number_the_journal_does_not_have_fails_at_the_end() -> None:
     assert _states(_record(50), "0-49: accuracy>0.5") == ["failed"]
 
 
-@pytest.mark.parametrize("text", ["", "5: loss<1", "9-3: loss<1", "0-9: loss", "0-9: loss<x", "0-9: loss!1"])
+@pytest.mark.parametrize(
+    "text", ["", "5: loss<1", "9-3: loss<1", "0-9: loss", "0-9: loss<x", "0-9: loss!1"]
+)
 def test_a_stage_that_cannot_be_read_is_named_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="--stage"):
         parse_stage(text)

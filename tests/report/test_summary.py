@@ -87,8 +87,18 @@ def test_screen_is_plain_unless_colour_is_asked_for() -> None:
 
 def test_calibrations_are_not_counted_as_skipped() -> None:
     summary = summarize(troubled_run())
-    assert (summary.steps, summary.committed, summary.skipped, summary.calibrations) == (60, 54, 4, 2)
-    assert (summary.first_bad, summary.last_bad, summary.bad_steps, summary.longest_stretch) == (48, 51, 4, 4)
+    assert (summary.steps, summary.committed, summary.skipped, summary.calibrations) == (
+        60,
+        54,
+        4,
+        2,
+    )
+    assert (summary.first_bad, summary.last_bad, summary.bad_steps, summary.longest_stretch) == (
+        48,
+        51,
+        4,
+        4,
+    )
 
 
 def test_step_with_a_scale_and_an_incident_is_no_calibration() -> None:
@@ -102,7 +112,9 @@ def test_long_silent_stretch_is_counted_even_without_incidents() -> None:
     assert (summary.first_bad, summary.last_bad, summary.longest_stretch) == (92261, 92460, 200)
 
 
-@pytest.mark.parametrize(("steps", "longest"), [([], 0), ([5], 1), ([1, 2, 3, 7, 8], 3), ([1, 3, 5], 1)])
+@pytest.mark.parametrize(
+    ("steps", "longest"), [([], 0), ([5], 1), ([1, 2, 3, 7, 8], 3), ([1, 3, 5], 1)]
+)
 def test_longest_stretch(steps: list[int], longest: int) -> None:
     assert longest_stretch(steps) == longest
 
@@ -119,7 +131,13 @@ def test_incidents_of_one_kind_are_one_group() -> None:
 
 
 def test_settings_are_shown_only_where_they_are_not_the_default() -> None:
-    header = {"config": {"clip_norm": 1.0, "spike_window": 64, "policy": {"actions": list(Policy().actions)}}}
+    header = {
+        "config": {
+            "clip_norm": 1.0,
+            "spike_window": 64,
+            "policy": {"actions": list(Policy().actions)},
+        }
+    }
     assert summarize(Written(header=header)).changed_settings == {"clip_norm": 1.0}
     assert summarize(Written(header={"config": None})).changed_settings == {}
 

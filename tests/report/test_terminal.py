@@ -96,7 +96,9 @@ def test_other_answer_to_the_same_kind_is_no_again_and_says_why(out: io.StringIO
 
 
 @pytest.mark.parametrize("change", ["module", "op", "source", "code", "verdict"])
-def test_other_place_or_cause_is_a_new_kind_with_its_own_panel(out: io.StringIO, change: str) -> None:
+def test_other_place_or_cause_is_a_new_kind_with_its_own_panel(
+    out: io.StringIO, change: str
+) -> None:
     assert MASKED_ROW.origin is not None
     other = {
         "module": replace(MASKED_ROW, origin=replace(MASKED_ROW.origin, module="decoder")),
@@ -119,12 +121,18 @@ def test_notes_of_a_kind_are_thinned_to_powers_of_two(out: io.StringIO) -> None:
     lines = out.getvalue().splitlines()
     assert [int(line.split()[2].rstrip(":")) for line in lines] == [0, 1, 3, 7, 15, 20]
     assert lines[0] == "stepguard: step 0: gradients overflow"
-    assert lines[2] == "stepguard: step 3: gradients overflow (4th of this kind, next shown is the 8th)"
+    assert (
+        lines[2]
+        == "stepguard: step 3: gradients overflow (4th of this kind, next shown is the 8th)"
+    )
 
 
 def test_fault_says_that_training_goes_on_unguarded(out: io.StringIO) -> None:
     Terminal(out).fault("RuntimeError: boom")
-    expected = "stepguard: ERROR: the guard failed and is disarmed; training goes on unguarded: RuntimeError: boom\n"
+    expected = (
+        "stepguard: ERROR: the guard failed and is disarmed; training goes on unguarded: "
+        "RuntimeError: boom\n"
+    )
     assert out.getvalue() == expected
 
 
@@ -142,9 +150,16 @@ def test_halt_says_why_and_where_the_weights_are(out: io.StringIO) -> None:
 
 
 def test_halt_on_damaged_state_does_not_call_the_weights_good(out: io.StringIO) -> None:
-    hurt = replace(BARE, reading=Reading(step=7, bad_state=("param:emb.weight",)), decision=Decision(action="stop"))
+    hurt = replace(
+        BARE,
+        reading=Reading(step=7, bad_state=("param:emb.weight",)),
+        decision=Decision(action="stop"),
+    )
     Terminal(out).halted(hurt)
-    assert "the state in memory is damaged (param:emb.weight): restore a good checkpoint" in out.getvalue()
+    assert (
+        "the state in memory is damaged (param:emb.weight): restore a good checkpoint"
+        in out.getvalue()
+    )
     assert "from before the bad step" not in out.getvalue()
 
 
@@ -170,7 +185,9 @@ def test_default_stream_is_the_stderr_of_the_moment(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("setting", [{}, {"FORCE_COLOR": "1"}, {"CLICOLOR_FORCE": "1"}])
-def test_pipe_gets_no_ansi(out: io.StringIO, monkeypatch: pytest.MonkeyPatch, setting: dict[str, str]) -> None:
+def test_pipe_gets_no_ansi(
+    out: io.StringIO, monkeypatch: pytest.MonkeyPatch, setting: dict[str, str]
+) -> None:
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
     Terminal(out).incident(MASKED_ROW)
@@ -187,7 +204,9 @@ def test_terminal_gets_colour_unless_no_color_is_set(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_panel_keeps_within_the_window(out: io.StringIO, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_panel_keeps_within_the_window(
+    out: io.StringIO, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     Terminal(out).incident(MASKED_ROW)
     # commands are the one exception: they stay whole, so that they can be copied
@@ -196,17 +215,26 @@ def test_panel_keeps_within_the_window(out: io.StringIO, monkeypatch: pytest.Mon
     assert "> 88 │ weights" in out.getvalue()
 
 
-def test_command_is_never_broken_over_lines(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_is_never_broken_over_lines(
+    out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     run = "/a/very/long/folder name/that/does/not/fit/into/sixty/columns/at/all"
     Terminal(out).incident(replace(MASKED_ROW, run=run))
     assert f"stepguard replay '{run}/incidents/000000048-0/capsule'\n" in out.getvalue()
 
 
-def test_line_of_a_snippet_is_never_broken_or_cut(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_of_a_snippet_is_never_broken_or_cut(
+    out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    snippet = "low = torch.minimum(box[:, :2], box[:, 2:])  # a line that does not fit into sixty columns\n\nhigh = low"
-    finding = replace(MASKED_ROW.findings[0], remedies=(Remedy(title="Order the corners", snippet=snippet),))
+    snippet = (
+        "low = torch.minimum(box[:, :2], box[:, 2:])  # a line that does not fit into sixty "
+        "columns\n\nhigh = low"
+    )
+    finding = replace(
+        MASKED_ROW.findings[0], remedies=(Remedy(title="Order the corners", snippet=snippet),)
+    )
     Terminal(out).incident(replace(MASKED_ROW, findings=(finding,)))
     assert textwrap.indent(snippet, " " * 13) + "\n NEXT" in out.getvalue()
 
@@ -299,9 +327,13 @@ def test_real_tqdm_bar_stays_on_its_own_line(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_line_goes_above_a_live_bar_of_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = FakeTerminal()
-    console = rich.console.Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    console = rich.console.Console(
+        file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"}
+    )
     monkeypatch.setattr(rich, "_console", console)
-    with Progress(console=console, auto_refresh=False, redirect_stderr=False, redirect_stdout=False) as progress:
+    with Progress(
+        console=console, auto_refresh=False, redirect_stderr=False, redirect_stdout=False
+    ) as progress:
         progress.add_task("epoch", total=3)
         progress.refresh()
         before = screen.tell()

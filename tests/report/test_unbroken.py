@@ -1,4 +1,6 @@
-"""No name and no path is ever broken inside a cell, however narrow the window and however long the path."""
+"""No name and no path is ever broken inside a cell, however narrow the window and however long the
+path.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_middle_fits_and_keeps_both_ends(width: int) -> None:
 
 
 def test_file_name_stays_whole_where_there_is_room() -> None:
-    assert middle("/scratch/user/experiments/run-17/model.safetensors", 24).endswith("/model.safetensors")
+    assert middle("/scratch/user/experiments/run-17/model.safetensors", 24).endswith(
+        "/model.safetensors"
+    )
     assert middle("short.pt", 40) == "short.pt"
 
 
@@ -48,7 +52,9 @@ def shown(command: str, path: Path, width: int) -> str:
 
 def cells(text: str) -> list[str]:
     """Lines that are neither a whole path nor a command to be copied."""
-    return [line for line in text.splitlines() if not line.lstrip().startswith(("/", "$ ", "next "))]
+    return [
+        line for line in text.splitlines() if not line.lstrip().startswith(("/", "$ ", "next "))
+    ]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 30, 90])
@@ -79,7 +85,9 @@ def test_title_keeps_the_end_of_a_long_path(tmp_path: Path, width: int, command:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_compare_tells_runs_of_one_name_apart(tmp_path: Path, width: int) -> None:
     first, second = write_run(tmp_path / "aaa" / "run"), write_run(tmp_path / "bbb" / "run")
-    done = CliRunner().invoke(app, ["compare", str(first), str(second)], env={"COLUMNS": str(width)})
+    done = CliRunner().invoke(
+        app, ["compare", str(first), str(second)], env={"COLUMNS": str(width)}
+    )
     heading = done.stdout.splitlines()[0]
     assert "a/run" in heading and "b/run" in heading
     assert all(len(line) <= width for line in done.stdout.splitlines())
@@ -98,7 +106,9 @@ def test_cell_gives_way_to_others_before_it_is_cut() -> None:
     assert Unbroken(TENSOR).__rich_measure__(console, console.options).minimum < len(TENSOR)
 
 
-def test_cut_is_a_plain_letter_on_a_stream_without_unicode(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cut_is_a_plain_letter_on_a_stream_without_unicode(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     import io
 
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

@@ -42,7 +42,11 @@ def healthy(shift: float = 1.0) -> dict[str, Tensor]:
 
 
 def guarded(
-    run: Path, built: Built, steps: list[tuple[Any, ...]], settings: dict[str, Any] | None = None, **given: Any
+    run: Path,
+    built: Built,
+    steps: list[tuple[Any, ...]],
+    settings: dict[str, Any] | None = None,
+    **given: Any,
 ) -> Incident:
     """Run the steps; the last incident."""
     model, optimizer, loss_fn = built

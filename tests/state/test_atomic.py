@@ -1,4 +1,6 @@
-"""The seam to the disk: what is replaced is replaced in one step, and every change is one numbered operation."""
+"""The seam to the disk: what is replaced is replaced in one step, and every change is one numbered
+operation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_file_is_replaced_and_no_sibling_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["create", "write", "sync", "rename"])
-def test_failing_replacement_leaves_the_old_file_and_nothing_else(kind: str, tmp_path: Path) -> None:
+def test_failing_replacement_leaves_the_old_file_and_nothing_else(
+    kind: str, tmp_path: Path
+) -> None:
     write_file(tmp_path / "file", b"old")
     with pytest.raises(OSError, match="No space left on device"):
         write_file(tmp_path / "file", b"new", Failing(kind, code=errno.ENOSPC))
@@ -30,7 +34,13 @@ def test_failing_replacement_leaves_the_old_file_and_nothing_else(kind: str, tmp
 def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path: Path) -> None:
     disk = Recorder()
     write_file(tmp_path / "file", b"content", disk)
-    assert [op.kind for op in disk.operations] == ["create", "write", "sync", "rename", "sync_folder"]
+    assert [op.kind for op in disk.operations] == [
+        "create",
+        "write",
+        "sync",
+        "rename",
+        "sync_folder",
+    ]
 
 
 def test_new_folders_are_made_durable_from_above(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 def _identical(module: nn.Module, state: dict[str, Tensor]) -> bool:
     """Bit for bit, so that NaN equals itself and -0.0 is not 0.0."""
     now = dict(module.named_buffers())
-    return now.keys() == state.keys() and all(_bits(now[name]) == _bits(value) for name, value in state.items())
+    return now.keys() == state.keys() and all(
+        _bits(now[name]) == _bits(value) for name, value in state.items()
+    )
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -74,7 +76,9 @@ def _drop(module: Table) -> None:
 
 @pytest.mark.parametrize("change", [_fill, _reassign, _drop])
 @pytest.mark.parametrize("size", [1, SMALL, BIG])
-def test_buffer_comes_back_as_the_same_tensor_with_the_same_values(change: Callable[[Table], None], size: int) -> None:
+def test_buffer_comes_back_as_the_same_tensor_with_the_same_values(
+    change: Callable[[Table], None], size: int
+) -> None:
     module = Table(torch.ones(size))
     tensor = module.table
     keeper = BufferKeeper([module])
@@ -175,7 +179,9 @@ def test_non_finite_sentinel_in_a_buffer_survives() -> None:
     assert _identical(module, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float64]
+)
 def test_buffer_of_any_type_comes_back(dtype: torch.dtype) -> None:
     module = Table(torch.ones(3, dtype=dtype))
     keeper = BufferKeeper([module])

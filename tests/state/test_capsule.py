@@ -1,4 +1,6 @@
-"""A bad step on disk: what is written, what comes back, and what is refused with one clear sentence."""
+"""A bad step on disk: what is written, what comes back, and what is refused with one clear
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,24 @@ def same_origin(again: Incident, first: Incident) -> Origin:
     left, right = again.origin, first.origin
     assert left is not None
     assert right is not None
-    fields = ("phase", "op", "module", "node", "source", "tensor", "samples", "micro_batch", "reproduced")
+    fields = (
+        "phase",
+        "op",
+        "module",
+        "node",
+        "source",
+        "tensor",
+        "samples",
+        "micro_batch",
+        "reproduced",
+    )
     assert {f: getattr(left, f) for f in fields} == {f: getattr(right, f) for f in fields}
     assert [f.code for f in again.findings][:1] == [f.code for f in first.findings][:1]
     return left
 
 
-# --- there and back ------------------------------------------------------------------------------------------------
+# --- there and back
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_capsule_run_again_on_other_weights_gives_the_same_origin(tmp_path: Path) -> None:
@@ -61,12 +74,16 @@ def test_everything_a_step_starts_from_is_filled_in(tmp_path: Path) -> None:
         optimizer.param_groups[0]["lr"] = 0.123
         model.norm.eval()
         wanted = {n: t.clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-        moments = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()]
+        moments = [
+            {k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()
+        ]
         guard.step(bad, healthy())
     seen: list[Any] = []
     fresh = build(seed=5)
     stepguard.replay(
-        capsule_of(tmp_path, guard.incidents[0]), build=lambda: fresh, inspect=lambda step, _: seen.append(step)
+        capsule_of(tmp_path, guard.incidents[0]),
+        build=lambda: fresh,
+        inspect=lambda step, _: seen.append(step),
     )
     twin, update = fresh[0], fresh[1]
     found = dict([*twin.named_parameters(), *twin.named_buffers()])
@@ -100,13 +117,17 @@ def test_a_nan_the_optimizer_makes_is_reproduced(tmp_path: Path) -> None:
 
 
 def test_the_bad_micro_batch_of_several_is_found_again(tmp_path: Path) -> None:
-    first = guarded(tmp_path, build(), [(healthy(),), (healthy(), healthy(), healthy(-1.0), healthy())])
+    first = guarded(
+        tmp_path, build(), [(healthy(),), (healthy(), healthy(), healthy(-1.0), healthy())]
+    )
     origin = same_origin(stepguard.replay(capsule_of(tmp_path, first), build=build), first)
     assert origin.micro_batch == 2
 
 
 @pytest.mark.parametrize("source", ["torch", "numpy", "python"])
-def test_a_failure_that_depends_on_random_numbers_is_reproduced(tmp_path: Path, source: str) -> None:
+def test_a_failure_that_depends_on_random_numbers_is_reproduced(
+    tmp_path: Path, source: str
+) -> None:
     draws: dict[str, Callable[[], float]] = {
         "torch": lambda: torch.rand(()).item(),
         "numpy": lambda: float(np.random.rand()),
@@ -168,7 +189,15 @@ class Encoding(dict[str, Any]):
 @pytest.mark.parametrize(
     "value",
     [
-        {"x": torch.ones(2), "n": 3, "f": NAN, "s": "word", "none": None, "flag": True, 5: [1.5, (math.inf, -1)]},
+        {
+            "x": torch.ones(2),
+            "n": 3,
+            "f": NAN,
+            "s": "word",
+            "none": None,
+            "flag": True,
+            5: [1.5, (math.inf, -1)],
+        },
         torch.zeros(0, 3),
         [torch.tensor(1), torch.ones(2, dtype=torch.bfloat16), torch.tensor([True])],
         (torch.randn(2, dtype=torch.complex64), torch.eye(2).to_sparse()),
@@ -177,7 +206,9 @@ class Encoding(dict[str, Any]):
 def test_batches_come_back_as_they_were(value: Any) -> None:
     tensors: dict[str, Tensor] = {}
     back = put_together(json.loads(json.dumps(take_apart(value, tensors, "batch"))), tensors)
-    torch.testing.assert_close(back, value, rtol=0, atol=0, equal_nan=True) if not isinstance(value, dict) else None
+    torch.testing.assert_close(back, value, rtol=0, atol=0, equal_nan=True) if not isinstance(
+        value, dict
+    ) else None
     assert type(back) is type(value)
     if isinstance(value, dict):
         assert list(back) == list(value)
@@ -188,7 +219,11 @@ def test_batches_come_back_as_they_were(value: Any) -> None:
 
 def test_batches_with_names_come_back_as_look_alikes() -> None:
     tensors: dict[str, Tensor] = {}
-    value = {"pair": Pair(torch.ones(2), 1), "record": Record(torch.zeros(1), ["a"]), "encoding": Encoding(ids=[7])}
+    value = {
+        "pair": Pair(torch.ones(2), 1),
+        "record": Record(torch.zeros(1), ["a"]),
+        "encoding": Encoding(ids=[7]),
+    }
     back = put_together(json.loads(json.dumps(take_apart(value, tensors, "batch"))), tensors)
     assert torch.equal(back["pair"].x, torch.ones(2))
     assert (back["pair"].y, back["record"].names, back["encoding"].ids) == (1, ["a"], [7])
@@ -223,26 +258,39 @@ def test_complex_and_sparse_tensors_survive_the_disk(tmp_path: Path) -> None:
     graph = torch.eye(3).to_sparse()
 
     def loss_fn(batch: Any) -> Tensor:
-        out: Tensor = (torch.sparse.mm(batch["graph"], batch["x"].real) * model(batch["x"]).abs()).sum()
+        out: Tensor = (
+            torch.sparse.mm(batch["graph"], batch["x"].real) * model(batch["x"]).abs()
+        ).sum()
         return out * batch["factor"]
 
     x = torch.randn(3, 3, dtype=torch.complex64)
-    first = guarded(tmp_path, (model, optimizer, loss_fn), [({"x": x, "graph": graph, "factor": NAN},)])
+    first = guarded(
+        tmp_path, (model, optimizer, loss_fn), [({"x": x, "graph": graph, "factor": NAN},)]
+    )
     batch = read_capsule(capsule_of(tmp_path, first)).decoded()[1][0]
     assert torch.equal(batch["x"], x)
     assert torch.equal(batch["graph"].to_dense(), torch.eye(3))
     assert batch["graph"].is_sparse
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------
+# --- what is kept
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = guarded(tmp_path, build(), [(healthy(-1.0),)])
     folder = capsule_of(tmp_path, first)
     assert sorted(p.name for p in folder.iterdir()) == ["capsule.json", "tensors.safetensors"]
-    json.loads((folder / "capsule.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
-    for module, name in (("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("torch", "load")):
+    json.loads(
+        (folder / "capsule.json").read_text(),
+        parse_constant=lambda c: pytest.fail(f"{c} is no JSON"),
+    )
+    for module, name in (
+        ("pickle", "load"),
+        ("pickle", "loads"),
+        ("pickle", "Unpickler"),
+        ("torch", "load"),
+    ):
         monkeypatch.setattr(f"{module}.{name}", lambda *a, **k: pytest.fail("unpickled"))
     same_origin(stepguard.replay(folder, build=build), first)
 
@@ -250,7 +298,9 @@ def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_data_keeps_everything_but_the_batch(tmp_path: Path) -> None:
     first = guarded(tmp_path, build(), [(healthy(-1.0),)], {"capsule": "no-data"})
     folder = capsule_of(tmp_path, first)
-    assert not [name for name in load_file(folder / "tensors.safetensors") if name.startswith("batch")]
+    assert not [
+        name for name in load_file(folder / "tensors.safetensors") if name.startswith("batch")
+    ]
     with pytest.raises(CapsuleError, match=r"holds no batch .*no-data.*not run again"):
         stepguard.replay(folder, build=build)
 

@@ -1,4 +1,6 @@
-"""Capsules that are damaged, too new, foreign or hostile: refused with one clear sentence, and nothing is run."""
+"""Capsules that are damaged, too new, foreign or hostile: refused with one clear sentence, and
+nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_odd_contents_are_damage(folder: Path, facts: dict[str, Any]) -> None:
 def test_a_batch_nested_without_end_is_damage(folder: Path) -> None:
     edit(folder, micro_batches=["BATCH"])
     path = folder / "capsule.json"
-    path.write_text(path.read_text().replace('"BATCH"', '{"list": [' * 900 + '{"value": 1}' + "]}" * 900))
+    path.write_text(
+        path.read_text().replace('"BATCH"', '{"list": [' * 900 + '{"value": 1}' + "]}" * 900)
+    )
     message = refusal(folder, build=build)
     assert "damaged" in message or "cannot be read" in message
 
@@ -116,7 +120,9 @@ def test_another_optimizer_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("built", [None, 3, (1, 2, 3), (nn.Linear(1, 1), None)])
-def test_a_build_function_that_returns_something_else_is_told_what_to_return(folder: Path, built: Any) -> None:
+def test_a_build_function_that_returns_something_else_is_told_what_to_return(
+    folder: Path, built: Any
+) -> None:
     assert "return (model, optimizer, loss_fn)" in refusal(folder, build=lambda: built)
 
 
@@ -135,7 +141,9 @@ def test_a_script_outside_the_current_directory_is_refused(folder: Path, script:
     assert "outside the current directory" in refusal(folder, script=script)
 
 
-def test_a_link_that_leads_outside_is_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_link_that_leads_outside_is_refused(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     evil = tmp_path_factory.mktemp("outside") / "evil.py"
     evil.write_text("raise SystemExit('executed')")
     (Path.cwd() / "train.py").symlink_to(evil)
@@ -143,7 +151,17 @@ def test_a_link_that_leads_outside_is_refused(folder: Path, tmp_path_factory: py
 
 
 @pytest.mark.parametrize(
-    "named", ["../../evil:go", "json:loads", "os:system", "torch.hub:load", "nowhere:go", "a..b:go", ":go", "sys:exit"]
+    "named",
+    [
+        "../../evil:go",
+        "json:loads",
+        "os:system",
+        "torch.hub:load",
+        "nowhere:go",
+        "a..b:go",
+        ":go",
+        "sys:exit",
+    ],
 )
 def test_a_build_function_from_elsewhere_is_refused(folder: Path, named: str) -> None:
     edit(folder, build=named)
@@ -160,7 +178,9 @@ def test_a_build_function_that_is_missing_or_fails_is_said(folder: Path) -> None
 
 def test_a_script_that_fails_or_never_steps_is_said(folder: Path) -> None:
     Path("fails.py").write_text("1 / 0\n")
-    assert "fails.py failed before its step could be taken: ZeroDivisionError" in refusal(folder, script="fails.py")
+    assert "fails.py failed before its step could be taken: ZeroDivisionError" in refusal(
+        folder, script="fails.py"
+    )
     Path("empty.py").write_text("")
     assert "ended without calling guard.step" in refusal(folder, script="empty.py")
     Path("leaves.py").write_text("raise SystemExit(4)")

@@ -1,4 +1,6 @@
-"""A loader's position: saved, gone back to in a new process, and exact for what the loader draws and skips."""
+"""A loader's position: saved, gone back to in a new process, and exact for what the loader draws
+and skips.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Noisy(Dataset[Tensor]):
         return SIZE
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([index, float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64)
+        return torch.tensor(
+            [index, float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64
+        )
 
 
 class Calm(Noisy):
@@ -51,10 +55,17 @@ def _loader(kind: str) -> Any:
     if kind == "iterable":
         return DataLoader(Endless(), batch_size=BATCH)
     if kind == "generator":
-        return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+        return DataLoader(
+            Noisy(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
     maker = StatefulDataLoader if kind.startswith("stateful") else DataLoader
     workers = 2 if kind.endswith("workers") else 0
-    return maker(Calm() if kind == "stateful-workers" else Noisy(), batch_size=BATCH, shuffle=True, num_workers=workers)
+    return maker(
+        Calm() if kind == "stateful-workers" else Noisy(),
+        batch_size=BATCH,
+        shuffle=True,
+        num_workers=workers,
+    )
 
 
 def _feed(kind: str, said: list[str] | None = None) -> Feed:
@@ -64,7 +75,9 @@ def _feed(kind: str, said: list[str] | None = None) -> Feed:
 def _through_a_file(position: dict[str, Any]) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
     structure = json.loads(json.dumps(take_apart(position, tensors, "loader/0")))
-    found: dict[str, Any] = put_together(structure, {name: t.clone() for name, t in tensors.items()})
+    found: dict[str, Any] = put_together(
+        structure, {name: t.clone() for name, t in tensors.items()}
+    )
     return found
 
 
@@ -73,7 +86,9 @@ def _draws(feed: Feed, count: int) -> list[Tensor]:
     found: list[Tensor] = []
     while len(found) < count:
         for batch in feed:
-            found.append(torch.cat([torch.as_tensor(batch).double().flatten(), torch.rand(1).double()]))
+            found.append(
+                torch.cat([torch.as_tensor(batch).double().flatten(), torch.rand(1).double()])
+            )
             if len(found) == count:
                 break
     return found
@@ -83,11 +98,15 @@ KINDS = ["list", "plain", "iterable", "generator", "plain-workers", "stateful", 
 
 
 # workers of a stateful loader start slowly, and its second pass is no different
-STOPS = [(kind, 3) for kind in KINDS] + [(kind, PASS + 2) for kind in KINDS if kind != "stateful-workers"]
+STOPS = [(kind, 3) for kind in KINDS] + [
+    (kind, PASS + 2) for kind in KINDS if kind != "stateful-workers"
+]
 
 
 @pytest.mark.parametrize(("kind", "stop"), STOPS)
-def test_loop_that_stops_and_goes_on_elsewhere_sees_what_one_that_never_stopped_sees(kind: str, stop: int) -> None:
+def test_loop_that_stops_and_goes_on_elsewhere_sees_what_one_that_never_stopped_sees(
+    kind: str, stop: int
+) -> None:
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     feed, kept = _feed(kind), {}
 

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from stepguard.state.resumable_loader import Feed
@@ -31,7 +38,9 @@ class Noisy(Dataset[Tensor]):
     def __getitem__(self, index: Any) -> Tensor:
         if isinstance(index, list):
             return torch.stack([self[i] for i in index])
-        return torch.tensor([index, float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64)
+        return torch.tensor(
+            [index, float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64
+        )
 
 
 class Buckets:
@@ -68,17 +77,27 @@ KINDS: dict[str, Callable[[], Any]] = {
     "drop last": lambda: DataLoader(Noisy(), BATCH, shuffle=True, drop_last=True),
     "one by one": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
     "batches as keys": lambda: DataLoader(
-        Noisy(), batch_size=None, sampler=BatchSampler(RandomSampler(Noisy()), BATCH, drop_last=False)
+        Noisy(),
+        batch_size=None,
+        sampler=BatchSampler(RandomSampler(Noisy()), BATCH, drop_last=False),
     ),
     "own batch sampler": lambda: DataLoader(Noisy(), batch_sampler=Buckets()),
     "list of batches": lambda: DataLoader(Noisy(), batch_sampler=[[3, 1], [0, 7, 5]]),
     "sampler of tensors": lambda: DataLoader(Noisy(), BATCH, sampler=Tensors()),
     "distributed": lambda: DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), 2, 1)),
     "workers": lambda: DataLoader(Noisy(), BATCH, shuffle=True, num_workers=2),
-    "workers, generator": lambda: DataLoader(Noisy(), BATCH, shuffle=True, num_workers=2, generator=_generator()),
-    "workers, one by one": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True, num_workers=2),
-    "workers, own batch sampler": lambda: DataLoader(Noisy(), batch_sampler=[[8, 2], [1, 3, 5], [0]], num_workers=1),
-    "persistent workers": lambda: DataLoader(Noisy(), BATCH, shuffle=True, num_workers=2, persistent_workers=True),
+    "workers, generator": lambda: DataLoader(
+        Noisy(), BATCH, shuffle=True, num_workers=2, generator=_generator()
+    ),
+    "workers, one by one": lambda: DataLoader(
+        Noisy(), batch_size=None, shuffle=True, num_workers=2
+    ),
+    "workers, own batch sampler": lambda: DataLoader(
+        Noisy(), batch_sampler=[[8, 2], [1, 3, 5], [0]], num_workers=1
+    ),
+    "persistent workers": lambda: DataLoader(
+        Noisy(), BATCH, shuffle=True, num_workers=2, persistent_workers=True
+    ),
     "stateful": lambda: StatefulDataLoader(Noisy(), BATCH, shuffle=True),
     "stateful, own batch sampler": lambda: StatefulDataLoader(Noisy(), batch_sampler=Buckets()),
     "stateful, workers": lambda: StatefulDataLoader(Noisy(), BATCH, shuffle=True, num_workers=2),
@@ -100,7 +119,9 @@ def _rng(loader: Any) -> list[Any]:
 
 
 def _passes(iterable: Any, loader: Any) -> list[Any]:
-    """Two passes with a draw of the loop's own between batches, and every random state after each batch."""
+    """Two passes with a draw of the loop's own between batches, and every random state after each
+    batch.
+    """
     _seed()
     seen: list[Any] = []
     for _ in range(2):
@@ -135,7 +156,9 @@ def test_indices_are_those_the_batch_was_made_of(kind: str) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "workers", "stateful", "stateful, own batch sampler", "stateful, workers"])
+@pytest.mark.parametrize(
+    "kind", ["shuffle", "workers", "stateful", "stateful, own batch sampler", "stateful, workers"]
+)
 def test_indices_are_known_after_going_to_a_position(kind: str) -> None:
     _seed()
     feed = _feed(KINDS[kind]())
@@ -159,7 +182,9 @@ def test_nothing_of_the_guard_stays_in_a_loader_with_persistent_workers() -> Non
     assert loader._iterator._index_sampler is loader.batch_sampler
     bare = [batch.reshape(-1, 4)[:, 0].int().tolist() for batch in loader]
     assert sorted(index for batch in bare for index in batch) == list(range(SIZE))
-    assert all(feed.indices_of(batch) == batch.reshape(-1, 4)[:, 0].int().tolist() for batch in feed)
+    assert all(
+        feed.indices_of(batch) == batch.reshape(-1, 4)[:, 0].int().tolist() for batch in feed
+    )
     del feed, loader
     gc.collect()
 
@@ -223,8 +248,12 @@ class Pair:
         lambda x, y: {"x": x.to("cpu"), "mask": torch.ones(4)},
     ],
 )
-def test_batch_that_the_loop_has_packed_anew_is_known_by_its_tensors(again: Callable[[Tensor, Tensor], Any]) -> None:
-    loader = DataLoader(torch.utils.data.TensorDataset(torch.rand(12, 2), torch.rand(12)), 4, shuffle=True)
+def test_batch_that_the_loop_has_packed_anew_is_known_by_its_tensors(
+    again: Callable[[Tensor, Tensor], Any],
+) -> None:
+    loader = DataLoader(
+        torch.utils.data.TensorDataset(torch.rand(12, 2), torch.rand(12)), 4, shuffle=True
+    )
     feed = _feed(loader)
     for number, (x, y) in enumerate(feed):
         whole = feed.indices_of((x, y))

@@ -1,4 +1,6 @@
-"""Batches that were left out before: passed over, counted, said once, and only where they are the same."""
+"""Batches that were left out before: passed over, counted, said once, and only where they are the
+same.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from stepguard.state.resumable_loader import Feed
 
 def _feed(size: int = 10, loader: Any = None) -> tuple[Feed, list[str]]:
     said: list[str] = []
-    return Feed(loader if loader is not None else list(range(size)), lambda: None, said.append), said
+    return Feed(
+        loader if loader is not None else list(range(size)), lambda: None, said.append
+    ), said
 
 
 def test_known_batches_are_not_delivered_again_but_counted() -> None:

@@ -12,7 +12,9 @@ from stepguard.state.step import Step
 
 
 class Odd(nn.Module):
-    """Dropout, batch statistics, and buffers that are expanded, created late, or written through `.data`."""
+    """Dropout, batch statistics, and buffers that are expanded, created late, or written through
+    `.data`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +35,9 @@ def _step() -> Step:
     model = Odd()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     keeper = BufferKeeper([model])
-    step = Step(0, model, optimizer, {}, keeper, lambda x: model(x).square().mean(), (torch.randn(4, 3),))
+    step = Step(
+        0, model, optimizer, {}, keeper, lambda x: model(x).square().mean(), (torch.randn(4, 3),)
+    )
     keeper.remember()
     step.rng.append(capture_rng())
     return step
@@ -59,7 +63,9 @@ def test_running_again_leaves_buffers_gradients_and_randomness_as_they_were() ->
     randomness = torch.get_rng_state()
     rerun(step)
     reevaluate(step)
-    assert {name: id(b) for name, b in step.model.named_buffers()} == {name: i for name, (i, _) in buffers.items()}
+    assert {name: id(b) for name, b in step.model.named_buffers()} == {
+        name: i for name, (i, _) in buffers.items()
+    }
     assert all(torch.equal(b, buffers[name][1]) for name, b in step.model.named_buffers())
     assert all(p.grad is grad for p, grad in zip(step.model.parameters(), grads, strict=True))
     assert torch.equal(torch.get_rng_state(), randomness)

@@ -14,7 +14,12 @@ from stepguard.state.rng import capture_rng, restore_rng
 
 def _draw() -> tuple[float, float, float, float]:
     torch_gauss = torch.randn(3).sum().item()
-    return torch.rand(()).item(), random.gauss(0, 1), float(np.random.standard_normal()), torch_gauss
+    return (
+        torch.rand(()).item(),
+        random.gauss(0, 1),
+        float(np.random.standard_normal()),
+        torch_gauss,
+    )
 
 
 def test_restored_generators_repeat_every_draw() -> None:

@@ -1,4 +1,6 @@
-"""How many samples a batch has, and the batch without some of them; what might be cut wrongly is refused."""
+"""How many samples a batch has, and the batch without some of them; what might be cut wrongly is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Own:
 
 def rows(count: int, *more: int) -> Tensor:
     """Row k is full of k."""
-    return torch.arange(float(count)).reshape(count, *(1 for _ in more)).expand(count, *more).clone()
+    return (
+        torch.arange(float(count)).reshape(count, *(1 for _ in more)).expand(count, *more).clone()
+    )
 
 
 def images(count: int) -> list[Tensor]:
@@ -63,20 +67,35 @@ CUT = {
         {"x": rows(4), "t": 0.5, "kind": "a", "none": None, "weight": torch.tensor(3.0)},
         {"x": rows(4)[[0, 2]], "t": 0.5, "kind": "a", "none": None, "weight": torch.tensor(3.0)},
     ),
-    "names beside": ({"x": rows(4), "file": ["a", "b", "c", "d"]}, {"x": rows(4)[[0, 2]], "file": ["a", "c"]}),
-    "list of another length": ({"x": rows(4), "classes": ["p", "q"]}, {"x": rows(4)[[0, 2]], "classes": ["p", "q"]}),
-    "nested": ({"in": {"x": (rows(4), rows(4, 2))}}, {"in": {"x": (rows(4)[[0, 2]], rows(4, 2)[[0, 2]])}}),
+    "names beside": (
+        {"x": rows(4), "file": ["a", "b", "c", "d"]},
+        {"x": rows(4)[[0, 2]], "file": ["a", "c"]},
+    ),
+    "list of another length": (
+        {"x": rows(4), "classes": ["p", "q"]},
+        {"x": rows(4)[[0, 2]], "classes": ["p", "q"]},
+    ),
+    "nested": (
+        {"in": {"x": (rows(4), rows(4, 2))}},
+        {"in": {"x": (rows(4)[[0, 2]], rows(4, 2)[[0, 2]])}},
+    ),
     "named tuple": (Point(rows(4), rows(4, 3)), Point(rows(4)[[0, 2]], rows(4, 3)[[0, 2]])),
     "data class": (Pair(rows(4), ["a", "b", "c", "d"]), Pair(rows(4)[[0, 2]], ["a", "c"])),
     "ordered dict": (OrderedDict(x=rows(4)), OrderedDict(x=rows(4)[[0, 2]])),
-    "BatchEncoding": (BatchEncoding({"input_ids": rows(4, 5)}), BatchEncoding({"input_ids": rows(4, 5)[[0, 2]]})),
+    "BatchEncoding": (
+        BatchEncoding({"input_ids": rows(4, 5)}),
+        BatchEncoding({"input_ids": rows(4, 5)[[0, 2]]}),
+    ),
     "array": ({"x": rows(4), "a": np.arange(4)}, {"x": rows(4)[[0, 2]], "a": np.array([0, 2])}),
     "images of different sizes": ((images(4), rows(4)), (images(4)[::2], rows(4)[[0, 2]])),
     "detection": (
         (tuple(images(4)), tuple({"boxes": rows(k + 1, 4)} for k in range(4))),
         (tuple(images(4)[::2]), tuple({"boxes": rows(k + 1, 4)} for k in (0, 2))),
     ),
-    "list of samples": ([{"x": rows(k + 2)} for k in range(4)], [{"x": rows(k + 2)} for k in (0, 2)]),
+    "list of samples": (
+        [{"x": rows(k + 2)} for k in range(4)],
+        [{"x": rows(k + 2)} for k in (0, 2)],
+    ),
 }
 
 
@@ -93,7 +112,12 @@ def test_bad_samples_are_cut_out(kind: str) -> None:
 def test_slotted_data_class_and_gradients_of_inputs_are_kept() -> None:
     x = rows(3).requires_grad_()
     cut = without_samples(Frozen(x), [0])
-    assert isinstance(cut, Frozen) and cut.x.requires_grad and cut.x.is_leaf and cut.x.tolist() == [1.0, 2.0]
+    assert (
+        isinstance(cut, Frozen)
+        and cut.x.requires_grad
+        and cut.x.is_leaf
+        and cut.x.tolist() == [1.0, 2.0]
+    )
 
 
 REFUSED = {
@@ -139,7 +163,12 @@ def test_container_that_refuses_other_sizes_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "key"),
-    [({"id": [7]}, "id"), (Point(1, [7]), "y"), ((1, {"id": [7]}), "1.id"), ({"a": {"b.c": [7]}}, "a.b.c")],
+    [
+        ({"id": [7]}, "id"),
+        (Point(1, [7]), "y"),
+        ((1, {"id": [7]}), "1.id"),
+        ({"a": {"b.c": [7]}}, "a.b.c"),
+    ],
 )
 def test_part_is_found_by_its_name(batch: Any, key: str) -> None:
     assert part_named(batch, key) == [7] and part_named(batch, "nothing") is None

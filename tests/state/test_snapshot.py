@@ -98,7 +98,9 @@ def test_memory_limit_makes_the_ring_smaller() -> None:
     assert [_take(ring, step) is not None for step in (1, 2, 3)] == [True, True, False]
 
 
-@pytest.mark.parametrize(("limit", "free", "whose"), [(SIZE, None, "snapshot_memory"), (None, 3 * SIZE, "half of")])
+@pytest.mark.parametrize(
+    ("limit", "free", "whose"), [(SIZE, None, "snapshot_memory"), (None, 3 * SIZE, "half of")]
+)
 def test_state_that_does_not_fit_twice_is_refused_with_the_sizes_and_the_way_out(
     limit: int | None, free: int | None, whose: str
 ) -> None:
@@ -110,14 +112,19 @@ def test_free_memory_is_known_and_within_the_containers_limit(tmp_path: Path) ->
     folder, meminfo = tmp_path, tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 99 kB\nMemAvailable:    1000 kB\n")
     assert free_memory(folder, meminfo) == 1_024_000
-    for name, text in (("memory.max", "5000"), ("memory.current", "4500"), ("memory.stat", "inactive_file 100")):
+    for name, text in (
+        ("memory.max", "5000"),
+        ("memory.current", "4500"),
+        ("memory.stat", "inactive_file 100"),
+    ):
         (folder / name).write_text(text)
     assert free_memory(folder, meminfo) == 600
     (folder / "memory.max").write_text("max")
     assert free_memory(folder, meminfo) == 1_024_000
 
 
-# --- cadence ----------------------------------------------------------------------------------------------------------
+# --- cadence
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Clock:

@@ -25,7 +25,9 @@ SCHEDULES: dict[str, Any] = {
     "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o, [torch.optim.lr_scheduler.LinearLR(o, 0.5), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.5), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [2],
     ),
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
 }
@@ -70,7 +72,9 @@ def _train(model: nn.Module, optimizer: Any, scheduler: Any = None, count: int =
 
 def _frozen(state: State) -> State:
     """A copy that has been through JSON, as one from disk has."""
-    return State({name: t.clone() for name, t in state.tensors.items()}, json.loads(json.dumps(state.facts)))
+    return State(
+        {name: t.clone() for name, t in state.tensors.items()}, json.loads(json.dumps(state.facts))
+    )
 
 
 def _everything(model: nn.Module, optimizer: Any, scheduler: Any = None) -> dict[str, Any]:
@@ -91,13 +95,17 @@ def test_optimizer_state_comes_back_bit_for_bit_and_in_place(name: str) -> None:
     _train(model, optimizer)
     whole = Whole({"": model}, optimizer)
     state, then = _frozen(whole.gather()), _everything(model, optimizer)
-    tensors = {id(v) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)}
+    tensors = {
+        id(v) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)
+    }
     _train(model, optimizer)
     assert difference(_everything(model, optimizer), then) != ""
     whole.put_back(state)
     assert difference(_everything(model, optimizer), then) == ""
     if name != "lbfgs":  # which replaces its own tensors
-        assert tensors == {id(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)}
+        assert tensors == {
+            id(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)
+        }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -225,7 +233,9 @@ def test_learning_rate_that_is_a_tensor_keeps_its_identity() -> None:
 
 def test_choice_of_a_kernel_is_not_part_of_the_state() -> None:
     model = plain_net()
-    state = _frozen(Whole({"": model}, torch.optim.AdamW(model.parameters(), 0.01, foreach=False)).gather())
+    state = _frozen(
+        Whole({"": model}, torch.optim.AdamW(model.parameters(), 0.01, foreach=False)).gather()
+    )
     fused = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
     Whole({"": model}, fused).put_back(state)
     assert fused.param_groups[0]["fused"] is True
@@ -234,12 +244,23 @@ def test_choice_of_a_kernel_is_not_part_of_the_state() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: nn.Sequential(*m, nn.Linear(3, 3)), "model/3.weight is in the model and not in the saved state"),
-        (lambda m: nn.Sequential(m[0]), "model/2.weight is in the saved state and not in the model"),
-        (lambda m: nn.Sequential(nn.Linear(6, 9), m[1], m[2]), r"\[9, 6\] in the model and float32 \[8, 6\]"),
+        (
+            lambda m: nn.Sequential(*m, nn.Linear(3, 3)),
+            "model/3.weight is in the model and not in the saved state",
+        ),
+        (
+            lambda m: nn.Sequential(m[0]),
+            "model/2.weight is in the saved state and not in the model",
+        ),
+        (
+            lambda m: nn.Sequential(nn.Linear(6, 9), m[1], m[2]),
+            r"\[9, 6\] in the model and float32 \[8, 6\]",
+        ),
     ],
 )
-def test_state_that_does_not_fit_is_refused_before_anything_is_touched(change: Any, said: str) -> None:
+def test_state_that_does_not_fit_is_refused_before_anything_is_touched(
+    change: Any, said: str
+) -> None:
     model = plain_net()
     state = _frozen(Whole({"": model}, torch.optim.SGD(model.parameters(), 0.1)).gather())
     other = change(plain_net())

@@ -1,4 +1,5 @@
-"""Files made by hand, byte by byte, that would run code, fill the memory or lead out of their folder if believed.
+"""Files made by hand, byte by byte, that would run code, fill the memory or lead out of their
+folder if believed.
 
 Nothing here can run by itself: the bytes are only ever handed to stepguard's readers.
 """
@@ -47,7 +48,14 @@ def by_newobj(canary: Path) -> bytes:
 
 
 def by_newobj_ex(canary: Path) -> bytes:
-    return b"\x80\x04" + text("subprocess") + text("Popen") + b"\x93" + text(command(canary)) + b"\x85}\x92."
+    return (
+        b"\x80\x04"
+        + text("subprocess")
+        + text("Popen")
+        + b"\x93"
+        + text(command(canary))
+        + b"\x85}\x92."
+    )
 
 
 def by_build(canary: Path) -> bytes:
@@ -114,7 +122,9 @@ _UNUSUAL = """
     numpy.ctypeslib.load_library paramiko.ProxyCommand sh.Command some_library.run_it
 """
 UNUSUAL_NAMES = _UNUSUAL.split()
-"""Functions that run code, open files or fetch something, under names that a list of bad names would hardly have."""
+"""Functions that run code, open files or fetch something, under names that a list of bad names
+would hardly have.
+"""
 
 
 def by_name(full: str) -> bytes:
@@ -128,8 +138,14 @@ def by_name(full: str) -> bytes:
 
 
 def by_nested_storage(canary: Path) -> bytes:
-    """A pickle inside a storage's bytes, which torch loads with everything allowed, and whose value nobody uses."""
-    inner = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}." + by_reduce(canary) + b"\x80\x02]."
+    """A pickle inside a storage's bytes, which torch loads with everything allowed, and whose value
+    nobody uses.
+    """
+    inner = (
+        b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
+        + by_reduce(canary)
+        + b"\x80\x02]."
+    )
     raw = b"B" + struct.pack("<I", len(inner)) + inner
     return PROTOCOL + text("torch.storage") + text("_load_from_bytes") + b"\x93" + raw + b"\x85R0N."
 
@@ -137,13 +153,25 @@ def by_nested_storage(canary: Path) -> bytes:
 def by_rebuilding(canary: Path) -> bytes:
     """torch's own function that calls the function it is given."""
     call = text("torch._tensor") + text("_rebuild_from_type_v2") + b"\x93"
-    given = text("some_library") + text("run_it") + b"\x93" + text("t") + text(command(canary)) + b"\x85N"
+    given = (
+        text("some_library")
+        + text("run_it")
+        + b"\x93"
+        + text("t")
+        + text(command(canary))
+        + b"\x85N"
+    )
     return PROTOCOL + call + b"(" + given + b"tR."
 
 
 def by_changing_a_class(canary: Path) -> bytes:
     """BUILD on a class, not on an object of it."""
-    return PROTOCOL + b"ccollections\nOrderedDict\nN}" + text("__setitem__") + b"cbuiltins\nlist\ns\x86b."
+    return (
+        PROTOCOL
+        + b"ccollections\nOrderedDict\nN}"
+        + text("__setitem__")
+        + b"cbuiltins\nlist\ns\x86b."
+    )
 
 
 RUNS_CODE |= {
@@ -158,8 +186,17 @@ GREEDY: dict[str, bytes] = {
     "bytearray of 2**62": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b".",
     "integer of 2 GB": PROTOCOL + b"\x8b" + struct.pack("<i", 0x7FFFFFFF) + b".",
     "negative integer size": PROTOCOL + b"\x8b" + struct.pack("<i", -5) + b".",
-    "frame of 2**60": PROTOCOL + b"\x95" + struct.pack("<Q", 1 << 60) + b"\x8e" + struct.pack("<Q", 1 << 60),
-    "frame of 300 bytes in 30": PROTOCOL + b"\x95" + struct.pack("<Q", 300) + b"]" + b"N0" * 10 + b".",
+    "frame of 2**60": PROTOCOL
+    + b"\x95"
+    + struct.pack("<Q", 1 << 60)
+    + b"\x8e"
+    + struct.pack("<Q", 1 << 60),
+    "frame of 300 bytes in 30": PROTOCOL
+    + b"\x95"
+    + struct.pack("<Q", 300)
+    + b"]"
+    + b"N0" * 10
+    + b".",
     "no end of a line": b"V" + b"a" * 200_000,
     "a million digits": b"I" + b"9" * 60_000 + b"\n.",
     "stack without end": PROTOCOL + b"]" * 1_500_000 + b".",
@@ -207,10 +244,18 @@ def deep_key(depth: int = 100_000) -> bytes:
 
 def tensors_without_end(count: int) -> bytes:
     """`count` tensors of one element each that share one storage."""
-    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x01tQ"
+    storage = (
+        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x01tQ"
+    )
     head = PROTOCOL + b"ctorch._utils\n_rebuild_tensor_v2\nq\x000" + storage + b"q\x010}("
     one = b"h\x00(h\x01K\x00))\x89}tR"
-    return head + b"".join(b"X" + struct.pack("<I", len(str(n))) + str(n).encode() + one for n in range(count)) + b"u."
+    return (
+        head
+        + b"".join(
+            b"X" + struct.pack("<I", len(str(n))) + str(n).encode() + one for n in range(count)
+        )
+        + b"u."
+    )
 
 
 def in_zip(pickle: bytes, folder: str = "archive", **records: bytes) -> bytes:
@@ -265,7 +310,9 @@ def safetensors(header: object, data: bytes = b"", *, length: int | None = None)
     return struct.pack("<Q", len(written) if length is None else length) + written + data
 
 
-def entry(start: int = 0, stop: int = 4, dtype: str = "F32", shape: object = (1,)) -> dict[str, object]:
+def entry(
+    start: int = 0, stop: int = 4, dtype: str = "F32", shape: object = (1,)
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 

@@ -31,7 +31,9 @@ class Small(nn.Module):
 
 
 def trained(steps: int = 3) -> dict[str, Any]:
-    """Model, optimizer, scheduler and scaler states after a few steps, as people put them into one file."""
+    """Model, optimizer, scheduler and scaler states after a few steps, as people put them into one
+    file.
+    """
     torch.manual_seed(0)
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -41,7 +43,11 @@ def trained(steps: int = 3) -> dict[str, Any]:
         model(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
         scheduler.step()
-    ema = {name: value.clone() for name, value in model.state_dict().items() if value.is_floating_point()}
+    ema = {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if value.is_floating_point()
+    }
     scaler = {
         "scale": 65536.0,
         "growth_factor": 2.0,
@@ -105,10 +111,18 @@ def save_trainer(folder: Path, everything: dict[str, Any]) -> Path:
     save_safetensors(folder / "model.safetensors", everything["state_dict"])
     torch.save(everything["optimizer"], folder / "optimizer.pt")
     torch.save(everything["lr_scheduler"], folder / "scheduler.pt")
-    torch.save({"python": (3, tuple(range(20)), None), "cpu": everything["rng_state"]}, folder / "rng_state.pth")
+    torch.save(
+        {"python": (3, tuple(range(20)), None), "cpu": everything["rng_state"]},
+        folder / "rng_state.pth",
+    )
     torch.save(everything["scaler"], folder / "scaler.pt")
-    history = [{"loss": 2.0, "grad_norm": 1.0, "step": 1}, {"loss": 1.5, "grad_norm": 0.9, "step": 2}]
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "log_history": history}))
+    history = [
+        {"loss": 2.0, "grad_norm": 1.0, "step": 1},
+        {"loss": 1.5, "grad_norm": 0.9, "step": 2},
+    ]
+    (folder / "trainer_state.json").write_text(
+        json.dumps({"global_step": 3, "log_history": history})
+    )
     (folder / "config.json").write_text("{}")
     return folder
 
@@ -121,7 +135,12 @@ def lightning(everything: dict[str, Any]) -> dict[str, Any]:
         "pytorch-lightning_version": "2.6.6",
         "state_dict": everything["state_dict"],
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
-        "callbacks": {"EarlyStopping{'monitor': 'val'}": {"wait_count": 0, "best_score": torch.tensor(float("inf"))}},
+        "callbacks": {
+            "EarlyStopping{'monitor': 'val'}": {
+                "wait_count": 0,
+                "best_score": torch.tensor(float("inf")),
+            }
+        },
         "optimizer_states": [everything["optimizer"]],
         "lr_schedulers": [everything["lr_scheduler"]],
         "hparams_name": "kwargs",

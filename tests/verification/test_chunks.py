@@ -1,4 +1,6 @@
-"""Cutting a file into chunks: every wanted byte exactly once, no element split, checksums combined rightly."""
+"""Cutting a file into chunks: every wanted byte exactly once, no element split, checksums combined
+rightly.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_every_wanted_byte_comes_once_and_no_element_is_split(
     end = 0
     for chunk in cut(segments, blocks, piece, piece * times):
         assert 0 < chunk.size <= piece * times and chunk.start >= end
-        assert chunk.size <= piece or all((part.offset, part.size) == (0, chunk.size) for part in chunk.parts)
+        assert chunk.size <= piece or all(
+            (part.offset, part.size) == (0, chunk.size) for part in chunk.parts
+        )
         end = chunk.start + chunk.size
         for part in chunk.parts:
             owner = part.owner
@@ -54,18 +58,28 @@ def test_every_wanted_byte_comes_once_and_no_element_is_split(
 
 @given(st.binary(max_size=300), st.binary(max_size=5000))
 def test_checksum_of_two_parts_is_that_of_the_whole(first: bytes, second: bytes) -> None:
-    assert crc.combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    assert crc.combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(
+        first + second
+    )
 
 
 def test_same_bytes_are_one_segment() -> None:
-    looks = [Look(name, "parameter", "float32", (4,), Segment(64, 16, "float32", 64)) for name in "abc"]
+    looks = [
+        Look(name, "parameter", "float32", (4,), Segment(64, 16, "float32", 64)) for name in "abc"
+    ]
     assert len(merge(looks)) == 1
     assert len({id(look.segment) for look in looks}) == 1
 
 
 def test_views_that_overlap_without_end_are_looked_at_together() -> None:
     looks = [
-        Look(str(n), "parameter", "float32", (1000 - n,), Segment(n * 4, 4 * (1000 - n), "float32", 0))
+        Look(
+            str(n),
+            "parameter",
+            "float32",
+            (1000 - n,),
+            Segment(n * 4, 4 * (1000 - n), "float32", 0),
+        )
         for n in range(900)
     ]
     (segment,) = merge(looks)

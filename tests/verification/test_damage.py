@@ -1,4 +1,6 @@
-"""Files that were torn or altered: truncation anywhere, flipped bits where the format has a checksum, lost shards."""
+"""Files that were torn or altered: truncation anywhere, flipped bits where the format has a
+checksum, lost shards.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, everything: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "m.safetensors"])
-def test_truncation_anywhere_is_an_error(tmp_path: Path, whole: dict[str, bytes], name: str) -> None:
+def test_truncation_anywhere_is_an_error(
+    tmp_path: Path, whole: dict[str, bytes], name: str
+) -> None:
     content = whole[name]
     for length in range(0, len(content), max(1, len(content) // 97)):
         (tmp_path / name).write_bytes(content[:length])
@@ -54,8 +58,12 @@ def test_flipped_bit_in_the_data_of_a_zip_is_found(
             for start in [
                 entry.header_offset
                 + 30
-                + int.from_bytes(content[entry.header_offset + 26 : entry.header_offset + 28], "little")
-                + int.from_bytes(content[entry.header_offset + 28 : entry.header_offset + 30], "little")
+                + int.from_bytes(
+                    content[entry.header_offset + 26 : entry.header_offset + 28], "little"
+                )
+                + int.from_bytes(
+                    content[entry.header_offset + 28 : entry.header_offset + 30], "little"
+                )
             ]
             for offset in range(start, start + entry.file_size)
         ]
@@ -74,7 +82,11 @@ def test_checksum_names_the_record_and_both_sums(
     content[content.find(weight) + 10] ^= 1
     (tmp_path / "m.pt").write_bytes(content)
     (error,) = stepguard.verify(tmp_path / "m.pt").errors
-    assert error.kind == "checksum" and "/data/" in error.detail and "bytes have changed" in error.detail
+    assert (
+        error.kind == "checksum"
+        and "/data/" in error.detail
+        and "bytes have changed" in error.detail
+    )
 
 
 def test_file_without_checksums_says_that_flips_cannot_be_found(tmp_path: Path) -> None:
@@ -126,7 +138,9 @@ class TestShards:
         del index["weight_map"]["outer.bias"]
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         found = stepguard.verify(folder)
-        assert found.ok and "outer.bias" in {warning.tensor for warning in found.warnings if warning.kind == "index"}
+        assert found.ok and "outer.bias" in {
+            warning.tensor for warning in found.warnings if warning.kind == "index"
+        }
 
     def test_torn_index(self, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a":')

@@ -72,15 +72,25 @@ def test_heavy_tails_are_no_outlier(tmp_path: Path) -> None:
 def test_best_score_of_a_callback_may_be_infinite_but_not_nan(tmp_path: Path) -> None:
     state = {"w": torch.rand(4, 4)}
     score = torch.tensor(float("inf"))
-    assert judged(tmp_path, {"state_dict": state, "callbacks": {"stop": {"best_score": score}}}) == []
-    assert judged(tmp_path, {"state_dict": state, "callbacks": {"stop": {"best_score": score * 0}}}) == [
-        ("nan", "warning")
-    ]
+    assert (
+        judged(tmp_path, {"state_dict": state, "callbacks": {"stop": {"best_score": score}}}) == []
+    )
+    assert judged(
+        tmp_path, {"state_dict": state, "callbacks": {"stop": {"best_score": score * 0}}}
+    ) == [("nan", "warning")]
 
 
 def test_fresh_optimizer_is_normal(tmp_path: Path) -> None:
-    state = {0: {"step": torch.tensor(0.0), "exp_avg": torch.zeros(64, 64), "exp_avg_sq": torch.zeros(64, 64)}}
-    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0], "growth_rate": float("inf")}]
+    state = {
+        0: {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros(64, 64),
+            "exp_avg_sq": torch.zeros(64, 64),
+        }
+    }
+    groups = [
+        {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0], "growth_rate": float("inf")}
+    ]
     assert judged(tmp_path, {"optimizer": {"state": state, "param_groups": groups}}) == []
 
 
@@ -89,7 +99,11 @@ def test_negative_second_moment_is_an_error(tmp_path: Path) -> None:
     moment[1, 1] = -0.3
     state = {0: {"step": torch.tensor(3.0), "exp_avg": -torch.rand(64, 64), "exp_avg_sq": moment}}
     (problem,) = problems(tmp_path, {"opt": {"state": state, "param_groups": [{"lr": 1.0}]}})
-    assert (problem.kind, problem.tensor, problem.role) == ("negative", "opt/state/0/exp_avg_sq", "optimizer")
+    assert (problem.kind, problem.tensor, problem.role) == (
+        "negative",
+        "opt/state/0/exp_avg_sq",
+        "optimizer",
+    )
 
 
 def test_plateau_scheduler_may_hold_infinity(tmp_path: Path) -> None:
@@ -132,7 +146,10 @@ class TestLearningRate:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
         optimizer.step()
         scheduler.step()
-        path = saved.save_zip(tmp_path / "m.pt", {"optimizer": optimizer.state_dict(), "sched": scheduler.state_dict()})
+        path = saved.save_zip(
+            tmp_path / "m.pt",
+            {"optimizer": optimizer.state_dict(), "sched": scheduler.state_dict()},
+        )
         assert stepguard.verify(path, lr=0.1).ok
         (error,) = stepguard.verify(path, lr=0.3).errors
         assert "initial_lr" in error.detail and "running at" in error.detail

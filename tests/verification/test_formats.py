@@ -1,4 +1,6 @@
-"""Checkpoints that real libraries wrote: all are read, all roles are told, healthy ones have no error."""
+"""Checkpoints that real libraries wrote: all are read, all roles are told, healthy ones have no
+error.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def everything() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("save", ONE_FILE.values(), ids=ONE_FILE)
-def test_healthy_file_is_good_and_every_role_is_told(tmp_path: Path, everything: dict[str, Any], save: Saver) -> None:
+def test_healthy_file_is_good_and_every_role_is_told(
+    tmp_path: Path, everything: dict[str, Any], save: Saver
+) -> None:
     found = stepguard.verify(save(tmp_path / "all.pt", everything))
     assert found.ok and not found.problems, found.problems
     assert {"parameter", "buffer", "optimizer", "ema", "rng"} <= found.roles.keys()
@@ -60,7 +64,9 @@ def test_nan_in_the_optimizer_and_in_plain_numbers_is_found(
     import copy
 
     bad = copy.deepcopy(everything)
-    bad["optimizer"]["state"][2]["exp_avg"] = poison(bad["optimizer"]["state"][2]["exp_avg"], float("inf"))
+    bad["optimizer"]["state"][2]["exp_avg"] = poison(
+        bad["optimizer"]["state"][2]["exp_avg"], float("inf")
+    )
     bad["optimizer"]["param_groups"][0]["lr"] = float("nan")
     bad["scaler"]["scale"] = float("inf")
     bad["lr_scheduler"]["_last_lr"] = [float("nan")]
@@ -87,7 +93,9 @@ def test_every_element_type_is_scanned(tmp_path: Path, dtype: torch.dtype, save:
     assert stepguard.verify(save(tmp_path / "good.pt", {"w.weight": values, "n": torch.ones(3)})).ok
     wide = values.to(torch.complex64 if dtype.is_complex else torch.float32).clone()
     wide[777] = float("nan")
-    found = stepguard.verify(save(tmp_path / "bad.pt", {"w.weight": wide.to(dtype), "n": torch.ones(3)}))
+    found = stepguard.verify(
+        save(tmp_path / "bad.pt", {"w.weight": wide.to(dtype), "n": torch.ones(3)})
+    )
     (error,) = found.errors
     assert error.kind == "nan" and error.tensor == "w.weight" and "first at [777]" in error.detail
 
@@ -97,7 +105,9 @@ def test_every_element_type_is_scanned(tmp_path: Path, dtype: torch.dtype, save:
 def test_one_bad_value_is_found_wherever_it_is(tmp_path: Path, number: float, place: int) -> None:
     values = torch.zeros(1_000_003) + 0.5
     values[place] = number
-    found = stepguard.verify(saved.save_safetensors(tmp_path / "m.safetensors", {"a": torch.ones(3), "w": values}))
+    found = stepguard.verify(
+        saved.save_safetensors(tmp_path / "m.safetensors", {"a": torch.ones(3), "w": values})
+    )
     (error,) = found.errors
     assert f"first at [{place}]" in error.detail and " of 1,000,003" in error.detail
 
@@ -127,11 +137,15 @@ def test_whole_module_tells_parameters_from_buffers(tmp_path: Path) -> None:
     found = stepguard.verify(saved.save_zip(tmp_path / "module.pt", model))
     assert found.ok and found.roles == {"buffer": 4, "parameter": 8}
     (warning,) = found.warnings
-    assert warning.kind == "global" and "Small" in warning.detail and "torch.nn" not in warning.detail
+    assert (
+        warning.kind == "global" and "Small" in warning.detail and "torch.nn" not in warning.detail
+    )
 
 
 def test_lightning_checkpoint(tmp_path: Path, everything: dict[str, Any]) -> None:
-    found = stepguard.verify(saved.save_zip(tmp_path / "epoch=1-step=3.ckpt", saved.lightning(everything)))
+    found = stepguard.verify(
+        saved.save_zip(tmp_path / "epoch=1-step=3.ckpt", saved.lightning(everything))
+    )
     assert found.ok and not found.problems, found.problems
     assert found.step == 3 and found.roles["optimizer"] == 18 and found.roles["other"] == 1
 
@@ -143,9 +157,13 @@ def test_trainer_folder_is_one_checkpoint(tmp_path: Path, everything: dict[str, 
     assert {"parameter", "buffer", "optimizer", "rng"} <= found.roles.keys()
 
 
-def test_loss_that_became_nan_in_the_trainers_log_is_a_warning(tmp_path: Path, everything: dict[str, Any]) -> None:
+def test_loss_that_became_nan_in_the_trainers_log_is_a_warning(
+    tmp_path: Path, everything: dict[str, Any]
+) -> None:
     folder = saved.save_trainer(tmp_path / "checkpoint-3", everything)
-    (folder / "trainer_state.json").write_text('{"global_step": 3, "log_history": [{"loss": NaN, "step": 2}]}')
+    (folder / "trainer_state.json").write_text(
+        '{"global_step": 3, "log_history": [{"loss": NaN, "step": 2}]}'
+    )
     found = stepguard.verify(folder)
     assert found.ok and "loss" in {warning.kind for warning in found.warnings}
 
@@ -159,7 +177,10 @@ def test_dcp_folder(tmp_path: Path, everything: dict[str, Any]) -> None:
 
 
 def test_nan_in_a_dcp_folder_is_found_by_name(tmp_path: Path, everything: dict[str, Any]) -> None:
-    state = {**everything["state_dict"], "outer.bias": poison(everything["state_dict"]["outer.bias"])}
+    state = {
+        **everything["state_dict"],
+        "outer.bias": poison(everything["state_dict"]["outer.bias"]),
+    }
     found = stepguard.verify(saved.save_dcp(tmp_path / "dcp", {"model": state}))
     assert [(error.kind, error.tensor) for error in found.errors] == [("nan", "model.outer.bias")]
 
@@ -167,7 +188,10 @@ def test_nan_in_a_dcp_folder_is_found_by_name(tmp_path: Path, everything: dict[s
 def test_numpy_arrays_and_scalars_in_a_pickle_are_read(tmp_path: Path) -> None:
     array = np.ones((300, 300))
     array[7, 9] = np.nan
-    value = {"state_dict": {"w": array, "ok": np.zeros(5, dtype=np.float32)}, "scaler": {"scale": np.float64("nan")}}
+    value = {
+        "state_dict": {"w": array, "ok": np.zeros(5, dtype=np.float32)},
+        "scaler": {"scale": np.float64("nan")},
+    }
     found = stepguard.verify(saved.save_pickle(tmp_path / "m.pkl", value))
     assert sorted((error.tensor or "", error.kind) for error in found.errors) == [
         ("scaler/scale", "nan"),
@@ -221,7 +245,9 @@ def test_torchscript_archive_is_read(tmp_path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.trace(net, torch.ones(1, 3), check_trace=False), tmp_path / "net.pt")
+        torch.jit.save(
+            torch.jit.trace(net, torch.ones(1, 3), check_trace=False), tmp_path / "net.pt"
+        )
     found = stepguard.verify(tmp_path / "net.pt")
     assert [error.kind for error in found.errors] == ["nan"], found.problems
     assert "line" in (found.errors[0].tensor or "")

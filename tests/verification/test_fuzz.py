@@ -1,4 +1,6 @@
-"""Damaged and invented files: a reader answers with a result, whatever the bytes are, and runs nothing."""
+"""Damaged and invented files: a reader answers with a result, whatever the bytes are, and runs
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_code_that_runs_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=300)
 @given(st.binary(max_size=400), st.sampled_from(["m.pt", "m.pkl", "m.safetensors", "m.ckpt"]))
-def test_any_bytes_give_a_result(tmp_path_factory: pytest.TempPathFactory, content: bytes, name: str) -> None:
+def test_any_bytes_give_a_result(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, name: str
+) -> None:
     path: Path = tmp_path_factory.mktemp("any") / name
     path.write_bytes(content)
     assert stepguard.verify(path).bytes == len(content)

@@ -29,7 +29,9 @@ def kinds(found: Verification) -> set[str]:
 
 @pytest.mark.parametrize("trick", hostile.RUNS_CODE)
 @pytest.mark.parametrize("form", ["pickle", "zip"])
-def test_pickle_that_would_run_code_is_named_and_does_not_run(tmp_path: Path, trick: str, form: str) -> None:
+def test_pickle_that_would_run_code_is_named_and_does_not_run(
+    tmp_path: Path, trick: str, form: str
+) -> None:
     canary = tmp_path / "canary"
     content = hostile.RUNS_CODE[trick](canary)
     found = verify(tmp_path / "model.pt", hostile.in_zip(content) if form == "zip" else content)
@@ -39,10 +41,14 @@ def test_pickle_that_would_run_code_is_named_and_does_not_run(tmp_path: Path, tr
 
 
 @pytest.mark.parametrize("name", hostile.UNUSUAL_NAMES)
-def test_function_that_no_checkpoint_needs_is_refused_whatever_it_is_called(tmp_path: Path, name: str) -> None:
+def test_function_that_no_checkpoint_needs_is_refused_whatever_it_is_called(
+    tmp_path: Path, name: str
+) -> None:
     found = verify(tmp_path / "model.pt", hostile.in_zip(hostile.by_name(name)))
     (error,) = found.errors
-    assert error.kind in ("hostile", "global") and f"names {name}, which a checkpoint" in error.detail
+    assert (
+        error.kind in ("hostile", "global") and f"names {name}, which a checkpoint" in error.detail
+    )
     assert found.corrupt
 
 
@@ -52,17 +58,23 @@ def test_everything_of_the_standard_library_that_is_not_listed_is_refused(tmp_pa
     content = (
         hostile.PROTOCOL
         + b"]"
-        + b"".join(hostile.text(module) + hostile.text("anything") + b"\x93)Ra" for module in modules)
+        + b"".join(
+            hostile.text(module) + hostile.text("anything") + b"\x93)Ra" for module in modules
+        )
     )
     found = verify(tmp_path / "model.pt", content + b".")
     assert kinds(found) == {"hostile"} and f"{len(modules) - 20} more" in found.errors[-1].detail
 
 
 def test_value_of_an_own_class_is_told_and_not_moved_away(tmp_path: Path) -> None:
-    """An Enum of a project is rebuilt by a call: nobody can see what it does, and it is no damage either."""
+    """An Enum of a project is rebuilt by a call: nobody can see what it does, and it is no damage
+    either.
+    """
     from stepguard.verification.quarantine import is_bad
 
-    found = verify(tmp_path / "model.pt", hostile.in_zip(hostile.by_name("my_project.settings.Mode")))
+    found = verify(
+        tmp_path / "model.pt", hostile.in_zip(hostile.by_name("my_project.settings.Mode"))
+    )
     assert kinds(found) == {"global"} and "save its value instead" in found.errors[0].detail
     assert not is_bad(found)
 
@@ -76,7 +88,9 @@ def test_hostile_pickles_would_really_import_what_is_reported(tmp_path: Path) ->
         if trick not in ("EXT1", "pickle in a storage", "changed class"):
             found = verify(tmp_path / "x.pt", make(tmp_path / "canary"))
             detail = next(p.detail for p in found.errors if p.kind == "hostile")
-            assert any(all(part in detail for part in word.split()) for word in words if word != "None"), trick
+            assert any(
+                all(part in detail for part in word.split()) for word in words if word != "None"
+            ), trick
 
 
 @pytest.mark.parametrize("name", hostile.GREEDY)
@@ -121,7 +135,9 @@ def test_zip_in_a_zip_is_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../../b", "C:/x"])
 def test_entry_that_would_leave_the_folder_is_refused(tmp_path: Path, name: str) -> None:
-    assert kinds(verify(tmp_path / "model.pt", hostile.zip_with({name: b"x", "a/data.pkl": b"N."}))) == {"hostile"}
+    assert kinds(
+        verify(tmp_path / "model.pt", hostile.zip_with({name: b"x", "a/data.pkl": b"N."}))
+    ) == {"hostile"}
 
 
 def test_entries_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
@@ -152,7 +168,9 @@ def test_malformed_safetensors_is_one_clear_error(tmp_path: Path, name: str) -> 
     assert kinds(found) <= {"torn", "malformed", "limit", "format", "duplicate"}
 
 
-@pytest.mark.parametrize("shard", ["../../secret.safetensors", "/etc/passwd", "..", "sub/x.safetensors"])
+@pytest.mark.parametrize(
+    "shard", ["../../secret.safetensors", "/etc/passwd", "..", "sub/x.safetensors"]
+)
 def test_index_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path, shard: str) -> None:
     folder = tmp_path / "a" / "model"
     folder.mkdir(parents=True)
@@ -191,7 +209,10 @@ def test_names_from_the_file_cannot_move_the_cursor(tmp_path: Path) -> None:
         + b"K\x01tQ"
     )
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00))\x89}tR"
-    found = verify(tmp_path / "model.pt", hostile.in_zip(b"\x80\x02}" + name + tensor + b"s.", data__0=b"\0\0\xc0\x7f"))
+    found = verify(
+        tmp_path / "model.pt",
+        hostile.in_zip(b"\x80\x02}" + name + tensor + b"s.", data__0=b"\0\0\xc0\x7f"),
+    )
     (problem,) = found.errors
     assert problem.kind == "nan" and problem.tensor is not None
     assert "\x1b" not in problem.tensor and len(problem.tensor) <= 200
@@ -213,16 +234,24 @@ print(len(found.parts), len(found.errors))
 
 
 def test_memory_is_bounded_for_large_files_and_for_the_worst_ones(tmp_path: Path) -> None:
-    """In a child: 2 GB that are mostly a hole in the disk, then hostile files under a limit of the system."""
+    """In a child: 2 GB that are mostly a hole in the disk, then hostile files under a limit of the
+    system.
+    """
     large, folder = tmp_path / "large.safetensors", tmp_path / "worst"
-    large.write_bytes(hostile.safetensors({"a": hostile.entry(0, 2_000_000_000, shape=(500_000_000,))}))
+    large.write_bytes(
+        hostile.safetensors({"a": hostile.entry(0, 2_000_000_000, shape=(500_000_000,))})
+    )
     os.truncate(large, large.stat().st_size + 2_000_000_000)
     folder.mkdir()
     chosen = {**hostile.GREEDY, "bomb": hostile.bomb(), "directory": hostile.huge_directory()}
     for number, content in enumerate(chosen.values()):
         (folder / f"{number}.pt").write_bytes(content)
     (folder / "header.safetensors").write_bytes(hostile.MALFORMED_SAFETENSORS["header of 2 GB"])
-    environment = {**os.environ, "PYTHONPATH": str(Path(stepguard.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(stepguard.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", CHILD, str(large), str(folder), str(BOUND)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr

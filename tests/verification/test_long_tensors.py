@@ -9,7 +9,14 @@ from safetensors.torch import save_file
 import stepguard
 from stepguard.verification.chunk_work import CHUNK, PIECE
 
-TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e5m2]
+TYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.float8_e5m2,
+]
 
 
 def _long(dtype: torch.dtype) -> torch.Tensor:
@@ -37,7 +44,11 @@ def test_values_in_any_piece_are_counted_and_the_first_is_named(
     places = [3 * PIECE // dtype.itemsize + 11, CHUNK // dtype.itemsize - 1, len(tensor) - 1]
     for place in places:
         tensor[place] = float("nan")
-    (problem,) = [p for p in stepguard.verify(_saved(tensor, tmp_path / f"long{suffix}")).problems if p.kind == "nan"]
+    (problem,) = [
+        p
+        for p in stepguard.verify(_saved(tensor, tmp_path / f"long{suffix}")).problems
+        if p.kind == "nan"
+    ]
     assert "3 NaN of" in problem.detail and f"first at [{places[0]}]" in problem.detail
 
 

@@ -59,7 +59,11 @@ def test_altered_tensor_is_named(folder: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-100] ^= 8
     file.write_bytes(content)
-    named = {problem.tensor for problem in stepguard.verify(folder / "step-20").errors if problem.kind == "checksum"}
+    named = {
+        problem.tensor
+        for problem in stepguard.verify(folder / "step-20").errors
+        if problem.kind == "checksum"
+    }
     assert len(named - {None}) == 1 and None in named
 
 
@@ -97,7 +101,10 @@ def test_folder_without_its_seal_is_an_error(folder: Path) -> None:
 
 def test_pointer_to_nothing_is_an_error(folder: Path) -> None:
     (folder / "last-good").write_text("step-999 " + 32 * "0" + "\n")
-    assert any(error.kind == "seal" and "last-good" in error.file for error in stepguard.verify(folder).errors)
+    assert any(
+        error.kind == "seal" and "last-good" in error.file
+        for error in stepguard.verify(folder).errors
+    )
 
 
 def test_state_that_was_sealed_in_trouble_is_a_warning(tmp_path: Path) -> None:

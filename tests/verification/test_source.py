@@ -56,7 +56,9 @@ def test_zip_reader_gets_no_more_than_the_limit(path: Path) -> None:
         assert file.read(50) == b""
 
 
-def test_zip_directory_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zip_directory_beyond_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:

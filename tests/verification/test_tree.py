@@ -21,7 +21,9 @@ def everything() -> dict[str, Any]:
     return saved.trained()
 
 
-def test_everything_below_a_folder_is_found_and_told_apart(tmp_path: Path, everything: dict[str, Any]) -> None:
+def test_everything_below_a_folder_is_found_and_told_apart(
+    tmp_path: Path, everything: dict[str, Any]
+) -> None:
     saved.save_trainer(tmp_path / "out" / "checkpoint-20", everything)
     saved.save_trainer(tmp_path / "out" / "checkpoint-100", everything)
     saved.save_dcp(tmp_path / "dcp", {"model": everything["state_dict"]})
@@ -69,10 +71,14 @@ def test_link_inside_the_folder_is_seen_once(tmp_path: Path, everything: dict[st
     saved.save_zip(tmp_path / "epoch=1.ckpt", everything)
     (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
     found = stepguard.verify(tmp_path)
-    assert (len(found.parts) == 1 and not found.problems) or {p.kind for p in found.problems} == {"inf"}
+    assert (len(found.parts) == 1 and not found.problems) or {p.kind for p in found.problems} == {
+        "inf"
+    }
 
 
-def test_snapshot_of_the_hub_cache_is_followed_into_its_blobs(tmp_path: Path, everything: dict[str, Any]) -> None:
+def test_snapshot_of_the_hub_cache_is_followed_into_its_blobs(
+    tmp_path: Path, everything: dict[str, Any]
+) -> None:
     blobs, snapshot = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -105,7 +111,9 @@ def test_unreadable_folder_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.ok and [warning.kind for warning in found.warnings] == ["unreadable"]
 
 
-def test_progress_reaches_every_byte_of_the_plan(tmp_path: Path, everything: dict[str, Any]) -> None:
+def test_progress_reaches_every_byte_of_the_plan(
+    tmp_path: Path, everything: dict[str, Any]
+) -> None:
     saved.save_trainer(tmp_path / "checkpoint-20", everything)
     saved.save_zip(tmp_path / "last.ckpt", everything)
     planned: list[int] = []
@@ -121,11 +129,17 @@ def test_dcp_folder_without_its_metadata_is_a_save_that_never_finished(
     (folder / ".metadata").unlink()
     for found in (stepguard.verify(folder), stepguard.verify(tmp_path)):
         (error,) = found.errors
-        assert error.kind == "missing" and ".metadata" in error.detail and "never finished" in error.detail
+        assert (
+            error.kind == "missing"
+            and ".metadata" in error.detail
+            and "never finished" in error.detail
+        )
         assert found.corrupt and len(found.leaves) == 1
 
 
-def test_link_in_the_place_of_metadata_is_refused(tmp_path: Path, everything: dict[str, Any]) -> None:
+def test_link_in_the_place_of_metadata_is_refused(
+    tmp_path: Path, everything: dict[str, Any]
+) -> None:
     folder = saved.save_dcp(tmp_path / "dcp", {"model": everything["state_dict"]})
     (folder / ".metadata").unlink()
     (folder / ".metadata").symlink_to("/dev/zero")
@@ -141,18 +155,24 @@ def test_seal_that_is_a_link_is_refused_without_reading(tmp_path: Path, target: 
     with special_file(tmp_path, target) as where:
         (folder / "seal.json").symlink_to(where)
         found = stepguard.verify(tmp_path / "checkpoints")
-    assert [error.kind for error in found.errors] == ["seal"] and "symbolic link" in found.errors[0].detail
+    assert [error.kind for error in found.errors] == ["seal"] and "symbolic link" in found.errors[
+        0
+    ].detail
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "fifo", "socket"])
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_weights_that_are_a_link_to_no_file_are_an_error(tmp_path: Path, target: str, name: str) -> None:
+def test_weights_that_are_a_link_to_no_file_are_an_error(
+    tmp_path: Path, target: str, name: str
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     with special_file(tmp_path, target) as where:
         (folder / name).symlink_to(where)
         found, directly = stepguard.verify(folder), stepguard.verify(folder / name)
-    assert [error.kind for error in found.errors] == ["link"] and "not opened" in found.errors[0].detail
+    assert [error.kind for error in found.errors] == ["link"] and "not opened" in found.errors[
+        0
+    ].detail
     assert [error.kind for error in directly.errors] == ["unreadable"]
 
 

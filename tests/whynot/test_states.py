@@ -122,7 +122,9 @@ def test_the_rates_of_the_reports_healthy_log_are_impossible_with_its_settings()
         optimizer.step()
         schedule.step()
     ends = [rates[epoch * 594 - 1] for epoch in (1, 2, 15)]
-    assert ends == pytest.approx([4.41e-6, 5.63e-6, 7.04e-5], rel=0.01)  # said: 5.00e-05, 7.23e-05, 1.23e-04
+    assert ends == pytest.approx(
+        [4.41e-6, 5.63e-6, 7.04e-5], rel=0.01
+    )  # said: 5.00e-05, 7.23e-05, 1.23e-04
 
 
 def test_a_floor_given_to_lambda_lr_is_a_factor_and_past_the_end_a_complex_number() -> None:
@@ -137,13 +139,18 @@ def test_a_floor_given_to_lambda_lr_is_a_factor_and_past_the_end_a_complex_numbe
         factor(steps + 1)
 
 
-def test_the_reports_look_at_a_checkpoint_misses_inf_optimizer_and_other_layouts(tmp_path: Path) -> None:
+def test_the_reports_look_at_a_checkpoint_misses_inf_optimizer_and_other_layouts(
+    tmp_path: Path,
+) -> None:
     def one_liner(path: Path) -> bool:
         return any(bool(torch.isnan(p).any()) for p in torch.load(path)["model"].values())
 
     model = nn.Linear(2, 2)
     infinite = {**model.state_dict(), "bias": torch.tensor([math.inf, 0.0])}
-    moments = {"state": {0: {"exp_avg": torch.tensor([math.nan])}}, "param_groups": [{"params": [0], "lr": 0.1}]}
+    moments = {
+        "state": {0: {"exp_avg": torch.tensor([math.nan])}},
+        "param_groups": [{"params": [0], "lr": 0.1}],
+    }
     files = {
         "infinite": {"model": infinite},
         "moments": {"model": model.state_dict(), "optimizer": moments},
@@ -152,7 +159,10 @@ def test_the_reports_look_at_a_checkpoint_misses_inf_optimizer_and_other_layouts
     for name, content in files.items():
         torch.save(content, tmp_path / f"{name}.pt")
 
-    assert [one_liner(tmp_path / f"{name}.pt") for name in ("infinite", "moments")] == [False, False]
+    assert [one_liner(tmp_path / f"{name}.pt") for name in ("infinite", "moments")] == [
+        False,
+        False,
+    ]
     with pytest.raises(KeyError):
         one_liner(tmp_path / "bare.pt")
     assert [stepguard.verify(tmp_path / f"{name}.pt").ok for name in files] == [False] * 3

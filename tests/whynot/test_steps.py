@@ -25,7 +25,9 @@ def parameters(*gradients: list[float]) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize(
-    ("test", "survives"), [(torch.isnan, False), (lambda norm: ~torch.isfinite(norm), True)], ids=["isnan", "isfinite"]
+    ("test", "survives"),
+    [(torch.isnan, False), (lambda norm: ~torch.isfinite(norm), True)],
+    ids=["isnan", "isfinite"],
 )
 def test_isnan_lets_an_infinite_norm_pass_and_the_weights_are_nan(
     test: Callable[[torch.Tensor], torch.Tensor], survives: bool
@@ -44,7 +46,9 @@ def test_isnan_lets_an_infinite_norm_pass_and_the_weights_are_nan(
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_clipping_first_or_checking_first_sees_the_same_norm(bad: float) -> None:
     given = [1.0, bad, 2.0], [1.0, 1.0, 1.0]
-    before = torch.linalg.vector_norm(torch.cat([p.grad for p in parameters(*given) if p.grad is not None]))
+    before = torch.linalg.vector_norm(
+        torch.cat([p.grad for p in parameters(*given) if p.grad is not None])
+    )
     made = parameters(*given)
     returned = clip_grad_norm_(made, 1.0)
 
@@ -161,7 +165,9 @@ def test_clipping_before_unscaling_clips_to_nothing() -> None:
         else:
             scaler.unscale_(optimizer)
             clip_grad_norm_(model.parameters(), 1.0)
-        return float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
+        return float(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+        )
 
     assert gradient("clip first") == pytest.approx(2.0**-16, rel=1e-3)
     assert gradient("unscale first") > 0.5

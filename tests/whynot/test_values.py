@@ -1,4 +1,6 @@
-"""Fixes that change values: the number looks finite, the gradient is not, or nothing is learned any more."""
+"""Fixes that change values: the number looks finite, the gradient is not, or nothing is learned any
+more.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def rows_with_one_nan() -> Tensor:
 
 
 def finite_gradients(model: nn.Module) -> int:
-    return sum(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+    return sum(
+        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("where", ["loss", "prediction"])
@@ -48,7 +52,10 @@ def test_nan_to_num_shows_a_plausible_loss_of_a_model_that_is_all_nan() -> None:
         parameter.data.fill_(torch.nan)
     source = torch.Generator().manual_seed(2)
     seen = [
-        F.mse_loss(torch.nan_to_num(model(torch.randn(64, 3, generator=source))), torch.randn(64, 1, generator=source))
+        F.mse_loss(
+            torch.nan_to_num(model(torch.randn(64, 3, generator=source))),
+            torch.randn(64, 1, generator=source),
+        )
         for _ in range(5)
     ]
 
@@ -59,7 +66,9 @@ def test_the_same_step_under_a_guard_leaves_the_weights_alone() -> None:
     model = net()
     before = [p.detach().clone() for p in model.parameters()]
     with Guard(model, torch.optim.AdamW(model.parameters()), config=QUIET) as guard:
-        result = guard.step(lambda x: torch.nan_to_num(model(x)).square().mean(), rows_with_one_nan())
+        result = guard.step(
+            lambda x: torch.nan_to_num(model(x)).square().mean(), rows_with_one_nan()
+        )
 
         assert result.incident is not None and result.incident.verdict.kind == "nonfinite_gradient"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -76,7 +85,9 @@ def test_where_behind_the_logarithm_leaves_a_nan_gradient_and_before_it_does_not
 
 
 @pytest.mark.parametrize(("loss", "clamped", "slope"), [(50.0, 50.0, 1.0), (150.0, 100.0, 0.0)])
-def test_a_clamp_on_the_loss_ends_the_gradient_where_it_is_needed(loss: float, clamped: float, slope: float) -> None:
+def test_a_clamp_on_the_loss_ends_the_gradient_where_it_is_needed(
+    loss: float, clamped: float, slope: float
+) -> None:
     x = torch.tensor(loss, requires_grad=True)
     found = torch.clamp(x * 1.0, max=100.0)
     found.backward()
@@ -146,7 +157,9 @@ def test_labels_that_are_all_masked_give_nan_and_by_hand_a_nan_gradient_too() ->
 
     mask = torch.zeros(4)
     logits.grad = None
-    by_hand = (F.cross_entropy(logits, torch.zeros(4, dtype=torch.long), reduction="none") * mask).sum() / mask.sum()
+    by_hand = (
+        F.cross_entropy(logits, torch.zeros(4, dtype=torch.long), reduction="none") * mask
+    ).sum() / mask.sum()
     by_hand.backward()
     assert torch.isnan(by_hand) and bool(torch.isnan(logits.grad).all())
 
@@ -167,7 +180,9 @@ def test_the_mean_of_micro_batch_means_is_another_loss() -> None:
 def test_zero_infinity_counts_a_sample_it_could_not_read_as_a_loss_of_zero() -> None:
     torch.manual_seed(0)
     scores = torch.randn(16, 2, 37).log_softmax(-1)
-    targets = torch.stack([torch.ones(10, dtype=torch.long), torch.arange(1, 11)])  # ten times "1" needs 19 frames
+    targets = torch.stack(
+        [torch.ones(10, dtype=torch.long), torch.arange(1, 11)]
+    )  # ten times "1" needs 19 frames
     lengths = torch.full((2,), 16), torch.full((2,), 10)
     plain = F.ctc_loss(scores, targets, *lengths, reduction="none")
     zeroed = F.ctc_loss(scores, targets, *lengths, reduction="none", zero_infinity=True)
@@ -175,7 +190,9 @@ def test_zero_infinity_counts_a_sample_it_could_not_read_as_a_loss_of_zero() -> 
     ours = numerics.ctc_loss(scores, targets, *lengths, count=counted)
 
     assert torch.isinf(plain[0]) and zeroed[0].item() == 0.0
-    assert float((zeroed / 10).mean()) == pytest.approx(float(plain[1] / 10) / 2)  # half of the true loss
+    assert float((zeroed / 10).mean()) == pytest.approx(
+        float(plain[1] / 10) / 2
+    )  # half of the true loss
     assert float(ours) == pytest.approx(float(plain[1] / 10))
     assert counted.counts() == {"ctc_loss.unalignable": 1}
 
@@ -191,7 +208,9 @@ def test_normalising_latents_inside_the_loss_loses_their_scale() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e8), (torch.bfloat16, 1e8)])
-def test_normalising_a_zero_vector_multiplies_its_gradient_by_1e8(dtype: torch.dtype, largest: float) -> None:
+def test_normalising_a_zero_vector_multiplies_its_gradient_by_1e8(
+    dtype: torch.dtype, largest: float
+) -> None:
     x = torch.zeros(1, 32, dtype=dtype, requires_grad=True)
     F.normalize(x, dim=-1, eps=1e-8).sum().backward()
     assert x.grad is not None and float(x.grad.abs().max()) == pytest.approx(largest, rel=0.01)

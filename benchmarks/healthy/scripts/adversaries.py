@@ -1,4 +1,6 @@
-"""A GAN in one module with an optimizer for each half, an EMA of the generator and a rate that is lowered by hand."""
+"""A GAN in one module with an optimizer for each half, an EMA of the generator and a rate that is
+lowered by hand.
+"""
 
 import argparse
 import copy
@@ -24,7 +26,8 @@ net = nn.ModuleDict(
 )
 average = copy.deepcopy(net["generator"])
 for_critic, for_generator = (
-    torch.optim.Adam(net[name].parameters(), lr=2e-3, betas=(0.5, 0.999)) for name in ("critic", "generator")
+    torch.optim.Adam(net[name].parameters(), lr=2e-3, betas=(0.5, 0.999))
+    for name in ("critic", "generator")
 )
 losses = []
 for step in range(args.steps):
@@ -46,5 +49,10 @@ for step in range(args.steps):
         for slow, fast in zip(average.parameters(), net["generator"].parameters(), strict=True):
             slow.lerp_(fast, 0.01)
 optimizers = [for_critic.state_dict(), for_generator.state_dict()]
-state = {"model": net.state_dict(), "average": average.state_dict(), "optimizers": optimizers, "losses": losses}
+state = {
+    "model": net.state_dict(),
+    "average": average.state_dict(),
+    "optimizers": optimizers,
+    "losses": losses,
+}
 torch.save({**state, "torch": torch.get_rng_state(), "python": repr(random.getstate())}, args.out)

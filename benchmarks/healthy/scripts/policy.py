@@ -36,5 +36,10 @@ for _step in range(args.steps):
     nn.utils.clip_grad_norm_(policy.parameters(), 5.0)
     optimizer.step()
     losses.append(loss.item())
-state = {"model": policy.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses, "places": places}
+state = {
+    "model": policy.state_dict(),
+    "optimizer": optimizer.state_dict(),
+    "losses": losses,
+    "places": places,
+}
 torch.save({**state, "torch": torch.get_rng_state(), "python": repr(random.getstate())}, args.out)

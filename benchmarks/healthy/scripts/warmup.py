@@ -16,7 +16,9 @@ args = parser.parse_args()
 torch.manual_seed(args.seed)
 random.seed(args.seed)
 centres = torch.randn(10, 8) * 2
-model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 10))
+model = nn.Sequential(
+    nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 10)
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 losses = []
 for step in range(args.steps):

@@ -26,7 +26,10 @@ def train(config: Settings, build_loop: Callable[[Settings, Ranks], AnyLoop]) ->
 
 
 def call(
-    description: str | None, config_name: str, start: Callable[[Settings], Loop], arguments: Sequence[str] | None
+    description: str | None,
+    config_name: str,
+    start: Callable[[Settings], Loop],
+    arguments: Sequence[str] | None,
 ) -> None:
     """Start with what the command line says."""
     config = from_command_line((description or "").partition("\n")[0], config_name, arguments)
@@ -36,5 +39,6 @@ def call(
         start(config)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    # the wrapped model holds the process group, in a cycle; threads of gloo that end after Python abort the process
+    # the wrapped model holds the process group, in a cycle; threads of gloo that end after Python
+    # abort the process
     gc.collect()

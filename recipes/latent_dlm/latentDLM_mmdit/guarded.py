@@ -1,4 +1,6 @@
-"""The loop under stepguard: one call a step; what is wrong is refused, located, explained and survived."""
+"""The loop under stepguard: one call a step; what is wrong is refused, located, explained and
+survived.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class GuardedLoop(Loop):
         norm = math.nan if result.grad_norm is None else float(result.grad_norm)
         most = clip_norm(self.session)
         factor = min(1.0, most / (norm + 1e-6)) if most is not None and norm > 0 else None
-        return Done(loss=loss, norm=norm, parts=self._parts, committed=result.committed, clip_factor=factor)
+        return Done(
+            loss=loss, norm=norm, parts=self._parts, committed=result.committed, clip_factor=factor
+        )
 
     def _as_it_came(self, incident: Incident, committed: bool) -> Done:
         """The numbers of the whole step, also where the update was made from the rest of it."""
@@ -69,8 +73,13 @@ class GuardedLoop(Loop):
             self.say(line)
         session = self.session
         place = "inside" if incident.step < session.warmup else "after"
-        rates = f"learning rate {session.rate:.2e}, {type(session.schedule).__name__} step {incident.step} of "
-        self.guard.say("lr", f"{rates}{session.total_steps}, {place} the warm-up of {session.warmup}")
+        rates = (
+            f"learning rate {session.rate:.2e}, {type(session.schedule).__name__} step "
+            f"{incident.step} of "
+        )
+        self.guard.say(
+            "lr", f"{rates}{session.total_steps}, {place} the warm-up of {session.warmup}"
+        )
 
     def save(self) -> str:
         """Sealed, and only if it is good; then also the weights in the original's layout."""
@@ -82,7 +91,9 @@ class GuardedLoop(Loop):
         return f"saved {saved}"
 
     def resume(self, which: str) -> str:
-        """`last_good`, a step of this run, or the path of a sealed checkpoint or of a checkpoint.pt."""
+        """`last_good`, a step of this run, or the path of a sealed checkpoint or of a
+        checkpoint.pt.
+        """
         assert self.folder is not None, "training.resume needs logging.save_dir"
         if which.isdigit():
             which = str(self.folder / "checkpoints" / f"step-{which}")
@@ -95,7 +106,10 @@ class GuardedLoop(Loop):
         found = verify(path) if path.is_file() else None
         if found is not None and not found.ok:
             worst = found.problems[0]
-            raise SystemExit(f"{path} is not resumed from: {worst.tensor or worst.file} {worst.detail or worst.kind}.")
+            raise SystemExit(
+                f"{path} is not resumed from: {worst.tensor or worst.file} "
+                f"{worst.detail or worst.kind}."
+            )
         done = load_checkpoint(path, self.session)
         self.guard.start_at(done)
         return f"going on from {path} after {done} steps, learning rate {self.session.rate:.2e}"
@@ -108,7 +122,9 @@ class GuardedLoop(Loop):
 def clip_norm(session: Session) -> float | None:
     """Unset is 1.0, 0 turns it off."""
     optimizer = session.config.optimizer
-    given = optimizer.grad_clip_norm if optimizer.grad_clip_value is None else optimizer.grad_clip_value
+    given = (
+        optimizer.grad_clip_norm if optimizer.grad_clip_value is None else optimizer.grad_clip_value
+    )
     most = UNSET_CLIP_NORM if given is None else float(given)
     return most or None
 

@@ -1,4 +1,6 @@
-"""The losses as the original has them: masks are multiplied, schedules run in the model's dtype, nothing is checked."""
+"""The losses as the original has them: masks are multiplied, schedules run in the model's dtype,
+nothing is checked.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +69,16 @@ class ImprovedTrainer(nn.Module):
         if kind != "t2l":
             losses["text_loss"] = self.terms.text_weight * self.text_loss(logits, batch, noised)
         if kind != "l2t":
-            losses["latent_loss"] = self.terms.latent_weight * self.latent_loss(predicted, noised.target)
+            losses["latent_loss"] = self.terms.latent_weight * self.latent_loss(
+                predicted, noised.target
+            )
         self._look(batch, noised, logits.detach(), predicted.detach())
         return losses
 
     def noised(self, batch: Batch, kind: str) -> Noised:
-        """unconditional: both. l2t: all text masked, the latent clean. t2l: the text clean, the latent all noise."""
+        """unconditional: both. l2t: all text masked, the latent clean. t2l: the text clean, the
+        latent all noise.
+        """
         tokens, t, t_latent = batch["input_ids"], batch["t"], batch["t_latent"]
         if kind == "unconditional":
             weight, share = masking(t, eps=self.terms.t_eps, dtype=self.terms.schedule_dtype)
@@ -86,13 +92,23 @@ class ImprovedTrainer(nn.Module):
             latent, target = self.noise.add(latent, batch["noise"], t_latent)
         hidden = torch.where(masked, self.mask_id, tokens)
         return Noised(
-            tokens=hidden, masked=masked, weight=weight, latent=latent, target=target, t_text=t, t_latent=t_latent
+            tokens=hidden,
+            masked=masked,
+            weight=weight,
+            latent=latent,
+            target=target,
+            t_text=t,
+            t_latent=t_latent,
         )
 
     def text_loss(self, logits: Tensor, batch: Batch, noised: Noised) -> Tensor:
         """Cross-entropy of the masked tokens; l2t counts every position, padding too."""
         each = token_losses(logits, batch["input_ids"])
-        text_mask = noised.masked if batch["loss_type"] == "l2t" else noised.masked & batch["attention_mask"]
+        text_mask = (
+            noised.masked
+            if batch["loss_type"] == "l2t"
+            else noised.masked & batch["attention_mask"]
+        )
         if self.terms.weighting == "mdlm":
             weighted = noised.weight.float()[:, None] * each * text_mask
             return weighted.sum() / self.share(batch["attention_mask"])
@@ -100,13 +116,17 @@ class ImprovedTrainer(nn.Module):
 
     def share(self, mask: Tensor) -> Tensor:
         """What a sum over the positions in `mask` is divided by."""
-        return mask.sum().clamp(min=1) if self.terms.reduction == "token" else torch.tensor(len(mask))
+        return (
+            mask.sum().clamp(min=1) if self.terms.reduction == "token" else torch.tensor(len(mask))
+        )
 
     def latent_loss(self, predicted: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(predicted.float(), target)
 
     def _freeze(self, kind: str) -> None:
-        """Parameters of the modality that has no loss, by name; at every step, for the loss type may change."""
+        """Parameters of the modality that has no loss, by name; at every step, for the loss type
+        may change.
+        """
         unused = {"l2t": LATENT_PARTS, "t2l": TEXT_PARTS}.get(kind, ())
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in unused))
@@ -127,7 +147,9 @@ class ImprovedTrainer(nn.Module):
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of every position in float32."""
-    flat = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="none")
+    flat = F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="none"
+    )
     return flat.view_as(targets)
 
 

@@ -1,7 +1,8 @@
 """The losses that stay finite where the data allows it, and never look finite where it does not.
 
-The report's own options are here too (`loss.eps`, `loss.normalize_latents`, `loss.limit: clamp`), off where they do
-harm: a normalised latent loses the scale that a diffusion needs, and a clamp ends the gradient where the loss is bad.
+The report's own options are here too (`loss.eps`, `loss.normalize_latents`, `loss.limit: clamp`),
+off where they do harm: a normalised latent loses the scale that a diffusion needs, and a clamp ends
+the gradient where the loss is bad.
 """
 
 from __future__ import annotations
@@ -61,9 +62,13 @@ def warnings_of(terms: Terms) -> list[str]:
     found = []
     if terms.limit == "clamp":
         found.append(
-            f"loss.limit=clamp: above {terms.text_max:g} (text) and {terms.latent_max:g} (latent) nothing is learned, "
+            f"loss.limit=clamp: above {terms.text_max:g} (text) and {terms.latent_max:g} (latent) "
+            f"nothing is learned, "
             "and NaN passes; soft keeps the gradient"
         )
     if terms.normalize_latents:
-        found.append("loss.normalize_latents=True: the scale of the prediction is free, which a diffusion needs")
+        found.append(
+            "loss.normalize_latents=True: the scale of the prediction is free, which a diffusion "
+            "needs"
+        )
     return found

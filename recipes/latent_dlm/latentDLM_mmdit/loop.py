@@ -60,9 +60,13 @@ class Loop(ABC):
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         if folder is not None and session.ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
-            started = len(list(folder.glob("run*.json")))  # a resumed run keeps the facts of its earlier starts
+            started = len(
+                list(folder.glob("run*.json"))
+            )  # a resumed run keeps the facts of its earlier starts
             name = f"run-{started + 1}.json" if started else "run.json"
-            (folder / name).write_text(json.dumps(_facts(session), indent=1) + "\n", encoding="utf-8")
+            (folder / name).write_text(
+                json.dumps(_facts(session), indent=1) + "\n", encoding="utf-8"
+            )
             self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     @property
@@ -94,7 +98,11 @@ class Loop(ABC):
         session = self.session
         batches = self.batches()
         try:
-            with tqdm(total=session.total_steps, initial=self.step, disable=not (bar and session.ranks.first)) as shown:
+            with tqdm(
+                total=session.total_steps,
+                initial=self.step,
+                disable=not (bar and session.ranks.first),
+            ) as shown:
                 while self.step < session.total_steps:
                     done = self._one(list(islice(batches, session.parts)))
                     shown.n = self.step  # a rewind takes it back
@@ -102,7 +110,9 @@ class Loop(ABC):
             if self.folder is not None:
                 self.say(self.save())
         except KeyboardInterrupt:
-            self.say("stopped by Ctrl+C; training.resume goes on from the last state that was saved")
+            self.say(
+                "stopped by Ctrl+C; training.resume goes on from the last state that was saved"
+            )
             raise
         finally:
             self.close()
@@ -132,7 +142,8 @@ class Loop(ABC):
             self.say(_words(line, self.session.total_steps))
             if done.committed and not ROUNDED_AWAY < ratio < TOO_LARGE:
                 self.say(
-                    f"  an update of {ratio:.1e} of the weights is {'large' if ratio >= TOO_LARGE else 'rounded away'}"
+                    f"  an update of {ratio:.1e} of the weights is "
+                    f"{'large' if ratio >= TOO_LARGE else 'rounded away'}"
                 )
         self._write(line)
         if (before + 1) % logging.eval_freq == 0:
@@ -148,7 +159,10 @@ class Loop(ABC):
         found = self.session.evaluate()
         self._evaluated = (self.step, found)
         self._write({"step": self.step, **found})
-        self.say(f"eval at step {self.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        self.say(
+            f"eval at step {self.step}: "
+            + ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        )
         return found
 
     def say(self, text: str) -> None:
@@ -168,7 +182,9 @@ class Loop(ABC):
     def _moved(self, before: list[Tensor]) -> float:
         """Length of the update over the length of the weights."""
         now = [p.detach().float() for p in self.session.trainer.parameters()]
-        moved = torch.stack([(a - b.float()).norm() for a, b in zip(now, before, strict=True)]).norm()
+        moved = torch.stack(
+            [(a - b.float()).norm() for a, b in zip(now, before, strict=True)]
+        ).norm()
         return float(moved / torch.stack([b.float().norm() for b in before]).norm())
 
     def finish(self, seconds: float) -> dict[str, float]:
@@ -182,7 +198,10 @@ class Loop(ABC):
             left = [key for key in unread(self.session.config) if not key.startswith(CONDITIONAL)]
             told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
             refused = f"{self.history.refused} of {len(self.history.losses)} steps refused"
-            print(f"{self.step} steps in {seconds:.0f} s, {refused}; {told}; see {self.folder}", flush=True)
+            print(
+                f"{self.step} steps in {seconds:.0f} s, {refused}; {told}; see {self.folder}",
+                flush=True,
+            )
             if left:
                 print(f"settings that nothing read: {', '.join(left)}", flush=True)
         return found
@@ -194,8 +213,14 @@ def run(loop: Loop, *, bar: bool = True) -> Loop:
     resume, training = session.config.training.resume, session.config.training
     try:
         if session.ranks.first:
-            said = f"{session.parameters:,} parameters, {training.dtype} {training.precision}, {session.ranks.world} "
-            print(f"{said}processes, {session.total_steps} steps, warm-up {session.warmup}", flush=True)
+            said = (
+                f"{session.parameters:,} parameters, {training.dtype} {training.precision}, "
+                f"{session.ranks.world} "
+            )
+            print(
+                f"{said}processes, {session.total_steps} steps, warm-up {session.warmup}",
+                flush=True,
+            )
         if resume is not None:
             loop.say(loop.resume(str(resume)))
         began = time.perf_counter()
@@ -207,13 +232,16 @@ def run(loop: Loop, *, bar: bool = True) -> Loop:
 
 
 def run_folder(config: Any, ranks: Any) -> Path | None:
-    """`<save_dir>/<run_name>`; a fresh run never shares the folder of an earlier one, a resumed one goes on in it."""
+    """`<save_dir>/<run_name>`; a fresh run never shares the folder of an earlier one, a resumed one
+    goes on in it.
+    """
     logging = config.logging
     if logging.save_dir is None:
         return None
     base = Path(logging.save_dir)
     taken = sorted(base.glob(f"{logging.run_name}/run.json")) + sorted(
-        base.glob(f"{logging.run_name}-[0-9]*/run.json"), key=lambda path: int(path.parent.name.rpartition("-")[2])
+        base.glob(f"{logging.run_name}-[0-9]*/run.json"),
+        key=lambda path: int(path.parent.name.rpartition("-")[2]),
     )
 
     def choose() -> str:
@@ -231,7 +259,10 @@ def _facts(session: Session) -> dict[str, Any]:
     """How to get the same run again."""
     return {
         "command": sys.argv,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in VERSIONS},
+        },
         "seed": session.config.training.seed,
         "processes": session.ranks.world,
         "device": str(session.ranks.device),

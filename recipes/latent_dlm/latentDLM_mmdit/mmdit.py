@@ -1,4 +1,6 @@
-"""MMDiT: text tokens and one latent token, each with its own weights, in one attention; conditioned on both times."""
+"""MMDiT: text tokens and one latent token, each with its own weights, in one attention; conditioned
+on both times.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2 * FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.net = nn.Sequential(
+            nn.Linear(2 * FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width)
+        )
 
     def forward(self, t: Tensor) -> Tensor:
         steps = torch.arange(FREQUENCIES, device=t.device) / FREQUENCIES
@@ -45,7 +49,9 @@ class AdaptiveNorm(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + branch(x); with several streams read, mixed and written by learned weights (hyper-connections)."""
+    """x + branch(x); with several streams read, mixed and written by learned weights
+    (hyper-connections).
+    """
 
     def __init__(self, streams: int) -> None:
         super().__init__()
@@ -84,20 +90,30 @@ class Block(nn.Module):
         self.around_feed = nn.ModuleList([Residual(streams) for _ in both])
 
     def forward(self, xs: list[Tensor], c: Tensor) -> list[Tensor]:
-        attended = self._attention([r.take(x) for r, x in zip(self.around_attention, xs, strict=True)], c)
+        attended = self._attention(
+            [r.take(x) for r, x in zip(self.around_attention, xs, strict=True)], c
+        )
         for i in range(MODALITIES):
-            xs[i] = self.around_attention[i].put(xs[i], self.attention_gain[i](c)[:, None] * attended[i])
+            xs[i] = self.around_attention[i].put(
+                xs[i], self.attention_gain[i](c)[:, None] * attended[i]
+            )
             fed = self.feed[i](self.before_feed[i](self.around_feed[i].take(xs[i]), c))
             xs[i] = self.around_feed[i].put(xs[i], self.feed_gain[i](c)[:, None] * fed)
         return xs
 
     def _attention(self, xs: list[Tensor], c: Tensor) -> list[Tensor]:
-        joined = torch.cat([self.qkv[i](self.before_attention[i](xs[i], c)) for i in range(MODALITIES)], dim=1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joined.chunk(3, dim=-1))
+        joined = torch.cat(
+            [self.qkv[i](self.before_attention[i](xs[i], c)) for i in range(MODALITIES)], dim=1
+        )
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joined.chunk(3, dim=-1)
+        )
         if self.qk_rmsnorm:
             q, k = (F.rms_norm(part, (part.shape[-1],)) for part in (q, k))
         dropped = self.dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped).transpose(1, 2).flatten(-2)
+        seen = (
+            F.scaled_dot_product_attention(q, k, v, dropout_p=dropped).transpose(1, 2).flatten(-2)
+        )
         parts = seen.split([x.shape[1] for x in xs], dim=1)
         return [self.out[i](part) for i, part in enumerate(parts)]
 
@@ -112,7 +128,10 @@ class MMDiT(nn.Module):
         self.text_embed = nn.Embedding(model.vocab_size + 1, width)
         self.position = nn.Parameter(0.02 * torch.randn(model.max_seq_len, width))
         self.latent_proj = nn.Sequential(
-            nn.Linear(model.latent_dim, 2 * width), nn.LayerNorm(2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            nn.Linear(model.latent_dim, 2 * width),
+            nn.LayerNorm(2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, width),
         )
         self.latent_position = nn.Parameter(0.02 * torch.randn(1, width))
         self.text_time, self.latent_time = TimeEmbedding(width), TimeEmbedding(width)
@@ -121,10 +140,15 @@ class MMDiT(nn.Module):
         self.text_norm, self.latent_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
         self.text_head = nn.Linear(width, model.vocab_size)
         self.latent_head = nn.Sequential(
-            nn.Linear(width, width), nn.GELU(), nn.Dropout(model.dropout), nn.Linear(width, model.latent_dim)
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Dropout(model.dropout),
+            nn.Linear(width, model.latent_dim),
         )
 
-    def forward(self, tokens: Tensor, latent: Tensor, t_text: Tensor, t_latent: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, latent: Tensor, t_text: Tensor, t_latent: Tensor
+    ) -> tuple[Tensor, Tensor]:
         c = self.condition(torch.cat([self.text_time(t_text), self.latent_time(t_latent)], dim=-1))
         text = self.text_embed(tokens) + self.position[: tokens.shape[1]]
         one = self.latent_proj(latent.to(self.position.dtype))[:, None] + self.latent_position
@@ -149,4 +173,6 @@ def _constant(condition: int, width: int, value: float) -> nn.Linear:
 
 
 def _feed_forward(width: int, dropout: float) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+    return nn.Sequential(
+        nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
+    )

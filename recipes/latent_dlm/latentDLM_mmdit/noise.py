@@ -1,4 +1,6 @@
-"""The two noises: tokens that are masked (MDLM), and a latent that is mixed with a normal one (DDPM)."""
+"""The two noises: tokens that are masked (MDLM), and a latent that is mixed with a normal one
+(DDPM).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from stepguard.numerics import cosine_alphas, masking_schedule
 def masking(t: Tensor, *, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Weight of the loss and probability of a mask at the times `t`.
 
-    `dtype` is the original's way: the times are cast first. In bfloat16 every time above 0.998 is then exactly 1, where
-    the rate divides by zero and sigma is the logarithm of zero: once in 512 samples. None computes in float32.
+    `dtype` is the original's way: the times are cast first. In bfloat16 every time above 0.998 is
+    then exactly 1, where the rate divides by zero and sigma is the logarithm of zero: once in 512
+    samples. None computes in float32.
     """
     if dtype is None:
         sigma, rate = masking_schedule(t, eps=eps)
@@ -29,7 +32,9 @@ def _as_the_original(t: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 class LatentNoise:
     """A table of how much of the latent is left; continuous times in [0, 1] are looked up in it."""
 
-    def __init__(self, steps: int, schedule: str, beta_min: float, beta_max: float, predicts: str) -> None:
+    def __init__(
+        self, steps: int, schedule: str, beta_min: float, beta_max: float, predicts: str
+    ) -> None:
         self.steps, self.predicts = steps, predicts
         self.alphas = _alphas(steps, schedule, beta_min, beta_max)
 

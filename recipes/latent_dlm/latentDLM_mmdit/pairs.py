@@ -1,4 +1,6 @@
-"""Texts with their latents: generated (toy) or read from `*_tokens.npz` and `*.npy`, and the batches of a run."""
+"""Texts with their latents: generated (toy) or read from `*_tokens.npz` and `*.npy`, and the
+batches of a run.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,21 @@ class Pairs:
 
 
 def toy_pairs(number: int, *, seed: int, length: int, vocabulary: int, features: int) -> Pairs:
-    """Every topic has its own Markov chain over the tokens; the latent is the topic's vector and a little noise."""
+    """Every topic has its own Markov chain over the tokens; the latent is the topic's vector and a
+    little noise.
+    """
     draws = torch.Generator().manual_seed(seed)
-    chains = torch.softmax(3.0 * torch.randn(TOPICS, vocabulary, vocabulary, generator=draws), dim=-1)
+    chains = torch.softmax(
+        3.0 * torch.randn(TOPICS, vocabulary, vocabulary, generator=draws), dim=-1
+    )
     vectors = torch.randn(TOPICS, features, generator=draws)
     topic = torch.randint(0, TOPICS, (number,), generator=draws)
     tokens = torch.zeros(number, length, dtype=torch.long)
     tokens[:, 0] = torch.randint(0, vocabulary, (number,), generator=draws)
     for place in range(1, length):
-        tokens[:, place] = torch.multinomial(chains[topic, tokens[:, place - 1]], 1, generator=draws)[:, 0]
+        tokens[:, place] = torch.multinomial(
+            chains[topic, tokens[:, place - 1]], 1, generator=draws
+        )[:, 0]
     long = torch.randint(2 * length // 3, length + 1, (number,), generator=draws)
     real = torch.arange(length) < long[:, None]
     latents = vectors[topic] + 0.1 * torch.randn(number, features, generator=draws)
@@ -60,16 +68,25 @@ def write_pairs(pairs: Pairs, token_dir: Path, latent_dir: Path) -> None:
             if suffix == ".npy":
                 np.save(path, pairs.latents[i].numpy())
             else:
-                np.savez(path, input_ids=pairs.tokens[i].numpy(), attention_mask=pairs.real[i].numpy())
+                np.savez(
+                    path, input_ids=pairs.tokens[i].numpy(), attention_mask=pairs.real[i].numpy()
+                )
         shutil.rmtree(folder, ignore_errors=True)
         part.replace(folder)
 
 
-def read_pairs(token_dir: Path, latent_dir: Path, *, shape: tuple[int, int], limit: int, on_unreadable: str) -> Pairs:
-    """`shape`: length and features. `zero` puts zeros where a file cannot be read, as the original does, silently."""
+def read_pairs(
+    token_dir: Path, latent_dir: Path, *, shape: tuple[int, int], limit: int, on_unreadable: str
+) -> Pairs:
+    """`shape`: length and features. `zero` puts zeros where a file cannot be read, as the original
+    does, silently.
+    """
     files = sorted(token_dir.glob("*_tokens.npz"))[:limit]
     if not files:
-        raise SystemExit(f"{token_dir} holds no *_tokens.npz; data.source=toy makes some, real_glosses.py real ones.")
+        raise SystemExit(
+            f"{token_dir} holds no *_tokens.npz; data.source=toy makes some, real_glosses.py real "
+            f"ones."
+        )
     length, features = shape
     tokens = torch.zeros(len(files), length, dtype=torch.long)
     real = torch.zeros(len(files), length, dtype=torch.bool)
@@ -80,10 +97,15 @@ def read_pairs(token_dir: Path, latent_dir: Path, *, shape: tuple[int, int], lim
             with np.load(path, allow_pickle=False) as text:
                 ids, mask = text["input_ids"][:length], text["attention_mask"][:length]
             latents[i] = torch.from_numpy(np.load(latent_path, allow_pickle=False)).float()
-            tokens[i, : len(ids)], real[i, : len(mask)] = torch.from_numpy(ids).long(), torch.from_numpy(mask).bool()
+            tokens[i, : len(ids)], real[i, : len(mask)] = (
+                torch.from_numpy(ids).long(),
+                torch.from_numpy(mask).bool(),
+            )
         except (*UNREADABLE, RuntimeError) as fault:
             if on_unreadable == "refuse":
-                raise SystemExit(f"{path.name} or {latent_path.name} cannot be used: {fault}") from fault
+                raise SystemExit(
+                    f"{path.name} or {latent_path.name} cannot be used: {fault}"
+                ) from fault
             tokens[i], real[i], latents[i] = 0, False, 0.0
     return Pairs(tokens, real, latents)
 
@@ -97,9 +119,15 @@ def folders(data: Any) -> tuple[Path, Path] | None:
 
 
 def open_pairs(config: Any, *, first: bool, wait: Callable[[], None]) -> tuple[Pairs, Pairs]:
-    """To train on, and held out. The first rank makes the toy files; `wait` is where the others wait for it."""
+    """To train on, and held out. The first rank makes the toy files; `wait` is where the others
+    wait for it.
+    """
     data, model = config.data, config.model
-    sizes = {"length": model.max_seq_len, "vocabulary": model.vocab_size, "features": model.latent_dim}
+    sizes = {
+        "length": model.max_seq_len,
+        "vocabulary": model.vocab_size,
+        "features": model.latent_dim,
+    }
     places = folders(data)
     if places is None:
         everything = toy_pairs(data.max_samples, seed=0, **sizes)
@@ -109,10 +137,13 @@ def open_pairs(config: Any, *, first: bool, wait: Callable[[], None]) -> tuple[P
             write_pairs(toy_pairs(data.max_samples, seed=0, **sizes), *places)
         wait()
         shape = (model.max_seq_len, model.latent_dim)
-        everything = read_pairs(*places, shape=shape, limit=data.max_samples, on_unreadable=data.on_unreadable)
+        everything = read_pairs(
+            *places, shape=shape, limit=data.max_samples, on_unreadable=data.on_unreadable
+        )
     if int(everything.tokens.max()) >= model.vocab_size:
         raise SystemExit(
-            f"a token is {int(everything.tokens.max())}, model.vocab_size={model.vocab_size} has none such."
+            f"a token is {int(everything.tokens.max())}, model.vocab_size={model.vocab_size} has "
+            f"none such."
         )
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(1))
     held_out = max(1, int(len(everything) * data.val_ratio))
@@ -120,18 +151,24 @@ def open_pairs(config: Any, *, first: bool, wait: Callable[[], None]) -> tuple[P
 
 
 class Batches:
-    """Micro-batches without end. What a batch holds, its random draws included, follows from its position alone.
+    """Micro-batches without end. What a batch holds, its random draws included, follows from its
+    position alone.
 
     So a position is all that a resumed run needs, and ranks never see the same samples.
     """
 
-    def __init__(self, pairs: Pairs, size: int, *, seed: int, types: TypeOf, ranks: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, pairs: Pairs, size: int, *, seed: int, types: TypeOf, ranks: tuple[int, int] = (0, 1)
+    ) -> None:
         self.pairs, self.size, self.seed = pairs, size, seed
         self.rank, self.world = ranks
         self._type_of = types
         self.per_epoch = len(pairs) // (size * self.world)
         if self.per_epoch == 0:
-            raise SystemExit(f"{len(pairs)} samples are less than one batch of {size} for {self.world} processes.")
+            raise SystemExit(
+                f"{len(pairs)} samples are less than one batch of {size} for {self.world} "
+                f"processes."
+            )
         self.position = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -173,7 +210,9 @@ def loss_types(config: Any) -> TypeOf:
     training, kind = config.training, config.loss.loss_type
     parts, seed = training.gradient_accumulation_steps, training.seed
     if kind == "sequential":
-        schedule = [(str(stage["type"]), int(stage["steps"])) for stage in training.sequential_schedule]
+        schedule = [
+            (str(stage["type"]), int(stage["steps"])) for stage in training.sequential_schedule
+        ]
         cycle = [name for name, steps in schedule for _ in range(steps)]
         return lambda position: cycle[position // parts % len(cycle)]
     if kind == "random":

@@ -1,4 +1,6 @@
-"""A loop without a guard. It keeps the same records, so that runs can be compared, and saves as the original does."""
+"""A loop without a guard. It keeps the same records, so that runs can be compared, and saves as the
+original does.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class PlainLoop(Loop):
         return float(self.session.config.optimizer.grad_clip_norm or 1e6)
 
     def backward(self, micro: list[Batch]) -> tuple[float, dict[str, float]]:
-        """Loss and its parts, with their gradients added up, times the loss scale, which nobody takes out again."""
+        """Loss and its parts, with their gradients added up, times the loss scale, which nobody
+        takes out again.
+        """
         total, parts = 0.0, dict[str, float]()
         for batch in micro:
             losses = self.session.loss(batch)
@@ -56,7 +60,9 @@ class PlainLoop(Loop):
         return total, parts
 
     def clip(self) -> float:
-        return float(torch.nn.utils.clip_grad_norm_(self.session.trainer.parameters(), self.clip_norm))
+        return float(
+            torch.nn.utils.clip_grad_norm_(self.session.trainer.parameters(), self.clip_norm)
+        )
 
     def counted(self, done: Done) -> Done:
         """The step is over: counters, schedule, records, and a checkpoint where one is due."""
@@ -130,9 +136,13 @@ def write_checkpoint(path: Path, session: Session, step: int, random: list[Tenso
 
 
 def load_checkpoint(path: Path, session: Session) -> int:
-    """The steps done. The learning rate is that of the configuration: the original sets it by hand at every step."""
+    """The steps done. The learning rate is that of the configuration: the original sets it by hand
+    at every step.
+    """
     if not path.is_file():
-        raise SystemExit(f"training.resume: {path} does not exist; leave training.resume out to start anew.")
+        raise SystemExit(
+            f"training.resume: {path} does not exist; leave training.resume out to start anew."
+        )
     state = torch.load(path, weights_only=True)
     session.trainer.load_state_dict(state["model"])
     session.optimizer.load_state_dict(state["optimizer"])

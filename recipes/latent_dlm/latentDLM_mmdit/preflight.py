@@ -1,4 +1,6 @@
-"""What can be seen before the first step: precision, epsilon, learning rate, and the files of the data."""
+"""What can be seen before the first step: precision, epsilon, learning rate, and the files of the
+data.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from latentDLM_mmdit.session import Session
 from stepguard.preflight import Subject, check
 from stepguard.preflight.tracking import plain
 
-LOOKED_AT = ("precision", "scaler", "optimizer", "norm", "lr.config", "lr.schedule", "config.types", "config.values")
+LOOKED_AT = (
+    "precision",
+    "scaler",
+    "optimizer",
+    "norm",
+    "lr.config",
+    "lr.schedule",
+    "config.types",
+    "config.values",
+)
 
 
 def look_first(session: Session) -> tuple[str, bool]:
@@ -34,11 +45,16 @@ def look_first(session: Session) -> tuple[str, bool]:
     limit = int(session.config.data.initial_scan_limit)
     if places is not None and limit:
         for place in places:
-            outcomes += check(Subject(data=place, examples=limit), only=("data.finite", "data.unreadable")).outcomes
+            outcomes += check(
+                Subject(data=place, examples=limit), only=("data.finite", "data.unreadable")
+            ).outcomes
     lines = []
     for outcome in outcomes:
         if outcome.status in ("fail", "warn"):
-            lines += [f"{outcome.status}: {outcome.id}: {'; '.join(outcome.evidence)}", f"   {outcome.fix}"]
+            lines += [
+                f"{outcome.status}: {outcome.id}: {'; '.join(outcome.evidence)}",
+                f"   {outcome.fix}",
+            ]
     failed = sum(outcome.status == "fail" for outcome in outcomes)
     passed = sum(outcome.status == "pass" for outcome in outcomes)
     lines.append(f"preflight: {passed} passed, {failed} failed")

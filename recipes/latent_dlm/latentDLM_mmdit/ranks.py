@@ -48,7 +48,9 @@ def join(backend: str, world_size: int | None) -> Ranks:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     if world > 1:
-        dist.init_process_group(dist.get_default_backend_for_device(device) if backend == "auto" else backend)
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device) if backend == "auto" else backend
+        )
     return Ranks(int(os.environ.get("RANK", "0")), world, device)
 
 

@@ -1,7 +1,9 @@
-"""The checks that the source report proposes: loss before backward, norm after clipping, and the batch is left out.
+"""The checks that the source report proposes: loss before backward, norm after clipping, and the
+batch is left out.
 
-Kept so that it can be compared. It never lowers a loss scale, never looks at the weights, and must not run on several
-processes: a rank that leaves its batch out alone pairs its next reduction with the other's last one.
+Kept so that it can be compared. It never lowers a loss scale, never looks at the weights, and must
+not run on several processes: a rank that leaves its batch out alone pairs its next reduction with
+the other's last one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class ReportLoop(PlainLoop):
     def __init__(self, session: Session, folder: Path | None) -> None:
         if session.ranks.world > 1:
             raise SystemExit(
-                f"training.loop=report leaves a batch out on one rank alone; {session.ranks.world} processes then mix "
+                f"training.loop=report leaves a batch out on one rank alone; {session.ranks.world} "
+                f"processes then mix "
                 "gradients of different steps and wait for ever. Use training.loop=stepguard."
             )
         super().__init__(session, folder)

@@ -29,7 +29,9 @@ NOISES = {("mdlm", "continuous"): LatentNoise}
 
 
 class Session:
-    """The same for the original and the stable loop; they differ in losses and in what they do about a bad step."""
+    """The same for the original and the stable loop; they differ in losses and in what they do
+    about a bad step.
+    """
 
     def __init__(
         self,
@@ -59,7 +61,9 @@ class Session:
         self.trainer = trainer(network, noise, self.terms, model.vocab_size)
         self.module: nn.Module = self.trainer
         if ranks.world > 1:
-            partly = config.loss.loss_type != "unconditional"  # some parameters then have no gradient
+            partly = (
+                config.loss.loss_type != "unconditional"
+            )  # some parameters then have no gradient
             self.module = DistributedDataParallel(self.trainer, find_unused_parameters=partly)
         self.pairs, self.held_out = open_pairs(config, first=ranks.first, wait=ranks.wait)
         self.batches = Batches(
@@ -86,7 +90,10 @@ class Session:
         training = self.config.training
         if training.num_epochs is None:
             return int(training.num_train_steps)
-        return min(int(training.num_train_steps), int(training.num_epochs) * self.batches.per_epoch // self.parts)
+        return min(
+            int(training.num_train_steps),
+            int(training.num_epochs) * self.batches.per_epoch // self.parts,
+        )
 
     def rate_factor(self, step: int) -> float:
         """Linear warm-up, then 0.1 + 0.9 cosine."""
@@ -97,7 +104,9 @@ class Session:
         return warm * (0.1 + 0.45 * (1.0 + math.cos(math.pi * done)))
 
     def set_rate(self, step: int) -> None:
-        """By hand, as the original does at every step: whatever a checkpoint brought, the configuration counts."""
+        """By hand, as the original does at every step: whatever a checkpoint brought, the
+        configuration counts.
+        """
         self.schedule.last_epoch = step
         for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
             group["initial_lr"], group["lr"] = rate, rate * self.rate_factor(step)
@@ -114,7 +123,10 @@ class Session:
 
     def on_device(self, batch: Batch) -> Batch:
         device = self.ranks.device
-        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        return {
+            key: value.to(device) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
 
     def seen(self) -> dict[str, float]:
         """Norms, accuracy, weights and times of the last micro-batch."""
@@ -122,16 +134,21 @@ class Session:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """ELBO of the text and squared error of the latent on held-out pairs, whatever was trained on.
+        """ELBO of the text and squared error of the latent on held-out pairs, whatever was trained
+        on.
 
-        Times, noise and schedule are the same for every run, so that runs can be compared. `l2t_accuracy`: share of the
-        tokens that are right when all are masked and only the latent is known.
+        Times, noise and schedule are the same for every run, so that runs can be compared.
+        `l2t_accuracy`: share of the tokens that are right when all are masked and only the latent
+        is known.
         """
         config, network = self.config, self.trainer.model
         trained = config.loss.loss_type
         kind = trained if trained in ("l2t", "t2l") else "unconditional"
         measure = StableTrainer(
-            network, self.trainer.noise, replace(Terms(), t_eps=self.terms.t_eps), self.trainer.mask_id
+            network,
+            self.trainer.noise,
+            replace(Terms(), t_eps=self.terms.t_eps),
+            self.trainer.mask_id,
         )
         size = min(int(config.training.eval_batch_size), len(self.held_out))
         was_training = network.training
@@ -139,14 +156,18 @@ class Session:
         sums: dict[str, float] = {}
         for number in range(config.logging.num_eval_batches):
             for asked in dict.fromkeys((kind, "l2t")):
-                batches = Batches(self.held_out, size, seed=EVALUATION_SEED, types=lambda _, asked=asked: asked)
+                batches = Batches(
+                    self.held_out, size, seed=EVALUATION_SEED, types=lambda _, asked=asked: asked
+                )
                 with self.context():
                     losses = measure(self.on_device(batches.at(number)))
                 if asked == kind:
                     for name, value in losses.items():
                         sums[name] = sums.get(name, 0.0) + float(value)
                 if asked == "l2t":
-                    sums["l2t_accuracy"] = sums.get("l2t_accuracy", 0.0) + float(measure.seen["text_accuracy"])
+                    sums["l2t_accuracy"] = sums.get("l2t_accuracy", 0.0) + float(
+                        measure.seen["text_accuracy"]
+                    )
         network.train(was_training)
         means = {name: total / config.logging.num_eval_batches for name, total in sums.items()}
         return {"eval_loss": sum(v for name, v in means.items() if name.endswith("_loss")), **means}

@@ -43,7 +43,9 @@ Settings = Any
 
 
 def load_config(name: str, overrides: Sequence[str] = (), folder: Path = CONFIGS) -> Settings:
-    """`configs/NAME.yaml` with `key.sub=value` on top; a key that is not in the file is an error of Hydra's."""
+    """`configs/NAME.yaml` with `key.sub=value` on top; a key that is not in the file is an error of
+    Hydra's.
+    """
     with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
         composed = compose(name, overrides=list(overrides))
     values = OmegaConf.to_container(composed, resolve=True)
@@ -63,13 +65,18 @@ def checked(values: dict[str, Any]) -> Settings:
     return Tracked(values)
 
 
-def from_command_line(description: str, name: str, arguments: Sequence[str] | None = None) -> Settings | None:
-    """Hydra's own way to call: --config-name, --config-dir, --cfg job, and overrides. None: there is nothing to run.
+def from_command_line(
+    description: str, name: str, arguments: Sequence[str] | None = None
+) -> Settings | None:
+    """Hydra's own way to call: --config-name, --config-dir, --cfg job, and overrides. None: there
+    is nothing to run.
 
     Composed without Hydra's own run folder: each rank would make another one.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config-name", "-cn", default=name, help=f"file in configs/, by default {name}")
+    parser.add_argument(
+        "--config-name", "-cn", default=name, help=f"file in configs/, by default {name}"
+    )
     parser.add_argument("--config-dir", "-cd", type=Path, default=CONFIGS)
     parser.add_argument("--cfg", choices=["job"], help="print the configuration and end")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")

@@ -3,8 +3,9 @@
     torchrun --nnodes=1 --nproc_per_node=2 latentDLM_mmdit/train_mmdit.py --config-name mmdit
     python latentDLM_mmdit/train_mmdit.py training.num_train_steps=100 optimizer.lr=1e-3
 
-`training.loop=original` zeroes the gradients of a step whose norm is NaN and updates all the same; an infinite norm
-passes. `bare` looks at nothing. Kept as it is so that it can be compared with train_mmdit_stable.py.
+`training.loop=original` zeroes the gradients of a step whose norm is NaN and updates all the same;
+an infinite norm passes. `bare` looks at nothing. Kept as it is so that it can be compared with
+train_mmdit_stable.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, the package is not yet known
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run by its path, the package is not yet known
 
 from latentDLM_mmdit import entry
 from latentDLM_mmdit.improved_trainer import ImprovedTrainer, terms_of
@@ -47,7 +50,10 @@ class OriginalLoop(PlainLoop):
 
 def build_loop(config: Settings, ranks: Ranks) -> OriginalLoop:
     if config.training.loop not in ("original", "bare"):
-        raise SystemExit(f"training.loop={config.training.loop} is for train_mmdit_stable.py; use original or bare.")
+        raise SystemExit(
+            f"training.loop={config.training.loop} is for train_mmdit_stable.py; use original or "
+            f"bare."
+        )
     session = Session(config, ranks, ImprovedTrainer, terms_of)
     return OriginalLoop(session, run_folder(config, ranks))
 

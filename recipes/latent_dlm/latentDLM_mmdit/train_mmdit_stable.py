@@ -1,13 +1,15 @@
 """Train the joint text and latent diffusion under stepguard.
 
-    torchrun --nnodes=1 --nproc_per_node=2 latentDLM_mmdit/train_mmdit_stable.py --config-name mmdit_stable \
+    torchrun --nnodes=1 --nproc_per_node=2 latentDLM_mmdit/train_mmdit_stable.py --config-name
+    mmdit_stable \
         logging.run_name=mmdit-qwen-32d-l2t-stable training.train_batch_size=4 \
         optimizer.lr=5e-5 optimizer.grad_clip_norm=0.5
     python latentDLM_mmdit/train_mmdit_stable.py training.num_train_steps=100 logging.log_freq=10
     python latentDLM_mmdit/train_mmdit_stable.py training.resume=last_good
 
-`training.loop=stepguard` is the default; `report` is what the source report proposes, kept so that it can be compared.
-Ctrl+C ends the step and saves a state that is good (with several processes the last good checkpoint stays as it is).
+`training.loop=stepguard` is the default; `report` is what the source report proposes, kept so that
+it can be compared. Ctrl+C ends the step and saves a state that is good (with several processes the
+last good checkpoint stays as it is).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, the package is not yet known
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run by its path, the package is not yet known
 
 from latentDLM_mmdit import entry
 from latentDLM_mmdit.guarded import GuardedLoop, guard_settings
@@ -38,7 +42,9 @@ def build_session(config: Settings, ranks: Ranks) -> Session:
 
 def build_loop(config: Settings, ranks: Ranks) -> Loop:
     if config.training.loop not in ("stepguard", "report"):
-        raise SystemExit(f"training.loop={config.training.loop} is for train_mmdit.py; use stepguard or report.")
+        raise SystemExit(
+            f"training.loop={config.training.loop} is for train_mmdit.py; use stepguard or report."
+        )
     session = build_session(config, ranks)
     if ranks.first:
         for warning in warnings_of(session.terms):
@@ -50,11 +56,17 @@ def build_loop(config: Settings, ranks: Ranks) -> Loop:
         if not sound:
             raise SystemExit(EXIT_CHECK_FAILED)
     folder = run_folder(config, ranks)
-    return GuardedLoop(session, folder) if config.training.loop == "stepguard" else ReportLoop(session, folder)
+    return (
+        GuardedLoop(session, folder)
+        if config.training.loop == "stepguard"
+        else ReportLoop(session, folder)
+    )
 
 
 def build(config: Any) -> dict[str, Any]:
-    """For `stepguard check latentDLM_mmdit.train_mmdit_stable:build --config configs/mmdit_stable.yaml`."""
+    """For `stepguard check latentDLM_mmdit.train_mmdit_stable:build --config
+    configs/mmdit_stable.yaml`.
+    """
     session = build_session(config, Ranks())
     return {
         "model": session.trainer,

@@ -1,7 +1,8 @@
 """Toy cities and their radio maps by a multi-wall model, and maps from files.
 
-Path loss in dB: 40 + 22 log10(distance) + 6 for each wall entered + 0.8 for each cell inside a building, along the
-straight ray from the transmitter. The gain is scaled to [-1, 1]; -1 is the noise floor.
+Path loss in dB: 40 + 22 log10(distance) + 6 for each wall entered + 0.8 for each cell inside a
+building, along the straight ray from the transmitter. The gain is scaled to [-1, 1]; -1 is the
+noise floor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ RAY_POINTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """A batch: gain [n, 1, s, s] in [-1, 1]; condition [n, 3, s, s]: buildings, transmitter and its surroundings."""
+    """A batch: gain [n, 1, s, s] in [-1, 1]; condition [n, 3, s, s]: buildings, transmitter and its
+    surroundings.
+    """
 
     image: Tensor
     condition: Tensor
@@ -32,7 +35,9 @@ Plan = list[tuple[int, int, int, int]]
 
 
 def city_plan(size: int, generator: torch.Generator) -> tuple[Plan, Tensor, tuple[int, int]]:
-    """Random rectangular buildings, the map [s, s] that they make, and a free cell for the transmitter."""
+    """Random rectangular buildings, the map [s, s] that they make, and a free cell for the
+    transmitter.
+    """
     plan: Plan = []
     city = torch.zeros(size, size)
     for _ in range(int(torch.randint(4, 9, (1,), generator=generator))):
@@ -48,7 +53,9 @@ def city_plan(size: int, generator: torch.Generator) -> tuple[Plan, Tensor, tupl
 def cities(number: int, generator: torch.Generator, size: int = 32) -> Maps:
     """New cities with their radio maps."""
     plans = [city_plan(size, generator) for _ in range(number)]
-    return radio_maps(torch.stack([city for _, city, _ in plans]), torch.tensor([cell for _, _, cell in plans]))
+    return radio_maps(
+        torch.stack([city for _, city, _ in plans]), torch.tensor([cell for _, _, cell in plans])
+    )
 
 
 def radio_maps(buildings: Tensor, transmitters: Tensor) -> Maps:
@@ -56,10 +63,16 @@ def radio_maps(buildings: Tensor, transmitters: Tensor) -> Maps:
     number, size, _ = buildings.shape
     row, column = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
     from_row, from_column = (transmitters[:, k, None, None] for k in (0, 1))
-    distance = torch.sqrt((row - from_row).float().square() + (column - from_column).float().square())
+    distance = torch.sqrt(
+        (row - from_row).float().square() + (column - from_column).float().square()
+    )
     along = torch.linspace(0.0, 1.0, RAY_POINTS)
     rows = (from_row[..., None] + along * (row[..., None] - from_row[..., None])).round().long()
-    columns = (from_column[..., None] + along * (column[..., None] - from_column[..., None])).round().long()
+    columns = (
+        (from_column[..., None] + along * (column[..., None] - from_column[..., None]))
+        .round()
+        .long()
+    )
     seen = buildings[torch.arange(number)[:, None, None, None], rows, columns]
     walls = (seen[..., 1:] - seen[..., :-1]).clamp(min=0).sum(-1)
     inside = seen.mean(-1) * distance
@@ -91,7 +104,9 @@ class Toy:
 
 
 class Stored:
-    """Endless batches of the maps that `real_maps.py` has traced: `maps.npz` with `image` and `condition`."""
+    """Endless batches of the maps that `real_maps.py` has traced: `maps.npz` with `image` and
+    `condition`.
+    """
 
     HELD_OUT = 0.1
     """Share of the maps, the last ones, that are never trained on."""
@@ -99,9 +114,13 @@ class Stored:
     def __init__(self, folder: Path, batch_size: int, seed: int) -> None:
         path = folder / "maps.npz"
         if not path.is_file():
-            raise SystemExit(f"data.name=real: {path} does not exist; make it with `python real_maps.py`.")
+            raise SystemExit(
+                f"data.name=real: {path} does not exist; make it with `python real_maps.py`."
+            )
         with np.load(path, allow_pickle=False) as stored:
-            self._maps = Maps(torch.from_numpy(stored["image"]), torch.from_numpy(stored["condition"]))
+            self._maps = Maps(
+                torch.from_numpy(stored["image"]), torch.from_numpy(stored["condition"])
+            )
         self.generator = torch.Generator().manual_seed(seed)
         self._batch_size = batch_size
         self._trained = len(self._maps.image) - max(1, int(self.HELD_OUT * len(self._maps.image)))

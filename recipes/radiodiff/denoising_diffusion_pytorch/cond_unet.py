@@ -1,7 +1,8 @@
-"""The conditional UNet: two decoders, one for the data term C and one for the noise, from one encoder.
+"""The conditional UNet: two decoders, one for the data term C and one for the noise, from one
+encoder.
 
-The time embedding takes the logarithm of the time, as the original does. A time of exactly 0 gives -inf there, and the
-sine of it is NaN: this is the recipe's natural failure.
+The time embedding takes the logarithm of the time, as the original does. A time of exactly 0 gives
+-inf there, and the sine of it is NaN: this is the recipe's natural failure.
 """
 
 from __future__ import annotations
@@ -46,16 +47,23 @@ class ResidualBlock(nn.Module):
 class CondUNet(nn.Module):
     """Predicts (C, noise) of a noisy latent at time t, given the condition image."""
 
-    def __init__(self, channels: int, dim: int, condition: int = 3, fourier_scale: float = 16.0) -> None:
+    def __init__(
+        self, channels: int, dim: int, condition: int = 3, fourier_scale: float = 16.0
+    ) -> None:
         super().__init__()
         features = 2 * dim
         self.embed = GaussianFourier(32, fourier_scale)
         self.time = nn.Sequential(nn.Linear(32, features), nn.GELU(), nn.Linear(features, features))
-        self.condition = nn.Sequential(nn.Conv2d(condition, dim, 3, 2, 1), nn.SiLU(), nn.Conv2d(dim, dim, 3, 2, 1))
+        self.condition = nn.Sequential(
+            nn.Conv2d(condition, dim, 3, 2, 1), nn.SiLU(), nn.Conv2d(dim, dim, 3, 2, 1)
+        )
         self.enter = nn.Conv2d(channels + dim, dim, 3, 1, 1)
         self.down, self.shrink = ResidualBlock(dim, dim, features), nn.Conv2d(dim, 2 * dim, 3, 2, 1)
         self.middle = ResidualBlock(2 * dim, 2 * dim, features)
-        self.up_data, self.up_noise = ResidualBlock(3 * dim, dim, features), ResidualBlock(3 * dim, dim, features)
+        self.up_data, self.up_noise = (
+            ResidualBlock(3 * dim, dim, features),
+            ResidualBlock(3 * dim, dim, features),
+        )
         self.out_data, self.out_noise = nn.Conv2d(dim, channels, 1), nn.Conv2d(dim, channels, 1)
 
     def forward(self, x: Tensor, t: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +71,12 @@ class CondUNet(nn.Module):
         hidden = self.down(self.enter(torch.cat([x, self.condition(condition)], dim=1)), time)
         middle = self.middle(self.shrink(hidden), time)
         joined = torch.cat([F.interpolate(middle, scale_factor=2.0), hidden], dim=1)
-        data, noise = self.out_data(self.up_data(joined, time)), self.out_noise(self.up_noise(joined, time))
+        data, noise = (
+            self.out_data(self.up_data(joined, time)),
+            self.out_noise(self.up_noise(joined, time)),
+        )
         k = t[:, None, None, None]
         damped = torch.sqrt(k.square() + 1.0)
-        return (1.0 - k) * x + k / damped * data, k.sqrt() * x + torch.sqrt(1.0 - k) / damped * noise
+        return (1.0 - k) * x + k / damped * data, k.sqrt() * x + torch.sqrt(
+            1.0 - k
+        ) / damped * noise

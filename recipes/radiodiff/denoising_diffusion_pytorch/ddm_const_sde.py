@@ -1,10 +1,13 @@
-"""Decoupled diffusion with a constant drift: x_t = x0 + C t + sqrt(t) n with C = -x0; the network predicts C and n.
+"""Decoupled diffusion with a constant drift: x_t = x0 + C t + sqrt(t) n with C = -x0; the network
+predicts C and n.
 
-`get_loss` and the weights stand where the source report has them. Three ways of treating bad values can be chosen:
+`get_loss` and the weights stand where the source report has them. Three ways of treating bad values
+can be chosen:
 
     none       the values as they are (the default: the guard must see them)
     probe      the same, and a line is printed for every tensor that is not finite
-    seedfix    the report's fix: nan_to_num on predictions and losses, clamps on weights. It makes the loss look finite
+    seedfix    the report's fix: nan_to_num on predictions and losses, clamps on weights. It makes
+    the loss look finite
                while the gradients are not; kept so that the table can show it.
 """
 
@@ -46,9 +49,14 @@ class LatentDiffusion(nn.Module):
         """Of the last forward pass."""
 
     def times(self, number: int, generator: torch.Generator) -> Tensor:
-        """On a grid that contains 0 where `time_grid` is set; `eps` is the floor, and 0 leaves it out."""
+        """On a grid that contains 0 where `time_grid` is set; `eps` is the floor, and 0 leaves it
+        out.
+        """
         if self.time_grid:
-            t = torch.randint(0, self.time_grid + 1, (number,), generator=generator) / self.time_grid
+            t = (
+                torch.randint(0, self.time_grid + 1, (number,), generator=generator)
+                / self.time_grid
+            )
         else:
             t = torch.rand(number, generator=generator)
         return t.clamp(min=self.eps) if self.eps else t
@@ -64,7 +72,9 @@ class LatentDiffusion(nn.Module):
         self._probe("noise_pred", predicted)
         first, second = self._weights(t)
         self.largest_weight = torch.maximum(first.max(), second.max()).detach()
-        loss = first * self.get_loss(data, -x_start, mean=False) + second * self.get_loss(predicted, noise, mean=False)
+        loss = first * self.get_loss(data, -x_start, mean=False) + second * self.get_loss(
+            predicted, noise, mean=False
+        )
         if self.treatment == "seedfix":
             loss = torch.nan_to_num(loss.clamp(max=1000.0), nan=0.0)
         self._probe("loss_simple", loss)
@@ -89,12 +99,19 @@ class LatentDiffusion(nn.Module):
     def _probe(self, name: str, tensor: Tensor, where: str = "") -> None:
         if self.treatment == "none" or bool(torch.isfinite(tensor).all()):
             return
-        rows = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
+        rows = (
+            (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
+        )
         count = int((~torch.isfinite(tensor)).sum())
-        self._say(f"Warning: {name} contains NaN values{where}: {count} of {tensor.numel()}, samples {rows}")
+        self._say(
+            f"Warning: {name} contains NaN values{where}: {count} of {tensor.numel()}, samples "
+            f"{rows}"
+        )
 
     @torch.no_grad()
-    def sample(self, condition: Tensor, shape: tuple[int, ...], generator: torch.Generator, steps: int = 5) -> Tensor:
+    def sample(
+        self, condition: Tensor, shape: tuple[int, ...], generator: torch.Generator, steps: int = 5
+    ) -> Tensor:
         """Latents for these conditions in a few reverse steps."""
         x, t = torch.randn(shape, generator=generator), torch.ones(shape[0])
         for index in range(steps):
@@ -103,6 +120,11 @@ class LatentDiffusion(nn.Module):
             k, s = t[:, None, None, None], size[:, None, None, None]
             start = x - data * k - k.sqrt() * noise
             spread = torch.sqrt((s * (k - s) / k).clamp(min=0.0))
-            x = x + start * s - s / k.sqrt() * noise + spread * torch.randn(x.shape, generator=generator)
+            x = (
+                x
+                + start * s
+                - s / k.sqrt() * noise
+                + spread * torch.randn(x.shape, generator=generator)
+            )
             t = t - size
         return x

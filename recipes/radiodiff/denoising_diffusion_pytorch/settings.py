@@ -27,13 +27,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Settings:
 
 
 def accelerator_for(config: Settings) -> Accelerator:
-    """`fp16` and `bf16` name a dtype. `amp` alone does what the original did: it opens autocast without one."""
+    """`fp16` and `bf16` name a dtype. `amp` alone does what the original did: it opens autocast
+    without one.
+    """
     trainer = config.trainer
     named = "fp16" if trainer.fp16 else "bf16" if trainer.bf16 else "no"
     accelerator = Accelerator(
         mixed_precision=named,
-        cpu=not torch.accelerator.is_available(),  # else several processes without a GPU do not find each other
-        dataloader_config=DataLoaderConfiguration(split_batches=True),  # else the schedule runs once for every process
+        # else several processes without a GPU do not find each other
+        cpu=not torch.accelerator.is_available(),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True
+        ),  # else the schedule runs once for every process
     )
     if trainer.amp and named == "no":
         accelerator.native_amp = True
@@ -41,7 +46,9 @@ def accelerator_for(config: Settings) -> Accelerator:
 
 
 def precision_report(trainer: Any) -> tuple[str, bool]:
-    """The state of the run from its live objects, and whether a probe agrees with everything that was asked for."""
+    """The state of the run from its live objects, and whether a probe agrees with everything that
+    was asked for.
+    """
     accelerator, settings = trainer.accelerator, trainer.config.trainer
     found = check(
         Subject(

@@ -1,4 +1,6 @@
-"""What stands around the diffusion: maps, the frozen first stage, latents, and sampled maps back in pixels."""
+"""What stands around the diffusion: maps, the frozen first stage, latents, and sampled maps back in
+pixels.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Stages:
         """A fresh model; the same for the same settings."""
         model = config.model
         torch.manual_seed(0)
-        unet = CondUNet(model.first_stage.embed_dim, model.unet.dim, fourier_scale=model.unet.fourier_scale)
+        unet = CondUNet(
+            model.first_stage.embed_dim, model.unet.dim, fourier_scale=model.unet.fourier_scale
+        )
         return LatentDiffusion(
             unet,
             eps=model.eps,
@@ -59,7 +63,9 @@ class Stages:
         maps = self.maps.held_out(number)
         shape = self.first_stage.encode(maps.image)[0].shape
         was_training = model.training
-        latent = model.eval().sample(maps.condition, tuple(shape), torch.Generator().manual_seed(77), steps)
+        latent = model.eval().sample(
+            maps.condition, tuple(shape), torch.Generator().manual_seed(77), steps
+        )
         model.train(was_training)
         image = self.first_stage.decoder(latent / self.scale)
         return float((image - maps.image).square().sum() / (maps.image + 1.0).square().sum())
@@ -76,8 +82,13 @@ def build_stages(config: Any, rank: int = 0) -> Stages:
     """Maps of this rank, and the first stage, which is the same on every rank."""
     model, data = config.model, config.data
     if (model.model_type, model.model_name) != ("const_sde", "cond_unet"):
-        raise SystemExit(f"model {model.model_type}/{model.model_name} is not built here; use const_sde/cond_unet.")
-    first = train_first_stage(_maps(config, data.seed), model.first_stage.steps, model.first_stage.embed_dim)
+        raise SystemExit(
+            f"model {model.model_type}/{model.model_name} is not built here; use "
+            f"const_sde/cond_unet."
+        )
+    first = train_first_stage(
+        _maps(config, data.seed), model.first_stage.steps, model.first_stage.embed_dim
+    )
     scale = float(model.default_scale)
     if model.scale_by_std:
         with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Settings of the reader. Every key has an effect; the command line of train.py overrides some of them."""
+"""Settings of the reader. Every key has an effect; the command line of train.py overrides some of
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ class Config:
     OVERSAMPLE_RARE_CHARS: bool = False
 
     SINKHORN: Literal["exp", "log", "clamp"] = "log"
-    """`exp` is the original and overflows at 88.7; `clamp` is the report's fix; `log` stays finite."""
+    """`exp` is the original and overflows at 88.7; `clamp` is the report's fix; `log` stays finite.
+    """
     MIX: Literal["diag", "full"] = "full"
     """`diag` is the original's einsum with a repeated index, which takes the diagonal."""
     STREAMS: Literal["per_block", "persistent"] = "per_block"
-    """`per_block` expands and averages at every block, as the original; `persistent` keeps them through a stage."""
+    """`per_block` expands and averages at every block, as the original; `persistent` keeps them
+    through a stage.
+    """
     RMS_EPS: float = 1e-6
     """The original's is 1e-20."""
     USE_STN: bool = True
@@ -52,7 +57,15 @@ class Config:
     """With the guard: skip and rewind, or stop at the first bad step."""
 
     def __post_init__(self) -> None:
-        for name in ("LEARNING_RATE", "BATCH_SIZE", "GRAD_CLIP", "MHC_N", "EPOCHS", "STEPS_PER_EPOCH", "FRAMES"):
+        for name in (
+            "LEARNING_RATE",
+            "BATCH_SIZE",
+            "GRAD_CLIP",
+            "MHC_N",
+            "EPOCHS",
+            "STEPS_PER_EPOCH",
+            "FRAMES",
+        ):
             if not getattr(self, name) > 0:
                 raise SystemExit(f"{name}={getattr(self, name)!r} must be above 0.")
 

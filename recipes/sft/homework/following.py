@@ -1,4 +1,6 @@
-"""What goes along with a Trainer: its log lines as the report shows them, the true losses, and a clean Ctrl+C."""
+"""What goes along with a Trainer: its log lines as the report shows them, the true losses, and a
+clean Ctrl+C.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ DIGITS = {"loss": 4, "grad_norm": 4, "epoch": 2}
 
 
 class Progress(ProgressCallback):  # type: ignore[misc]
-    """The bar, and `{'loss': 2.27, 'grad_norm': 1.55, 'learning_rate': 0.0002, 'epoch': 0.0}` above it."""
+    """The bar, and `{'loss': 2.27, 'grad_norm': 1.55, 'learning_rate': 0.0002, 'epoch': 0.0}` above
+    it.
+    """
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "loss" in (logs or {}):
@@ -70,7 +74,13 @@ class History(TrainerCallback):  # type: ignore[misc]
         trainer.training_step = training_step
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
-        self._bad(all(bool(torch.isfinite(p).all()) for group in optimizer.param_groups for p in group["params"]))
+        self._bad(
+            all(
+                bool(torch.isfinite(p).all())
+                for group in optimizer.param_groups
+                for p in group["params"]
+            )
+        )
 
     def _bad(self, finite: bool) -> None:
         if not finite and self.first_bad is None:
@@ -82,7 +92,9 @@ class History(TrainerCallback):  # type: ignore[misc]
 
 
 class StopAtStepEnd(TrainerCallback):  # type: ignore[misc]
-    """Ctrl+C lets the step end, saves the state if it is finite, and ends training; a second one ends it at once."""
+    """Ctrl+C lets the step end, saves the state if it is finite, and ends training; a second one
+    ends it at once.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -99,7 +111,9 @@ class StopAtStepEnd(TrainerCallback):  # type: ignore[misc]
             raise KeyboardInterrupt
         self.asked = True
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if self.asked:
             self.bad = first_bad_tensor(model)
             control.should_training_stop = True
@@ -117,4 +131,11 @@ class StopAtStepEnd(TrainerCallback):  # type: ignore[misc]
 
 def first_bad_tensor(model: nn.Module) -> str | None:
     """Name of a parameter or buffer that is not finite."""
-    return next((name for name, value in model.state_dict().items() if not bool(torch.isfinite(value).all())), None)
+    return next(
+        (
+            name
+            for name, value in model.state_dict().items()
+            if not bool(torch.isfinite(value).all())
+        ),
+        None,
+    )

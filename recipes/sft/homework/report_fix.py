@@ -1,7 +1,9 @@
-"""The report's own fix (`guard.mode: seedfix`), kept so that everybody can see what it does. Do not use it.
+"""The report's own fix (`guard.mode: seedfix`), kept so that everybody can see what it does. Do not
+use it.
 
-Gradients are gone when `on_step_end` runs, so nothing is repaired there; a loss that is replaced by a constant trains
-nothing. What works under the same two names is in `stepguard.integrations.transformers` (`guard.mode: callback`).
+Gradients are gone when `on_step_end` runs, so nothing is repaired there; a loss that is replaced by
+a constant trains nothing. What works under the same two names is in
+`stepguard.integrations.transformers` (`guard.mode: callback`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         if loss is not None and (loss == 0.0 or not math.isfinite(loss)):
             self._warn(f"Warning: loss is {loss} at step {state.global_step}")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 torch.nan_to_num_(parameter.grad, nan=0.0, posinf=1.0, neginf=-1.0)
@@ -43,14 +47,20 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def safe_compute_loss(
-    trainer: Trainer, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    trainer: Trainer,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
 ) -> Any:
     """All labels masked, no loss, NaN or 0: a small constant in its place."""
     labels = inputs.get("labels")
     if labels is not None and not bool((labels != -100).any()):
         return _constant(return_outputs, None)
     try:
-        found = type(trainer).compute_loss(trainer, model, inputs, True, num_items_in_batch=num_items_in_batch)
+        found = type(trainer).compute_loss(
+            trainer, model, inputs, True, num_items_in_batch=num_items_in_batch
+        )
     except (ValueError, RuntimeError):
         return _constant(return_outputs, None)
     loss, outputs = found

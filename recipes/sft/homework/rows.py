@@ -15,7 +15,9 @@ Row = dict[str, list[int]]
 
 
 def row_of(tokenizer: Any, question: str, value: float, max_length: int) -> Row:
-    """Question, answer and end of text, cut at `max_length`. Only the answer and its end have labels."""
+    """Question, answer and end of text, cut at `max_length`. Only the answer and its end have
+    labels.
+    """
     asked = tokenizer(question)["input_ids"]
     ids = [*tokenizer(f"{question} {answer_of(value)}")["input_ids"], tokenizer.eos_token_id]
     labels = [IGNORED] * len(asked) + ids[len(asked) :]

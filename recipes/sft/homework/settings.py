@@ -29,7 +29,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """The file, with `key.sub=value` on top; a key that is not in the file is an error."""
     config = OmegaConf.load(path)
     OmegaConf.set_struct(config, True)
-    values = OmegaConf.to_container(OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides))))
+    values = OmegaConf.to_container(
+        OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
+    )
     assert isinstance(values, dict)
     _one_of("guard.mode", values["guard"]["mode"], MODES)
     _one_of("guard.preflight", values["guard"]["preflight"], ("stop", "warn"))

@@ -1,11 +1,12 @@
-"""Fine-tune a language model with LoRA to answer unit conversions in tags, by the transformers Trainer.
+"""Fine-tune a language model with LoRA to answer unit conversions in tags, by the transformers
+Trainer.
 
-    python homework/sft.py
-    python homework/sft.py args.max_steps=100 guard.mode=original
-    python homework/sft.py --cfg configs/real.yaml          # SmolLM2-135M, after `make recipes-real`
+    python homework/sft.py python homework/sft.py args.max_steps=100 guard.mode=original python
+    homework/sft.py --cfg configs/real.yaml          # SmolLM2-135M, after `make recipes-real`
 
-Ctrl+C lets the step end and saves the state if it is good; `resume=last` goes on from there. Exit codes: 0 all tests of
-the verdict passed, 1 not, 3 the guard stopped the run, 5 refused before the first step, 130 stopped by Ctrl+C.
+Ctrl+C lets the step end and saves the state if it is good; `resume=last` goes on from there. Exit
+codes: 0 all tests of the verdict passed, 1 not, 3 the guard stopped the run, 5 refused before the
+first step, 130 stopped by Ctrl+C.
 """
 
 from __future__ import annotations
@@ -55,13 +56,18 @@ IN_A_ROW = 3
 class Run:
     """Model, data and history of one fine-tuning."""
 
-    def __init__(self, config: Settings, *, base: tuple[Any, Any] | None = None, bar: bool = True) -> None:
+    def __init__(
+        self, config: Settings, *, base: tuple[Any, Any] | None = None, bar: bool = True
+    ) -> None:
         self.config, self.bar = config, bar
         self.folder = Path(config.args.output_dir)
         self.tokenizer, model = base or base_model(config, bar=bar)
         self.model = adapted(model, config)
         self.pairs = {part: pairs_of(config.data, part) for part in ("train", "valid")}
-        self.rows = {p: rows_of(self.tokenizer, pairs, config.data.max_length) for p, pairs in self.pairs.items()}
+        self.rows = {
+            p: rows_of(self.tokenizer, pairs, config.data.max_length)
+            for p, pairs in self.pairs.items()
+        }
         self.history, self.stop = History(), StopAtStepEnd()
         self.incidents: tuple[Incident, ...] = ()
         self.warnings = 0
@@ -114,7 +120,9 @@ class Run:
             self.warnings, self.incidents = sum(callback.reported.values()), callback.incidents
 
     def _guarded(self, resume: str | None) -> str | None:
-        """One `train()` under a guard. Gives where to begin again in float32: a checkpoint, or '' for these weights."""
+        """One `train()` under a guard. Gives where to begin again in float32: a checkpoint, or ''
+        for these weights.
+        """
         cure = self.config.guard.remedy == "float32"
         with guard(self.trainer, self._settings()) as watching:
             self.history.attach(self.trainer)
@@ -135,7 +143,10 @@ class Run:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         if self.bar:
-            print(f"the update itself made NaN: adapters are float32 from here on, from {found or 'the same weights'}")
+            print(
+                f"the update itself made NaN: adapters are float32 from here on, from "
+                f"{found or 'the same weights'}"
+            )
         return found
 
     def _settings(self) -> GuardConfig:
@@ -154,7 +165,9 @@ class Run:
             self.stop.release()
 
     def save(self) -> str:
-        """The adapters; a state that is not finite is not saved where something guards. Returns what to say."""
+        """The adapters; a state that is not finite is not saved where something guards. Returns
+        what to say.
+        """
         where = self.folder / "adapter"
         if self.config.guard.mode in ("original", "seedfix"):
             self.trainer.save_model(str(where))
@@ -190,11 +203,15 @@ class _UntilCurable(TrainerCallback):  # type: ignore[misc]
 
 
 def _curable(incidents: Sequence[Incident]) -> bool:
-    return any(found.code in CURED_BY_FLOAT32 for incident in incidents for found in incident.findings[:1])
+    return any(
+        found.code in CURED_BY_FLOAT32 for incident in incidents for found in incident.findings[:1]
+    )
 
 
 def adapted(model: Any, config: Settings) -> Any:
-    """LoRA on a frozen base. `autocast_adapter_dtype=False` leaves the adapters in the dtype of the base."""
+    """LoRA on a frozen base. `autocast_adapter_dtype=False` leaves the adapters in the dtype of the
+    base.
+    """
     lora = config.lora
     set_seed(config.args.seed)
     made = get_peft_model(
@@ -235,12 +252,20 @@ def train_model(config: Settings) -> Run:
     record(config, run.folder)
     report, fine = run.look()
     print(report)
-    if config.guard.preflight == "stop" and config.guard.mode in ("stable", "callback") and not fine:
+    if (
+        config.guard.preflight == "stop"
+        and config.guard.mode in ("stable", "callback")
+        and not fine
+    ):
         raise SystemExit(5)  # the exit code of stepguard check
     run.train()
     if run.stop.asked:
         bad = run.stop.bad
-        print(f"stopped by Ctrl+C; NOT saved: {bad} is not finite" if bad else "stopped by Ctrl+C; resume=last goes on")
+        print(
+            f"stopped by Ctrl+C; NOT saved: {bad} is not finite"
+            if bad
+            else "stopped by Ctrl+C; resume=last goes on"
+        )
         raise SystemExit(130)
     print(run.save())
     return run

@@ -1,4 +1,6 @@
-"""Before the first step: the state of the run from its live objects, and whether its data can be learned from."""
+"""Before the first step: the state of the run from its live objects, and whether its data can be
+learned from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The report's own tests of a run, as an automatic verdict: norms, losses, accuracy, answers, warnings."""
+"""The report's own tests of a run, as an automatic verdict: norms, losses, accuracy, answers,
+warnings.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class Scores:
     answer_rate: float
 
 
-def verdict(lines: Sequence[dict[str, Any]], scores: Scores, warnings: int, steps: int) -> tuple[list[str], bool]:
+def verdict(
+    lines: Sequence[dict[str, Any]], scores: Scores, warnings: int, steps: int
+) -> tuple[list[str], bool]:
     """One sentence a test, and whether all of them are passed."""
     norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
     losses = [line["loss"] for line in lines]
@@ -27,10 +31,18 @@ def verdict(lines: Sequence[dict[str, Any]], scores: Scores, warnings: int, step
     tests = [
         (finite == len(norms), f"gradient norms are finite in {finite} of {len(norms)} log lines"),
         (positive == len(losses), f"losses are positive in {positive} of {len(losses)} log lines"),
-        (falling, f"the loss went from {losses[0]:.4g} to {losses[-1]:.4g}" if losses else "nothing was logged"),
+        (
+            falling,
+            f"the loss went from {losses[0]:.4g} to {losses[-1]:.4g}"
+            if losses
+            else "nothing was logged",
+        ),
         (scores.accuracy > 0.0, f"accuracy {scores.accuracy:.3f}"),
         (scores.answer_rate > 0.0, f"answer rate {scores.answer_rate:.3f}"),
     ]
     said = [f"{'ok  ' if passed else 'FAIL'} {sentence}" for passed, sentence in tests]
-    said.append(f"     {warnings} warnings and incidents in {steps} steps, validation loss {scores.loss:.4f}")
+    said.append(
+        f"     {warnings} warnings and incidents in {steps} steps, validation loss "
+        f"{scores.loss:.4f}"
+    )
     return said, all(passed for passed, _ in tests)

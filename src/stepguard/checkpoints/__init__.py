@@ -1,4 +1,6 @@
-"""Checkpoints on disk that survive: sealed, verified while reading, never half there, never the last good one lost."""
+"""Checkpoints on disk that survive: sealed, verified while reading, never half there, never the
+last good one lost.
+"""
 
 from stepguard.checkpoints.background import Background
 from stepguard.checkpoints.entries import Entry, PassedOver

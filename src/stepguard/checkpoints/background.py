@@ -1,4 +1,6 @@
-"""Saves while training goes on: one writer thread, one save at a time, and a failing disk is only reported."""
+"""Saves while training goes on: one writer thread, one save at a time, and a failing disk is only
+reported.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from stepguard.checkpoints.seal import Health
 from stepguard.checkpoints.store import Store
 
 NICENESS = 5
-"""The writer yields to training where both want one core: a quarter of it. Less, and it starves on a busy machine."""
+"""The writer yields to training where both want one core: a quarter of it. Less, and it starves on
+a busy machine.
+"""
 
 
 class Background:
-    """Hands saves to a thread that lives as long as its save. An interpreter that ends waits for the one under way."""
+    """Hands saves to a thread that lives as long as its save. An interpreter that ends waits for
+    the one under way.
+    """
 
     def __init__(self, store: Store, say: Callable[[str], None]) -> None:
         self._store, self._say = store, say
@@ -28,8 +34,11 @@ class Background:
         self._saved: Path | None = None
         self._refused = 0
 
-    def offer(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health) -> bool:
-        """Save in the background, or False when the save before is still being written: nothing is queued.
+    def offer(
+        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
+    ) -> bool:
+        """Save in the background, or False when the save before is still being written: nothing is
+        queued.
 
         The tensors are not copied; they must not be written to until `idle()`.
         """
@@ -47,7 +56,9 @@ class Background:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path | None:
-        """Wait for the save under way; the path of the last offered checkpoint, None when it was not written."""
+        """Wait for the save under way; the path of the last offered checkpoint, None when it was
+        not written.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -57,19 +68,25 @@ class Background:
         """Finish what is being written."""
         self.wait()
 
-    def _save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health) -> None:
+    def _save(
+        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
+    ) -> None:
         _step_back()
         try:
             self._saved = self._store.save(step, tensors, facts, health)
         except Exception as fault:
             self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
         if self._refused:
-            self._say(f"saving step {step} took so long that {self._refused} later saves were left out.")
+            self._say(
+                f"saving step {step} took so long that {self._refused} later saves were left out."
+            )
             self._refused = 0
 
 
 def _step_back() -> None:
-    """On Linux a thread has a priority of its own; elsewhere this would slow the whole process down."""
+    """On Linux a thread has a priority of its own; elsewhere this would slow the whole process
+    down.
+    """
     with suppress(OSError, AttributeError):
         if os.uname().sysname == "Linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

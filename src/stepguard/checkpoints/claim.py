@@ -1,7 +1,8 @@
 """One writer a folder: another process gets a clear error, another thread waits its turn.
 
-POSIX record locks, because they end with the process, however it ends, and a forked data loader does not inherit them.
-They do not know threads and are lost when any descriptor of the file is closed, so each process keeps one table.
+POSIX record locks, because they end with the process, however it ends, and a forked data loader
+does not inherit them. They do not know threads and are lost when any descriptor of the file is
+closed, so each process keeps one table.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ class _Hold:
 
 _HOLDS: dict[Path, _Hold] = {}
 _TABLE = threading.RLock()
-"""Reentrant, because a claim can be collected, and so released, while this thread is making another."""
+"""Reentrant, because a claim can be collected, and so released, while this thread is making
+another.
+"""
 
 
 class Claim:
-    """A store's right to write into its folder, from its first save until it is released or collected."""
+    """A store's right to write into its folder, from its first save until it is released or
+    collected.
+    """
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self._pid = 0
@@ -60,7 +65,10 @@ class Claim:
         """One save at a time."""
         hold = _HOLDS[self._folder]
         if hold.thread == threading.get_ident():
-            raise StoreError(f"{self._folder} is being written by this very thread: a save cannot start inside a save.")
+            raise StoreError(
+                f"{self._folder} is being written by this very thread: a save cannot start inside "
+                f"a save."
+            )
         with hold.turn:
             hold.thread = threading.get_ident()
             try:
@@ -98,7 +106,8 @@ def _locked(folder: Path, disk: Disk) -> int:
         if fault.errno not in {errno.EACCES, errno.EAGAIN}:
             raise
         raise StoreError(
-            f"another process writes checkpoints into {folder}; end it, or give each run a folder of its own."
+            f"another process writes checkpoints into {folder}; end it, or give each run a folder "
+            f"of its own."
         ) from None
     return descriptor
 

@@ -1,4 +1,6 @@
-"""What lies in a folder of checkpoints: sealed ones, damaged ones, litter of dead writers, and `last-good`."""
+"""What lies in a folder of checkpoints: sealed ones, damaged ones, litter of dead writers, and
+`last-good`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _POINTER = re.compile(rb"(step-\d{1,18}(?:-\d{1,9})?) ([0-9a-f]{32})\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A sealed checkpoint, known by its seal; whether its data is still what was sealed shows when it is opened."""
+    """A sealed checkpoint, known by its seal; whether its data is still what was sealed shows when
+    it is opened.
+    """
 
     path: Path
     step: int
@@ -51,11 +55,14 @@ def checkpoint_name(step: int, turn: int = 1) -> str:
 
 
 Known = dict[tuple[Path, int, int, int], Entry]
-"""Entries by path, inode, time and size of their seal: one that did not change is not parsed again."""
+"""Entries by path, inode, time and size of their seal: one that did not change is not parsed again.
+"""
 
 
 def look(folder: Path, known: Known | None = None) -> tuple[list[Entry], list[PassedOver]]:
-    """The sealed checkpoints, newest first, and the folders that have the name of one but no seal that holds."""
+    """The sealed checkpoints, newest first, and the folders that have the name of one but no seal
+    that holds.
+    """
     entries: list[Entry] = []
     damaged: list[PassedOver] = []
     for path in _named(folder, _CHECKPOINT):
@@ -110,7 +117,9 @@ def _sizes_hold(entry: Entry) -> None:
         except OSError:
             raise StoreError(f"{entry.path} is not whole: {name} is missing.") from None
         if size != sealed:
-            raise StoreError(f"{entry.path} is not whole: {name} has {size} bytes, {sealed} were sealed.")
+            raise StoreError(
+                f"{entry.path} is not whole: {name} has {size} bytes, {sealed} were sealed."
+            )
 
 
 def pointer_bytes(name: str, seal_digest: str) -> bytes:
@@ -119,14 +128,18 @@ def pointer_bytes(name: str, seal_digest: str) -> bytes:
 
 
 def pointed(folder: Path) -> Path:
-    """The checkpoint that `last-good` names; StoreError when the pointer is missing, damaged or names another seal."""
+    """The checkpoint that `last-good` names; StoreError when the pointer is missing, damaged or
+    names another seal.
+    """
     content = read_small(folder / LAST_GOOD)
     match = _POINTER.fullmatch(content)
     if match is None:
         raise StoreError(f"{folder / LAST_GOOD} is damaged: it does not name a checkpoint.")
     path = folder / match.group(1).decode()
     if digest_of(read_small(path / SEAL)) != match.group(2).decode():
-        raise StoreError(f"{folder / LAST_GOOD} names {path.name} with another seal than the one there.")
+        raise StoreError(
+            f"{folder / LAST_GOOD} names {path.name} with another seal than the one there."
+        )
     return path
 
 

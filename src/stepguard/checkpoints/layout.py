@@ -1,8 +1,9 @@
 """How tensors lie in safetensors files, decided before the first byte is written.
 
-The format is documented and small (8 bytes of header length, a JSON header, the data), and it is written by hand here
-because the library's `save_file` wants the whole dict at once: digest, finite test and writing would each be a pass of
-their own, and nothing could be said about a file but that it is complete. Every file loads with the official reader.
+The format is documented and small (8 bytes of header length, a JSON header, the data), and it is
+written by hand here because the library's `save_file` wants the whole dict at once: digest, finite
+test and writing would each be a pass of their own, and nothing could be said about a file but that
+it is complete. Every file loads with the official reader.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from stepguard._errors import StoreError
 
 FILE_BYTES = 1 << 31
 FILE_TENSORS = 50_000
-"""A file takes this much at most, or a single larger tensor; the format allows a header of 100 MB."""
+"""A file takes this much at most, or a single larger tensor; the format allows a header of 100 MB.
+"""
 
 _METADATA = "__metadata__"
 _CODES = {
@@ -39,10 +41,16 @@ _CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-REAL_PART = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+REAL_PART = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
 """The format has no complex numbers: they lie there as pairs, and the seal knows better."""
 _BY_NAME = {
-    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
 }
 
 
@@ -96,7 +104,10 @@ def form_of(name: str, tensor: Tensor) -> Form:
     elif tensor.device.type == "meta" or tensor.is_quantized:
         odd = "has no plain memory (meta or quantized); hand over its real values"
     elif form.stored_code == "U8" and form.dtype.itemsize != 1:
-        odd = f"has the dtype {form.dtype}, which safetensors cannot hold; hand over a view of it as bytes"
+        odd = (
+            f"has the dtype {form.dtype}, which safetensors cannot hold; hand over a view of it "
+            f"as bytes"
+        )
     if odd is not None:
         raise StoreError(f"{name} cannot be kept in a checkpoint: it {odd}.")
     return form
@@ -110,9 +121,14 @@ def named_form(dtype: str, shape: tuple[int, ...]) -> Form:
 
 
 def planned(forms: Mapping[str, Form]) -> list[FilePlan]:
-    """The files of a checkpoint. Wide elements first, so that every tensor is aligned where a reader maps the file."""
+    """The files of a checkpoint. Wide elements first, so that every tensor is aligned where a
+    reader maps the file.
+    """
     groups = _groups(stored_order(forms, forms), forms)
-    return [plan_of(f"tensors-{index:05d}.safetensors", group, forms) for index, group in enumerate(groups)]
+    return [
+        plan_of(f"tensors-{index:05d}.safetensors", group, forms)
+        for index, group in enumerate(groups)
+    ]
 
 
 def stored_order(names: Iterable[str], forms: Mapping[str, Form]) -> list[str]:
@@ -121,13 +137,19 @@ def stored_order(names: Iterable[str], forms: Mapping[str, Form]) -> list[str]:
 
 
 def plan_of(name: str, names: Iterable[str], forms: Mapping[str, Form]) -> FilePlan:
-    """The header is a function of names and forms alone: a reader that has the seal need not parse it."""
+    """The header is a function of names and forms alone: a reader that has the seal need not parse
+    it.
+    """
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
     for tensor in (ordered := tuple(names)):
         form = forms[tensor]
         begin, end = end, end + form.nbytes
-        entries[tensor] = {"dtype": form.stored_code, "shape": form.stored_shape, "data_offsets": [begin, end]}
+        entries[tensor] = {
+            "dtype": form.stored_code,
+            "shape": form.stored_shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

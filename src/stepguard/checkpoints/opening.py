@@ -1,7 +1,8 @@
-"""Opens checkpoints: every byte is proven against the seal while it is read, and a damaged one is passed over, by name.
+"""Opens checkpoints: every byte is proven against the seal while it is read, and a damaged one is
+passed over, by name.
 
-Nothing that is read is executed or believed: sizes are compared with the file before memory is taken, and the header
-of a tensor file is not parsed but computed from the seal and compared.
+Nothing that is read is executed or believed: sizes are compared with the file before memory is
+taken, and the header of a tensor file is not parsed but computed from the seal and compared.
 """
 
 from __future__ import annotations
@@ -48,13 +49,17 @@ class Opened:
 
 
 def open_last_good(folder: Path, device: torch.device | str | None = None) -> Opened:
-    """The last good checkpoint, or the newest good one that is whole; StoreError names every candidate and why."""
+    """The last good checkpoint, or the newest good one that is whole; StoreError names every
+    candidate and why.
+    """
     passed: dict[Path, PassedOver] = {}
     for path in _candidates(folder, passed):
         try:
             return replace(open_one(path, device), passed_over=tuple(passed.values()))
         except StoreError as fault:
-            reason = str(fault) if path.is_dir() else f"{path} was removed while it was being opened."
+            reason = (
+                str(fault) if path.is_dir() else f"{path} was removed while it was being opened."
+            )
             passed[path] = PassedOver(path, reason)
     for damaged in look(folder)[1]:
         passed.setdefault(damaged.path, damaged)
@@ -75,7 +80,9 @@ def open_one(path: Path, device: torch.device | str | None = None) -> Opened:
 
 
 def _candidates(folder: Path, passed: dict[Path, PassedOver]) -> Iterator[Path]:
-    """What `last-good` names, then the good ones, newest first; asked anew each time, for a writer may be at work."""
+    """What `last-good` names, then the good ones, newest first; asked anew each time, for a writer
+    may be at work.
+    """
     while True:
         known: list[Path] = []
         try:
@@ -98,7 +105,10 @@ def _nothing(folder: Path, passed: list[PassedOver]) -> str:
     if all(each.path.name == LAST_GOOD and not each.path.exists() for each in passed):
         return f"{folder} holds no sealed good checkpoint; there is nothing to open."
     reasons = "\n".join(f"  {each.path.name}: {each.reason}" for each in passed)
-    return f"{folder} holds no good checkpoint that can be used; `stepguard verify` shows the details.\n{reasons}"
+    return (
+        f"{folder} holds no good checkpoint that can be used; `stepguard verify` shows the "
+        f"details.\n{reasons}"
+    )
 
 
 def _read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
@@ -114,11 +124,17 @@ def _read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
 
 def _read_tensors(path: Path, seal: Seal, device: torch.device | str | None) -> dict[str, Tensor]:
     try:
-        forms = {name: named_form(t.dtype, t.shape) for name, t in seal.tensors.items() if t.same_as is None}
+        forms = {
+            name: named_form(t.dtype, t.shape)
+            for name, t in seal.tensors.items()
+            if t.same_as is None
+        }
     except ValueError as fault:
         raise StoreError(f"{path} cannot be read: {fault}.") from None
     plans = [
-        plan_of(file, stored_order([n for n in forms if seal.tensors[n].file == file], forms), forms)
+        plan_of(
+            file, stored_order([n for n in forms if seal.tensors[n].file == file], forms), forms
+        )
         for file in sorted(seal.files.keys() - {FACTS})
     ]
     _refuse_what_cannot_be(path, seal, plans)
@@ -134,21 +150,36 @@ def _refuse_what_cannot_be(path: Path, seal: Seal, plans: list[FilePlan]) -> Non
     for name, sealed in seal.tensors.items():
         stored = seal.tensors.get(sealed.same_as or name)
         if (sealed.same_as or name) not in planned or stored != replace(sealed, same_as=None):
-            raise StoreError(f"{path} has a seal that contradicts itself: {name} is in no file as it is described.")
+            raise StoreError(
+                f"{path} has a seal that contradicts itself: {name} is in no file as it is "
+                f"described."
+            )
     for plan in plans:
         if plan.size != seal.files[plan.name].size:
-            raise StoreError(f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it gives.")
+            raise StoreError(
+                f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it "
+                f"gives."
+            )
         descriptor, size = open_plain(path / plan.name)
         os.close(descriptor)
         if size != plan.size:
-            raise StoreError(f"{path} is not whole: {plan.name} has {size} bytes, {plan.size} were sealed.")
-    needed, there = sum(plan.size for plan in plans), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            raise StoreError(
+                f"{path} is not whole: {plan.name} has {size} bytes, {plan.size} were sealed."
+            )
+    needed, there = (
+        sum(plan.size for plan in plans),
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
     if needed > there:
         raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {there}.")
 
 
 def _read_file(
-    path: Path, plan: FilePlan, seal: Seal, forms: dict[str, Form], device: torch.device | str | None
+    path: Path,
+    plan: FilePlan,
+    seal: Seal,
+    forms: dict[str, Form],
+    device: torch.device | str | None,
 ) -> Iterator[tuple[str, Tensor]]:
     descriptor, _ = open_plain(path)
     with os.fdopen(descriptor, "rb", buffering=0) as file:

@@ -1,7 +1,8 @@
 """Tensors as a stream of flat byte pieces, and the exact finite test on them.
 
-A piece is small enough for the cache, so writing, digest and finite test read memory once. Everything here is numpy
-on purpose: it lets go of the interpreter lock and starts no threads of its own, which torch would, against training.
+A piece is small enough for the cache, so writing, digest and finite test read memory once.
+Everything here is numpy on purpose: it lets go of the interpreter lock and starts no threads of its
+own, which torch would, against training.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 from stepguard.checkpoints.layout import REAL_PART, Form
 
 PIECE = 1 << 19
-"""Bytes of a piece: fits the second-level cache, and is long enough for what is done without the interpreter lock."""
+"""Bytes of a piece: fits the second-level cache, and is long enough for what is done without the
+interpreter lock.
+"""
 
 _INTEGERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _EXPONENTS: dict[torch.dtype, tuple[int, int]] = {
@@ -56,7 +59,9 @@ def _flat_pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def nonfinite(piece: memoryview, dtype: torch.dtype) -> int:
-    """How many elements of the piece are NaN or infinite, by their bits: exact for every float format."""
+    """How many elements of the piece are NaN or infinite, by their bits: exact for every float
+    format.
+    """
     dtype = REAL_PART.get(dtype, dtype)
     if dtype not in _EXPONENTS and dtype not in _ONE_NAN:
         return 0

@@ -10,10 +10,14 @@ from stepguard.checkpoints.entries import Entry
 from stepguard.state.atomic import Disk, sibling
 
 
-def superfluous(entries: Sequence[Entry], last_good: Path | None, keep: int, keep_every: int | None) -> list[Entry]:
-    """Of entries, newest first, those that are neither new, nor of a milestone, nor the last good one, nor the best.
+def superfluous(
+    entries: Sequence[Entry], last_good: Path | None, keep: int, keep_every: int | None
+) -> list[Entry]:
+    """Of entries, newest first, those that are neither new, nor of a milestone, nor the last good
+    one, nor the best.
 
-    Checkpoints that are not good are counted apart, so that no number of them pushes a good one out.
+    Checkpoints that are not good are counted apart, so that no number of them pushes a good one
+    out.
     """
     good = [entry for entry in entries if entry.good]
     doubtful = [entry for entry in entries if not entry.good]
@@ -25,7 +29,11 @@ def superfluous(entries: Sequence[Entry], last_good: Path | None, keep: int, kee
 
 def _best(good: Sequence[Entry]) -> set[Path]:
     """Of the newest run, the good checkpoint with the lowest level of the loss."""
-    known = [entry for entry in good if entry.health.level is not None and entry.health.run == good[0].health.run]
+    known = [
+        entry
+        for entry in good
+        if entry.health.level is not None and entry.health.run == good[0].health.run
+    ]
     best = min(known, key=lambda entry: entry.health.level or 0.0, default=None)
     return {best.path} if best is not None else set()
 
@@ -39,7 +47,9 @@ def _milestones(good: Sequence[Entry], keep_every: int | None) -> set[Path]:
 
 
 def remove(folder: Path, paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None:
-    """Take the names away first, durably: a half-removed folder is never found under the name of a checkpoint."""
+    """Take the names away first, durably: a half-removed folder is never found under the name of a
+    checkpoint.
+    """
     hidden: list[Path] = []
     for path in paths:
         with _said(path, say):

@@ -1,4 +1,5 @@
-"""The seal of a checkpoint: what it holds, with a digest of every file, of every tensor and of the seal itself.
+"""The seal of a checkpoint: what it holds, with a digest of every file, of every tensor and of the
+seal itself.
 
 Digests are XXH3-128: they find accidents (torn writes, flipped bits, swapped pages), not forgery.
 """
@@ -44,8 +45,9 @@ class Health:
     steps_watched: Count
     incidents: Count
     good: bool
-    """Finite, past its probation, and not from a run that had lost what it learned; only such a checkpoint can be the
-    last good one."""
+    """Finite, past its probation, and not from a run that had lost what it learned; only such a
+    checkpoint can be the last good one.
+    """
     run: str = ""
     """Which run saved it; another run in the same folder does not go back to it by itself."""
 
@@ -116,11 +118,16 @@ def parse_seal(content: bytes, folder: Path) -> Seal:
     plain = load_json(body, folder / SEAL)
     schema = plain.get("schema")
     if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
-        raise StoreError(f"{folder} has a seal of schema {schema!r}; this stepguard reads up to {SCHEMA}: upgrade it.")
+        raise StoreError(
+            f"{folder} has a seal of schema {schema!r}; this stepguard reads up to {SCHEMA}: "
+            f"upgrade it."
+        )
     try:
         return from_jsonable(Seal, plain)
     except (ValidationError, RecursionError) as fault:
-        raise StoreError(f"{folder} has a seal that says something impossible: {first_line(fault)}.") from None
+        raise StoreError(
+            f"{folder} has a seal that says something impossible: {first_line(fault)}."
+        ) from None
 
 
 def load_json(content: bytes, path: Path) -> dict[str, Any]:

@@ -39,7 +39,9 @@ KNOWN = 1000
 
 
 class Store:
-    """A folder of checkpoints, `step-<n>/` each, and `last-good`, which only ever names a sealed good one."""
+    """A folder of checkpoints, `step-<n>/` each, and `last-good`, which only ever names a sealed
+    good one.
+    """
 
     def __init__(
         self,
@@ -51,11 +53,15 @@ class Store:
         disk: Disk = DISK,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`check="read-back"` reads every file again from the disk before it is sealed; `"digest"` trusts the disk."""
+        """`check="read-back"` reads every file again from the disk before it is sealed; `"digest"`
+        trusts the disk.
+        """
         if keep < 1:
             raise StoreError(f"keep={keep} would delete the last good checkpoint; use 1 or more.")
         if keep_every is not None and keep_every < 1:
-            raise StoreError(f"keep_every={keep_every} is no number of steps; use 1 or more, or None.")
+            raise StoreError(
+                f"keep_every={keep_every} is no number of steps; use 1 or more, or None."
+            )
         if check not in ("read-back", "digest"):
             raise StoreError(f"check={check!r} is not known; use 'read-back' or 'digest'.")
         self.folder = Path(folder)
@@ -65,38 +71,52 @@ class Store:
         self._claim: Claim | None = None
         self._known: Known = {}
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health) -> Path:
-        """Write, prove and seal one checkpoint, then move `last-good` if it is good, then let old ones go.
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
+    ) -> Path:
+        """Write, prove and seal one checkpoint, then move `last-good` if it is good, then let old
+        ones go.
 
-        StoreError says why it was not written; then nothing of it is left, and what was there before still is.
+        StoreError says why it was not written; then nothing of it is left, and what was there
+        before still is.
         """
         try:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise StoreError(f"step={step!r} is no number of optimizer steps done; use an int from 0 on.")
+                raise StoreError(
+                    f"step={step!r} is no number of optimizer steps done; use an int from 0 on."
+                )
             self._disk.make_folders(self.folder)
             with self._claimed().turn():
                 return self._save(step, tensors, facts, health)
         except OSError as fault:
             raise StoreError(self._refusal(step, fault)) from fault
 
-    def open(self, which: str | Path = LAST_GOOD, *, device: torch.device | str | None = None) -> Opened:
+    def open(
+        self, which: str | Path = LAST_GOOD, *, device: torch.device | str | None = None
+    ) -> Opened:
         """Read a checkpoint, every byte proven against its seal.
 
-        `"last-good"` falls back over damaged ones and says which (`Opened.passed_over`); `"step-100"` or a path means
-        that checkpoint and no other.
+        `"last-good"` falls back over damaged ones and says which (`Opened.passed_over`);
+        `"step-100"` or a path means that checkpoint and no other.
         """
         if str(which) == LAST_GOOD:
             return open_last_good(self.folder, device)
         path = Path(which)
         if len(path.parts) == 1:
             path = next(
-                (entry.path for entry in self.list() if checkpoint_name(entry.step) == path.name), self.folder / path
+                (entry.path for entry in self.list() if checkpoint_name(entry.step) == path.name),
+                self.folder / path,
             )
         try:
             return open_one(path, device)
         except StoreError as fault:
-            usable = ", ".join(entry.path.name for entry in self.list()[:5] if entry.path != path) or "none"
-            raise StoreError(f"{fault} Other sealed checkpoints in {self.folder}: {usable}.") from None
+            usable = (
+                ", ".join(entry.path.name for entry in self.list()[:5] if entry.path != path)
+                or "none"
+            )
+            raise StoreError(
+                f"{fault} Other sealed checkpoints in {self.folder}: {usable}."
+            ) from None
 
     def list(self) -> list[Entry]:
         """The sealed checkpoints, newest first, by their seals alone."""
@@ -115,7 +135,9 @@ class Store:
             self._claim = Claim(self.folder, self._disk)
         return self._claim
 
-    def _save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health) -> Path:
+    def _save(
+        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
+    ) -> Path:
         sweep(litter(self.folder), self._disk, self.say)
         entries = self.list()
         path = self._free_path(step)
@@ -144,7 +166,9 @@ class Store:
     ) -> str:
         """Everything of a checkpoint, durable, the seal last; returns the digest of the seal."""
         facts_content = _json(dict(facts))
-        written = write_tensors(folder, tensors, frozenset(facts.get("nonfinite_ok") or ()), self._disk)
+        written = write_tensors(
+            folder, tensors, frozenset(facts.get("nonfinite_ok") or ()), self._disk
+        )
         written.files[FACTS] = write_json(folder / FACTS, facts_content, self._disk)
         if self._check == "read-back":
             for name, sealed in written.files.items():
@@ -157,7 +181,11 @@ class Store:
             serial=serial,
             nonfinite=tuple(written.nonfinite),
             config=dict(config) if isinstance(config := facts.get("config"), Mapping) else {},
-            versions={"stepguard": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            versions={
+                "stepguard": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
             written=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         content = seal_bytes(seal)
@@ -166,18 +194,25 @@ class Store:
         return digest_of(content)
 
     def _publish(self, path: Path, seal_digest: str, health: Health) -> None:
-        """Make the name durable, then the pointer; if that fails, the checkpoint is withdrawn, unless it is named."""
+        """Make the name durable, then the pointer; if that fails, the checkpoint is withdrawn,
+        unless it is named.
+        """
         try:
             self._disk.sync_folder(self.folder)
             if health.good:
-                write_file(self.folder / LAST_GOOD, pointer_bytes(path.name, seal_digest), self._disk)
+                write_file(
+                    self.folder / LAST_GOOD, pointer_bytes(path.name, seal_digest), self._disk
+                )
         except BaseException as fault:
             if self._last_good() != path:
                 remove(self.folder, [path], self._disk, self.say)
                 raise
             if not isinstance(fault, OSError):
                 raise
-            self.say(f"{path} is saved, but may not survive a power cut: the disk refused to sync ({fault.strerror}).")
+            self.say(
+                f"{path} is saved, but may not survive a power cut: the disk refused to sync "
+                f"({fault.strerror})."
+            )
 
     def _rotate(self, run: str) -> None:
         """Of this run's own checkpoints; what another run left in the folder is not ours to remove."""
@@ -199,8 +234,16 @@ class Store:
 
     def _refusal(self, step: int, fault: OSError) -> str:
         last = self._last_good()
-        rest = f"the last good checkpoint is still {last.name}" if last else "there is no good checkpoint yet"
-        why = f"{fault.strerror}: {fault.filename}" if fault.filename else str(fault.strerror or fault)
+        rest = (
+            f"the last good checkpoint is still {last.name}"
+            if last
+            else "there is no good checkpoint yet"
+        )
+        why = (
+            f"{fault.strerror}: {fault.filename}"
+            if fault.filename
+            else str(fault.strerror or fault)
+        )
         return f"the checkpoint of step {step} was not written into {self.folder} ({why}); {rest}."
 
 
@@ -208,7 +251,9 @@ def _json(facts: dict[str, Any]) -> bytes:
     try:
         return dumps(facts).encode()
     except (TypeError, ValueError, RecursionError) as fault:
-        raise StoreError(f"the facts of a checkpoint must be plain JSON values: {first_line(fault)}.") from None
+        raise StoreError(
+            f"the facts of a checkpoint must be plain JSON values: {first_line(fault)}."
+        ) from None
 
 
 def _warn(text: str) -> None:

@@ -19,7 +19,9 @@ from stepguard.state.atomic import Disk, NewFile
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 PACE = 1 << 26
-"""Bytes between syncs of a large file: the disk works along, and never has a gigabyte to swallow at the end."""
+"""Bytes between syncs of a large file: the disk works along, and never has a gigabyte to swallow at
+the end.
+"""
 
 
 @dataclass(slots=True)
@@ -34,7 +36,9 @@ class Written:
 def write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], may_be_nonfinite: Collection[str], disk: Disk
 ) -> Written:
-    """Every tensor, each memory once; StoreError as soon as one holds NaN or Inf without permission."""
+    """Every tensor, each memory once; StoreError as soon as one holds NaN or Inf without
+    permission.
+    """
     written = Written()
     first_names = _first_names(tensors)
     forms = {name: form_of(name, tensors[name]) for name in tensors if first_names[name] == name}
@@ -46,7 +50,11 @@ def write_tensors(
         if first != name:
             same = written.tensors[first]
             written.tensors[name] = SealedTensor(
-                file=same.file, dtype=same.dtype, shape=same.shape, digest=same.digest, same_as=first
+                file=same.file,
+                dtype=same.dtype,
+                shape=same.shape,
+                digest=same.digest,
+                same_as=first,
             )
     return written
 
@@ -54,7 +62,9 @@ def write_tensors(
 def write_json(path: Path, content: bytes, disk: Disk) -> SealedFile:
     """A small file, durable."""
     if len(content) > LARGEST:
-        raise StoreError(f"{path.name} would have {len(content)} bytes; more than {LARGEST} are not read back.")
+        raise StoreError(
+            f"{path.name} would have {len(content)} bytes; more than {LARGEST} are not read back."
+        )
     with disk.new_file(path) as file:
         file.write(content)
         file.sync()
@@ -62,7 +72,9 @@ def write_json(path: Path, content: bytes, disk: Disk) -> SealedFile:
 
 
 def read_back(path: Path, expected: SealedFile) -> None:
-    """Ask the disk, not the memory of the system, for what was written. A disk that keeps wrong bytes is found here."""
+    """Ask the disk, not the memory of the system, for what was written. A disk that keeps wrong
+    bytes is found here.
+    """
     fd, size = open_plain(path)
     try:
         _forget_pages(fd)
@@ -74,11 +86,15 @@ def read_back(path: Path, expected: SealedFile) -> None:
     finally:
         os.close(fd)
     if size != expected.size or digest != expected.digest:
-        raise StoreError(f"{path.name} reads back different from what was written; the disk cannot be trusted.")
+        raise StoreError(
+            f"{path.name} reads back different from what was written; the disk cannot be trusted."
+        )
 
 
 def _digest(path: Path, size: int, flags: int) -> str:
-    """Of a file that is read past the system's memory, where the filesystem can do that: half the processor time."""
+    """Of a file that is read past the system's memory, where the filesystem can do that: half the
+    processor time.
+    """
     digest = xxhash.xxh3_128()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     try:
@@ -93,7 +109,9 @@ def _digest(path: Path, size: int, flags: int) -> str:
 
 
 def _forget_pages(fd: int) -> None:
-    """Before reading back, so that the disk is asked; afterwards, so that the user's data stays in memory instead."""
+    """Before reading back, so that the disk is asked; afterwards, so that the user's data stays in
+    memory instead.
+    """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -101,12 +119,18 @@ def _forget_pages(fd: int) -> None:
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For every name the first name of the same memory seen the same way."""
     seen: dict[object, str] = {}
-    return {name: seen.setdefault(_memory(name, tensor), name) for name, tensor in sorted(tensors.items())}
+    return {
+        name: seen.setdefault(_memory(name, tensor), name)
+        for name, tensor in sorted(tensors.items())
+    }
 
 
 def _memory(name: str, tensor: Tensor) -> object:
     if not isinstance(tensor, Tensor):
-        raise StoreError(f"{name} is a {type(tensor).__name__}, not a tensor; plain values belong into the facts.")
+        raise StoreError(
+            f"{name} is a {type(tensor).__name__}, not a tensor; plain values belong into the "
+            f"facts."
+        )
     strided = str(tensor.layout) == "torch.strided" and tensor.device.type != "meta"
     if not strided or not tensor.numel():
         return name
@@ -129,7 +153,10 @@ def _write_file(
         for piece in pieces(tensors[name]):
             bad += nonfinite(piece, form.dtype)
             if bad and name not in may_be_nonfinite:
-                raise StoreError(f"not sealed: {name} holds NaN or Inf; a checkpoint must be finite to be of use.")
+                raise StoreError(
+                    f"not sealed: {name} holds NaN or Inf; a checkpoint must be finite to be of "
+                    f"use."
+                )
             digest.update(piece)
             whole.update(piece)
             file.write(piece)

@@ -1,4 +1,6 @@
-"""What the commands that read checkpoints share: a progress bar for what takes long, and the rendered result."""
+"""What the commands that read checkpoints share: a progress bar for what takes long, and the
+rendered result.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Bar:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._progress = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
         self._task = self._progress.add_task(self._what, total=self._total)
         self._progress.start()
 
@@ -66,7 +70,10 @@ class Bar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -86,7 +93,9 @@ def show(found: Sequence[Verification]) -> None:
     from stepguard.report.verification import render_checked
 
     out = sys.stdout
-    screen.put(render_checked(found, width=screen.columns(out), colour=screen.wants_colour(out)), out)
+    screen.put(
+        render_checked(found, width=screen.columns(out), colour=screen.wants_colour(out)), out
+    )
 
 
 def as_plain(each: Verification) -> dict[str, Any]:

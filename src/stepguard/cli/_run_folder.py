@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from stepguard.journal import RunRecord
 
 GIVE = "give a run directory that holds a journal.jsonl, or the file itself"
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a journal.jsonl itself.")]
-RankOption = Annotated[int, typer.Option("--rank", min=0, help="Whose journal to read, in a run on several ranks.")]
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory, or a journal.jsonl itself.")
+]
+RankOption = Annotated[
+    int, typer.Option("--rank", min=0, help="Whose journal to read, in a run on several ranks.")
+]
 
 
 def open_run(run: Path, rank: int = 0) -> RunRecord:
@@ -30,12 +34,16 @@ def open_run(run: Path, rank: int = 0) -> RunRecord:
         first = str(error).splitlines()[0]
         raise JournalError(f"{run} holds an incident this version cannot read: {first}.") from error
     if not is_journal(record):
-        raise JournalError(f"{record.path} is no journal of stepguard: none of its lines can be read; {GIVE}.")
+        raise JournalError(
+            f"{record.path} is no journal of stepguard: none of its lines can be read; {GIVE}."
+        )
     return record
 
 
 def is_journal(record: RunRecord) -> bool:
-    """Was there a line that stepguard writes? A journal may be empty yet, a file of another name is none then."""
+    """Was there a line that stepguard writes? A journal may be empty yet, a file of another name is
+    none then.
+    """
     if record.header or record.steps or record.incidents or record.notes:
         return True
     return not record.torn and record.path.name.startswith("journal")

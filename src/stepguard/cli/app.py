@@ -1,6 +1,7 @@
 """The `stepguard` command. A new command is one new file and one line in COMMANDS.
 
-A command's file imports torch, and everything that does, inside its function: `--help` and `report` must start at once.
+A command's file imports torch, and everything that does, inside its function: `--help` and `report`
+must start at once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class ErrorsInOneLine(TyperGroup):
             return super().invoke(ctx)
         except StepguardError as error:
             typer.echo(f"stepguard: error: {error}", err=True)
-            raise typer.Exit(EXIT_HALTED if isinstance(error, TrainingHalted) else EXIT_USAGE) from error
+            raise typer.Exit(
+                EXIT_HALTED if isinstance(error, TrainingHalted) else EXIT_USAGE
+            ) from error
 
 
 app = typer.Typer(
@@ -64,7 +67,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+PASSES_ARGUMENTS_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
 
 for command in COMMANDS:
     app.command(context_settings=PASSES_ARGUMENTS_ON if command is run else None)(command)
@@ -79,7 +86,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def stepguard(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Options that stand before the command."""

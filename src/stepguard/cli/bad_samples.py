@@ -1,4 +1,6 @@
-"""`stepguard quarantine --data RUN`: the samples a run went on without, and a list of them for a sampler."""
+"""`stepguard quarantine --data RUN`: the samples a run went on without, and a list of them for a
+sampler.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: bo
     from stepguard.report import bad_samples, screen
 
     if not any(run.glob("journal*.jsonl")) and not any(run.glob("bad_samples*.jsonl")):
-        raise ConfigError(f"{run} is no run folder: it holds neither a journal.jsonl nor a bad_samples.jsonl.")
+        raise ConfigError(
+            f"{run} is no run folder: it holds neither a journal.jsonl nor a bad_samples.jsonl."
+        )
     try:
         entries, unread = read_ledger(run)
     except OSError as error:
@@ -46,7 +50,11 @@ def _write(path: Path, found: Sequence[Suspect], *, unproven: bool) -> None:
     except OSError as error:
         raise ConfigError(f"--out: {path} cannot be written: {error.strerror}.") from error
     left = len(found) - len(listed)
-    rest = f"; {left} more are in bad batches, none of them proven (--unproven lists them too)" if left else ""
+    rest = (
+        f"; {left} more are in bad batches, none of them proven (--unproven lists them too)"
+        if left
+        else ""
+    )
     typer.echo(f"wrote {len(names)} to {path}{rest}", err=True)
 
 

@@ -22,17 +22,26 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="`module:function` that returns (model, optimizer, loss_fn) or more; a configuration file "
+        help="`module:function` that returns (model, optimizer, loss_fn) or more; a configuration "
+        "file "
         "(json, toml, yaml, py); or a data file or folder.",
     ),
 ]
-Config = Annotated[Path | None, typer.Option(metavar="FILE", help="Configuration, given to the function.")]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Configuration, given to the function.")
+]
 Launcher = Annotated[Path | None, typer.Option(metavar="FILE", help="accelerate's yaml or json.")]
 Data = Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder to scan.")]
-Validation = Annotated[Path | None, typer.Option(metavar="PATH", help="Data that must share no example with it.")]
-Checkpoint = Annotated[Path | None, typer.Option(metavar="PATH", help="What the run would resume from.")]
+Validation = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="Data that must share no example with it.")
+]
+Checkpoint = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="What the run would resume from.")
+]
 RunDir = Annotated[Path | None, typer.Option(metavar="PATH", help="Where checkpoints will go.")]
-Watch = Annotated[list[str], typer.Option(metavar="PATTERN=LIMIT", help="Largest magnitude of matching tensors.")]
+Watch = Annotated[
+    list[str], typer.Option(metavar="PATTERN=LIMIT", help="Largest magnitude of matching tensors.")
+]
 LabelKey = Annotated[str | None, typer.Option(help="Key of the targets in an example.")]
 IgnoreIndex = Annotated[int | None, typer.Option(help="Target value that does not count (-100).")]
 Examples = Annotated[int | None, typer.Option(min=1, help="Scan at most so many examples.")]
@@ -59,7 +68,9 @@ def check(
     strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a run before it starts: precision, learning rate, labels, data, disk. Exit code 5 if it fails."""
+    """Check a run before it starts: precision, learning rate, labels, data, disk. Exit code 5 if it
+    fails.
+    """
     given: dict[str, object] = {
         "data": data,
         "validation": validation,
@@ -91,10 +102,16 @@ def _checked(
     from stepguard.preflight.target import Request, resolve
 
     selected(only, skip)  # a misspelt item is told before anything is built
-    with redirect_stdout(sys.stderr) if quiet else nullcontext():  # what the program prints is no part of the JSON
-        subject, place = resolve(Request(target=target, config=config, launcher=launcher, given=given))
+    with (
+        redirect_stdout(sys.stderr) if quiet else nullcontext()
+    ):  # what the program prints is no part of the JSON
+        subject, place = resolve(
+            Request(target=target, config=config, launcher=launcher, given=given)
+        )
         with _bar(sys.stderr) as progress:
-            return look(subject, only=only, skip=skip, target=target, place=place, progress=progress)
+            return look(
+                subject, only=only, skip=skip, target=target, place=place, progress=progress
+            )
 
 
 def _limits(words: list[str]) -> dict[str, float]:
@@ -108,7 +125,8 @@ def _limits(words: list[str]) -> dict[str, float]:
             equals = ""
         if not equals or not pattern or not limits[pattern] > 0:
             raise ConfigError(
-                f"--watch {word!r} must look like PATTERN=LIMIT, as in '*.alpha=10', with a limit above 0."
+                f"--watch {word!r} must look like PATTERN=LIMIT, as in '*.alpha=10', with a limit "
+                f"above 0."
             )
     return limits
 

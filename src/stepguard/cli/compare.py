@@ -12,9 +12,14 @@ from stepguard.cli._run_folder import RankOption, open_run
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or journal, such as the original.")],
+    first: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_A", help="A run directory or journal, such as the original."),
+    ],
     second: Annotated[Path, typer.Argument(metavar="RUN_B", help="The one to compare it with.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of a table.")
+    ] = False,
     rank: RankOption = 0,
 ) -> None:
     """Put two runs side by side: bad steps, what was done, causes, losses, settings that differ."""
@@ -27,4 +32,6 @@ def compare(
         typer.echo(render_json(comparison))
         return
     out = sys.stdout
-    screen.put(render_terminal(comparison, width=screen.columns(out), colour=screen.wants_colour(out)), out)
+    screen.put(
+        render_terminal(comparison, width=screen.columns(out), colour=screen.wants_colour(out)), out
+    )

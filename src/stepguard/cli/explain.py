@@ -15,7 +15,9 @@ from stepguard.diagnose.rule import Rule
 
 
 def explain(
-    code: Annotated[str, typer.Argument(help="A code such as SG204; without one, all codes are listed.")] = "",
+    code: Annotated[
+        str, typer.Argument(help="A code such as SG204; without one, all codes are listed.")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
 ) -> None:
     """Explain a finding: what it means, why it happens, how stepguard knows, what to do."""
@@ -33,7 +35,10 @@ def explain(
 
 def as_plain(rule: Rule) -> dict[str, object]:
     """A rule as JSON values."""
-    fields = {name: getattr(rule, name) for name in ("code", "title", "what", "why", "how", "setup", "bad", "fixed")}
+    fields = {
+        name: getattr(rule, name)
+        for name in ("code", "title", "what", "why", "how", "setup", "bad", "fixed")
+    }
     return fields | {"remedies": [asdict(remedy) for remedy in rule.ordered], "see": list(rule.see)}
 
 

@@ -30,12 +30,17 @@ class Fresh:
     def values(self, patterns: Sequence[str]) -> Iterator[tuple[str, float, float]]:
         """Range of every tensor with such a name."""
         for name, tensor in _tensors(self.model):
-            if any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns) and tensor.numel():
+            if (
+                any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns)
+                and tensor.numel()
+            ):
                 yield name, float(tensor.min()), float(tensor.max())
 
 
 def build_fresh(build: str) -> Fresh:
-    """Import and call it, from below the current directory only; what it raises becomes the section's text."""
+    """Import and call it, from below the current directory only; what it raises becomes the
+    section's text.
+    """
     from stepguard.state.importing import import_function, importable
 
     with importable():
@@ -53,7 +58,10 @@ def _examined(built: Any) -> Fresh:
     parts = built if isinstance(built, tuple) else (built,)
     if not parts or not isinstance(parts[0], nn.Module):
         what = f"a tuple of {len(parts)}" if isinstance(built, tuple) else type(built).__name__
-        return Fresh(fault=f"the build function returned {what}; return a model, (model, inputs) or what replay takes")
+        return Fresh(
+            fault=f"the build function returned {what}; return a model, (model, inputs) or what "
+            f"replay takes"
+        )
     model = parts[0]
     inputs = parts[1] if len(parts) == 2 else None
     if inputs is None:
@@ -63,8 +71,12 @@ def _examined(built: Any) -> Fresh:
     tensors = list(_tensors(model))
     wrong = [name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())]
     total = sum(tensor.numel() for _, tensor in tensors)
-    fresh.summary = f"{type(model).__name__}: {len(tensors)} tensors, {total:,} values, {len(wrong)} not finite"
-    fresh.bad = tuple(f"{name} holds NaN or Inf before the first step" for name in wrong[:MOST_SHOWN])
+    fresh.summary = (
+        f"{type(model).__name__}: {len(tensors)} tensors, {total:,} values, {len(wrong)} not finite"
+    )
+    fresh.bad = tuple(
+        f"{name} holds NaN or Inf before the first step" for name in wrong[:MOST_SHOWN]
+    )
     return fresh
 
 
@@ -74,12 +86,19 @@ def _tensors(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
             if not parameter.is_meta and parameter.numel():
                 yield name, parameter.detach()
         for name, buffer in model.named_buffers():
-            if buffer.is_floating_point() and not buffer.is_meta and "mask" not in name and buffer.numel():
+            if (
+                buffer.is_floating_point()
+                and not buffer.is_meta
+                and "mask" not in name
+                and buffer.numel()
+            ):
                 yield name, buffer.detach()
 
 
 def forward(fresh: Fresh) -> tuple[SectionStatus, tuple[str, ...]]:
-    """One call without gradients, in evaluation mode; names the first module whose output is not finite."""
+    """One call without gradients, in evaluation mode; names the first module whose output is not
+    finite.
+    """
     import torch
 
     assert fresh.model is not None
@@ -107,9 +126,15 @@ def forward(fresh: Fresh) -> tuple[SectionStatus, tuple[str, ...]]:
     found = list(_inside(output))
     shapes = ", ".join(f"{list(tensor.shape)}" for tensor in found[:3])
     if all(map(_finite, found)):
-        ends = [f"{float(t.float().min()):.4g} to {float(t.float().max()):.4g}" for t in found[:3] if t.numel()]
+        ends = [
+            f"{float(t.float().min()):.4g} to {float(t.float().max()):.4g}"
+            for t in found[:3]
+            if t.numel()
+        ]
         return "fine", (f"{len(found)} outputs, all finite: {shapes}; {', '.join(ends)}",)
-    return "failed", (f"the output is not finite; first in {first[0] if first else 'the model itself'}",)
+    return "failed", (
+        f"the output is not finite; first in {first[0] if first else 'the model itself'}",
+    )
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -1,4 +1,6 @@
-"""`stepguard live RUN`: follow a run from its journal, and say after some steps whether it is healthy."""
+"""`stepguard live RUN`: follow a run from its journal, and say after some steps whether it is
+healthy.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,27 @@ EXITS = {
 
 def live(
     run: RunArgument,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Give a verdict after this many steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Give a verdict after this many steps.")
+    ] = None,
     stage: Annotated[
         list[str] | None,
-        typer.Option("--stage", help="What must hold, such as '0-500: loss<5, incidents=0, fall>1'. Repeatable."),
+        typer.Option(
+            "--stage",
+            help="What must hold, such as '0-500: loss<5, incidents=0, fall>1'. Repeatable.",
+        ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end, instead of following.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the verdict, as JSON, at the end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once and end, instead of following.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print only the verdict, as JSON, at the end.")
+    ] = False,
     rank: RankOption = 0,
 ) -> None:
-    """Follow a run: loss, norm, skips, incidents, stages. Exit code 0 healthy, 1 not, 3 stopped by its policy."""
+    """Follow a run: loss, norm, skips, incidents, stages. Exit code 0 healthy, 1 not, 3 stopped by
+    its policy.
+    """
     from stepguard.journal import Follower
     from stepguard.report.stages import parse_stage
 
@@ -53,7 +66,10 @@ def live(
     _refuse_no_journal(follower.record.path, once)
     follower.read()
     if once and not is_journal(follower.record):
-        raise JournalError(f"{follower.record.path} is no journal of stepguard: none of its lines can be read; {GIVE}.")
+        raise JournalError(
+            f"{follower.record.path} is no journal of stepguard: none of its lines can be read; "
+            f"{GIVE}."
+        )
     seen = follow(follower, stages, steps, once=once, quiet=as_json)
     if as_json:
         _print_json(follower, seen)
@@ -98,18 +114,25 @@ def follow(
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live_screen:
         while True:
             follower.read()
-            seen = _look(follower, stages, wanted, once=once, idle=_idle(follower.record.path, clock))
+            seen = _look(
+                follower, stages, wanted, once=once, idle=_idle(follower.record.path, clock)
+            )
             if shows:
                 live_screen.update(_screenful(follower, seen), refresh=True)
             if once or seen.verdict != "waiting":
                 break
             wait(EVERY)
     if not shows and not quiet:
-        screen.put(screen.draw(sys.stdout, lambda paper: paper.print(_screenful(follower, seen))), sys.stdout)
+        screen.put(
+            screen.draw(sys.stdout, lambda paper: paper.print(_screenful(follower, seen))),
+            sys.stdout,
+        )
     return seen
 
 
-def _look(follower: Follower, stages: list[Stage], wanted: int | None, *, once: bool, idle: float) -> Seen:
+def _look(
+    follower: Follower, stages: list[Stage], wanted: int | None, *, once: bool, idle: float
+) -> Seen:
     from stepguard.report.health import concerns, silence
     from stepguard.report.live_view import judge_run
     from stepguard.report.stages import judge_stages
@@ -137,13 +160,23 @@ def _screenful(follower: Follower, seen: Seen) -> RenderableType:
     from stepguard.report.live_view import screenful
     from stepguard.report.summary import summarize
 
-    return screenful(follower.record, summarize(follower.record), seen.outcomes, seen.verdict, seen.concerns)
+    return screenful(
+        follower.record, summarize(follower.record), seen.outcomes, seen.verdict, seen.concerns
+    )
 
 
 def _print_json(follower: Follower, seen: Seen) -> None:
     from stepguard.records.codec import dumps, to_jsonable
 
     record = follower.record
-    fields = {"verdict": seen.verdict, "steps": len(record.steps), "incidents": len(record.incidents)}
+    fields = {
+        "verdict": seen.verdict,
+        "steps": len(record.steps),
+        "incidents": len(record.incidents),
+    }
     stages = [to_jsonable(outcome) for outcome in seen.outcomes]
-    typer.echo(dumps({**fields, "concerns": [to_jsonable(each) for each in seen.concerns], "stages": stages}))
+    typer.echo(
+        dumps(
+            {**fields, "concerns": [to_jsonable(each) for each in seen.concerns], "stages": stages}
+        )
+    )

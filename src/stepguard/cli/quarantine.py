@@ -1,4 +1,6 @@
-"""`stepguard quarantine DIR`: move the bad checkpoints out of the way, and only those; `--data`: list bad samples."""
+"""`stepguard quarantine DIR`: move the bad checkpoints out of the way, and only those; `--data`:
+list bad samples.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,44 @@ if TYPE_CHECKING:
 
 def quarantine(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder with checkpoints, at any depth; with --data a run folder.")
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A folder with checkpoints, at any depth; with --data a run folder."
+        ),
     ],
-    undo: Annotated[bool, typer.Option("--undo", help="Put back everything that was moved.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be moved, move nothing.")] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Put back everything that was moved.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be moved, move nothing.")
+    ] = False,
     data: Annotated[
-        bool, typer.Option("--data", help="List the samples that the run in DIR went on without; move nothing.")
+        bool,
+        typer.Option(
+            "--data", help="List the samples that the run in DIR went on without; move nothing."
+        ),
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="With --data: write their indices or ids to FILE, one a line."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="With --data: write their indices or ids to FILE, one a line.",
+        ),
     ] = None,
     unproven: Annotated[
-        bool, typer.Option("--unproven", help="With --out: also samples of bad batches in which none is proven.")
+        bool,
+        typer.Option(
+            "--unproven", help="With --out: also samples of bad batches in which none is proven."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text.")
+    ] = False,
 ) -> None:
-    """Move corrupt checkpoints to DIR/quarantine, with a list of reasons; good ones are never touched."""
+    """Move corrupt checkpoints to DIR/quarantine, with a list of reasons; good ones are never
+    touched.
+    """
     if undo and dry_run:
         raise ConfigError("--undo and --dry-run exclude each other.")
     if data and (undo or dry_run):
@@ -65,13 +88,17 @@ def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
         moves = apply(folder, moves)
     unread = [each.path for each in found if not each.ok and not is_bad(each)]
     if as_json:
-        _print_json({"dry_run": dry_run, "checked": len(found), "moved": moves, "not_judged": unread})
+        _print_json(
+            {"dry_run": dry_run, "checked": len(found), "moved": moves, "not_judged": unread}
+        )
     else:
         _tell(folder, moves, unread, len(found), "would be moved" if dry_run else "moved")
     return EXIT_CORRUPT if dry_run and moves else EXIT_OK
 
 
-def _tell(folder: Path, moves: Sequence[Move], unread: Sequence[str], checked: int, word: str) -> None:
+def _tell(
+    folder: Path, moves: Sequence[Move], unread: Sequence[str], checked: int, word: str
+) -> None:
     for move in moves:
         typer.echo(f"{word}: {folder / move.original} -> {folder / move.place}")
         for reason in move.reasons[:3]:

@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 
 def replay(
     capsule: Annotated[str, typer.Argument(help="Folder `incidents/<id>/capsule` of a run.")],
-    script: Annotated[str | None, typer.Option(help="Script to take model, optimizer and loss from.")] = None,
+    script: Annotated[
+        str | None, typer.Option(help="Script to take model, optimizer and loss from.")
+    ] = None,
     build: Annotated[
         str | None, typer.Option(help="`module:function` that returns (model, optimizer, loss_fn).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the incident as strict JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger where the value is born.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the incident as strict JSON.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--pdb", help="Stop in the debugger where the value is born.")
+    ] = False,
 ) -> None:
     """Run a bad step again, here, and name its origin. Exit code 1 when it does not reproduce."""
     from stepguard.records.codec import dumps, to_plain
@@ -33,9 +39,13 @@ def replay(
     if build is not None and build.count(":") != 1:
         raise ConfigError(f"--build {build!r} must look like 'package.module:function'.")
     if as_json and debug:
-        raise ConfigError("--json and --pdb exclude each other: one prints for a program, the other talks to you.")
+        raise ConfigError(
+            "--json and --pdb exclude each other: one prints for a program, the other talks to you."
+        )
     show = None if as_json else partial(_show, debug=debug)
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the script prints is no part of the JSON
+    with (
+        redirect_stdout(sys.stderr) if as_json else nullcontext()
+    ):  # what the script prints is no part of the JSON
         incident = run_again(capsule, script=script, build=build, inspect=show)
     if as_json:
         typer.echo(dumps(to_plain(incident)))
@@ -61,9 +71,14 @@ def _enter_debugger(step: Step, incident: Incident) -> None:
 
     trace = frames_at_birth(step, incident.reading)
     if trace is None:
-        typer.echo("stepguard: no line of yours is involved where the value is born, so there is no frame to stop in.")
+        typer.echo(
+            "stepguard: no line of yours is involved where the value is born, so there is no frame "
+            "to stop in."
+        )
         return
-    typer.echo("stepguard: the operation above has just run; `up` leads to its callers, `c` or `q` ends.")
+    typer.echo(
+        "stepguard: the operation above has just run; `up` leads to its callers, `c` or `q` ends."
+    )
     debugger = pdb.Pdb()
     debugger.reset()
     debugger.interaction(None, trace)
@@ -74,6 +89,9 @@ def _say_not_reproduced(capsule: str, incident: Incident) -> None:
 
     notes = incident.origin.notes if incident.origin is not None else ()
     departs = [note.partition("=")[2] for note in notes if note.startswith("departs=")]
-    typer.echo(f"stepguard: not reproduced: {departs[0] if departs else 'the same step is finite here'}.", err=True)
+    typer.echo(
+        f"stepguard: not reproduced: {departs[0] if departs else 'the same step is finite here'}.",
+        err=True,
+    )
     for difference in read_capsule(Path(capsule)).differences():
         typer.echo(f"stepguard: {difference}", err=True)

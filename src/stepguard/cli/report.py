@@ -14,9 +14,14 @@ from stepguard.cli._run_folder import RankOption, RunArgument, open_run
 
 def report(
     run: RunArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text.")
+    ] = False,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="PATH", help="Write Markdown to this file; - is stdout.")
+        Path | None,
+        typer.Option(
+            "--markdown", metavar="PATH", help="Write Markdown to this file; - is stdout."
+        ),
     ] = None,
     rank: RankOption = 0,
 ) -> None:

@@ -23,28 +23,49 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 SWALLOWED = (0, EXIT_SCRIPT_FAILED)
-"""Exit codes that a wrapper gives when it has caught the stop; any other one is the script's own choice."""
+"""Exit codes that a wrapper gives when it has caught the stop; any other one is the script's own
+choice.
+"""
 _HERE = str(Path(__file__).parents[1])
 
 
 def run(
     context: typer.Context,
-    script: str = typer.Argument(help="The training script; everything after it goes to the script."),
-    module: bool = typer.Option(False, "--module", "-m", help="SCRIPT is a module, as in `python -m`."),
-    run_dir: str | None = typer.Option(None, "--run-dir", help="Folder for journal and incidents; none by default."),
-    human_log: str | None = typer.Option(None, "--human-log", help="Folder for a readable latest.log."),
+    script: str = typer.Argument(
+        help="The training script; everything after it goes to the script."
+    ),
+    module: bool = typer.Option(
+        False, "--module", "-m", help="SCRIPT is a module, as in `python -m`."
+    ),
+    run_dir: str | None = typer.Option(
+        None, "--run-dir", help="Folder for journal and incidents; none by default."
+    ),
+    human_log: str | None = typer.Option(
+        None, "--human-log", help="Folder for a readable latest.log."
+    ),
     config: Path | None = typer.Option(  # noqa: B008 (typer reads the default)
-        None, "--config", metavar="FILE.toml", help="Fields of GuardConfig, and of Policy below [policy]."
+        None,
+        "--config",
+        metavar="FILE.toml",
+        help="Fields of GuardConfig, and of Policy below [policy].",
     ),
 ) -> None:
-    """Run a training script under the guard, without changing it (also: torchrun -m stepguard run train.py)."""
+    """Run a training script under the guard, without changing it (also: torchrun -m stepguard run
+    train.py).
+    """
     if not module:
         _refuse_no_script(script)
     from stepguard.run.config_file import read_config
 
     # absolute: the script may change the current directory
-    folders = {name: str(Path(f).resolve()) for name, f in (("run_dir", run_dir), ("human_log", human_log)) if f}
-    raise typer.Exit(run_script(script, list(context.args), read_config(config, folders), module=module))
+    folders = {
+        name: str(Path(f).resolve())
+        for name, f in (("run_dir", run_dir), ("human_log", human_log))
+        if f
+    }
+    raise typer.Exit(
+        run_script(script, list(context.args), read_config(config, folders), module=module)
+    )
 
 
 def _refuse_no_script(script: str) -> None:
@@ -54,15 +75,21 @@ def _refuse_no_script(script: str) -> None:
         return
     if script.startswith("-"):
         raise ConfigError(
-            f"{script} is no option of `stepguard run`; its own stand before the script (--run-dir, --human-log, "
-            "--config, -m), those of the script after it. A policy is set in a file: --config FILE.toml."
+            f"{script} is no option of `stepguard run`; its own stand before the script "
+            f"(--run-dir, --human-log, "
+            "--config, -m), those of the script after it. A policy is set in a file: --config "
+            "FILE.toml."
         )
     if path.is_dir():
-        raise ConfigError(f"{script} is a folder; give the Python script in it, or a package by -m.")
+        raise ConfigError(
+            f"{script} is a folder; give the Python script in it, or a package by -m."
+        )
     raise ConfigError(f"{script} does not exist; give the path of a Python script.")
 
 
-def run_script(script: str, arguments: list[str], config: GuardConfig, *, module: bool = False) -> int:
+def run_script(
+    script: str, arguments: list[str], config: GuardConfig, *, module: bool = False
+) -> int:
     """Exit code: the script's own, 1 when it raised, 3 when the policy stopped it."""
     from stepguard.run.autoguard import Volunteers
     from stepguard.run.script import as_main
@@ -77,10 +104,11 @@ def run_script(script: str, arguments: list[str], config: GuardConfig, *, module
 
 
 def _end_before_python() -> None:
-    """The threads of a process group must not outlive Python: one that still lets go of a tensor aborts the process.
+    """The threads of a process group must not outlive Python: one that still lets go of a tensor
+    aborts the process.
 
-    They end with their group, and that with the model in its wrapper, which is part of a cycle. Registered first, so
-    called last: after what the script itself leaves for the end.
+    They end with their group, and that with the model in its wrapper, which is part of a cycle.
+    Registered first, so called last: after what the script itself leaves for the end.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         atexit.register(gc.collect)
@@ -104,7 +132,9 @@ def _run(start: Callable[[], None], volunteers: Volunteers) -> int:
 
 
 def _comes_from_a_stop(fault: BaseException) -> bool:
-    """Did somebody catch TrainingHalted and leave with something else, as hydra does with `sys.exit(1)`?"""
+    """Did somebody catch TrainingHalted and leave with something else, as hydra does with
+    `sys.exit(1)`?
+    """
     seen: set[int] = set()
     found: BaseException | None = fault
     while found is not None and id(found) not in seen:
@@ -116,7 +146,9 @@ def _comes_from_a_stop(fault: BaseException) -> bool:
 
 
 def _halted(guards: list[Guard]) -> bool:
-    """The script knows nothing of these guards, so whoever swallowed the stop did not mean to go on without it."""
+    """The script knows nothing of these guards, so whoever swallowed the stop did not mean to go on
+    without it.
+    """
     return any(guard.incidents and guard.incidents[-1].stopped for guard in guards)
 
 
@@ -130,8 +162,12 @@ def _exit_code(code: Any) -> int:
 
 
 def _print_fault(fault: BaseException) -> None:
-    """Only the user's frames: the runner's own say nothing about their bug. A hook of theirs goes first."""
-    hook = getattr(sys.excepthook, "_previous", sys.excepthook)  # ours, of a stop, stands before theirs
+    """Only the user's frames: the runner's own say nothing about their bug. A hook of theirs goes
+    first.
+    """
+    hook = getattr(
+        sys.excepthook, "_previous", sys.excepthook
+    )  # ours, of a stop, stands before theirs
     if hook is not sys.__excepthook__:
         hook(type(fault), fault, _without_runner(fault.__traceback__))
         return
@@ -174,4 +210,7 @@ def _say_how_it_ended(volunteers: Volunteers, code: int) -> None:
 def _why_none(refused: int) -> str:
     if refused:
         return "the run was not guarded: no optimizer of the script could be, for the reason above."
-    return "no optimizer was guarded: the script made none that stepped in this process, or guards its own."
+    return (
+        "no optimizer was guarded: the script made none that stepped in this process, or guards "
+        "its own."
+    )

@@ -28,10 +28,14 @@ def read_settings(path: Path) -> dict[str, Any]:
         return {setting.key: setting.value for setting in flat(read_file(path))}
     try:
         if path.stat().st_size > LARGEST:
-            raise ConfigError(f"--config {path} has {path.stat().st_size:,} bytes; a configuration is smaller.")
+            raise ConfigError(
+                f"--config {path} has {path.stat().st_size:,} bytes; a configuration is smaller."
+            )
         return _of_lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        raise ConfigError(
+            f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from error
 
 
 def configured_rate(path: Path) -> float:
@@ -39,10 +43,15 @@ def configured_rate(path: Path) -> float:
     found = {name: as_number(value) for name, value in read_settings(path).items() if is_rate(name)}
     rates = {name: rate for name, rate in found.items() if rate is not None}
     if not rates:
-        raise ConfigError(f"--config {path} names no learning rate ({', '.join(RATE_NAMES)}); give --lr.")
+        raise ConfigError(
+            f"--config {path} names no learning rate ({', '.join(RATE_NAMES)}); give --lr."
+        )
     if len(set(rates.values())) > 1:
         listed = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
-        raise ConfigError(f"--config {path} names several learning rates ({listed}); give the one that counts by --lr.")
+        raise ConfigError(
+            f"--config {path} names several learning rates ({listed}); give the one that counts by "
+            f"--lr."
+        )
     return next(iter(rates.values()))
 
 
@@ -61,7 +70,9 @@ def as_number(value: Any) -> float | None:
 
 
 def _of_lines(text: str) -> dict[str, Any]:
-    """`key: value` and `key = value`, nested by indentation: enough of YAML where PyYAML is not installed."""
+    """`key: value` and `key = value`, nested by indentation: enough of YAML where PyYAML is not
+    installed.
+    """
     found: dict[str, Any] = {}
     above: list[tuple[int, str]] = []
     for line in text.splitlines():

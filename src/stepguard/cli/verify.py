@@ -1,4 +1,6 @@
-"""`stepguard verify PATH...`: are these checkpoints whole, finite and unaltered? Nothing in them is executed."""
+"""`stepguard verify PATH...`: are these checkpoints whole, finite and unaltered? Nothing in them is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,25 @@ if TYPE_CHECKING:
 def verify(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="Checkpoint files or folders, or folders that hold some."),
+        typer.Argument(
+            metavar="PATH...", help="Checkpoint files or folders, or folders that hold some."
+        ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text.")
+    ] = False,
     lr: Annotated[
-        float | None, typer.Option("--lr", help="The learning rate of your configuration, to compare with.")
+        float | None,
+        typer.Option("--lr", help="The learning rate of your configuration, to compare with."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Take the learning rate from this file.")
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Take the learning rate from this file."),
     ] = None,
 ) -> None:
-    """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code from them."""
+    """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code
+    from them.
+    """
     from stepguard.cli._checkpoint_results import as_plain, show, verified
     from stepguard.cli.settings_file import configured_rate
     from stepguard.records.codec import dumps

@@ -29,7 +29,8 @@ class History:
     best: float | None = None
     last_loss: float | None = None
     configured_lr: tuple[float, ...] = ()
-    """What the groups were set to when the guard was built, or what the user says they should be."""
+    """What the groups were set to when the guard was built, or what the user says they should be.
+    """
     first_lr: tuple[float, ...] = ()
     """What the first step of the run used."""
     top_lr: tuple[float, ...] = ()
@@ -41,14 +42,18 @@ class History:
     zero_losses: int = 0
     """Committed steps in a row whose loss and gradient were exactly 0."""
     surrogate: bool = False
-    """The first loss was exactly 0 and its gradient was not: a policy's objective or a penalty, no measure of error."""
+    """The first loss was exactly 0 and its gradient was not: a policy's objective or a penalty, no
+    measure of error.
+    """
     committed: int = 0
     best_noise: float = 0.0
     """How far one loss lay from the next when `best` was reached."""
     near_best_at: int = 0
     """Committed steps when the level was last near its best."""
     ruined_at: int | None = None
-    """The step in which most of what the run had learned was found lost; None once the level is back."""
+    """The step in which most of what the run had learned was found lost; None once the level is
+    back.
+    """
 
     def __post_init__(self) -> None:
         self.losses = deque(self.losses, maxlen=self.window)
@@ -83,15 +88,18 @@ class History:
     def _judge_level(self, level: float, step: int) -> None:
         """Latch a sudden loss of what was learned, and let go once the level is back.
 
-        A loss that rises over many hundred steps (a value function whose targets grow) is not sudden, and one that
-        never fell (a policy's objective, a generator's loss) has nothing to lose: neither is a ruin.
+        A loss that rises over many hundred steps (a value function whose targets grow) is not
+        sudden, and one that never fell (a policy's objective, a generator's loss) has nothing to
+        lose: neither is a ruin.
         """
         if level <= self.near_best:
             self.near_best_at = self.committed
         if self.ruined_at is not None:
             if level <= self.back_limit:
                 self.ruined_at = None
-        elif level > self.ruin_limit and (self.committed - self.near_best_at <= SUDDEN or not self.learned):
+        elif level > self.ruin_limit and (
+            self.committed - self.near_best_at <= SUDDEN or not self.learned
+        ):
             self.ruined_at = step
 
     @property
@@ -105,13 +113,20 @@ class History:
 
     @property
     def spread(self) -> float:
-        """How far losses usually lie from their level; never 0, so that a flat run can still be judged."""
+        """How far losses usually lie from their level; never 0, so that a flat run can still be
+        judged.
+        """
         values = list(self.losses)
         centre = median(values)
         away = [abs(v - centre) for v in values]
-        # where most losses are equal (often 0) the median says nothing about the rest, the mean does
+        # where most losses are equal (often 0) the median says nothing about the rest, the mean
+        # does
         noise = MAD_TO_SIGMA * median(away) or MEAN_TO_SIGMA * sum(away) / len(away)
-        floor = 0.1 * abs(centre) if len(values) >= MATURE else max(abs(centre), max(values) - min(values))
+        floor = (
+            0.1 * abs(centre)
+            if len(values) >= MATURE
+            else max(abs(centre), max(values) - min(values))
+        )
         return max(noise, floor, 1e-12)
 
     @property
@@ -123,11 +138,16 @@ class History:
 
     @property
     def learned(self) -> bool:
-        """Has the loss fallen so far that it measures progress? Not in a run that started converged."""
+        """Has the loss fallen so far that it measures progress? Not in a run that started
+        converged.
+        """
         if self.best is None:
             return False
         progress = self.began_at - self.best
-        return progress >= LEARNED_SHARE * abs(self.began_at) and progress >= LEARNED_NOISE * self.best_noise
+        return (
+            progress >= LEARNED_SHARE * abs(self.began_at)
+            and progress >= LEARNED_NOISE * self.best_noise
+        )
 
     @property
     def ruin_limit(self) -> float:
@@ -146,7 +166,11 @@ class History:
     def back_limit(self) -> float:
         """The level at which a ruined run counts as recovered."""
         assert self.best is not None
-        return self.best + BACK_SHARE * (self.began_at - self.best) if self.learned else self.ruin_limit
+        return (
+            self.best + BACK_SHARE * (self.began_at - self.best)
+            if self.learned
+            else self.ruin_limit
+        )
 
     @property
     def near_best(self) -> float:
@@ -172,15 +196,21 @@ USUAL = 2.0
 LR_JUMP = 2.0
 """Times above every configured and seen learning rate."""
 LEARNED_SHARE = 0.3
-"""Of the loss it began at, that must have gone before the loss counts as a measure of what was learned."""
+"""Of the loss it began at, that must have gone before the loss counts as a measure of what was
+learned.
+"""
 LEARNED_NOISE = 8.0
 """Times the noise of the loss that the progress must be."""
 RUIN_SHARE, BACK_SHARE, NEAR_SHARE = 0.75, 0.5, 0.25
-"""Of what was learned: lost when a run counts as ruined, still lost when it counts as back, and near the best."""
+"""Of what was learned: lost when a run counts as ruined, still lost when it counts as back, and
+near the best.
+"""
 FAR_ABOVE_START = 100.0
 """Times the loss a run began at, for a run whose loss measures nothing."""
 SUDDEN = 128
-"""Committed steps within which a loss of what was learned is an accident, and not the way this run goes."""
+"""Committed steps within which a loss of what was learned is an accident, and not the way this run
+goes.
+"""
 MATURE = 16
 """Losses from which on the noise can be told from the trend."""
 
@@ -188,14 +218,21 @@ MATURE = 16
 def history_facts(history: History) -> dict[str, Any]:
     """Everything it remembers, in plain containers of its own."""
     found = {f.name: getattr(history, f.name) for f in fields(history)}
-    return {name: list(value) if isinstance(value, deque | list) else value for name, value in found.items()}
+    return {
+        name: list(value) if isinstance(value, deque | list) else value
+        for name, value in found.items()
+    }
 
 
 def history_from(facts: dict[str, Any]) -> History:
-    """The inverse of `history_facts`; what another version wrote and this one does not know is left out."""
+    """The inverse of `history_facts`; what another version wrote and this one does not know is left
+    out.
+    """
     known = {f.name for f in fields(History)}
     given: dict[str, Any] = {
-        name: list(value) if isinstance(value, list) else value for name, value in facts.items() if name in known
+        name: list(value) if isinstance(value, list) else value
+        for name, value in facts.items()
+        if name in known
     }
     return History(**given)
 

@@ -1,4 +1,6 @@
-"""From a Reading to a Verdict. Pure: the same Reading and History give the same Verdict on every rank."""
+"""From a Reading to a Verdict. Pure: the same Reading and History give the same Verdict on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ def _state(reading: Reading) -> Verdict:
     first = reading.bad_state[0]
     kind = STATE_KINDS[first.partition(":")[0]]
     more = f" and {len(reading.bad_state) - 1} more" if len(reading.bad_state) > 1 else ""
-    when = "became non-finite in this step" if reading.state_born else "was non-finite before this step"
+    when = (
+        "became non-finite in this step"
+        if reading.state_born
+        else "was non-finite before this step"
+    )
     return Verdict(kind=kind, severity="incident", summary=f"{first}{more} {when}")
 
 
@@ -73,7 +79,10 @@ def _loss(reading: Reading) -> Verdict:
     names = [name for name, value in reading.components.items() if not math.isfinite(value)]
     what = f"loss is {_spell(reading)}" + (f" ({', '.join(names)})" if names else "")
     if reading.bad_micro_batches and len(reading.micro_losses) > 1:
-        what += f" in micro-batch {', '.join(map(str, reading.bad_micro_batches))} of {len(reading.micro_losses)}"
+        what += (
+            f" in micro-batch {', '.join(map(str, reading.bad_micro_batches))} of "
+            f"{len(reading.micro_losses)}"
+        )
     if reading.bad_inputs:
         what += f"; the batch holds non-finite values in {', '.join(reading.bad_inputs)}"
         return Verdict(kind="nonfinite_input", severity="incident", summary=what)
@@ -84,7 +93,10 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
     if not reading.grads_finite:
         return _overflow(reading, config) if reading.overflow else _bad_gradient(reading)
     if reading.grad_norm is not None and not math.isfinite(reading.grad_norm):
-        summary = "every gradient element is finite, but their fp32 norm overflows: clipping would zero the update"
+        summary = (
+            "every gradient element is finite, but their fp32 norm overflows: clipping would "
+            "zero the update"
+        )
         return Verdict(kind="infinite_norm", severity="incident", summary=summary)
     return OK
 
@@ -100,11 +112,18 @@ def _overflow(reading: Reading, config: GuardConfig) -> Verdict:
     scale = reading.scale or 1.0
     evidence: dict[str, float | int | str] = {"scale": scale}
     if config.loss_scale is not None:
-        summary = f"the static loss scale {scale:g} makes the gradients overflow; without it they are finite"
-        return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary, evidence=evidence)
+        summary = (
+            f"the static loss scale {scale:g} makes the gradients overflow; without it they "
+            f"are finite"
+        )
+        return Verdict(
+            kind="nonfinite_gradient", severity="incident", summary=summary, evidence=evidence
+        )
     if scale < LEAST_SCALE:
         summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
-        return Verdict(kind="scaler_collapse", severity="incident", summary=summary, evidence=evidence)
+        return Verdict(
+            kind="scaler_collapse", severity="incident", summary=summary, evidence=evidence
+        )
     summary = f"GradScaler calibration: gradients overflow at scale {scale:g}"
     return Verdict(kind="scale_calibration", severity="note", summary=summary, evidence=evidence)
 

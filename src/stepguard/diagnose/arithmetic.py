@@ -1,4 +1,6 @@
-"""Which operand left the domain of an operation: shared by the rules on division, logarithm, root and overflow."""
+"""Which operand left the domain of an operation: shared by the rules on division, logarithm, root
+and overflow.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from stepguard.diagnose.case import Case, elements, has_zero, high, low, met, re
 from stepguard.diagnose.ops import COUNTED, CURVED, MEASURED, NORM_LAYERS, PRODUCTS, STATISTICS
 from stepguard.records import Operand
 
-DIVISIONS = {"div": ("other", 1), "true_divide": ("other", 1), "divide": ("other", 1), "floor_divide": ("other", 1)}
+DIVISIONS = {
+    "div": ("other", 1),
+    "true_divide": ("other", 1),
+    "divide": ("other", 1),
+    "floor_divide": ("other", 1),
+}
 DIVISIONS |= {"remainder": ("other", 1), "fmod": ("other", 1), "addcdiv": ("tensor2", 2)}
 DIVISIONS |= {"reciprocal": ("self", 0), "rsqrt": ("self", 0)}
 """Operation -> which argument it divides by."""
@@ -49,7 +56,9 @@ LOGS: dict[str, tuple[str, int, float, float]] = {
 
 
 def log_argument(case: Case) -> tuple[Operand, float, float] | None:
-    """The operand of a logarithm that is at or beyond its pole, with the open interval it must stay in."""
+    """The operand of a logarithm that is at or beyond its pole, with the open interval it must stay
+    in.
+    """
     if case.op not in LOGS:
         return None
     name, position, least, most = LOGS[case.op]
@@ -64,7 +73,9 @@ def negative_root(case: Case) -> tuple[Operand, str] | None:
     operand = case.argument("self", 0)
     if case.op in NORM_LAYERS:
         variance = case.argument("running_var", 4)
-        return (variance, "root of a variance") if variance is not None and low(variance) < 0 else None
+        return (
+            (variance, "root of a variance") if variance is not None and low(variance) < 0 else None
+        )
     if operand is None or operand.nan:
         return None
     least, most = met(operand)
@@ -75,7 +86,11 @@ def negative_root(case: Case) -> tuple[Operand, str] | None:
         if exponent is None or fractional(exponent):
             return operand, "power " + ("" if exponent is None else f"{high(exponent):g}")
     if case.op in ("acos", "asin") and max(abs(least), abs(most)) > 1:
-        return operand, f"{case.op}, which is real on [-1, 1] only: beyond, 1 - x*x is negative and has no root"
+        return (
+            operand,
+            f"{case.op}, which is real on [-1, 1] only: beyond, 1 - x*x is negative and has no "
+            f"root",
+        )
     if case.op == "acosh" and least < 1:
         return operand, "acosh, which is real from 1 on: below, x*x - 1 is negative and has no root"
     return None
@@ -93,8 +108,14 @@ def singular_inputs(case: Case) -> bool:
 
 
 def overflow(case: Case) -> bool:
-    """Finite operands, a result out of range, and no pole in between: the numbers were simply too large."""
-    if not case.inputs or singular_inputs(case) or (case.op in STATISTICS and case.has("one_element")):
+    """Finite operands, a result out of range, and no pole in between: the numbers were simply too
+    large.
+    """
+    if (
+        not case.inputs
+        or singular_inputs(case)
+        or (case.op in STATISTICS and case.has("one_element"))
+    ):
         return False
     if any(elements(operand) == 0 for operand in case.inputs if operand.dtype):
         return False
@@ -117,7 +138,11 @@ def counts_nothing(case: Case, divisor: Operand) -> bool:
     whole_type = "int" in divisor.dtype or "bool" in divisor.dtype
     if whole_type or any(word in root for word in MASK_NAMES):
         return True
-    nothing_above = case.op == "reciprocal" or has_zero(case.argument("self", 0)) or case.has("numerator", "zero")
+    nothing_above = (
+        case.op == "reciprocal"
+        or has_zero(case.argument("self", 0))
+        or case.has("numerator", "zero")
+    )
     whole = elements(divisor) > 1 and high(divisor) >= 1 and low(divisor) == 0
     if made_by in COUNTED:
         return (nothing_above or case.phase == "loss") and (whole or reach(divisor) == 0)

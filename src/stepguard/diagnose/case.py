@@ -1,4 +1,6 @@
-"""What a rule looks at: the origin, the reading, the verdict and the run, with the questions rules keep asking."""
+"""What a rule looks at: the origin, the reading, the verdict and the run, with the questions rules
+keep asking.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from stepguard.records import Operand, Origin, Reading, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One bad step as the rules see it. Every question has a harmless answer where nothing is known."""
+    """One bad step as the rules see it. Every question has a harmless answer where nothing is
+    known.
+    """
 
     reading: Reading
     verdict: Verdict
@@ -25,7 +29,9 @@ class Case:
 
     @property
     def op(self) -> str:
-        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place, foreach and overload are of no interest to a cause."""
+        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place, foreach and overload are of no interest
+        to a cause.
+        """
         parts = (self.origin.op or "").split(".") if self.origin else [""]
         name = parts[1] if len(parts) > 1 else parts[0]
         name = name.removeprefix("_foreach_")
@@ -52,7 +58,9 @@ class Case:
     def note(self, key: str) -> str | None:
         """The value of a `key=value` note, "" for a bare one, None where it is not there."""
         for note in self.origin.notes if self.origin else ():
-            name, _, value = note.replace(":", "=", 1).partition("=") if "=" not in note else note.partition("=")
+            name, _, value = (
+                note.replace(":", "=", 1).partition("=") if "=" not in note else note.partition("=")
+            )
             if name.strip().replace("-", "_") == key:
                 return value.strip()
         return None
@@ -139,7 +147,9 @@ class Case:
 
     @property
     def computes(self) -> bool:
-        """Values are computed here, not their slopes: in a forward pass, a loss, or somebody's own optimizer."""
+        """Values are computed here, not their slopes: in a forward pass, a loss, or somebody's own
+        optimizer.
+        """
         return self.forward or self.phase == "optimizer"
 
     @property
@@ -180,7 +190,9 @@ class Case:
     @property
     def overflows_by_scale(self) -> bool:
         """The gradients are finite at loss scale 1."""
-        return not self.reading.grads_finite and (self.reading.overflow or self.has("overflow", "scale"))
+        return not self.reading.grads_finite and (
+            self.reading.overflow or self.has("overflow", "scale")
+        )
 
     @property
     def confirmed_samples(self) -> str:
@@ -210,7 +222,9 @@ def high(operand: Operand) -> float:
 
 
 def _ends(operand: Operand) -> tuple[float, float]:
-    known = [v for v in (operand.min, operand.max, operand.value) if v is not None and math.isfinite(v)]
+    known = [
+        v for v in (operand.min, operand.max, operand.value) if v is not None and math.isfinite(v)
+    ]
     return (min(known), max(known)) if known else (math.nan, math.nan)
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Largest finite number, smallest positive one, and bits of precision (the hidden one included)."""
+    """Largest finite number, smallest positive one, and bits of precision (the hidden one
+    included).
+    """
 
     largest: float
     smallest: float
@@ -26,13 +28,20 @@ FORMATS = {
 SHORT = frozenset(FORMATS) - {"float64", "float32"}
 """Half precision and below."""
 NARROW = frozenset(name for name in SHORT if FORMATS[name].largest < 1e5)
-"""Formats whose range is small, so that ordinary activations can leave it. bfloat16 is not one of them."""
+"""Formats whose range is small, so that ordinary activations can leave it. bfloat16 is not one of
+them.
+"""
 
 
 def plain(dtype: str) -> str:
     """`torch.float16`, `complex64` -> the name of the real format underneath."""
     name = dtype.removeprefix("torch.")
-    return {"complex32": "float16", "complex64": "float32", "complex128": "float64", "half": "float16"}.get(name, name)
+    return {
+        "complex32": "float16",
+        "complex64": "float32",
+        "complex128": "float64",
+        "half": "float16",
+    }.get(name, name)
 
 
 def floating(dtype: str) -> bool:
@@ -40,7 +49,9 @@ def floating(dtype: str) -> bool:
 
 
 def largest(dtype: str) -> float:
-    """The limit of this dtype; infinite for one that is not known, so that nothing is claimed about it."""
+    """The limit of this dtype; infinite for one that is not known, so that nothing is claimed about
+    it.
+    """
     known = FORMATS.get(plain(dtype))
     return known.largest if known else math.inf
 

@@ -22,7 +22,11 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
         facts=facts if facts is not None else RunFacts(),
     )
     found = (rule.examine(case) for rule in RULES)
-    proven = [finding for finding in found if finding is not None and finding.confidence >= LEAST_CONFIDENCE]
+    proven = [
+        finding
+        for finding in found
+        if finding is not None and finding.confidence >= LEAST_CONFIDENCE
+    ]
     proven.sort(key=lambda finding: (-finding.confidence, finding.code))
     return tuple(_with_way(finding, case) for finding in proven[:MOST_FINDINGS])
 
@@ -32,5 +36,8 @@ def _with_way(finding: Finding, case: Case) -> Finding:
     dropped_by = case.note("discarded_by")
     if dropped_by is None:
         return finding
-    way = f"{dropped_by} left the NaN out of the loss further on; its gradient, 0 times NaN, was not left out"
+    way = (
+        f"{dropped_by} left the NaN out of the loss further on; its gradient, 0 times NaN, was "
+        f"not left out"
+    )
     return replace(finding, evidence=(*finding.evidence, way))

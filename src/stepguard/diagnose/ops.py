@@ -36,12 +36,17 @@ SOFTMAXES = words(
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention scaled_dot_product_attention
     """
 )
-EVEN = words("sinh cosh i0 special_i0 special_i1 special_modified_bessel_i0 special_modified_bessel_i1")
+EVEN = words(
+    "sinh cosh i0 special_i0 special_i1 special_modified_bessel_i0 special_modified_bessel_i1"
+)
 """Functions that grow as an exponential does to both sides."""
 EXPONENTIALS = words("exp exp2 expm1 special_exp2 special_expm1") | EVEN
 COUNTED = words("sum nansum count_nonzero numel len size ne eq gt ge lt le any bincount count")
 """What a divisor that counts something is made by."""
-MEASURED = words("std var std_mean var_mean linalg_vector_norm norm amax amin max min abs sub sqrt mul pow prod clamp")
+MEASURED = words(
+    "std var std_mean var_mean linalg_vector_norm norm amax amin max min abs sub sqrt mul pow prod "
+    "clamp"
+)
 """What a divisor that measures something is made by."""
 CURVED = words(
     """

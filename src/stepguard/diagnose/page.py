@@ -46,7 +46,9 @@ def rule_of(code: str) -> Rule:
             return rule
     known = [rule.code for rule in RULES]
     near = get_close_matches(wanted, known, n=4, cutoff=0.5) or [f"{known[0]} to {known[-1]}"]
-    raise UnknownCode(f"{code!r} is not a finding; near it: {', '.join(near)}. `stepguard explain` lists all.")
+    raise UnknownCode(
+        f"{code!r} is not a finding; near it: {', '.join(near)}. `stepguard explain` lists all."
+    )
 
 
 def explain(code: str) -> str:
@@ -61,17 +63,21 @@ def page(rule: Rule) -> str:
         f"## What it means\n\n{rule.what}",
         f"## Why it happens\n\n{rule.why}",
         f"## How stepguard knows\n\n{rule.how}",
-        f"## What to do\n\nEach snippet replaces the last lines of the example below.\n\n{_remedies(rule)}",
+        f"## What to do\n\nEach snippet replaces the last lines of the example "
+        f"below.\n\n{_remedies(rule)}",
         f"## Example\n\n{_example(rule)}",
     ]
     if rule.see:
-        parts.append("## See also\n\n" + "\n".join(f"- {_link(reference)}" for reference in rule.see))
+        parts.append(
+            "## See also\n\n" + "\n".join(f"- {_link(reference)}" for reference in rule.see)
+        )
     return "\n\n".join(parts) + "\n"
 
 
 def _remedies(rule: Rule) -> str:
     return "\n\n".join(
-        f"{i}. {remedy.title}. *({remedy.safety}: {SAFETY_WORDS[remedy.safety]})*" + _indented(remedy.snippet)
+        f"{i}. {remedy.title}. *({remedy.safety}: {SAFETY_WORDS[remedy.safety]})*"
+        + _indented(remedy.snippet)
         for i, remedy in enumerate(rule.ordered, start=1)
     )
 
@@ -97,7 +103,10 @@ def _link(reference: str) -> str:
 
 def index() -> str:
     """All codes as a markdown page, grouped by their hundred."""
-    parts = ["# Findings", "What stepguard can prove about a bad step. `stepguard explain SG204` prints a page."]
+    parts = [
+        "# Findings",
+        "What stepguard can prove about a bad step. `stepguard explain SG204` prints a page.",
+    ]
     for digit, name in GROUPS.items():
         rows = [f"| [{r.code}]({r.code}.md) | {r.title} |" for r in RULES if r.code[2] == digit]
         parts.append(f"## {name}\n\n| code | cause |\n|---|---|\n" + "\n".join(rows))

@@ -1,4 +1,6 @@
-"""A rule: one cause, how it is recognised, and what to do. One file a code in `rules/`, like a linter's."""
+"""A rule: one cause, how it is recognised, and what to do. One file a code in `rules/`, like a
+linter's.
+"""
 
 from __future__ import annotations
 

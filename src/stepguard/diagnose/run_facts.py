@@ -10,16 +10,22 @@ Scaling = Literal["dynamic", "static", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What was known when the step went bad. Every field may stay empty: a rule then rests on the origin alone."""
+    """What was known when the step went bad. Every field may stay empty: a rule then rests on the
+    origin alone.
+    """
 
     lr_history: tuple[tuple[float, ...], ...] = ()
-    """Learning rate of each group in recent steps, oldest first; the bad step's own rates come last."""
+    """Learning rate of each group in recent steps, oldest first; the bad step's own rates come
+    last.
+    """
     configured_lr: tuple[float, ...] = ()
     """What the user's configuration says each group should run with, at most."""
     first_lr: tuple[float, ...] = ()
     """Learning rate of each group in the first step of the run."""
     initial_lr: tuple[float | None, ...] = ()
-    """What each group's schedule declares as its highest rate (`initial_lr`, `max_lr`); None without a schedule."""
+    """What each group's schedule declares as its highest rate (`initial_lr`, `max_lr`); None
+    without a schedule.
+    """
     losses: tuple[float, ...] = ()
     """Finite losses of recent committed steps, oldest first."""
     grad_norms: tuple[float, ...] = ()
@@ -48,7 +54,9 @@ class RunFacts:
     resumed: bool = False
     """Optimizer or scheduler state was loaded in this process."""
     outlier: tuple[int, str, float] | None = None
-    """The last gradient far above all before it that went into the update: step, parameter, times its usual largest."""
+    """The last gradient far above all before it that went into the update: step, parameter, times
+    its usual largest.
+    """
 
     @property
     def first_steps(self) -> bool:

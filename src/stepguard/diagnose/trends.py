@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from stepguard.diagnose.case import Case
 
 ABOVE_ALL = 2.5
-"""Times above every rate seen before (a linear warm-up doubles in its second step and is no jump)."""
+"""Times above every rate seen before (a linear warm-up doubles in its second step and is no jump).
+"""
 ABOVE_CONFIGURED = 2.0
 IN_ONE_STEP = 5.0
-"""Times above the rate of the step before, whatever was seen earlier: a schedule that was thrown back."""
+"""Times above the rate of the step before, whatever was seen earlier: a schedule that was thrown
+back.
+"""
 RISING = 10.0
 """Times the loss grew over the remembered steps."""
 
@@ -24,7 +27,8 @@ class Jump:
     before: float
     now: float
     steps_ago: int | None
-    """Steps between the jump and the bad step; None when it is measured against the configuration."""
+    """Steps between the jump and the bad step; None when it is measured against the configuration.
+    """
 
     @property
     def sentence(self) -> str:
@@ -33,7 +37,10 @@ class Jump:
         when = {None: "", 0: ", in this very step", 1: ", 1 step before the bad one"}.get(
             self.steps_ago, f", {self.steps_ago} steps before the bad one"
         )
-        return f"group {self.group} runs with lr {self.now:.4g}, {times}{against} ({self.before:.4g}){when}"
+        return (
+            f"group {self.group} runs with lr {self.now:.4g}, {times}{against} "
+            f"({self.before:.4g}){when}"
+        )
 
 
 CLIMB = 2.0
@@ -59,7 +66,10 @@ class Climb:
     @property
     def sentence(self) -> str:
         over = f" over {self.steps} steps" if self.steps else ""
-        said = f"the learning rate of group {self.group} has grown from {self.first:.4g} to {self.now:.4g}{over}"
+        said = (
+            f"the learning rate of group {self.group} has grown from {self.first:.4g} to "
+            f"{self.now:.4g}{over}"
+        )
         if self.declared:
             said += f" and is {self.now / self.declared:.3g} times initial_lr ({self.declared:.4g})"
         return said
@@ -79,7 +89,11 @@ def lr_climb(case: Case) -> Climb | None:
 
 def lr_jump(case: Case) -> Jump | None:
     """The largest unexplained rise of a learning rate; None when every rate followed its schedule."""
-    found = [jump for jump in (_in_history(case), _over_configured(case), _in_verdict(case)) if jump is not None]
+    found = [
+        jump
+        for jump in (_in_history(case), _over_configured(case), _in_verdict(case))
+        if jump is not None
+    ]
     return max(found, key=lambda jump: jump.now / jump.before, default=None)
 
 
@@ -108,7 +122,9 @@ def _over_configured(case: Case) -> Jump | None:
 
 
 def _climbed(case: Case, group: int, allowed: float) -> bool:
-    """A schedule that climbs from its start (OneCycle, a linear warm-up) ends far above it without any jump."""
+    """A schedule that climbs from its start (OneCycle, a linear warm-up) ends far above it without
+    any jump.
+    """
     rates = [row[group] for row in case.facts.lr_history if group < len(row)]
     if case.facts.resumed or len(rates) < 2:
         return False
@@ -120,18 +136,27 @@ def _in_verdict(case: Case) -> Jump | None:
     """The judge has already compared the rate with its ceiling."""
     said = case.verdict.evidence or {}
     group, rate, ceiling = said.get("group"), said.get("lr"), said.get("ceiling")
-    if isinstance(group, int) and isinstance(rate, int | float) and isinstance(ceiling, int | float) and ceiling > 0:
+    if (
+        isinstance(group, int)
+        and isinstance(rate, int | float)
+        and isinstance(ceiling, int | float)
+        and ceiling > 0
+    ):
         return Jump(group, float(ceiling), float(rate), None) if math.isfinite(rate) else None
     return None
 
 
 def lr_not_a_number(case: Case) -> int | None:
     """The group whose learning rate is NaN or infinite."""
-    return next((group for group, rate in enumerate(case.reading.lr) if not math.isfinite(rate)), None)
+    return next(
+        (group for group, rate in enumerate(case.reading.lr) if not math.isfinite(rate)), None
+    )
 
 
 def growth(values: tuple[float, ...]) -> float:
-    """How many times larger the last value is than the smallest before it; 1 when nothing can be said."""
+    """How many times larger the last value is than the smallest before it; 1 when nothing can be
+    said.
+    """
     if len(values) < 2:
         return 1.0
     lowest = min(abs(value) for value in values[:-1])

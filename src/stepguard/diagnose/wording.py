@@ -27,8 +27,16 @@ def describe(operand: Operand, label: str = "") -> str:
     text = f"{name} ({kind}shape {operand.shape})"
     if not math.isnan(low(operand)):
         spans = low(operand) != high(operand)
-        text += f" spans {spell(low(operand))} to {spell(high(operand))}" if spans else f" is {spell(low(operand))}"
-    kinds = ("nan", "posinf", "neginf", "zeros") if low(operand) != high(operand) else ("nan", "posinf", "neginf")
+        text += (
+            f" spans {spell(low(operand))} to {spell(high(operand))}"
+            if spans
+            else f" is {spell(low(operand))}"
+        )
+    kinds = (
+        ("nan", "posinf", "neginf", "zeros")
+        if low(operand) != high(operand)
+        else ("nan", "posinf", "neginf")
+    )
     counted = [counts(operand, what) for what in kinds]
     parts = [part for part in counted if part]
     return text + (", with " + ", ".join(parts) if parts else "")
@@ -52,4 +60,8 @@ def at_index(operand: Operand) -> str:
 def limit_of(dtype: str) -> str:
     """`65504, the largest float16`."""
     name = plain(dtype)
-    return f"{spell(FORMATS[name].largest)}, the largest {name}" if name in FORMATS else f"the largest {name}"
+    return (
+        f"{spell(FORMATS[name].largest)}, the largest {name}"
+        if name in FORMATS
+        else f"the largest {name}"
+    )

@@ -48,7 +48,9 @@ T = TypeVar("T")
 guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizers that already have a guard in this process, and the number of each, from 0."""
 volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard comes."""
+"""Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard
+comes.
+"""
 
 
 @dataclass
@@ -93,7 +95,9 @@ class Context:
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
     accepted: set[str] = field(default_factory=set)
-    """Stored tensors that are non-finite and that nobody minds: sentinels, and what `bad_start="note"` lets pass."""
+    """Stored tensors that are non-finite and that nobody minds: sentinels, and what
+    `bad_start="note"` lets pass.
+    """
     ignored: set[int] = field(default_factory=set)
     """Ids of accepted tensors, so that the cheap look leaves them out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -124,14 +128,18 @@ class Context:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the optimizer updates, in the model's order: the order `clip_grad_norm_(model.parameters())` adds in.
+        """What the optimizer updates, in the model's order: the order
+        `clip_grad_norm_(model.parameters())` adds in.
 
-        Asked for several times a step, and walking a large model takes milliseconds: kept until the optimizer changes.
+        Asked for several times a step, and walking a large model takes milliseconds: kept until the
+        optimizer changes.
         """
         given = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
             ours = {id(p): p for p in given}
-            ordered = {id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours}
+            ordered = {
+                id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours
+            }
             self._given, self._ordered = given, list((ordered | ours).values())
         return self._ordered
 
@@ -140,7 +148,10 @@ class Context:
         given = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         if given.numel():
             # a copy: the update must not change what was seen before it
-            self.followed[name] = (self.step, given.abs().amax() if given.numel() > 1 else given.reshape(()).clone())
+            self.followed[name] = (
+                self.step,
+                given.abs().amax() if given.numel() > 1 else given.reshape(()).clone(),
+            )
 
     @property
     def lr(self) -> tuple[float, ...]:
@@ -154,7 +165,9 @@ class Context:
 
     @property
     def lr_ceiling(self) -> tuple[float, ...]:
-        return tuple(self.history.ceiling(i) or float("inf") for i in range(len(self.optimizer.param_groups)))
+        return tuple(
+            self.history.ceiling(i) or float("inf") for i in range(len(self.optimizer.param_groups))
+        )
 
     def expect_declared_rates(self, rates: tuple[float, ...]) -> None:
         """Before rates are judged: what the schedule and the groups declare counts as configured."""
@@ -171,15 +184,19 @@ class Context:
         if waiting and not self._told_waiting:
             self._told_waiting = True
             summary = (
-                f"{waiting[0]}.step needs a value, so guard.step leaves it to your loop: call scheduler.step(value) "
-                "there, or give GuardConfig(scheduler_every='epoch') and a loader: a plateau scheduler then gets the "
+                f"{waiting[0]}.step needs a value, so guard.step leaves it to your loop: call "
+                f"scheduler.step(value) "
+                "there, or give GuardConfig(scheduler_every='epoch') and a loader: a plateau "
+                "scheduler then gets the "
                 "mean loss of each pass"
             )
             self.note("note", {"step": self.step, "kind": "schedule", "summary": summary})
             self.terminal.line(f"step {self.step}: {summary}")
 
     def on_purpose(self) -> set[str]:
-        """Buffers that held Inf or NaN from the beginning are meant to; reads the device the first time."""
+        """Buffers that held Inf or NaN from the beginning are meant to; reads the device the first
+        time.
+        """
         found, self.first_buffers = self.first_buffers, []
         self.accepted.update(f"buffer:{name}" for name, extremes in found if not finite(extremes))
         return self.accepted
@@ -229,7 +246,9 @@ def build_context(
         roots=roots,
         journal=None,
         human=None,
-        terminal=TerminalOutput(quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy),
+        terminal=TerminalOutput(
+            quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy
+        ),
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
@@ -256,7 +275,9 @@ def _register(context: Context) -> None:
     """Number the guard, and let its terminal say which one speaks where there are several."""
     optimizer, model = context.optimizer, context.roots[""]
     number = next(number for number in count() if number not in guarded.values())
-    context.name = name = f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+    context.name = name = (
+        f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+    )
     context.terminal.whose = lambda: name if len(guarded) > 1 else ""
     context.resources.callback(context.agreement.close)
     guarded[optimizer] = number
@@ -290,7 +311,9 @@ def _open(context: Context) -> None:
         context.resources.callback(context.journal.close)
         context.journal.write("run", _header(context))
     if config.human_log is not None:
-        log = _made("GuardConfig.human_log", config.human_log, lambda folder: HumanLog(folder, rank))
+        log = _made(
+            "GuardConfig.human_log", config.human_log, lambda folder: HumanLog(folder, rank)
+        )
         context.human = LogOutput(log, partial(_output_lost, context, "log"))
         context.resources.callback(context.human.close)
     if config.sinks and rank == 0:
@@ -304,7 +327,9 @@ def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> 
     try:
         return make(Path(folder))
     except OSError as fault:
-        raise ConfigError(f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can.") from fault
+        raise ConfigError(
+            f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can."
+        ) from fault
 
 
 def _output_lost(context: Context, kind: str, summary: str) -> None:
@@ -321,7 +346,9 @@ def _output_lost(context: Context, kind: str, summary: str) -> None:
 def _header(context: Context) -> dict[str, Any]:
     settings: dict[str, Any] = {
         k: v if isinstance(v, int | float | str | dict | None) else str(v)
-        for k, v in asdict(replace(context.config, sinks=())).items()  # asdict copies, and a logger cannot be copied
+        for k, v in asdict(
+            replace(context.config, sinks=())
+        ).items()  # asdict copies, and a logger cannot be copied
     }
     settings["sinks"] = [repr(sink) for sink in context.config.sinks]
     return {
@@ -350,18 +377,30 @@ def _schedule(scheduler: Any) -> str:
 def real_optimizer(optimizer: Optimizer) -> Optimizer:
     """accelerate's wrapper has no hook lists of its own; the optimizer inside has."""
     inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks") else optimizer
+    return (
+        inner
+        if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
+        else optimizer
+    )
 
 
 def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give the torch.nn.Module that is trained."
+        )
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer.")
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer."
+        )
     if modules is not None and not (
-        isinstance(modules, dict) and all(k and isinstance(m, nn.Module) for k, m in modules.items())
+        isinstance(modules, dict)
+        and all(k and isinstance(m, nn.Module) for k, m in modules.items())
     ):
-        raise ConfigError("modules must be a dict of further modules by name, for instance {'criterion': loss_module}.")
+        raise ConfigError(
+            "modules must be a dict of further modules by name, for instance {'criterion': "
+            "loss_module}."
+        )
     _check_extra(extra)
 
 
@@ -370,9 +409,13 @@ def _checked_schedule(scheduler: Any) -> Any:
     if scheduler is None:
         return None
     for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
-        if not all(callable(getattr(one, method, None)) for method in ("step", "state_dict", "load_state_dict")):
+        if not all(
+            callable(getattr(one, method, None))
+            for method in ("step", "state_dict", "load_state_dict")
+        ):
             raise ConfigError(
-                f"scheduler is a {type(one).__name__}; give a scheduler of torch.optim.lr_scheduler, or a list of them."
+                f"scheduler is a {type(one).__name__}; give a scheduler of "
+                f"torch.optim.lr_scheduler, or a list of them."
             )
     return one_schedule(scheduler)
 
@@ -381,8 +424,11 @@ def _check_extra(extra: object) -> None:
     if extra is None:
         return
     for name, item in extra.items() if isinstance(extra, dict) else [("", extra)]:
-        if not name or not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
+        if not name or not all(
+            callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")
+        ):
             raise ConfigError(
-                f"state[{name!r}] is a {type(item).__name__}; give a dict of objects with state_dict and "
+                f"state[{name!r}] is a {type(item).__name__}; give a dict of objects with "
+                f"state_dict and "
                 "load_state_dict, for instance {'ema': ema}."
             )

@@ -1,4 +1,6 @@
-"""Borrowing a script's model, optimizer and loss: the first guarded step is handed to someone else instead of run."""
+"""Borrowing a script's model, optimizer and loss: the first guarded step is handed to someone else
+instead of run.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,22 @@ from typing import Any
 from stepguard.state.step import LossFn
 
 Taker = Callable[[Any, LossFn], bool]
-"""Gets the guard's context and the loss function of the step; False leaves the step to the guard."""
+"""Gets the guard's context and the loss function of the step; False leaves the step to the guard.
+"""
 _takers: list[Taker] = []
 
 
 class StepTaken(BaseException):
-    """Unwinds the user's script once its objects have been used; not an Exception, so no handler of theirs stops it."""
+    """Unwinds the user's script once its objects have been used; not an Exception, so no handler of
+    theirs stops it.
+    """
 
 
 @contextmanager
 def taking(taker: Taker) -> Iterator[None]:
-    """While this is open, every `guard.step` is offered to `taker`; where it takes one, the script ends."""
+    """While this is open, every `guard.step` is offered to `taker`; where it takes one, the script
+    ends.
+    """
     _takers.append(taker)
     try:
         yield

@@ -1,4 +1,6 @@
-"""Passing a run's events on to the user's loggers. One that fails is dropped with a warning; training goes on."""
+"""Passing a run's events on to the user's loggers. One that fails is dropped with a warning;
+training goes on.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,9 @@ class Outlet:
 
     def _drop(self, sink: Sink, fault: Exception) -> None:
         self._sinks.remove(sink)
-        summary = f"{sink!r} failed and is dropped, training goes on without it: {type(fault).__name__}: {fault}"
+        summary = (
+            f"{sink!r} failed and is dropped, training goes on without it: "
+            f"{type(fault).__name__}: {fault}"
+        )
         self.say(summary)
         quiet_warning(f"stepguard: {summary}", SinkDropped)

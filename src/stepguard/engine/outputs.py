@@ -1,6 +1,8 @@
-"""What a run is written to. An output that fails costs what it would have held, said once; the protection goes on.
+"""What a run is written to. An output that fails costs what it would have held, said once; the
+protection goes on.
 
-While one fails it is tried again, less and less often; when it works again, a line says what was lost.
+While one fails it is tried again, less and less often; when it works again, a line says what was
+lost.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ RARELY = 64
 
 
 class OutputLost(RuntimeWarning):
-    """The journal, the readable log or another output cannot be written. The run is still protected."""
+    """The journal, the readable log or another output cannot be written. The run is still
+    protected.
+    """
 
 
 class Output:
@@ -55,7 +59,9 @@ class Output:
         return True
 
     def put_often(self, write: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """For what comes with every step: after a failure only the 1st, 2nd, 4th, 8th, ... and every 64th is tried."""
+        """For what comes with every step: after a failure only the 1st, 2nd, 4th, 8th, ... and
+        every 64th is tried.
+        """
         if _power_of_two(self._lost) or self._lost % RARELY == 0:
             return self.put(write, *args, **kwargs)
         self._lost += 1
@@ -70,7 +76,10 @@ class Output:
         if self._lost > 1:
             return
         self._failures += 1
-        summary = f"{self.name} cannot be written: {type(fault).__name__}: {fault}. The run is still protected"
+        summary = (
+            f"{self.name} cannot be written: {type(fault).__name__}: {fault}. The run is "
+            f"still protected"
+        )
         if self._worth_saying():
             self._tell(summary)
         if self._failures == 1:

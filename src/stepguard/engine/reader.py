@@ -17,7 +17,14 @@ from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, finite, gradient_norm
 from stepguard.sentinel.packet import Packet
 from stepguard.sentinel.risky_update import foreign
-from stepguard.sentinel.stored_tensors import InTurn, extremes, largest, named_buffers, norm_statistics, state_tensors
+from stepguard.sentinel.stored_tensors import (
+    InTurn,
+    extremes,
+    largest,
+    named_buffers,
+    norm_statistics,
+    state_tensors,
+)
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import total_loss
 
@@ -48,11 +55,15 @@ class Pending:
     tensors: int = 0
     """Numbers after those: the norm of each gradient, where outliers are looked for."""
     others_bad: bool = False
-    """Once read: another optimizer that steps from the same backward has gradients that are not finite."""
+    """Once read: another optimizer that steps from the same backward has gradients that are not
+    finite.
+    """
 
     def suspect(self) -> Tensor:
         """On the device: 1 when anything watched is non-finite on any rank, else 0."""
-        values = self.packet.values[: self.packet.values.numel() - len(self.followed) - self.tensors]
+        values = self.packet.values[
+            : self.packet.values.numel() - len(self.followed) - self.tensors
+        ]
         own = ~torch.isfinite(values).all()
         flags = values[self.micro + len(self.parts) + len(self.names) :]
         others = flags[flags.numel() // 2 :].gt(0).any()
@@ -67,7 +78,9 @@ def micro_loss(output: Any, batch: Any, context: Context) -> tuple[Tensor, Micro
 
 
 def count_labels(batch: Any, context: Context) -> Tensor | None:
-    """How many targets of the batch are not ignored; None where nobody said which of its tensors they are."""
+    """How many targets of the batch are not ignored; None where nobody said which of its tensors
+    they are.
+    """
     key = context.config.labels_key
     if key is None:
         return None
@@ -108,7 +121,9 @@ class Reader:
         self._checked = False
 
     def after_update(self) -> None:
-        """A cheap look at the new parameters, of a large model some in turn; read with the next step's packet."""
+        """A cheap look at the new parameters, of a large model some in turn; read with the next
+        step's packet.
+        """
         self._state = largest(self._turn.share(self._context.parameters, self._context.ignored))
 
     def rewound(self) -> None:
@@ -128,11 +143,18 @@ class Reader:
         return largest([t for t in tensors if id(t) not in ignored] if ignored else tensors)
 
     def last_update_finite(self) -> bool:
-        """A look at everything after the last update, which no further step will read. Waits for the device."""
+        """A look at everything after the last update, which no further step will read. Waits for
+        the device.
+        """
         state = self._largest(self._context.parameters)
         return state is None or math.isfinite(Packet([state]).fetch()[0])
 
-    def issue(self, losses: list[MicroLoss], norm: GradientNorm | None = None, others: Tensor | None = None) -> Pending:
+    def issue(
+        self,
+        losses: list[MicroLoss],
+        norm: GradientNorm | None = None,
+        others: Tensor | None = None,
+    ) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing.
 
         `others`: the norm of the gradients of other optimizers that step from the same backward.
@@ -146,28 +168,38 @@ class Reader:
             grads = [p.grad for p in context.parameters if p.grad is not None]
             norm = gradient_norm(grads, each=foreign(context.optimizer))
         parts = tuple(dict.fromkeys(part for m in losses for part in m.parts))
-        values = [m.total for m in losses] + [_added([m.parts[p] for m in losses if p in m.parts]) for p in parts]
+        values = [m.total for m in losses] + [
+            _added([m.parts[p] for m in losses if p in m.parts]) for p in parts
+        ]
         named = {
             "norm": norm.total if norm is not None else None,
             "least": norm.least if norm is not None else None,
             "buffers": self._largest([*context.buffers.statistics(), *context.buffers.written()]),
             "state": self._state,
             "scale": _scale(context),
-            "labels": _added([m.labels for m in losses if m.labels is not None]) if _labelled(losses) else None,
+            "labels": _added([m.labels for m in losses if m.labels is not None])
+            if _labelled(losses)
+            else None,
             "others": others,
         }
         names = [name for name, value in named.items() if value is not None]
         values += [value for value in named.values() if value is not None]
         if not values:
             values = [torch.zeros(())]
-        followed = {name: value for name, (step, value) in context.followed.items() if step == context.step}
+        followed = {
+            name: value for name, (step, value) in context.followed.items() if step == context.step
+        }
         each = context.outliers.measure(context.parameters) if context.outliers is not None else []
         packet = Packet(values + self._reduced(losses, named) + list(followed.values()) + each)
         clip, last = context.config.clip_norm, tuple(followed)
-        return Pending(context.step, packet, names, norm, context.lr, len(losses), parts, clip, last, len(each))
+        return Pending(
+            context.step, packet, names, norm, context.lr, len(losses), parts, clip, last, len(each)
+        )
 
     def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor | None]) -> list[Tensor]:
-        """What all ranks saw, where that takes a reduction: the same few numbers on each, whatever each one reads."""
+        """What all ranks saw, where that takes a reduction: the same few numbers on each, whatever
+        each one reads.
+        """
         if self._context.agreement.mode != "collective":
             return []
         loss = _added([m.total for m in losses]) if losses else None
@@ -179,7 +211,9 @@ class Reader:
         return [] if shared is None else list(shared.unbind())
 
     def complete(self, pending: Pending, *, grads_gone: bool = False) -> Reading:
-        """Wait for the numbers and name them. Gradients that are gone cannot be looked at element by element."""
+        """Wait for the numbers and name them. Gradients that are gone cannot be looked at element
+        by element.
+        """
         context = self._context
         numbers = self._without_tensors(pending, pending.packet.fetch())
         micro = tuple(numbers[: pending.micro])
@@ -200,7 +234,9 @@ class Reader:
             followed=dict(zip(pending.followed, numbers[end:], strict=True)),
             grad_norm=norm,
             least_norm=rest.get("least"),
-            grads_finite=norm is None or math.isfinite(norm) or (not grads_gone and self._exactly_finite()),
+            grads_finite=norm is None
+            or math.isfinite(norm)
+            or (not grads_gone and self._exactly_finite()),
             clip_factor=_clip_factor(norm, pending.clip_norm),
             scale=rest.get("scale", context.loss_scale if context.config.loss_scale else None),
             lr=pending.lr,

@@ -18,9 +18,16 @@ class StepResult:
         self._committed = False
         self._incident: Incident | None = None
 
-    def resolve(self, reading: Reading | None, *, committed: bool, incident: Incident | None = None) -> StepResult:
+    def resolve(
+        self, reading: Reading | None, *, committed: bool, incident: Incident | None = None
+    ) -> StepResult:
         """Filled in by the guard, once."""
-        self._reading, self._committed, self._incident, self._settle = reading, committed, incident, None
+        self._reading, self._committed, self._incident, self._settle = (
+            reading,
+            committed,
+            incident,
+            None,
+        )
         return self
 
     def answering(self, incident: Incident) -> StepResult:
@@ -68,4 +75,6 @@ class StepResult:
     def __repr__(self) -> str:
         if self._settle is not None:
             return "StepResult(not read yet)"
-        return f"StepResult(loss={self.loss}, grad_norm={self.grad_norm}, committed={self.committed})"
+        return (
+            f"StepResult(loss={self.loss}, grad_norm={self.grad_norm}, committed={self.committed})"
+        )

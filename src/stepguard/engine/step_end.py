@@ -58,7 +58,9 @@ def _young(context: Context) -> bool:
 
 
 def apply(context: Context, recovery: Recovery, incident: Incident) -> Incident:
-    """Do what was decided, then record it, then stop the run if that was it. Skipping needs nothing more."""
+    """Do what was decided, then record it, then stop the run if that was it. Skipping needs nothing
+    more.
+    """
     decision = incident.decision
     if decision is not None:
         decision = _applied(context, recovery, decision)
@@ -80,12 +82,20 @@ def _applied(context: Context, recovery: Recovery, decision: Decision) -> Decisi
         try:
             recovery.rewind()
         except Exception as fault:
-            why = f"the rewind to step {decision.rewound_to} failed ({type(fault).__name__}: {fault})"
-            return replace(decision, action="stop", reason=why, rewound_to=None, data=None, lr_factor=None)
+            why = (
+                f"the rewind to step {decision.rewound_to} failed ({type(fault).__name__}: {fault})"
+            )
+            return replace(
+                decision, action="stop", reason=why, rewound_to=None, data=None, lr_factor=None
+            )
     if decision.new_scale is not None:
         context.loss_scale = decision.new_scale
     if decision.lr_factor is not None:
-        scale_rates(context.optimizer, context.scheduler, [decision.lr_factor] * len(context.optimizer.param_groups))
+        scale_rates(
+            context.optimizer,
+            context.scheduler,
+            [decision.lr_factor] * len(context.optimizer.param_groups),
+        )
     return decision
 
 
@@ -96,7 +106,9 @@ def _stop(context: Context, recovery: Recovery, incident: Incident) -> None:
         restart = "same-place" if incident.step in recovery.past.stopped_at else "helps"
     cause = incident.findings[0].code if incident.findings else incident.verdict.kind
     context.terminal.halted(incident)
-    context.terminal.launcher_line(exit_line(step=incident.step, cause=cause, restart=restart, state=state))
+    context.terminal.launcher_line(
+        exit_line(step=incident.step, cause=cause, restart=restart, state=state)
+    )
     exit_with_code_three()
     raise TrainingHalted(incident, state=str(state) if state is not None else None, restart=restart)
 
@@ -135,13 +147,23 @@ def exit_with_code_three() -> None:
 def scaler_copy(context: Context) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Scale and growth counter, on the device."""
     scaler = context.scaler
-    if scaler is None or not context.scaling() or scaler._scale is None or scaler._growth_tracker is None:
+    if (
+        scaler is None
+        or not context.scaling()
+        or scaler._scale is None
+        or scaler._growth_tracker is None
+    ):
         return None
     return scaler._scale.clone(), scaler._growth_tracker.clone()
 
 
 def restore_scaler(context: Context, saved: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     scaler = context.scaler
-    if saved is not None and scaler is not None and scaler._scale is not None and scaler._growth_tracker is not None:
+    if (
+        saved is not None
+        and scaler is not None
+        and scaler._scale is not None
+        and scaler._growth_tracker is not None
+    ):
         scaler._scale.copy_(saved[0])
         scaler._growth_tracker.copy_(saved[1])

@@ -1,4 +1,6 @@
-"""Mistakes in how a guard is put into a loop, told at once: an error where it cannot be meant, a warning otherwise."""
+"""Mistakes in how a guard is put into a loop, told at once: an error where it cannot be meant, a
+warning otherwise.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from stepguard.records import GuardConfig
 from stepguard.state.step import unwrapped
 
 LOOKED_AT = 3
-"""Steps of `guard.step` during which calls of `optimizer.step` beside it, and missing gradients, are looked for."""
+"""Steps of `guard.step` during which calls of `optimizer.step` beside it, and missing gradients,
+are looked for.
+"""
 WITHOUT_STEP = 1000
 """Backward passes without an update that no accumulation of gradients explains."""
 building_for: ContextVar[str] = ContextVar("building_for", default="")
@@ -43,7 +47,8 @@ class Owner(Protocol):
 owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
 
 
-# --- at building ------------------------------------------------------------------------------------------------------
+# --- at building
+# ------------------------------------------------------------------------------------------------------
 
 
 def check_config(config: object) -> GuardConfig:
@@ -54,29 +59,37 @@ def check_config(config: object) -> GuardConfig:
         raise ConfigError(f"config is a {type(config).__name__}; give stepguard.GuardConfig(...).")
     if config.checkpoint_every is not None and config.run_dir is None and not borrowing():
         raise ConfigError(
-            f"GuardConfig.checkpoint_every={config.checkpoint_every} has no folder to write to; give run_dir='runs/a'."
+            f"GuardConfig.checkpoint_every={config.checkpoint_every} has no folder to write to; "
+            f"give run_dir='runs/a'."
         )
     return config
 
 
 def check_watched(config: object) -> None:
-    """The loop makes its own update: what the guard would do to the gradients before it has no place."""
+    """The loop makes its own update: what the guard would do to the gradients before it has no
+    place.
+    """
     if not isinstance(config, GuardConfig):
         return
     if config.clip_norm is not None:
         raise ConfigError(
-            f"GuardConfig.clip_norm={config.clip_norm!r} clips inside guard.step only, and this loop makes its own "
-            "steps; call torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before optimizer.step()."
+            f"GuardConfig.clip_norm={config.clip_norm!r} clips inside guard.step only, and this "
+            f"loop makes its own "
+            "steps; call torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before "
+            "optimizer.step()."
         )
     if config.loss_scale is not None:
         raise ConfigError(
-            f"GuardConfig.loss_scale={config.loss_scale!r} scales inside guard.step only, and this loop makes its own "
+            f"GuardConfig.loss_scale={config.loss_scale!r} scales inside guard.step only, and this "
+            f"loop makes its own "
             "steps; use torch.amp.GradScaler and give it as scaler=."
         )
 
 
 def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
-    """It is this model's, and no other guard uses it. What is no model and no optimizer is refused elsewhere."""
+    """It is this model's, and no other guard uses it. What is no model and no optimizer is refused
+    elsewhere.
+    """
     optimizer = real_optimizer(optimizer)
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         return
@@ -88,7 +101,9 @@ def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
 
 
 def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None:
-    """An optimizer of another model. Parameters that lie in no module (master copies, loose tensors) may be meant."""
+    """An optimizer of another model. Parameters that lie in no module (master copies, loose
+    tensors) may be meant.
+    """
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = [id(p) for root in roots.values() for p in root.parameters()]
     if not given or not known or given.intersection(known):
@@ -97,20 +112,26 @@ def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None
     for other in _modules():
         if id(other) not in ours and any(id(p) in given for p in _own_parameters(other)):
             raise ConfigError(
-                f"the optimizer holds no parameter of the {type(roots['']).__name__} it is given with, but some of "
-                f"another {type(other).__name__}; build it from this model's parameters(), or give the other model."
+                f"the optimizer holds no parameter of the {type(roots['']).__name__} it is given "
+                f"with, but some of "
+                f"another {type(other).__name__}; build it from this model's parameters(), or give "
+                f"the other model."
             )
 
 
 def _make_way(optimizer: Optimizer) -> None:
-    """A guard that is left from before (a notebook cell that runs again) is replaced; one in use is not."""
+    """A guard that is left from before (a notebook cell that runs again) is replaced; one in use is
+    not.
+    """
     reference = owners.get(optimizer)
     owner = reference() if reference is not None else None
     if owner is None:
         return
     why = owner.in_use(building_for.get())
     if why:
-        raise ConfigError(f"this optimizer has a guard already, {why}; close that one first, or go on with it.")
+        raise ConfigError(
+            f"this optimizer has a guard already, {why}; close that one first, or go on with it."
+        )
     owner.say("wiring", "this guard ends here: another one was made for the same optimizer")
     with suppress(TrainingHalted):  # what is still pending is on record by then
         owner.close()
@@ -125,7 +146,8 @@ def _own_parameters(module: nn.Module) -> list[Any]:
     return list(module.__dict__.get("_parameters", {}).values())
 
 
-# --- while it runs ----------------------------------------------------------------------------------------------------
+# --- while it runs
+# ----------------------------------------------------------------------------------------------------
 
 
 class Wiring:
@@ -178,15 +200,22 @@ class Wiring:
 
     def _check_first(self) -> None:
         if self._shared and not self._parameters_in_model():
-            raise ConfigError(f"{REPLACED}; build optimizer and guard after loading or replacing the weights.")
+            raise ConfigError(
+                f"{REPLACED}; build optimizer and guard after loading or replacing the weights."
+            )
         self._look_for_anomaly_mode()
 
     def _look_for_anomaly_mode(self) -> None:
         if torch.is_anomaly_enabled():
-            self._say("torch's anomaly mode is on: it slows every step and raises at a NaN; stepguard needs neither")
+            self._say(
+                "torch's anomaly mode is on: it slows every step and raises at a NaN; stepguard "
+                "needs neither"
+            )
 
     def _compare_schedule(self) -> None:
-        """Moved twice in a row since the last `guard.step`: not a jump by hand, but a loop that advances it too."""
+        """Moved twice in a row since the last `guard.step`: not a jump by hand, but a loop that
+        advances it too.
+        """
         scheduler, before = self._context.scheduler, self._schedule
         if scheduler is None or before is None or self._context.config.scheduler_every != "step":
             return
@@ -194,7 +223,8 @@ class Wiring:
         self._moved = self._moved + 1 if now is not None and now > before else 0
         if self._moved == 2:
             self._warn(
-                "the loop calls scheduler.step() and guard.step does so too: the schedule runs twice as fast; take the "
+                "the loop calls scheduler.step() and guard.step does so too: the schedule runs "
+                "twice as fast; take the "
                 "call out of the loop, or give GuardConfig(scheduler_every=None)"
             )
 
@@ -203,8 +233,10 @@ class Wiring:
             return
         self._outside += 1
         self._warn(
-            "optimizer.step() was called outside of guard.step: that update is not guarded; let guard.step(loss_fn, "
-            "batch) make the update, or use stepguard.watch(model, optimizer) for a loop that stays as it is"
+            "optimizer.step() was called outside of guard.step: that update is not guarded; let "
+            "guard.step(loss_fn, "
+            "batch) make the update, or use stepguard.watch(model, optimizer) for a loop that "
+            "stays as it is"
         )
 
     # --- both ---
@@ -212,18 +244,24 @@ class Wiring:
     def no_gradient(self) -> None:
         """An update is due and none of the optimizer's parameters has a gradient."""
         if self._shared and not self._parameters_in_model():
-            self._warn(f"{REPLACED}, so nothing is learned; build optimizer and guard after replacing the weights")
+            self._warn(
+                f"{REPLACED}, so nothing is learned; build optimizer and guard after replacing the "
+                f"weights"
+            )
             return
         self._without_gradient += 1
         if self._without_gradient == LOOKED_AT:
             self._warn(
-                f"no parameter of the optimizer has got a gradient in {LOOKED_AT} steps: nothing is learned; build the "
+                f"no parameter of the optimizer has got a gradient in {LOOKED_AT} steps: nothing "
+                f"is learned; build the "
                 "optimizer from the parameters of the model that the loss comes from"
             )
 
     def _parameters_in_model(self) -> int:
         given = {id(p) for group in self._context.optimizer.param_groups for p in group["params"]}
-        return sum(id(p) in given for root in self._context.roots.values() for p in root.parameters())
+        return sum(
+            id(p) in given for root in self._context.roots.values() for p in root.parameters()
+        )
 
     # --- a watched loop ---
 
@@ -231,7 +269,9 @@ class Wiring:
         """A backward pass is over; `reached`: it left gradients in this guard's parameters."""
         self._backwards += int(reached)
         if reached and self._backwards == WITHOUT_STEP:
-            self._warn(f"{WITHOUT_STEP} backward passes, and the watched optimizer has made no step; call its step()")
+            self._warn(
+                f"{WITHOUT_STEP} backward passes, and the watched optimizer has made no step; call its step()"
+            )
 
     def update(self, norm: object) -> None:
         """The watched optimizer steps; `norm` is that of its gradients, None where there are none."""
@@ -249,9 +289,13 @@ class Wiring:
         if self._steps:
             return
         if self._outside:
-            self._say(f"this guard saw no step: {self._outside} calls of optimizer.step() came outside of guard.step")
+            self._say(
+                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside of guard.step"
+            )
         elif self._backwards:
-            self._say(f"this guard saw no step: {self._backwards} backward passes, and the optimizer never stepped")
+            self._say(
+                f"this guard saw no step: {self._backwards} backward passes, and the optimizer never stepped"
+            )
 
     def _warn(self, summary: str) -> None:
         if summary not in self._said:

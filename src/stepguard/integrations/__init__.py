@@ -1,1 +1,3 @@
-"""Guards inside the frameworks people train with. One file a framework; importing one imports its framework."""
+"""Guards inside the frameworks people train with. One file a framework; importing one imports its
+framework.
+"""

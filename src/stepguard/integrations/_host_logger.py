@@ -13,7 +13,9 @@ KEEP_NONFINITE = ("TensorBoardLogger", "CSVLogger")
 
 
 class HostLogger(ScalarSink):
-    """Logs where and as often as the framework does. Opening and closing the loggers stays the framework's."""
+    """Logs where and as often as the framework does. Opening and closing the loggers stays the
+    framework's.
+    """
 
     keeps_nonfinite = True
 

@@ -1,4 +1,6 @@
-"""Checkpoints under Lightning: a non-finite state is not written, and rotation leaves the last good one where it is."""
+"""Checkpoints under Lightning: a non-finite state is not written, and rotation leaves the last good
+one where it is.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Gate:
 
 
 class GuardedCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """The Trainer's own IO, with two refusals: to write a non-finite state, to delete the last good checkpoint."""
+    """The Trainer's own IO, with two refusals: to write a non-finite state, to delete the last good
+    checkpoint.
+    """
 
     def __init__(self, inner: CheckpointIO, gate: Gate) -> None:
         self.inner, self._gate = inner, gate
@@ -56,8 +60,12 @@ class GuardedCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self._waiting: list[str] = []
         """Rotation asked for their removal, but nothing good would have been left."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Place, storage_options: Any | None = None) -> None:
-        if self._gate.refusal(str(path), together=False):  # only one rank writes, so no other can be asked
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Place, storage_options: Any | None = None
+    ) -> None:
+        if self._gate.refusal(
+            str(path), together=False
+        ):  # only one rank writes, so no other can be asked
             return
         self.inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
         saved = _name(path)
@@ -88,7 +96,9 @@ def _name(place: Place) -> str:
 
 
 def protect_checkpoints(undo: ExitStack, trainer: Trainer, gate: Gate) -> None:
-    """Put the guarded IO in place, let `trainer.save_checkpoint` refuse, and ModelCheckpoint pass over a bad state."""
+    """Put the guarded IO in place, let `trainer.save_checkpoint` refuse, and ModelCheckpoint pass
+    over a bad state.
+    """
     strategy: Any = trainer.strategy
     before = strategy.checkpoint_io
     strategy.checkpoint_io = ours = GuardedCheckpointIO(before, gate)
@@ -106,7 +116,9 @@ def protect_checkpoints(undo: ExitStack, trainer: Trainer, gate: Gate) -> None:
 
 
 def _automatic(gate: Gate, original: Callable[..., None]) -> Callable[..., None]:
-    """Had it gone on, ModelCheckpoint would count a file that is not there, and drop a good one for it."""
+    """Had it gone on, ModelCheckpoint would count a file that is not there, and drop a good one for
+    it.
+    """
 
     def save(*args: Any, **kwargs: Any) -> None:
         if gate.refusal("a checkpoint", together=True) is None:
@@ -117,7 +129,9 @@ def _automatic(gate: Gate, original: Callable[..., None]) -> Callable[..., None]
 
 
 def _explicit(gate: Gate, trainer: Trainer, original: Callable[..., None]) -> Callable[..., None]:
-    """Who asks for a file by name learns that there is none, unless another exception is on its way already."""
+    """Who asks for a file by name learns that there is none, unless another exception is on its way
+    already.
+    """
 
     def save_checkpoint(filepath: Place, *args: Any, **kwargs: Any) -> None:
         refusal = gate.refusal(str(filepath), together=True)

@@ -17,7 +17,9 @@ METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache")
 
 
 class TrainingStep:
-    """`training_step` of one micro-batch after the other, from the batch to the loss that backward starts from."""
+    """`training_step` of one micro-batch after the other, from the batch to the loss that backward
+    starts from.
+    """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
@@ -26,7 +28,9 @@ class TrainingStep:
         self._step = -1
 
     def about_to_run(self, batch: Any, rest: tuple[Any, ...], step: int) -> None:
-        """Remember what `training_step` gets besides the batch of this optimizer step: its index, mostly."""
+        """Remember what `training_step` gets besides the batch of this optimizer step: its index,
+        mostly.
+        """
         if step != self._step:
             self._rest, self._step = {}, step
         self._rest[id(batch)] = self._last = rest
@@ -44,7 +48,9 @@ class TrainingStep:
 @contextmanager
 def unnoticed(module: LightningModule) -> Iterator[None]:
     """Nothing is logged, and metrics forget what they see."""
-    metrics = [m for m in module.modules() if hasattr(m, "_defaults") and hasattr(m, "_update_count")]
+    metrics = [
+        m for m in module.modules() if hasattr(m, "_defaults") and hasattr(m, "_update_count")
+    ]
     with ExitStack() as undo:
         for metric in metrics:
             undo.callback(_put_back, metric, _state_of(metric))
@@ -58,7 +64,10 @@ def _silent(*args: Any, **kwargs: Any) -> None:
 
 def _state_of(metric: Any) -> dict[str, Any]:
     states = {name: getattr(metric, name) for name in metric._defaults}
-    kept = {name: value.clone() if isinstance(value, Tensor) else copy(value) for name, value in states.items()}
+    kept = {
+        name: value.clone() if isinstance(value, Tensor) else copy(value)
+        for name, value in states.items()
+    }
     return kept | {name: getattr(metric, name) for name in METRIC_COUNTERS}
 
 

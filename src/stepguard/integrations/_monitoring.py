@@ -1,7 +1,9 @@
-"""The weaker forms for a Trainer: a callback, and a `compute_loss` that drops what cannot be learned from.
+"""The weaker forms for a Trainer: a callback, and a `compute_loss` that drops what cannot be
+learned from.
 
-A callback is never shown the batch or the loss function, so a bad step cannot be run again from batch to loss, and it
-cannot refuse `trainer.save_model()`. `stepguard.integrations.transformers.guard(trainer)` can do both.
+A callback is never shown the batch or the loss function, so a bad step cannot be run again from
+batch to loss, and it cannot refuse `trainer.save_model()`.
+`stepguard.integrations.transformers.guard(trainer)` can do both.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
 from stepguard.records import GuardConfig, Incident
 
 UNSEEN = (
-    "GradientMonitoringCallback vetoes bad updates, but it sees neither the batch nor the loss function and cannot "
+    "GradientMonitoringCallback vetoes bad updates, but it sees neither the batch nor the loss "
+    "function and cannot "
     "refuse trainer.save_model(); stepguard.integrations.transformers.guard(trainer) can"
 )
 IGNORED = -100
@@ -34,9 +37,9 @@ IGNORED = -100
 class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
     """Vetoes updates with NaN or Inf before the optimizer, and reports what a log line hides.
 
-    Gradients are gone when `on_step_end` runs, so they are looked at inside `optimizer.step()`; `on_step_end` looks at
-    the parameters, which the update itself may have made non-finite. Where the Trainer has a guard already, the
-    callback only reports.
+    Gradients are gone when `on_step_end` runs, so they are looked at inside `optimizer.step()`;
+    `on_step_end` looks at the parameters, which the update itself may have made non-finite. Where
+    the Trainer has a guard already, the callback only reports.
     """
 
     def __init__(self, config: GuardConfig | None = None) -> None:
@@ -68,7 +71,11 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         if getattr(optimizer, "optimizer", optimizer) in guarded:
             return
         self._guard = watch_for(
-            "transformers", kwargs["model"], optimizer, scheduler=kwargs["lr_scheduler"], config=self._config
+            "transformers",
+            kwargs["model"],
+            optimizer,
+            scheduler=kwargs["lr_scheduler"],
+            config=self._config,
         )
         self._guard.start_at(state.global_step)
         if hasattr(optimizer, "step_was_skipped"):
@@ -80,7 +87,10 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         if self._guard is not None and not self._guard.finite():
             self.reported["parameters"] += 1
             bad = ", ".join(self._guard.trouble()[:3])
-            self._guard.say("parameters", f"the update made parameters non-finite ({bad}); not saving this state")
+            self._guard.say(
+                "parameters",
+                f"the update made parameters non-finite ({bad}); not saving this state",
+            )
             control.should_save = False
         return control
 
@@ -91,14 +101,19 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))
         incidents = self.incidents
         hidden = [
-            i for i in incidents[self._known :] if i.reading.loss is not None and i.reading.loss != i.reading.loss
+            i
+            for i in incidents[self._known :]
+            if i.reading.loss is not None and i.reading.loss != i.reading.loss
         ]
         self._known = len(incidents)
         self.reported["grad_norm"] += bad_norm
         self.reported["loss"] += bool(hidden)
         if hidden and self._guard is not None and math.isfinite(logs["loss"]):
             real = f"the loss was {hidden[0].reading.loss} at step {hidden[0].step}"
-            self._guard.say("filtered", f"logged loss {logs['loss']:.4g} is filtered (logging_nan_inf_filter): {real}")
+            self._guard.say(
+                "filtered",
+                f"logged loss {logs['loss']:.4g} is filtered (logging_nan_inf_filter): {real}",
+            )
         logs[INCIDENTS] = len(incidents)
         if bad_norm or hidden:
             logs[NONFINITE] = max(len(hidden), 1)
@@ -115,7 +130,11 @@ _dropped: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictiona
 
 
 def safe_compute_loss(
-    trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    trainer: Any,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
 ) -> Any:
     """`compute_loss` that never hides a bad micro-batch and never trains on one.
 
@@ -123,12 +142,16 @@ def safe_compute_loss(
 
     | the micro-batch | what happens |
     |---|---|
-    | no label counts (all -100) | dropped: a zero that every parameter is part of, so that DDP goes on; warned |
+    | no label counts (all -100) | dropped: a zero that every parameter is part of, so that DDP goes
+      on; warned |
     | the model gives no loss | ConfigError that names the keys of the batch |
-    | the loss is NaN or Inf | dropped likewise; a guarded Trainer gets the loss as it is, and its guard vetoes |
-    | the loss is exactly 0 | as it is: a true zero is no fault, and replacing it by 1e-6 would train nothing |
+    | the loss is NaN or Inf | dropped likewise; a guarded Trainer gets the loss as it is, and its
+      guard vetoes |
+    | the loss is exactly 0 | as it is: a true zero is no fault, and replacing it by 1e-6 would
+      train nothing |
 
-    Where a whole step was dropped on all ranks its update does not happen, momentum and weight decay included.
+    Where a whole step was dropped on all ranks its update does not happen, momentum and weight
+    decay included.
     """
     try:
         found = type(trainer).compute_loss(
@@ -150,7 +173,8 @@ def safe_compute_loss(
 def _no_loss(inputs: Any) -> ConfigError:
     missing = "" if "labels" in inputs else "no 'labels' in it"
     return ConfigError(
-        f"the model gave no loss for a batch with {', '.join(map(repr, inputs))}{': ' + missing if missing else ''}; "
+        f"the model gave no loss for a batch with "
+        f"{', '.join(map(repr, inputs))}{': ' + missing if missing else ''}; "
         "add the targets as 'labels', or give the Trainer a compute_loss_func."
     )
 
@@ -164,12 +188,17 @@ def _why_drop(loss: Tensor, inputs: Any) -> str:
 
 
 def _drop(trainer: Any, model: Any, why: str) -> Tensor:
-    """A zero that every parameter is part of; where a parameter is NaN it is NaN, which is as it should be."""
+    """A zero that every parameter is part of; where a parameter is NaN it is NaN, which is as it
+    should be.
+    """
     counted = _dropped.setdefault(trainer, Counter())
     counted["dropped"] += 1
     times = counted["dropped"]
     if not times & (times - 1):
-        message = f"stepguard: micro-batch dropped at step {trainer.state.global_step} ({times} so far): {why}"
+        message = (
+            f"stepguard: micro-batch dropped at step {trainer.state.global_step} ({times} so "
+            f"far): {why}"
+        )
         warnings.warn(message, MicroBatchDropped, stacklevel=3)
     _skip_if_empty(_inner(trainer))
     zeros = [(p * 0.0).sum() for p in model.parameters() if p.requires_grad]
@@ -178,11 +207,15 @@ def _drop(trainer: Any, model: Any, why: str) -> Tensor:
 
 
 def _skip_if_empty(optimizer: Any) -> None:
-    """Once: an update whose gradients are all exactly 0, on every rank after the reduction, does not happen."""
+    """Once: an update whose gradients are all exactly 0, on every rank after the reduction, does
+    not happen.
+    """
 
     def skip(*_: Any) -> None:
         hook.remove()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         if not any(bool(p.grad.count_nonzero()) for p in parameters):
             for parameter in parameters:
                 parameter.grad = None

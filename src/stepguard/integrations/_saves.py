@@ -1,4 +1,6 @@
-"""Refusing to save a state that holds non-finite values, in words that every framework's guard uses."""
+"""Refusing to save a state that holds non-finite values, in words that every framework's guard
+uses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ SHOWN = 3
 
 
 class SaveRefused(StepguardError):  # noqa: N818 (an outcome, like TrainingHalted)
-    """A save was asked for while stored tensors are non-finite. Nothing was written and nothing deleted."""
+    """A save was asked for while stored tensors are non-finite. Nothing was written and nothing
+    deleted.
+    """
 
     def __init__(self, what: str, tensors: Sequence[str]) -> None:
         super().__init__(what, tuple(tensors))
@@ -28,7 +32,9 @@ class SaveRefused(StepguardError):  # noqa: N818 (an outcome, like TrainingHalte
 
 def to_delete(sorted_checkpoints: Sequence[str], keep: int, protected: set[Path]) -> list[str]:
     """The oldest ones beyond `keep`, never the newest and never a protected one."""
-    safe = {path.resolve() for path in protected} | {Path(path).resolve() for path in sorted_checkpoints[-1:]}
+    safe = {path.resolve() for path in protected} | {
+        Path(path).resolve() for path in sorted_checkpoints[-1:]
+    }
     spare = [path for path in sorted_checkpoints if Path(path).resolve() not in safe]
     held = len(sorted_checkpoints) - len(spare)
     return spare[: max(0, len(spare) - max(0, keep - held))]

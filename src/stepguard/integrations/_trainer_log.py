@@ -1,4 +1,6 @@
-"""The loss a Trainer logs, made true: transformers shows a NaN loss as 0.0 or as the mean of the others."""
+"""The loss a Trainer logs, made true: transformers shows a NaN loss as 0.0 or as the mean of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from torch import Tensor
 
 FOLD = 512
 """Losses kept one by one before they are put into one tensor."""
-INCIDENTS, NONFINITE, LOSS_FINITE = "stepguard/incidents", "stepguard/nonfinite", "stepguard/loss_finite"
+INCIDENTS, NONFINITE, LOSS_FINITE = (
+    "stepguard/incidents",
+    "stepguard/nonfinite",
+    "stepguard/loss_finite",
+)
 
 
 class TrueLoss:
@@ -37,10 +43,11 @@ class TrueLoss:
 
 
 def correct(logs: dict[str, Any], losses: Sequence[float], steps: int, bad_elsewhere: int) -> None:
-    """Put the true loss of the last `steps` steps into a training log line, and a finite companion beside it.
+    """Put the true loss of the last `steps` steps into a training log line, and a finite companion
+    beside it.
 
-    `losses` are those of this rank's micro-batches, `bad_elsewhere` the steps that another rank made non-finite. A
-    healthy line stays as it is, to the last digit.
+    `losses` are those of this rank's micro-batches, `bad_elsewhere` the steps that another rank
+    made non-finite. A healthy line stays as it is, to the last digit.
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
     bad = max(len(losses) - len(finite), bad_elsewhere)

@@ -1,4 +1,6 @@
-"""Checkpoints of a guarded Trainer: a bad state is not written, and rotation never deletes the last good one."""
+"""Checkpoints of a guarded Trainer: a bad state is not written, and rotation never deletes the last
+good one.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ Look = Callable[[bool], tuple[str, ...]]
 class TrainerSaves:
     """Wraps the saving methods of one Trainer."""
 
-    def __init__(self, trainer: Any, look: Look, hurt: Callable[[], bool], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, trainer: Any, look: Look, hurt: Callable[[], bool], say: Callable[[str], None]
+    ) -> None:
         self._trainer, self._look, self._hurt, self._say = trainer, look, hurt, say
         self._inside = False
         self.refused = 0
         self._fresh: Path | None = None
-        """The newest checkpoint, if the run looked healthy when it was written; later steps have yet to prove it."""
+        """The newest checkpoint, if the run looked healthy when it was written; later steps have
+        yet to prove it.
+        """
         self._proven: Path | None = None
         """The newest one that healthy steps have followed, or that was resumed from."""
 
@@ -80,17 +86,26 @@ class TrainerSaves:
         best_model_checkpoint: str | None = None,
         use_mtime: bool = False,
     ) -> None:
-        """In the place of transformers' own, which knows of the best checkpoint but not of the last good one."""
+        """In the place of transformers' own, which knows of the best checkpoint but not of the last
+        good one.
+        """
         checkpoints = sort_checkpoints(output_dir, use_mtime=use_mtime)
         self._judge(Path(output_dir, f"checkpoint-{self._trainer.state.global_step}"))
         if save_total_limit is None or save_total_limit <= 0:
             return
-        named = [self._proven, Path(best_model_checkpoint) if best_model_checkpoint is not None else None]
-        for checkpoint in to_delete(checkpoints, save_total_limit, {path for path in named if path is not None}):
+        named = [
+            self._proven,
+            Path(best_model_checkpoint) if best_model_checkpoint is not None else None,
+        ]
+        for checkpoint in to_delete(
+            checkpoints, save_total_limit, {path for path in named if path is not None}
+        ):
             shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _judge(self, newest: Path) -> None:
-        """Healthy steps since the last checkpoint prove that one; the newest has to wait for its own."""
+        """Healthy steps since the last checkpoint prove that one; the newest has to wait for its
+        own.
+        """
         if self._hurt():
             self._fresh = None
             return

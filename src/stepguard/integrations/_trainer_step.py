@@ -1,4 +1,6 @@
-"""A Trainer's training step once more, up to its loss: for replays, so without backward and without a trace on it."""
+"""A Trainer's training step once more, up to its loss: for replays, so without backward and without
+a trace on it.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,26 @@ class NoBackwardError(StepguardError):
 
 
 class TrainingStep:
-    """The loss that one Trainer is about to call backward on, whatever its class makes of `training_step`."""
+    """The loss that one Trainer is about to call backward on, whatever its class makes of
+    `training_step`.
+    """
 
     def __init__(self, trainer: Any, training_step: Callable[..., Any]) -> None:
         self._trainer, self._training_step = trainer, training_step
 
     def batch(self, inputs: Any, items: Any) -> Any:
-        """What `loss` takes: the inputs, and the number of items beside them, which is as much a part of the step."""
+        """What `loss` takes: the inputs, and the number of items beside them, which is as much a
+        part of the step.
+        """
         batch = copy.copy(inputs)
         if items is not None and isinstance(batch, MutableMapping):
             batch[ITEMS] = items
         return batch
 
     def loss(self, step: int, model: Any, batch: Any) -> Tensor:
-        """Everything as at global step `step`, except that backward only notes what it was called on."""
+        """Everything as at global step `step`, except that backward only notes what it was called
+        on.
+        """
         accelerator, state = self._trainer.accelerator, self._trainer.state
         roots: list[Tensor] = []
 
@@ -51,22 +59,30 @@ class TrainingStep:
             kept(self._trainer),
             swapped(state, "global_step", step),
             swapped(accelerator, "backward", note),
-            swapped(torch.autograd, "backward", note_direct),  # a training_step that calls loss.backward() itself
+            swapped(
+                torch.autograd, "backward", note_direct
+            ),  # a training_step that calls loss.backward() itself
         ):
             inputs = copy.copy(batch)
             items = inputs.pop(ITEMS, None) if isinstance(inputs, MutableMapping) else None
             self._training_step(model, inputs, items)
         if not roots:
-            raise NoBackwardError(f"{type(self._trainer).__name__}.training_step called no backward.")
+            raise NoBackwardError(
+                f"{type(self._trainer).__name__}.training_step called no backward."
+            )
         return sum(roots[1:], start=roots[0])
 
 
 @contextmanager
 def kept(trainer: Any) -> Iterator[None]:
-    """Attributes are put back, and so is what lists and dicts among them hold: trainers gather metrics there."""
+    """Attributes are put back, and so is what lists and dicts among them hold: trainers gather
+    metrics there.
+    """
     own = vars(trainer)
     attributes = dict(own)
-    inside = [found for name, value in own.items() if name not in DATA for found in _contents(value)]
+    inside = [
+        found for name, value in own.items() if name not in DATA for found in _contents(value)
+    ]
     try:
         yield
     finally:
@@ -77,7 +93,9 @@ def kept(trainer: Any) -> Iterator[None]:
 
 
 def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every list and dict that can be reached through lists and dicts, each with a copy of what it holds."""
+    """Every list and dict that can be reached through lists and dicts, each with a copy of what it
+    holds.
+    """
     if not isinstance(value, dict | list) or len(value) > LARGE:
         return
     yield value, copy.copy(value)

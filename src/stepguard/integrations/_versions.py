@@ -1,4 +1,6 @@
-"""One clear message for a framework that is missing, too old, too new, or lacks a part that its guard holds on to."""
+"""One clear message for a framework that is missing, too old, too new, or lacks a part that its
+guard holds on to.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +28,45 @@ class Framework:
     def works(self) -> str:
         """The versions that work, in words."""
         but = "".join(f", not {bad}" for bad in self.without)
-        return f"{self.package} {self.first} up to, not including, {self.before}{but} (tested with {self.tested})"
+        return (
+            f"{self.package} {self.first} up to, not including, {self.before}{but} (tested with "
+            f"{self.tested})"
+        )
 
     def require(self) -> None:
         """ConfigError unless a version that works is installed."""
         try:
             found = version(self.package)
         except PackageNotFoundError:
-            raise ConfigError(f"{self.package} is not installed; this guard works with {self.works}.") from None
+            raise ConfigError(
+                f"{self.package} is not installed; this guard works with {self.works}."
+            ) from None
         if not self.supports(found):
-            raise ConfigError(f"{self.package} {found} is not known to this guard, which works with {self.works}.")
+            raise ConfigError(
+                f"{self.package} {found} is not known to this guard, which works with {self.works}."
+            )
 
     def supports(self, found: str) -> bool:
-        return _order(self.first) <= _order(found) < _order(self.before) and found not in self.without
+        return (
+            _order(self.first) <= _order(found) < _order(self.before) and found not in self.without
+        )
 
     def need(self, owner: object, *names: str) -> None:
-        """ConfigError when `owner` lacks a method that the guard wraps: a version or a subclass it was not made for."""
+        """ConfigError when `owner` lacks a method that the guard wraps: a version or a subclass it
+        was not made for.
+        """
         missing = [name for name in names if not hasattr(owner, name)]
         if missing:
             raise ConfigError(
-                f"{type(owner).__name__} has no {', '.join(missing)}, which this guard holds on to; "
+                f"{type(owner).__name__} has no {', '.join(missing)}, which this guard holds on "
+                f"to; "
                 f"it works with {self.works}."
             )
 
 
 def _order(text: str) -> tuple[int, ...]:
-    """`5.22.2` as numbers; a release candidate counts as its release, and a local build as what it was built from."""
+    """`5.22.2` as numbers; a release candidate counts as its release, and a local build as what it
+    was built from.
+    """
     numbers = [int(found) for found in re.findall(r"\d+", re.split(r"[a-z+]", text)[0])]
     return tuple(numbers + [0] * (3 - len(numbers)))

@@ -11,7 +11,9 @@ Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def wrap(undo: ExitStack, owner: Any, name: str, make: Make) -> None:
-    """Wrap `owner.name`; closing `undo` puts back what was there, unless somebody has wrapped ours since."""
+    """Wrap `owner.name`; closing `undo` puts back what was there, unless somebody has wrapped ours
+    since.
+    """
     before = vars(owner).get(name)
     ours = make(getattr(owner, name))
     setattr(owner, name, ours)

@@ -1,9 +1,11 @@
-"""stepguard inside accelerate: `guard(accelerator)` after `accelerator.prepare`, and the loop stays as it is.
+"""stepguard inside accelerate: `guard(accelerator)` after `accelerator.prepare`, and the loop stays
+as it is.
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     guard = stepguard.integrations.accelerate.guard(accelerator)
 
-Writing `loss = guard.loss(loss_fn, batch)` in place of `loss = loss_fn(batch)` makes bad steps replayable as a whole.
+Writing `loss = guard.loss(loss_fn, batch)` in place of `loss = loss_fn(batch)` makes bad steps
+replayable as a whole.
 """
 
 from __future__ import annotations
@@ -49,9 +51,14 @@ def guard(accelerator: Accelerator, config: GuardConfig | None = None) -> Accele
     """Guard every optimizer that this accelerator has prepared. `close()` undoes everything."""
     ACCELERATE.need(accelerator, *NEEDED)
     if accelerator.distributed_type in FOREIGN:
-        raise ConfigError(f"{accelerator.distributed_type} updates the weights itself, where a guard cannot veto.")
+        raise ConfigError(
+            f"{accelerator.distributed_type} updates the weights itself, where a guard cannot veto."
+        )
     if not accelerator._optimizers:
-        raise ConfigError("this accelerator has prepared no optimizer; call guard() after accelerator.prepare(...).")
+        raise ConfigError(
+            "this accelerator has prepared no optimizer; call guard() after "
+            "accelerator.prepare(...)."
+        )
     return AcceleratorGuard(accelerator, config or GuardConfig())
 
 
@@ -80,8 +87,8 @@ class AcceleratorGuard:
     def loss(self, loss_fn: LossFn, batch: Any, *, optimizer: Optimizer | None = None) -> Tensor:
         """`loss_fn(batch)`, remembered so that a bad step can be replayed from the batch on.
 
-        Call it where the loss is computed, and give the result to `accelerator.backward`. `optimizer`: the one that
-        this loss is for, where there are several.
+        Call it where the loss is computed, and give the result to `accelerator.backward`.
+        `optimizer`: the one that this loss is for, where there are several.
         """
         steps = self._accelerator.gradient_accumulation_steps
         wanted = getattr(optimizer, "optimizer", optimizer)
@@ -133,7 +140,10 @@ class AcceleratorGuard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -142,7 +152,8 @@ def _settings(config: GuardConfig, number: int) -> GuardConfig:
     """Further optimizers (a GAN's second one) get run folders of their own."""
     if config.clip_norm is not None or config.loss_scale is not None:
         raise ConfigError(
-            "GuardConfig.clip_norm and loss_scale are for guard.step; call accelerator.clip_grad_norm_ in your loop."
+            "GuardConfig.clip_norm and loss_scale are for guard.step; call "
+            "accelerator.clip_grad_norm_ in your loop."
         )
     if number == 0:
         return config
@@ -156,13 +167,16 @@ def _trained(accelerator: Any, wrapper: Any) -> tuple[nn.Module, dict[str, nn.Mo
     models = [m for m in accelerator._models if any(id(p) in ours for p in m.parameters())]
     if not models:
         raise ConfigError(
-            f"no prepared model has the parameters of {type(wrapper.optimizer).__name__}; prepare the model as well."
+            f"no prepared model has the parameters of {type(wrapper.optimizer).__name__}; prepare "
+            f"the model as well."
         )
     return _parallel(models[0]), {f"model{i}": model for i, model in enumerate(models[1:], start=1)}
 
 
 def _parallel(model: nn.Module) -> nn.Module:
-    """The DistributedDataParallel around it: accelerate gives that to the user, and keeps only what is inside."""
+    """The DistributedDataParallel around it: accelerate gives that to the user, and keeps only what
+    is inside.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return model
     wrappers = [o for o in gc.get_objects() if type(o) is DistributedDataParallel]

@@ -1,9 +1,11 @@
-"""stepguard inside Fabric: `guard(fabric, model, optimizer)` after `fabric.setup`, and the loop stays as it is.
+"""stepguard inside Fabric: `guard(fabric, model, optimizer)` after `fabric.setup`, and the loop
+stays as it is.
 
     model, optimizer = fabric.setup(model, optimizer)
     guard = stepguard.integrations.fabric.guard(fabric, model, optimizer, scheduler=scheduler)
 
-Writing `loss = guard.loss(loss_fn, batch)` in place of `loss = loss_fn(batch)` makes bad steps replayable as a whole.
+Writing `loss = guard.loss(loss_fn, batch)` in place of `loss = loss_fn(batch)` makes bad steps
+replayable as a whole.
 """
 
 from __future__ import annotations
@@ -29,17 +31,26 @@ from stepguard.state.step import LossFn, total_loss
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]
 
-LIGHTNING = Framework("lightning", first="2.6", before="2.7", tested="2.6.6", without=("2.6.2", "2.6.3"))
+LIGHTNING = Framework(
+    "lightning", first="2.6", before="2.7", tested="2.6.6", without=("2.6.2", "2.6.3")
+)
 BEFORE_ERROR = 5
 """Arguments of `clip_gradients` that come before `error_if_nonfinite`."""
 PARTS = ("save", "clip_gradients", "backward", "strategy", "loggers")
 
 
 class FabricGuard:
-    """One model and optimizer of a Fabric under guard. A context manager; `close` undoes everything."""
+    """One model and optimizer of a Fabric under guard. A context manager; `close` undoes
+    everything.
+    """
 
     def __init__(
-        self, fabric: Any, model: Any, optimizer: Any, scheduler: LRScheduler | None, config: GuardConfig
+        self,
+        fabric: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: LRScheduler | None,
+        config: GuardConfig,
     ) -> None:
         self._model, self._undo = model, ExitStack()
         if fabric.loggers:
@@ -75,8 +86,8 @@ class FabricGuard:
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """`loss_fn(batch)`, remembered so that a bad step can be replayed from the batch on.
 
-        Call it where the loss is computed, and give the result to `fabric.backward` as it is: where losses of several
-        micro-batches are averaged, `loss_fn` divides.
+        Call it where the loss is computed, and give the result to `fabric.backward` as it is: where
+        losses of several micro-batches are averaged, `loss_fn` divides.
         """
         self._guard.micro(self._again(loss_fn), batch)
         return total_loss(loss_fn(batch))
@@ -89,7 +100,10 @@ class FabricGuard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -129,10 +143,15 @@ def guard(
     LIGHTNING.require()
     LIGHTNING.need(fabric, *PARTS)
     if config is not None and (config.clip_norm is not None or config.loss_scale is not None):
-        raise ConfigError("GuardConfig.clip_norm and loss_scale are for guard.step; use fabric.clip_gradients.")
-    if not hasattr(model, "_forward_module") or not isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         raise ConfigError(
-            f"model is a {type(model).__name__} and optimizer a {type(optimizer).__name__}; give what "
+            "GuardConfig.clip_norm and loss_scale are for guard.step; use fabric.clip_gradients."
+        )
+    if not hasattr(model, "_forward_module") or not isinstance(
+        getattr(optimizer, "optimizer", None), Optimizer
+    ):
+        raise ConfigError(
+            f"model is a {type(model).__name__} and optimizer a {type(optimizer).__name__}; give "
+            f"what "
             "`model, optimizer = fabric.setup(model, optimizer)` returned."
         )
     return FabricGuard(fabric, model, optimizer, scheduler, config or GuardConfig())
@@ -149,6 +168,8 @@ def _never_raising(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _free_backward(model: nn.Module) -> Iterator[None]:
-    """Outputs of a Fabric module insist on `fabric.backward`, which scales; a replay scales by itself."""
+    """Outputs of a Fabric module insist on `fabric.backward`, which scales; a replay scales by
+    itself.
+    """
     with swapped(model, "_register_backward_hook", lambda tensor: tensor):
         yield

@@ -1,7 +1,9 @@
-"""stepguard inside Lightning: `Trainer(callbacks=[GuardCallback()])`. Loop, clipping and precision stay Lightning's.
+"""stepguard inside Lightning: `Trainer(callbacks=[GuardCallback()])`. Loop, clipping and precision
+stay Lightning's.
 
-Automatic optimization with accumulation, clipping and mixed precision, on one device or under DDP, is replayed exactly.
-Manual optimization is watched, one guard an optimizer, and only the model's part is replayed.
+Automatic optimization with accumulation, clipping and mixed precision, on one device or under DDP,
+is replayed exactly. Manual optimization is watched, one guard an optimizer, and only the model's
+part is replayed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from stepguard.guard import Guard, watch_for
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
 
-LIGHTNING = Framework("lightning", first="2.6", before="2.7", tested="2.6.6", without=("2.6.2", "2.6.3"))
+LIGHTNING = Framework(
+    "lightning", first="2.6", before="2.7", tested="2.6.6", without=("2.6.2", "2.6.3")
+)
 LIGHTNING.require()
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402 (first the version, then its parts)
@@ -37,7 +41,8 @@ __all__ = ["GuardCallback", "SaveRefused"]
 
 OF_STRATEGY = ("training_step", "model", "checkpoint_io", "precision_plugin")
 MANUAL = (
-    "stepguard: with manual optimization every optimizer has a guard that vetoes its bad updates and places them "
+    "stepguard: with manual optimization every optimizer has a guard that vetoes its bad updates "
+    "and places them "
     "within the model, but the training_step as a whole cannot be replayed."
 )
 
@@ -69,7 +74,8 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self._fit.close()
         self._saves.close()
 
-    # --- Lightning's hooks, in the order in which they are called -----------------------------------------------
+    # --- Lightning's hooks, in the order in which they are called
+    # -----------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -87,19 +93,27 @@ class GuardCallback(Callback):  # type: ignore[misc]
         if pl_module.automatic_optimization:
             step = TrainingStep(trainer, pl_module)
             LIGHTNING.need(trainer.fit_loop.epoch_loop, "update_lr_schedulers")
-            wrap(self._fit, trainer.strategy, "training_step", lambda original: self._telling(step, original))
+            wrap(
+                self._fit,
+                trainer.strategy,
+                "training_step",
+                lambda original: self._telling(step, original),
+            )
             wrap(self._fit, trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._holding)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fit.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._fit.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._fit.close()
 
-    # --- the parts ----------------------------------------------------------------------------------------------
+    # --- the parts
+    # ----------------------------------------------------------------------------------------------
 
     def _watch(self, trainer: Trainer, optimizer: Optimizer, number: int) -> Guard:
         guard = watch_for(
@@ -118,7 +132,9 @@ class GuardCallback(Callback):  # type: ignore[misc]
         (guard,) = self.guards  # automatic optimization has one optimizer
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if args and not isinstance(args[0], Iterator):  # the iterator of a loader cannot be run again
+            if args and not isinstance(
+                args[0], Iterator
+            ):  # the iterator of a loader cannot be run again
                 step.about_to_run(args[0], args[1:], guard.steps)
                 guard.micro(step, args[0])
             return original(*args, **kwargs)
@@ -135,10 +151,16 @@ class GuardCallback(Callback):  # type: ignore[misc]
         return update_lr_schedulers
 
     def _look(self, together: bool) -> tuple[str, ...]:
-        """Before a checkpoint is put together: a fused step that was vetoed gives its schedule back first."""
+        """Before a checkpoint is put together: a fused step that was vetoed gives its schedule back
+        first.
+        """
         for guard in self.guards if together else ():
             guard.settle()
-        return tuple(dict.fromkeys(name for guard in self.guards for name in guard.trouble(together=together)))
+        return tuple(
+            dict.fromkeys(
+                name for guard in self.guards for name in guard.trouble(together=together)
+            )
+        )
 
     def _say(self, summary: str) -> None:
         self.guards[0].say("save-refused", summary)
@@ -157,7 +179,9 @@ def _settings(config: GuardConfig, trainer: Trainer, number: int) -> GuardConfig
 
 def _scheduler(trainer: Trainer, optimizer: Optimizer) -> LRScheduler | None:
     """The optimizer's own; of several, one that counts steps rather than epochs."""
-    ours = [config for config in trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer]
+    ours = [
+        config for config in trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer
+    ]
     ours.sort(key=lambda config: bool(config.interval != "step"))
     return ours[0].scheduler if ours and isinstance(ours[0].scheduler, LRScheduler) else None
 
@@ -165,7 +189,10 @@ def _scheduler(trainer: Trainer, optimizer: Optimizer) -> LRScheduler | None:
 def _warn_of_limits(trainer: Trainer, module: LightningModule) -> None:
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         known = f"{SingleDeviceStrategy.__name__} and {DDPStrategy.__name__}"
-        untested = f"stepguard: {type(trainer.strategy).__name__} has not been tested with GuardCallback; {known} have."
+        untested = (
+            f"stepguard: {type(trainer.strategy).__name__} has not been tested with "
+            f"GuardCallback; {known} have."
+        )
         warnings.warn(untested, RuntimeWarning, stacklevel=3)
     if not module.automatic_optimization:
         warnings.warn(MANUAL, RuntimeWarning, stacklevel=3)

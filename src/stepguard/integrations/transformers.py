@@ -1,9 +1,11 @@
-"""stepguard inside transformers: `guard(trainer)` for Trainer and its subclasses, such as trl's SFTTrainer.
+"""stepguard inside transformers: `guard(trainer)` for Trainer and its subclasses, such as trl's
+SFTTrainer.
 
     guard = stepguard.integrations.transformers.guard(trainer)
     trainer.train()
 
-Instances are wrapped, no class is changed or subclassed. The weaker callback-only form is `GradientMonitoringCallback`.
+Instances are wrapped, no class is changed or subclassed. The weaker callback-only form is
+`GradientMonitoringCallback`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,14 @@ from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
 from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402
 from stepguard.integrations._wrapping import wrap  # noqa: E402
 
-__all__ = ["GradientMonitoringCallback", "SaveRefused", "TrainerGuard", "guard", "half_precision", "safe_compute_loss"]
+__all__ = [
+    "GradientMonitoringCallback",
+    "SaveRefused",
+    "TrainerGuard",
+    "guard",
+    "half_precision",
+    "safe_compute_loss",
+]
 
 WRAPPED = ("train", "training_step", "log", "save_model", "_save_checkpoint")
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -51,13 +60,17 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
     """Guard every `train()` of this Trainer from now on. `close()` undoes everything."""
     if not isinstance(trainer, Trainer):
-        raise ConfigError(f"guard() got a {type(trainer).__name__}; give a transformers.Trainer, or a subclass of it.")
+        raise ConfigError(
+            f"guard() got a {type(trainer).__name__}; give a transformers.Trainer, or a subclass "
+            f"of it."
+        )
     if trainer in _guarded:
         raise ConfigError("this Trainer has a guard already; close() that one first.")
     TRANSFORMERS.need(trainer, *WRAPPED, "accelerator", "callback_handler")
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError(
-            "DeepSpeed updates the weights inside its engine, where a guard cannot veto; train without it."
+            "DeepSpeed updates the weights inside its engine, where a guard cannot veto; train "
+            "without it."
         )
     return TrainerGuard(trainer, _settings(trainer, config or GuardConfig()))
 
@@ -103,7 +116,9 @@ class TrainerGuard:
 
     @property
     def last_good(self) -> Path | None:
-        """The newest checkpoint that was written, or resumed from, and that nothing has spoken against since."""
+        """The newest checkpoint that was written, or resumed from, and that nothing has spoken
+        against since.
+        """
         return self._saves.last_good()
 
     def close(self) -> None:
@@ -117,11 +132,15 @@ class TrainerGuard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
-    # --- one call of train() -----------------------------------------------------------------------------------
+    # --- one call of train()
+    # -----------------------------------------------------------------------------------
 
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -171,7 +190,8 @@ class TrainerGuard:
                 self._past += inner.incidents
                 self._run.close()
 
-    # --- what the Trainer does ---------------------------------------------------------------------------------
+    # --- what the Trainer does
+    # ---------------------------------------------------------------------------------
 
     def _training_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -199,14 +219,21 @@ class TrainerGuard:
     def _correct(self, logs: dict[str, Any]) -> None:
         step, known = self._logged
         incidents, now = self.incidents, self._trainer.state.global_step
-        bad = [i for i in incidents[known:] if i.reading.loss is not None and not math.isfinite(i.reading.loss)]
+        bad = [
+            i
+            for i in incidents[known:]
+            if i.reading.loss is not None and not math.isfinite(i.reading.loss)
+        ]
         correct(logs, self._losses.take(), max(now - step, 1), len(bad))
         self._logged = (now, len(incidents))
         total = getattr(self._trainer, "_tr_loss", None)
         if total is not None:
-            total.nan_to_num_(nan=0.0)  # transformers takes a sum from itself to empty it, which a NaN survives
+            total.nan_to_num_(
+                nan=0.0
+            )  # transformers takes a sum from itself to empty it, which a NaN survives
 
-    # --- what is stored ----------------------------------------------------------------------------------------
+    # --- what is stored
+    # ----------------------------------------------------------------------------------------
 
     def _look(self, together: bool) -> tuple[str, ...]:
         """Non-finite stored tensors, once the last step has been read."""
@@ -217,10 +244,14 @@ class TrainerGuard:
         return self._last.trouble(together=together and self._guard is not None)
 
     def _hurt(self) -> bool:
-        """Does the loss, or an incident since this was last asked, say that the weights themselves are bad?"""
+        """Does the loss, or an incident since this was last asked, say that the weights themselves
+        are bad?
+        """
         known, incidents = self._judged, self.incidents
         self._judged = len(incidents)
-        return any(map(_hurts, incidents[known:])) or (self._last is not None and not self._last.good)
+        return any(map(_hurts, incidents[known:])) or (
+            self._last is not None and not self._last.good
+        )
 
     def _say(self, summary: str) -> None:
         if self._last is not None:
@@ -245,19 +276,23 @@ def _settings(trainer: Any, config: GuardConfig) -> GuardConfig:
     clip = trainer.args.max_grad_norm or None
     if config.clip_norm is not None and config.clip_norm != clip:
         raise ConfigError(
-            f"GuardConfig.clip_norm={config.clip_norm!r}, but the Trainer clips by itself with max_grad_norm={clip!r}; "
+            f"GuardConfig.clip_norm={config.clip_norm!r}, but the Trainer clips by itself with "
+            f"max_grad_norm={clip!r}; "
             f"set TrainingArguments(max_grad_norm={config.clip_norm!r}) and leave clip_norm out."
         )
     if config.loss_scale is not None:
         raise ConfigError(
-            f"GuardConfig.loss_scale={config.loss_scale!r} is for guard.step; the Trainer scales its loss by itself."
+            f"GuardConfig.loss_scale={config.loss_scale!r} is for guard.step; the Trainer scales "
+            f"its loss by itself."
         )
     labels = "labels" if "labels" in (getattr(trainer, "label_names", None) or ()) else None
     return replace(config, clip_norm=clip, labels_key=config.labels_key or labels)
 
 
 def _hurts(incident: Incident) -> bool:
-    """Was it finite weights that had lost what they knew? A checkpoint that is finite does not tell."""
+    """Was it finite weights that had lost what they knew? A checkpoint that is finite does not
+    tell.
+    """
     return incident.verdict.kind in ("spike", "drift")
 
 
@@ -265,7 +300,9 @@ def _wind_up(trainer: Any) -> None:
     """A halted run ends as others do: gradients dropped, loggers flushed, bars closed."""
     trainer.control.should_training_stop = True
     trainer.model_wrapped.zero_grad()
-    with suppress(Exception):  # whatever a logger of the user's meets, the halt is what is to be seen
+    with suppress(
+        Exception
+    ):  # whatever a logger of the user's meets, the halt is what is to be seen
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     trainer.is_in_train = False
 

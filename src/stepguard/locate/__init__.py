@@ -1,4 +1,6 @@
-"""Where was the first harmful value born? Replays the bad step and walks back from the bad loss or gradient."""
+"""Where was the first harmful value born? Replays the bad step and walks back from the bad loss or
+gradient.
+"""
 
 from stepguard.locate.find_origin import finite_unscaled, locate, locate_update
 

@@ -1,8 +1,8 @@
 """Which bad inputs explain the bad outputs of one operation, and whether some output was born bad.
 
-An infinity that was written as a constant, a mask for instance, is tame: it explains other infinities but never a
-NaN. Where an operator works element by element the answer is exact, position by position, so a bad value that a
-`where` does not select explains nothing.
+An infinity that was written as a constant, a mask for instance, is tame: it explains other
+infinities but never a NaN. Where an operator works element by element the answer is exact, position
+by position, so a bad value that a `where` does not select explains nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Explanation:
     """True at the elements that were born bad, where that is known."""
 
 
-def explain(reads: list[Read], numbers: list[float], out: Tensor, flaws: Flaws, exact: bool) -> Explanation:
+def explain(
+    reads: list[Read], numbers: list[float], out: Tensor, flaws: Flaws, exact: bool
+) -> Explanation:
     """`exact`: the operator works element by element and comparing positions is affordable."""
     bad = [read for read in reads if read.flaws]
     constant = any(not math.isfinite(number) for number in numbers)
@@ -83,4 +85,9 @@ def _by_position(bad: list[Read], constant: bool, out: Tensor) -> Explanation:
     unexplained = out_bad & ~wild
     born = unexplained & (~tame | torch.isnan(out))
     any_born = bool(born.any())
-    return Explanation(tuple(causes), born=any_born, tame=not causes and not any_born, where=born if any_born else None)
+    return Explanation(
+        tuple(causes),
+        born=any_born,
+        tame=not causes and not any_born,
+        where=born if any_born else None,
+    )

@@ -16,9 +16,11 @@ REPETITIONS = 3
 
 
 def bad_micro_batch(replayer: Replayer, reading: Reading) -> int | None:
-    """Index of the first bad one, with the gradients of those before it left in place; None if all are clean.
+    """Index of the first bad one, with the gradients of those before it left in place; None if all
+    are clean.
 
-    A bad loss was seen when the step ran, so it needs no search. A bad gradient of several micro-batches does.
+    A bad loss was seen when the step ran, so it needs no search. A bad gradient of several
+    micro-batches does.
     """
     replayer.clear_gradients()
     if reading.bad_micro_batches:
@@ -28,7 +30,9 @@ def bad_micro_batch(replayer: Replayer, reading: Reading) -> int | None:
         return 0
     before: dict[str, Tensor] = {}
     for micro in range(count):
-        before = {name: p.grad.clone() for name, p in replayer.parameters.items() if p.grad is not None}
+        before = {
+            name: p.grad.clone() for name, p in replayer.parameters.items() if p.grad is not None
+        }
         if not replayer.run(micro).clean:
             for name, parameter in replayer.parameters.items():
                 parameter.grad = before.get(name)
@@ -50,8 +54,8 @@ def compiled_only(replayer: Replayer) -> bool:
 def repeats(replayer: Replayer) -> bool:
     """Run in place a few times more: does the step give the same bits each time?
 
-    A clean step that repeats exactly was hit by something from outside. One that does not is itself unsteady: a race,
-    an unordered reduction, random numbers that are not restored.
+    A clean step that repeats exactly was hit by something from outside. One that does not is itself
+    unsteady: a race, an unordered reduction, random numbers that are not restored.
     """
     runs = [_once(replayer), _once(replayer)]
     while len(runs) < REPETITIONS and replayer.effort.affords(1.0):
@@ -83,6 +87,8 @@ def _compiled(step: Step) -> bool:
 
 
 def _compiled_forward(module: nn.Module) -> bool:
-    """Did `module.compile()` put something there? A guard that listens is in the same place, around it."""
+    """Did `module.compile()` put something there? A guard that listens is in the same place, around
+    it.
+    """
     present: Any = vars(module).get("_compiled_call_impl")
     return getattr(present, "below", present) is not None

@@ -27,10 +27,16 @@ class Invocation:
     """Chooses elements by a condition."""
 
     def only(self, position: int) -> Invocation:
-        """What a foreach operation did at one position of its lists; operands go by their plain names."""
+        """What a foreach operation did at one position of its lists; operands go by their plain
+        names.
+        """
         mark = f"[{position}]"
-        reads = [replace(r, name=r.name.removesuffix(mark)) for r in self.reads if _belongs(r.name, mark)]
-        numbers = [(name.removesuffix(mark), value) for name, value in self.numbers if _belongs(name, mark)]
+        reads = [
+            replace(r, name=r.name.removesuffix(mark)) for r in self.reads if _belongs(r.name, mark)
+        ]
+        numbers = [
+            (name.removesuffix(mark), value) for name, value in self.numbers if _belongs(name, mark)
+        ]
         args = tuple(_one(value, position) for value in self.args)
         kwargs = {name: _one(value, position) for name, value in self.kwargs.items()}
         return replace(self, args=args, kwargs=kwargs, reads=reads, numbers=numbers)

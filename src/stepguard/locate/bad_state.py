@@ -19,7 +19,9 @@ def stored_tensor(step: Step, name: str) -> Tensor | None:
     """The tensor behind `param:NAME`, `buffer:NAME` or (first bad one of that slot) `opt:SLOT`."""
     kind, _, path = name.partition(":")
     if kind == "opt":
-        return next((t for slot, _, t in optimizer_slots(step) if slot == path and not all_finite(t)), None)
+        return next(
+            (t for slot, _, t in optimizer_slots(step) if slot == path and not all_finite(t)), None
+        )
     for prefix, root in step.named_roots().items():
         named = root.named_parameters() if kind == "param" else root.named_buffers()
         for own, tensor in named:
@@ -30,7 +32,11 @@ def stored_tensor(step: Step, name: str) -> Tensor | None:
 
 def optimizer_slots(step: Step) -> Iterator[tuple[str, str, Tensor]]:
     """Slot, parameter and tensor of the optimizer's state."""
-    names = {id(p): f"{k}.{n}".strip(".") for k, root in step.named_roots().items() for n, p in root.named_parameters()}
+    names = {
+        id(p): f"{k}.{n}".strip(".")
+        for k, root in step.named_roots().items()
+        for n, p in root.named_parameters()
+    }
     for parameter, slots in step.optimizer.state.items():
         for slot, value in slots.items() if isinstance(slots, Mapping) else ():
             if numeric(value):
@@ -101,6 +107,10 @@ def _unplaced(reading: Reading, *notes: str) -> Origin:
     bad_losses = reading.bad_micro_batches
     if bad_losses or (reading.loss is not None and reading.loss - reading.loss != 0.0):
         micro = bad_losses[0] if bad_losses else None
-        return Origin(step=reading.step, phase="loss", micro_batch=micro, method="evidence", notes=notes)
+        return Origin(
+            step=reading.step, phase="loss", micro_batch=micro, method="evidence", notes=notes
+        )
     tensor = f"param:{reading.bad_grads[0]}" if reading.bad_grads else None
-    return Origin(step=reading.step, phase="backward", tensor=tensor, method="evidence", notes=notes)
+    return Origin(
+        step=reading.step, phase="backward", tensor=tensor, method="evidence", notes=notes
+    )

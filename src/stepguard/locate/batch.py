@@ -1,4 +1,6 @@
-"""A micro-batch as a tree of named tensors: copied for each replay, taken apart into samples, repaired by element."""
+"""A micro-batch as a tree of named tensors: copied for each replay, taken apart into samples,
+repaired by element.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def _carries_tensors(value: Any) -> bool:
 
 
 def duplicate(batch: Any) -> Any:
-    """Copies of every tensor, so that a loss function may change its batch or collect gradients in it."""
+    """Copies of every tensor, so that a loss function may change its batch or collect gradients in
+    it.
+    """
 
     def own(name: str, tensor: Tensor) -> Tensor:
         twin = tensor.detach().clone()
@@ -89,7 +93,9 @@ def duplicate(batch: Any) -> Any:
 
 
 def repaired(batch: Any, names: frozenset[str]) -> Any:
-    """The named tensors with their mean in the place of every NaN and Inf: 0 could break a division by itself."""
+    """The named tensors with their mean in the place of every NaN and Inf: 0 could break a division
+    by itself.
+    """
 
     def mend(name: str, tensor: Tensor) -> Tensor:
         if name not in names:
@@ -102,7 +108,9 @@ def repaired(batch: Any, names: frozenset[str]) -> Any:
 
 
 def sample_count(batch: Any) -> int:
-    """What its parts agree on, else the leading size of the first tensor that has one; 0 where there is none."""
+    """What its parts agree on, else the leading size of the first tensor that has one; 0 where
+    there is none.
+    """
     agreed = row_count(batch)
     if agreed is not None:
         return agreed
@@ -113,7 +121,9 @@ def sample_count(batch: Any) -> int:
 
 
 def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
-    """The batch with only these samples. Tensors and lists whose leading size is not `count` stay as they are."""
+    """The batch with only these samples. Tensors and lists whose leading size is not `count` stay
+    as they are.
+    """
     recorded_call = isinstance(batch, Mapping) and OUTPUT_GRADIENT in batch
     if not recorded_call and row_count(batch) == count:
         return keep_rows(batch, keep, count)
@@ -121,7 +131,11 @@ def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
 
     def pick(name: str, tensor: Tensor) -> Tensor:
         if tensor.dim() and tensor.shape[0] == count:
-            return tensor.detach().index_select(0, chosen.to(tensor.device)).requires_grad_(tensor.requires_grad)
+            return (
+                tensor.detach()
+                .index_select(0, chosen.to(tensor.device))
+                .requires_grad_(tensor.requires_grad)
+            )
         return tensor
 
     return rebuild(_pick_lists(batch, keep, count), pick)
@@ -132,6 +146,8 @@ def _pick_lists(value: Any, keep: Sequence[int], count: int) -> Any:
     if isinstance(value, Mapping) and type(value) is dict:
         return {key: _pick_lists(item, keep, count) for key, item in value.items()}
     if isinstance(value, list) and len(value) == count:
-        stacked = any(isinstance(item, Tensor) and item.dim() and item.shape[0] == count for item in value)
+        stacked = any(
+            isinstance(item, Tensor) and item.dim() and item.shape[0] == count for item in value
+        )
         return value if stacked else [value[i] for i in keep]
     return value

@@ -1,10 +1,11 @@
 """From the bad loss or gradient back to the operation where the first harmful value was born.
 
-Only bad values that explain bad values are followed, so an infinity that was absorbed is never blamed. When only the
-gradient is bad, a value born in the forward pass is the origin if it was swallowed there (erf, clamp, gather) or if it
-is a NaN that indexing or a mask dropped later on. The backward node is the origin if the forward had deselected the
-value by a condition on the function's own argument, as in `where(x > 0, sqrt(x), 0)`, or if it was only infinite: the
-forward is right by intention then, and it is the gradient of the unselected branch that hurts.
+Only bad values that explain bad values are followed, so an infinity that was absorbed is never
+blamed. When only the gradient is bad, a value born in the forward pass is the origin if it was
+swallowed there (erf, clamp, gather) or if it is a NaN that indexing or a mask dropped later on. The
+backward node is the origin if the forward had deselected the value by a condition on the function's
+own argument, as in `where(x > 0, sqrt(x), 0)`, or if it was only infinite: the forward is right by
+intention then, and it is the gradient of the unselected branch that hurts.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ class Walk:
     def _from_backward(self, root: Call) -> Found:
         made = self._tracer.owners.get(root.sequence)
         if made is not None and made.harmful and _same_place(made, root):
-            first = min((call for call in ancestors(made) if call.born), key=lambda call: call.index, default=None)
+            first = min(
+                (call for call in ancestors(made) if call.born),
+                key=lambda call: call.index,
+                default=None,
+            )
             if self._deselected(made):
                 if first is not None and self._born_to_be_dropped(first):
                     return self._finish(first, self._dropping(first))
@@ -96,26 +101,41 @@ class Walk:
         return self._finish(first, self._absorption(first))
 
     def _first_unselected(self, root: Call) -> Found | None:
-        """Of several blocks that deselect a bad value, the one whose gradient goes bad first: backward, the last."""
+        """Of several blocks that deselect a bad value, the one whose gradient goes bad first:
+        backward, the last.
+        """
         pairs = []
         for call in self._forward_births(root):
             first = self._original(call)
-            late = self._gradient_of([call.sequence, first.sequence]) if self._deselected(first) else None
+            late = (
+                self._gradient_of([call.sequence, first.sequence])
+                if self._deselected(first)
+                else None
+            )
             if late is not None:
                 pairs.append((late, first))
         if not pairs:
             return None
         late, first = min(pairs, key=lambda pair: pair[0].index)
-        born_backward = [call for call in self._chain.values() if call.born and call.stage == "backward"]
+        born_backward = [
+            call for call in self._chain.values() if call.born and call.stage == "backward"
+        ]
         earliest = min(born_backward, key=lambda call: call.index, default=late)
         if earliest.index < late.index and earliest.sequence != late.sequence:
             return self._from_backward(earliest)
         return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
 
     def _forward_births(self, root: Call) -> list[Call]:
-        """Everything born in the forward that the bad gradient goes back to; of a recomputed block, the second run."""
+        """Everything born in the forward that the bad gradient goes back to; of a recomputed block,
+        the second run.
+        """
         born = [call for call in self._chain.values() if call.born and call.stage == "forward"]
-        return [root, *sorted((call for call in born if call is not root), key=lambda call: call.index)[:MOST_BLOCKS]]
+        return [
+            root,
+            *sorted((call for call in born if call is not root), key=lambda call: call.index)[
+                :MOST_BLOCKS
+            ],
+        ]
 
     def _original(self, call: Call) -> Call:
         """A checkpointed block runs twice: the first run is what the user means."""
@@ -145,12 +165,16 @@ class Walk:
         return bool(edge) and all(reader.selects for reader in edge)
 
     def _born_to_be_dropped(self, birth: Call) -> bool:
-        """A NaN that the forward made by itself and dropped later: not a function kept from its own pole by `where`."""
+        """A NaN that the forward made by itself and dropped later: not a function kept from its own
+        pole by `where`.
+        """
         if not birth.out.nan or birth.stage != "forward":
             return False
         argument = {id(real_maker(parent)) for parent in birth.parents}
         choosing = [reader for reader in self._frontier(birth) if reader.selects]
-        kept_from_pole = birth.pointwise and all(argument & _asked_by(reader) for reader in choosing)
+        kept_from_pole = birth.pointwise and all(
+            argument & _asked_by(reader) for reader in choosing
+        )
         return not kept_from_pole
 
     def _dropping(self, birth: Call) -> list[str]:
@@ -158,7 +182,9 @@ class Walk:
         return [fact("discarded_by", reader.op) for reader in self._frontier(birth)[:1]]
 
     def _upstream_deselected(self, root: Call) -> bool:
-        """Did the 0 that met an infinite derivative come from a condition that left this element out?"""
+        """Did the 0 that met an infinite derivative come from a condition that left this element
+        out?
+        """
         if fact("upstream_grad", "zero") not in root.notes:
             return False
         stack = [p for p in root.parents if p.stage == "backward" and p.sequence != root.sequence]
@@ -172,7 +198,9 @@ class Walk:
         return False
 
     def _undoes_selection(self, call: Call) -> bool:
-        """Is it the backward of a selection? Indexing by positions leaves nothing out by a condition."""
+        """Is it the backward of a selection? Indexing by positions leaves nothing out by a
+        condition.
+        """
         made = self._tracer.owners.get(call.sequence)
         if made is not None:
             return made.selects
@@ -184,14 +212,21 @@ class Walk:
         return [*notes, fact("absorbed_by", edge[0].op)] if edge else notes
 
     def _gradient_of(self, sequences: list[int]) -> Call | None:
-        """The backward operation that gave the bad gradient of one of these nodes, or of what first met the value."""
+        """The backward operation that gave the bad gradient of one of these nodes, or of what first
+        met the value.
+        """
         late = [c for c in self._chain.values() if c.stage == "backward"]
         meeting = [c for c in late if any(cause.stage == "forward" for cause in c.causes)]
         sequences = [s for s in sequences if s >= 0 and any(c.sequence == s for c in late)]
         sequences += [min(meeting, key=lambda c: c.index).sequence] if meeting else []
         if not sequences:
             return None
-        passed_on = {id(cause) for c in late for cause in c.causes if cause.sequence != c.sequence or _joins(c)}
+        passed_on = {
+            id(cause)
+            for c in late
+            for cause in c.causes
+            if cause.sequence != c.sequence or _joins(c)
+        }
         passed_on |= {id(target) for target in self._targets}
         finals = [c for c in late if c.sequence == sequences[0] and id(c) in passed_on]
         return min(finals, key=lambda c: c.index) if finals else None
@@ -212,26 +247,41 @@ class Walk:
         return None if found is None else self._as_data(found) or self._finish(found, ["tame_inf"])
 
     def _as_data(self, birth: Call) -> Found | None:
-        """The batch tensor or table behind it, where its -inf came in as data and was not added to scores as a mask."""
+        """The batch tensor or table behind it, where its -inf came in as data and was not added to
+        scores as a mask.
+        """
         stack, seen = [c for c in birth.flawed if c.tame], set[int]()
         while stack:
             call = stack.pop()
             if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
-                return Found(call, self._first_use(call) if call.op.startswith("buffer:") else birth, ["as_data"])
+                return Found(
+                    call,
+                    self._first_use(call) if call.op.startswith("buffer:") else birth,
+                    ["as_data"],
+                )
             if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))
                 stack.extend(call.flawed)
         return None
 
     def _first_use(self, stored: Call) -> Call | None:
-        return next((call for call in self._tracer.calls if stored in call.flawed and call.op not in COPIES), None)
+        return next(
+            (
+                call
+                for call in self._tracer.calls
+                if stored in call.flawed and call.op not in COPIES
+            ),
+            None,
+        )
 
     def _learned(self, call: Call) -> bool:
         """Was it computed from parameters?"""
         if self._from_parameters is None:
             self._from_parameters = set()
             for one in self._tracer.calls:
-                if any(id(p) in self._from_parameters or p.op.startswith("param:") for p in one.parents):
+                if any(
+                    id(p) in self._from_parameters or p.op.startswith("param:") for p in one.parents
+                ):
                     self._from_parameters.add(id(one))
         return id(call) in self._from_parameters or call.op.startswith("param:")
 
@@ -242,13 +292,19 @@ class Walk:
         if chooser is not None:
             return Found(chooser, None, [*notes, *_condition_of(chooser)])
         if birth.out.inf and not birth.out.nan:
-            turned = [c for c in self._chain.values() if c.out.nan and not any(p.out.nan for p in c.causes)]
+            turned = [
+                c
+                for c in self._chain.values()
+                if c.out.nan and not any(p.out.nan for p in c.causes)
+            ]
             later = [c for c in turned if c is not birth]
             notes = [*notes, fact("then", min(later, key=lambda c: c.index).op)] if later else notes
         return Found(birth, None, notes)
 
     def _chosen_constant(self, birth: Call) -> Call | None:
-        """The `where` that chose a NaN constant: an operation's own way to say that there is no result."""
+        """The `where` that chose a NaN constant: an operation's own way to say that there is no
+        result.
+        """
         if birth.parents or birth.stage != "forward" or not birth.out.nan:
             return None
         user = self._consumer(birth)
@@ -279,7 +335,9 @@ def _condition_of(call: Call) -> list[str]:
 
 
 def _asked_by(call: Call) -> set[int]:
-    """The computed values that the condition of a selection looked at, behind comparisons and logic."""
+    """The computed values that the condition of a selection looked at, behind comparisons and
+    logic.
+    """
     stack = [parent for parent in call.parents if not parent.numeric]
     seen: set[int] = set()
     asked: set[int] = set()
@@ -296,7 +354,9 @@ def _asked_by(call: Call) -> set[int]:
 
 
 def _joins(call: Call) -> bool:
-    """The engine adds the gradients of several uses of a tensor, under the name of the node they go to."""
+    """The engine adds the gradients of several uses of a tensor, under the name of the node they go
+    to.
+    """
     others = [p for p in call.parents if p.stage == "backward" and p.sequence != call.sequence]
     return call.op in ("aten.add", "aten.add_") and bool(others)
 

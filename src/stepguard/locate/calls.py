@@ -14,7 +14,16 @@ Stage = Literal["stored", "forward", "backward", "optimizer"]
 
 COPIES = frozenset(
     "aten." + name
-    for name in ("_to_copy", "clone", "copy_", "detach", "lift_fresh", "alias", "_unsafe_view", "_reshape_copy")
+    for name in (
+        "_to_copy",
+        "clone",
+        "copy_",
+        "detach",
+        "lift_fresh",
+        "alias",
+        "_unsafe_view",
+        "_reshape_copy",
+    )
 )
 """Operations that only move values: never the interesting consumer or producer of one."""
 
@@ -47,7 +56,9 @@ class Call:
     """Module whose forward is running; None in the backward pass, where `sequence` leads to it."""
     node: str | None = None
     sequence: int = -1
-    """Number of the autograd node: the one being evaluated, or in the forward the one that was created."""
+    """Number of the autograd node: the one being evaluated, or in the forward the one that was
+    created.
+    """
     line: Line | None = None
     parents: tuple[Call, ...] = ()
     """Makers of every tensor that went in."""
@@ -69,7 +80,9 @@ class Call:
     reduces: bool = False
     """Combines elements into fewer."""
     number: str | None = None
-    """A Python number among the arguments of an arithmetic operation that is NaN or infinite: `other:nan`."""
+    """A Python number among the arguments of an arithmetic operation that is NaN or infinite:
+    `other:nan`.
+    """
     vanished: float | None = None
     """A constant argument, an epsilon for instance, that is 0 in the dtype of the output."""
     blank: bool = False

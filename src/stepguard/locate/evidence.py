@@ -1,4 +1,5 @@
-"""Numbers at the birth of a bad value: operands, and the facts the rules on causes ask for (see `facts`).
+"""Numbers at the birth of a bad value: operands, and the facts the rules on causes ask for (see
+`facts`).
 
 Measured while the tensors are alive, since the trace keeps none of them.
 """
@@ -32,7 +33,13 @@ EPSILON_DEPTH = 4
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 HALF = (torch.float16, torch.bfloat16)
 
-DIVIDES = {"div": "other", "true_divide": "other", "reciprocal": "self", "addcdiv": "tensor2", "rsqrt": "self"}
+DIVIDES = {
+    "div": "other",
+    "true_divide": "other",
+    "reciprocal": "self",
+    "addcdiv": "tensor2",
+    "rsqrt": "self",
+}
 ARGUMENT = {
     "log": "self",
     "log2": "self",
@@ -65,7 +72,16 @@ def measure(birth: Birth) -> None:
     call.notes.append(fact("bad", f"{broken}/{max(1, birth.out.numel())}"))
     if call.number is not None:
         call.notes.append(fact("number", call.number))
-    for gather in (_division, _argument, _growth, _infinities, _gradient, row_evidence.rows, _precision, _stored_huge):
+    for gather in (
+        _division,
+        _argument,
+        _growth,
+        _infinities,
+        _gradient,
+        row_evidence.rows,
+        _precision,
+        _stored_huge,
+    ):
         call.notes += gather(birth)
 
 
@@ -87,7 +103,9 @@ def _division(birth: Birth) -> list[str]:
 
 
 def _learned(maker: Call) -> bool:
-    """Was it computed from parameters, with no comparison in between? A count of predictions has one."""
+    """Was it computed from parameters, with no comparison in between? A count of predictions has
+    one.
+    """
     seen: set[int] = set()
     stack = [maker]
     while stack:
@@ -123,7 +141,11 @@ def _argument(birth: Birth) -> list[str]:
     base = birth.operator.base
     if base in DOMAIN:
         value = birth.at("self")
-        return [fact("out_of_domain", value), *_lineage(birth, "self", "argument")] if value is not None else []
+        return (
+            [fact("out_of_domain", value), *_lineage(birth, "self", "argument")]
+            if value is not None
+            else []
+        )
     name = ARGUMENT.get(base)
     value = birth.at(name) if name else None
     if name is None or value is None:
@@ -133,10 +155,17 @@ def _argument(birth: Birth) -> list[str]:
         return []
     if base == "pow" and value == 0.0:
         power = birth.at("exponent")
-        return ["negative_power", *_lineage(birth, name, "argument")] if power is not None and power < 0 else []
+        return (
+            ["negative_power", *_lineage(birth, name, "argument")]
+            if power is not None and power < 0
+            else []
+        )
     if base == "pow" and not birth.call.out.nan:
         return []  # a large negative base overflows like a positive one
-    notes = [fact("argument", "zero" if value == edge else "negative"), fact("argument_value", value)]
+    notes = [
+        fact("argument", "zero" if value == edge else "negative"),
+        fact("argument_value", value),
+    ]
     return notes + _lineage(birth, name, "argument")
 
 
@@ -162,7 +191,9 @@ def _infinities(birth: Birth) -> list[str]:
 
 
 def _gradient(birth: Birth) -> list[str]:
-    """In the backward pass: the gradient that came in, and the point at which the derivative breaks."""
+    """In the backward pass: the gradient that came in, and the point at which the derivative
+    breaks.
+    """
     call = birth.call
     if call.stage != "backward" or call.node is None:
         return []
@@ -206,12 +237,20 @@ def _widened(birth: Birth, wider: torch.dtype) -> Tensor | None:
     def widen(value: Any) -> Any:
         if isinstance(value, torch.dtype):
             return wider if value.is_floating_point else value
-        return value.to(wider, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return (
+            value.to(wider, copy=True)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+        )
 
     try:
         made = birth.made_by
         result = made.func(*tree_map(widen, made.args), **tree_map(widen, made.kwargs))
-    except (RuntimeError, NotImplementedError, TypeError):  # no kernel for the wider dtype: then it stays unknown
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+    ):  # no kernel for the wider dtype: then it stays unknown
         return None
     parts = result if isinstance(result, list | tuple) else [result]
     same = [p for p in parts if isinstance(p, Tensor) and p.shape == birth.out.shape]
@@ -232,8 +271,12 @@ def _lineage(birth: Birth, name: str, role: str) -> list[str]:
 
 
 def _before_epsilon(maker: Call) -> Call:
-    """Behind a constant that was added and kept nothing above 0; one that its dtype could not hold is told apart."""
-    while maker.op in ("aten.add", "aten.add_") and len(maker.parents) == 1 and maker.vanished is None:
+    """Behind a constant that was added and kept nothing above 0; one that its dtype could not hold
+    is told apart.
+    """
+    while (
+        maker.op in ("aten.add", "aten.add_") and len(maker.parents) == 1 and maker.vanished is None
+    ):
         maker = real_maker(maker.parents[0])
     return maker
 

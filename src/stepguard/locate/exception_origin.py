@@ -1,4 +1,6 @@
-"""Where the user's code raised an exception, and which sample makes it: its traceback, then replays within a budget."""
+"""Where the user's code raised an exception, and which sample makes it: its traceback, then replays
+within a budget.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,14 @@ _STEPPING = str(Path(torch.__file__).parent / "optim")
 def traceback_origin(error: BaseException, index: int, roots: dict[str, nn.Module]) -> Origin:
     """What the traceback alone says: the user's line, the module, the part of the step."""
     frames = list(_frames(error.__traceback__))
-    line = next((Line(f.f_code.co_filename, n) for f, n in reversed(frames) if is_users(f.f_code.co_filename)), None)
+    line = next(
+        (
+            Line(f.f_code.co_filename, n)
+            for f, n in reversed(frames)
+            if is_users(f.f_code.co_filename)
+        ),
+        None,
+    )
     module = _module([frame for frame, _ in frames], roots)
     return Origin(
         step=index,
@@ -50,7 +59,8 @@ def traceback_origin(error: BaseException, index: int, roots: dict[str, nn.Modul
 def place_exception(
     origin: Origin, error: Exception, step: Step, micro: int, attempt: Attempt, budget: float
 ) -> Origin:
-    """Run the micro-batch again: does it raise the same, in which operation, and because of which samples?
+    """Run the micro-batch again: does it raise the same, in which operation, and because of which
+    samples?
 
     `budget`: how long that may take, in runs of this micro-batch.
     """
@@ -64,7 +74,9 @@ def place_exception(
             return replace(origin, method="replay", reproduced=False, micro_batch=micro)
         trial.deadline = trial.clock() + (budget - 1.0) * (trial.clock() - began) + GRACE
         guilty = samples.guilty_samples(trial, ())
-    return replace(origin, method="replay", reproduced=True, micro_batch=micro, op=watch.failed, samples=guilty)
+    return replace(
+        origin, method="replay", reproduced=True, micro_batch=micro, op=watch.failed, samples=guilty
+    )
 
 
 def place_again(step: Step) -> Origin:
@@ -78,7 +90,9 @@ def place_again(step: Step) -> Origin:
                 attempt(batches.duplicate(step.micro_batches[micro]))
         except Exception as error:
             origin = traceback_origin(error, step.index, step.named_roots())
-            return place_exception(origin, error, step, micro, whole_attempt(step, origin), math.inf)
+            return place_exception(
+                origin, error, step, micro, whole_attempt(step, origin), math.inf
+            )
     return Origin(step=step.index, phase="loss", method="replay", reproduced=False)
 
 
@@ -98,16 +112,28 @@ class _Trial(samples.Trial):
     """The micro-batch with some of its samples: does it raise the same type again?"""
 
     def __init__(
-        self, step: Step, micro: int, prepare: Callable[[], None], attempt: Attempt, kind: type[Exception]
+        self,
+        step: Step,
+        micro: int,
+        prepare: Callable[[], None],
+        attempt: Attempt,
+        kind: type[Exception],
     ) -> None:
         self._batch = step.micro_batches[micro]
-        self._rng, self._prepare, self._attempt, self._kind = step.rng[micro], prepare, attempt, kind
+        self._rng, self._prepare, self._attempt, self._kind = (
+            step.rng[micro],
+            prepare,
+            attempt,
+            kind,
+        )
         self._parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
         self._own = step.buffers
         self.count = batches.sample_count(self._batch)
         self.whole_only = False
         on_host = all(p.device.type == "cpu" for p in self._parameters)
-        self.clock = time.thread_time if on_host else time.perf_counter  # a busy machine changes no answer
+        self.clock = (
+            time.thread_time if on_host else time.perf_counter
+        )  # a busy machine changes no answer
         self.deadline = float("inf")
 
     def bad(self, keep: Sequence[int]) -> bool | None:
@@ -170,7 +196,9 @@ def _module(frames: list[FrameType], roots: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _phase(frames: list[tuple[FrameType, int]], module: str | None, roots: dict[str, nn.Module]) -> Phase:
+def _phase(
+    frames: list[tuple[FrameType, int]], module: str | None, roots: dict[str, nn.Module]
+) -> Phase:
     files = [frame.f_code.co_filename for frame, _ in frames]
     if any(file.startswith(_AUTOGRAD) and "grad_mode" not in file for file in files):
         return "backward"

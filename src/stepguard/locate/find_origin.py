@@ -30,9 +30,11 @@ MOST_REPAIRS = 3
 
 
 def locate(step: Step, reading: Reading, effort: Effort | None = None) -> Origin:
-    """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found them.
+    """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found
+    them.
 
-    `effort` bounds the time, and is the same for all incidents of a run: it remembers what was in vain.
+    `effort` bounds the time, and is the same for all incidents of a run: it remembers what was in
+    vain.
     """
     effort = effort if effort is not None else Effort()
     effort.begin(on_host=all(p.device.type == "cpu" for p in step.model.parameters()))
@@ -49,7 +51,9 @@ def locate_update(step: Step, reading: Reading) -> Origin:
 
 
 def finite_unscaled(step: Step) -> bool | None:
-    """Is the step finite at loss scale 1? Then only the scale overflows. None where it cannot be replayed."""
+    """Is the step finite at loss scale 1? Then only the scale overflows. None where it cannot be
+    replayed.
+    """
     if no_replay(step) is not None:
         return None
     with untouched(step) as keeper:
@@ -63,7 +67,11 @@ def finite_unscaled(step: Step) -> bool | None:
 def _locate(step: Step, reading: Reading, effort: Effort) -> Origin:
     if reading.state_born:
         in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
-        return written_origin(step, reading) if in_forward else update_origin.update_origin(step, reading)
+        return (
+            written_origin(step, reading)
+            if in_forward
+            else update_origin.update_origin(step, reading)
+        )
     if finite_step(reading):
         if reading.bad_state:
             return _bad_state(step, reading)
@@ -100,7 +108,9 @@ def no_replay(step: Step) -> str | None:
 
 
 def _bad_state(step: Step, reading: Reading) -> Origin:
-    """State that is bad while loss and gradients are fine, such as a running variance: who reads it?"""
+    """State that is bad while loss and gradients are fine, such as a running variance: who reads
+    it?
+    """
     origin = bad_state.state_origin(step, reading)
     if no_replay(step) is not None or origin.tensor is None or origin.tensor.startswith("opt:"):
         return origin
@@ -115,18 +125,30 @@ def _bad_state(step: Step, reading: Reading) -> Origin:
     if maker is None or reader is None:
         return origin
     seen = origin_of(Found(maker, reader), traced, Replayer(step, keeper))
-    return replace(seen, tensor=origin.tensor, phase="state", inputs=origin.inputs, notes=origin.notes)
+    return replace(
+        seen, tensor=origin.tensor, phase="state", inputs=origin.inputs, notes=origin.notes
+    )
 
 
 def _replay(replayer: Replayer, reading: Reading) -> Origin:
     micro = bad_micro_batch(replayer, reading)
-    return _clean_replay(replayer, reading) if micro is None else _from_micro_batch(replayer, reading, micro)
+    return (
+        _clean_replay(replayer, reading)
+        if micro is None
+        else _from_micro_batch(replayer, reading, micro)
+    )
 
 
 def _replay_model(replayer: ModelReplayer, reading: Reading) -> Origin:
-    """A watched step: only the model's part can be run again, so a clean replay does not mean a transient fault."""
+    """A watched step: only the model's part can be run again, so a clean replay does not mean a
+    transient fault.
+    """
     call = replayer.bad_call()
-    origin = _clean_replay(replayer, reading) if call is None else _from_micro_batch(replayer, reading, call)
+    origin = (
+        _clean_replay(replayer, reading)
+        if call is None
+        else _from_micro_batch(replayer, reading, call)
+    )
     if not origin.reproduced and origin.phase != "state":
         return model_replay.outside(replayer, reading)
     return replayer.placed(origin, call)
@@ -136,7 +158,9 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
     step = replayer.step
     traced, found = search(replayer, micro, step.micro_batches[micro])
     if found is None and not traced.ran.clean:
-        return replace(bad_state.evidence_origin(step, reading, "untraced"), micro_batch=micro, reproduced=True)
+        return replace(
+            bad_state.evidence_origin(step, reading, "untraced"), micro_batch=micro, reproduced=True
+        )
     if found is None:
         return _clean_replay(replayer, reading)
     origin = origin_of(found, traced, replayer)
@@ -146,15 +170,20 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
         origin = replace(origin, notes=(*origin.notes, fact("overflow", "scale")))
     otherwise = departure(reading, micro, replayer)
     if otherwise is not None:
-        return replace(origin, reproduced=False, notes=(*origin.notes, "not-reproduced", fact("departs", otherwise)))
+        return replace(
+            origin,
+            reproduced=False,
+            notes=(*origin.notes, "not-reproduced", fact("departs", otherwise)),
+        )
     return _name_samples(replayer, traced, found, origin)
 
 
 def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | None]:
-    """Trace and walk; a bad batch tensor must prove itself: with its bad elements repaired the step is finite.
+    """Trace and walk; a bad batch tensor must prove itself: with its bad elements repaired the step
+    is finite.
 
-    Where it does not, the search goes on with the repaired batch. What it finds then must have been bad in the first
-    trace too, or else it is the repair that broke the step.
+    Where it does not, the search goes on with the repaired batch. What it finds then must have been
+    bad in the first trace too, or else it is the repair that broke the step.
     """
     accumulated = {n: p.grad.clone() for n, p in replayer.parameters.items() if p.grad is not None}
     innocent: frozenset[str] = frozenset()
@@ -210,7 +239,9 @@ def _walk(replayer: Replayer, traced: Traced) -> Found | None:
 def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     origin = bad_state.evidence_origin(replayer.step, reading)
     if compiled_only(replayer):
-        return replace(origin, reproduced=True, method="replay", notes=(*origin.notes, "compiled-only"))
+        return replace(
+            origin, reproduced=True, method="replay", notes=(*origin.notes, "compiled-only")
+        )
     differ = impurity.different_losses(replayer)
     steady = "transient" if not differ and repeats(replayer) else "nondeterministic"
     notes = (*origin.notes, "not-reproduced", steady, *differ)
@@ -219,29 +250,46 @@ def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
 
 def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Origin) -> Origin:
     """Samples that made it, where samples can be guilty at all."""
-    innocent = origin.phase not in ("input", "forward", "loss", "backward") or origin.node == ACCUMULATE
+    innocent = (
+        origin.phase not in ("input", "forward", "loss", "backward") or origin.node == ACCUMULATE
+    )
     if innocent or "overflow=scale" in origin.notes:
         return origin
     batch = replayer.step.micro_batches[traced.micro_batch]
     trial = samples.Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
-    guilty = _search_samples(trial, _suspects(found, origin, batch, trial.count), origin, batch, replayer.effort)
+    guilty = _search_samples(
+        trial, _suspects(found, origin, batch, trial.count), origin, batch, replayer.effort
+    )
     if not guilty:
         not_shown = trial.count < 2 or replayer.effort.cut
-        return origin if not_shown else replace(origin, notes=(*origin.notes, fact("samples", "confounded")))
-    return replace(origin, samples=guilty, notes=(*origin.notes, *_contrast(batch, guilty, trial.count)))
+        return (
+            origin
+            if not_shown
+            else replace(origin, notes=(*origin.notes, fact("samples", "confounded")))
+        )
+    return replace(
+        origin, samples=guilty, notes=(*origin.notes, *_contrast(batch, guilty, trial.count))
+    )
 
 
 def _search_samples(
     trial: samples.Trial, suspects: list[int], origin: Origin, batch: Any, effort: Effort
 ) -> tuple[int, ...]:
-    """The guilty samples, unless earlier incidents have shown that none can be told, or the time is up."""
-    kind = tuple((name, tensor.dim(), tensor.dtype) for name, tensor in batches.named_tensors(batch))
+    """The guilty samples, unless earlier incidents have shown that none can be told, or the time is
+    up.
+    """
+    kind = tuple(
+        (name, tensor.dim(), tensor.dtype) for name, tensor in batches.named_tensors(batch)
+    )
     place = (origin.phase, origin.op, origin.node, origin.source, origin.tensor)
     if kind in effort.whole_only:
         effort.cut.append(UNCUT)
         return ()
     if effort.in_vain(place):
-        effort.cut.append(f"no sample was searched for: none could be told at this place {MOST_FRUITLESS} times before")
+        effort.cut.append(
+            f"no sample was searched for: none could be told at this place {MOST_FRUITLESS} times "
+            f"before"
+        )
         return ()
     guilty: tuple[int, ...] = ()
     try:
@@ -262,7 +310,9 @@ def _suspects(found: Found, origin: Origin, batch: Any, count: int) -> list[int]
     if origin.phase == "input" and origin.tensor is not None:
         tensor = dict(batches.named_tensors(batch))[origin.tensor]
         bad = ~plain(tensor).isfinite()
-        rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist() if bad.dim() else []
+        rows = (
+            bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist() if bad.dim() else []
+        )
         return rows if rows and bad.shape[0] == count else []
     call = found.birth
     return samples.suspects_from_rows(call.rows, call.shape[0] if call.shape else 0, count)

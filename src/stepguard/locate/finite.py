@@ -1,4 +1,6 @@
-"""Is every element finite? Asked of every tensor of a replay, so the answer must cost one pass over the memory."""
+"""Is every element finite? Asked of every tensor of a replay, so the answer must cost one pass over
+the memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 
 MASK_SHARE = 0.2
-"""With at least this share of -inf a tensor is a mask even if its other values differ, as with position biases."""
+"""With at least this share of -inf a tensor is a mask even if its other values differ, as with
+position biases.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +37,11 @@ def numeric(value: Any) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The elements as a dense real tensor: values of a sparse one, real and imaginary parts of a complex one.
+    """The elements as a dense real tensor: values of a sparse one, real and imaginary parts of a
+    complex one.
 
-    None at all where there is nothing to read: on the meta device, or nested without one memory for all.
+    None at all where there is nothing to read: on the meta device, or nested without one memory for
+    all.
     """
     if tensor.is_meta or (tensor.is_nested and tensor.layout is torch.strided):
         return torch.empty(0)
@@ -84,14 +90,18 @@ def broken(tensor: Tensor) -> Tensor:
 
 
 def mask_like(tensor: Tensor) -> bool:
-    """-inf around a constant, or very much of it: written on purpose, as a mask is. A mask is never +inf."""
+    """-inf around a constant, or very much of it: written on purpose, as a mask is. A mask is never
+    +inf.
+    """
     values = plain(tensor)
     if not values.numel() or bool(torch.isnan(values).any()):
         return False
     infinite = torch.isinf(values)
     if bool((values[infinite] > 0).any()):
         return False
-    return len(torch.unique(values[~infinite])) <= 1 or float(infinite.double().mean()) >= MASK_SHARE
+    return (
+        len(torch.unique(values[~infinite])) <= 1 or float(infinite.double().mean()) >= MASK_SHARE
+    )
 
 
 def storage_key(tensor: Tensor) -> int:

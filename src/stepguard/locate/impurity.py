@@ -1,4 +1,6 @@
-"""A loss function that depends on more than its batch: it moves state of its own, or gives another loss each time."""
+"""A loss function that depends on more than its batch: it moves state of its own, or gives another
+loss each time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MOST_NAMED = 3
 
 @contextmanager
 def own_state(step: Step) -> Iterator[OwnState]:
-    """What the loss function keeps for itself, put back afterwards: a replay must not use up its random numbers."""
+    """What the loss function keeps for itself, put back afterwards: a replay must not use up its
+    random numbers.
+    """
     own = OwnState(step.loss_fn)
     try:
         yield own
@@ -39,7 +43,9 @@ def told(origin: Origin, own: OwnState) -> Origin:
 
 
 def different_losses(replayer: Replayer) -> list[str]:
-    """Two more forward passes: finite losses that are far apart are not the same function of the same batch."""
+    """Two more forward passes: finite losses that are far apart are not the same function of the
+    same batch.
+    """
     if replayer.step.model_only or not replayer.effort.affords(1.0):
         return []
     own, replayer.own = replayer.own, None
@@ -48,7 +54,11 @@ def different_losses(replayer: Replayer) -> list[str]:
     finally:
         replayer.own = own
     for one, other in zip(first, second, strict=True):
-        if math.isfinite(one) and math.isfinite(other) and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9):
+        if (
+            math.isfinite(one)
+            and math.isfinite(other)
+            and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9)
+        ):
             return [fact("losses", f"{one:.6g} and {other:.6g}")]
     return []
 
@@ -61,4 +71,8 @@ def _losses(replayer: Replayer) -> list[float]:
 
 def _size(loss: Tensor) -> float:
     """The loss; of a watched model, whose replay ends with its output, the norm of that."""
-    return float(loss) if loss.numel() == 1 else float(torch.linalg.vector_norm(plain(loss).to(torch.float64)))
+    return (
+        float(loss)
+        if loss.numel() == 1
+        else float(torch.linalg.vector_norm(plain(loss).to(torch.float64)))
+    )

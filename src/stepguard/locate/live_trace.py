@@ -1,7 +1,7 @@
 """The user's own step under the op tracer, as it runs: forward, loss and backward, with every line.
 
-For a watched loop whose bad value was born where no replay reaches. It only looks: every operation and every
-collective runs exactly once, as it would have, and the random numbers are left alone.
+For a watched loop whose bad value was born where no replay reaches. It only looks: every operation
+and every collective runs exactly once, as it would have, and the random numbers are left alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class OwnSpans(ModuleSpans):
     def __init__(self, roots: Mapping[str, nn.Module], recorded: ModuleSpans) -> None:
         super().__init__(roots)
         self._recorded = recorded
-        self._foreign = tuple(token(m) for prefix, root in roots.items() if prefix for m in root.modules())
+        self._foreign = tuple(
+            token(m) for prefix, root in roots.items() if prefix for m in root.modules()
+        )
 
     def created(self, sequence: int) -> str | None:
         return self._recorded.created(sequence)
@@ -61,7 +63,9 @@ class LiveTrace:
         self._stored: list[tuple[Call, str]] = []
         """This guard's names for tensors that no operation made."""
         self._parameters = {
-            f"{prefix}.{name}".strip("."): p for prefix, root in roots.items() for name, p in root.named_parameters()
+            f"{prefix}.{name}".strip("."): p
+            for prefix, root in roots.items()
+            for name, p in root.named_parameters()
         }
         for name, tensor in kept_tensors(roots):
             self.tracer.store(name, tensor)
@@ -81,7 +85,8 @@ class LiveTrace:
     def _store(self, name: str, tensor: Tensor) -> None:
         self._stored.append((self.tracer.store(name, tensor), name))
 
-    # --- while the user's code runs ----------------------------------------------------------------------------
+    # --- while the user's code runs
+    # ----------------------------------------------------------------------------
 
     def enter(self) -> None:
         self._recorder.begin(self)
@@ -121,7 +126,8 @@ class LiveTrace:
         makers = [self.tracer.maker_of(plain(grad)) for grad in grads]
         self._gradients = [maker for maker in makers if maker is not None]
 
-    # --- afterwards --------------------------------------------------------------------------------------------
+    # --- afterwards
+    # --------------------------------------------------------------------------------------------
 
     def origin(self, step: Step, reading: Reading) -> Origin | None:
         """Where the first harmful value was born; None when the trace does not show it."""
@@ -141,7 +147,9 @@ class LiveTrace:
         micro = reading.bad_micro_batches[0] if reading.bad_micro_batches else None
         module = tracer.modules.spelled(origin.module)
         notes = (*origin.notes, SEEN_LIVE)
-        return replace(origin, module=module, method="live", reproduced=None, micro_batch=micro, notes=notes)
+        return replace(
+            origin, module=module, method="live", reproduced=None, micro_batch=micro, notes=notes
+        )
 
     def _own_tracer(self) -> Any:
         """The recorded calls of this step, with this guard's names for modules and stored tensors."""
@@ -155,7 +163,9 @@ class LiveTrace:
         for call, name in self._stored:
             if call is stored:
                 return name
-        held = ((name, p) for name, p in self._parameters.items() if self.tracer.maker_of(p) is stored)
+        held = (
+            (name, p) for name, p in self._parameters.items() if self.tracer.maker_of(p) is stored
+        )
         return next((f"param:{name}" for name, _ in held), "constant")
 
     def _walk(self, tracer: Any) -> Found | None:
@@ -166,7 +176,12 @@ class LiveTrace:
 
     def _before_the_model(self, call: Call) -> bool:
         first = self._first_model_call
-        return call.stage == "forward" and call.module is None and first is not None and call.index < first
+        return (
+            call.stage == "forward"
+            and call.module is None
+            and first is not None
+            and call.index < first
+        )
 
 
 def _bad(calls: list[Call]) -> list[Call]:

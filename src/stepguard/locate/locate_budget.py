@@ -1,4 +1,6 @@
-"""How long placing an incident may take: a budget in steps of the bare run. Then what is known is told."""
+"""How long placing an incident may take: a budget in steps of the bare run. Then what is known is
+told.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ RECENT = 16
 MOST_FRUITLESS = 3
 """Searches that may end without a sample before one place is no longer searched for samples."""
 TRACING_STEPS, TRACING_FLOOR = 20.0, 5.0
-"""What tracing a loop may add: so many times the budget of placing one incident, and at least so many seconds."""
+"""What tracing a loop may add: so many times the budget of placing one incident, and at least so
+many seconds.
+"""
 
 
 class OutOfTimeError(Exception):
@@ -64,14 +68,18 @@ class Effort:
 
     @property
     def bare_seconds(self) -> float:
-        """A step of the bare run; never more than the traced one, which does the same and looks at it."""
+        """A step of the bare run; never more than the traced one, which does the same and looks at
+        it.
+        """
         known = [median(self._recent)] if self._recent else []
         if self._traced is not None:
             known.append(self._traced)
         return min(known, default=0.0)
 
     def begin(self, *, on_host: bool) -> None:
-        """A new incident. On the host the time of this thread counts, so that a busy machine changes no answer."""
+        """A new incident. On the host the time of this thread counts, so that a busy machine
+        changes no answer.
+        """
         self._clock = self._given_clock or (time.thread_time if on_host else time.perf_counter)
         self._began, self._traced, self.cut = self._clock(), None, []
 
@@ -97,7 +105,9 @@ class Effort:
 
     def leave_out(self, what: str) -> None:
         """Say what the budget did not allow."""
-        self.cut.append(f"cut short: {what} would take more than {self.steps:g} bare steps (locate_budget)")
+        self.cut.append(
+            f"cut short: {what} would take more than {self.steps:g} bare steps (locate_budget)"
+        )
 
     def in_vain(self, place: Hashable) -> bool:
         """Has the search for samples found none at this place several times?"""

@@ -1,8 +1,10 @@
-"""What a loss function keeps for itself: generators, counters, lists, tensors that neither batch nor modules hold.
+"""What a loss function keeps for itself: generators, counters, lists, tensors that neither batch
+nor modules hold.
 
-A replay cannot put back what was never remembered, so a loss function with such state may give another answer the
-second time. Looked at only once a step is bad: which of it moves when the step runs again, and back it goes afterwards.
-State of modules is not looked at: it is remembered before the step.
+A replay cannot put back what was never remembered, so a loss function with such state may give
+another answer the second time. Looked at only once a step is bad: which of it moves when the step
+runs again, and back it goes afterwards. State of modules is not looked at: it is remembered before
+the step.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Kept:
     @property
     def moved(self) -> bool:
         now = self.read()
-        return now != self.token and (now == now or self.token == self.token)  # a NaN is not another NaN
+        return now != self.token and (
+            now == now or self.token == self.token
+        )  # a NaN is not another NaN
 
     @property
     def words(self) -> str:
@@ -62,7 +66,9 @@ class Kept:
 
 
 class OwnState:
-    """Everything a function can reach by its closure, defaults, bound object and the globals it names."""
+    """Everything a function can reach by its closure, defaults, bound object and the globals it
+    names.
+    """
 
     def __init__(self, function: Any) -> None:
         self._seen: set[int] = set()
@@ -74,14 +80,17 @@ class OwnState:
         return tuple(dict.fromkeys(kept.words for kept in self._kept if kept.moved))
 
     def restore(self) -> None:
-        """Back to what was found. Not while other threads run: what moved may be theirs, a prefetched batch for one."""
+        """Back to what was found. Not while other threads run: what moved may be theirs, a
+        prefetched batch for one.
+        """
         if _others_at_work():
             return
         for kept in self._kept:
             if kept.moved:
                 kept.restore()
 
-    # --- the walk ------------------------------------------------------------------------------------------------
+    # --- the walk
+    # ------------------------------------------------------------------------------------------------
 
     def _look(self, name: str, value: Any, place: Place | None, depth: int) -> None:
         if depth > DEEPEST or len(self._kept) >= MOST_PLACES:
@@ -99,7 +108,9 @@ class OwnState:
 
     def _number(self, name: str, value: float, place: Place | None) -> None:
         if place is not None:
-            self._kept.append(Kept(name, "the number", value, place.read, functools.partial(place.write, value)))
+            self._kept.append(
+                Kept(name, "the number", value, place.read, functools.partial(place.write, value))
+            )
 
     def _tensor(self, name: str, value: Tensor, place: Place | None) -> None:
         if place is not None and value.numel() <= SMALL and not value.is_inference():
@@ -175,11 +186,17 @@ def _users_object(value: Any) -> bool:
 def _others_at_work() -> bool:
     """Is there a thread besides this one, stepguard's own and a progress bar's clock?"""
     harmless = ("stepguard", "TMonitor", "tqdm")
-    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
-    return any(not (thread.name.startswith(harmless) or type(thread).__name__ in harmless) for thread in others)
+    others = (
+        thread for thread in threading.enumerate() if thread is not threading.current_thread()
+    )
+    return any(
+        not (thread.name.startswith(harmless) or type(thread).__name__ in harmless)
+        for thread in others
+    )
 
 
-# --- how a value is read again and put back ---------------------------------------------------------------------------
+# --- how a value is read again and put back
+# ---------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -251,7 +268,9 @@ def _python_generator(name: str, value: Any) -> Kept | None:
     if not isinstance(value, random.Random):
         return None
     state = value.getstate()
-    return Kept(name, "the generator", state, value.getstate, functools.partial(value.setstate, state))
+    return Kept(
+        name, "the generator", state, value.getstate, functools.partial(value.setstate, state)
+    )
 
 
 def _numpy_generator(name: str, value: Any) -> Kept | None:

@@ -1,4 +1,6 @@
-"""Tensors and numbers that a module keeps outside its parameters and buffers: `self.center`, a hidden state, a list."""
+"""Tensors and numbers that a module keeps outside its parameters and buffers: `self.center`, a
+hidden state, a list.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, list | tuple):
-        yield from ((f"{name}[{i}]", item) for i, item in enumerate(value[:MOST_ITEMS]) if isinstance(item, Tensor))
+        yield from (
+            (f"{name}[{i}]", item)
+            for i, item in enumerate(value[:MOST_ITEMS])
+            if isinstance(item, Tensor)
+        )
     elif isinstance(value, dict):
         items = list(value.items())[:MOST_ITEMS]
         yield from ((f"{name}[{key!r}]", item) for key, item in items if isinstance(item, Tensor))

@@ -1,4 +1,6 @@
-"""Which module an operation belongs to: by the call stack in the forward pass, by sequence numbers in the backward."""
+"""Which module an operation belongs to: by the call stack in the forward pass, by sequence numbers
+in the backward.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class ModuleSpans:
 
     def __enter__(self) -> ModuleSpans:
         enter = registry.register_module_forward_pre_hook(self._begin)
-        # Checkpointed blocks abort their recomputation with an exception: without always_call the stack would leak.
+        # Checkpointed blocks abort their recomputation with an exception: without always_call the
+        # stack would leak.
         leave = registry.register_module_forward_hook(self._end, always_call=True)
         self._hooks.callback(enter.remove)
         self._hooks.callback(leave.remove)

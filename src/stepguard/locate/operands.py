@@ -45,7 +45,9 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
 
 
 def _of_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:
-    zeros = tensor.numel() - int(torch.count_nonzero(tensor)) if tensor.layout is torch.strided else 0
+    zeros = (
+        tensor.numel() - int(torch.count_nonzero(tensor)) if tensor.layout is torch.strided else 0
+    )
     low = high = None
     if tensor.numel() and tensor.layout is torch.strided:
         low, high = float(tensor.min()), float(tensor.max())
@@ -63,7 +65,9 @@ def _of_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:
 
 def of_number(name: str, value: float) -> Operand:
     """A Python scalar."""
-    return Operand(name=name, dtype="float" if isinstance(value, float) else "int", value=float(value))
+    return Operand(
+        name=name, dtype="float" if isinstance(value, float) else "int", value=float(value)
+    )
 
 
 def element(tensor: Tensor, index: Index | None) -> float | None:

@@ -1,4 +1,6 @@
-"""What the trace must know about an operator: argument names, what it writes, whether it works element by element."""
+"""What the trace must know about an operator: argument names, what it writes, whether it works
+element by element.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,94 @@ import torch
 from torch import Tensor
 
 POINTWISE = frozenset(
-    "aten." + name for name in ("where", "masked_fill", "masked_fill_", "_to_copy", "copy_", "nan_to_num", "dropout")
+    "aten." + name
+    for name in (
+        "where",
+        "masked_fill",
+        "masked_fill_",
+        "_to_copy",
+        "copy_",
+        "nan_to_num",
+        "dropout",
+    )
 )
 """Element-by-element operators some of whose overloads lack the tag."""
 MASKED = frozenset(
-    "aten." + name for name in ("where", "masked_fill", "masked_fill_", "masked_select", "masked_scatter")
+    "aten." + name
+    for name in ("where", "masked_fill", "masked_fill_", "masked_select", "masked_scatter")
 )
-INDEXED = frozenset("aten." + name for name in ("index", "index_put", "index_put_", "_unsafe_index"))
+INDEXED = frozenset(
+    "aten." + name for name in ("index", "index_put", "index_put_", "_unsafe_index")
+)
 WRITES_CONSTANTS = frozenset(
     "aten." + name
     for name in (
-        *("where", "masked_fill", "masked_fill_", "fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"),
-        *("clamp", "clamp_", "clamp_min", "clamp_max", "clamp_min_", "clamp_max_", "hardtanh", "nan_to_num"),
-        *("constant_pad_nd", "arange", "index_fill", "index_fill_", "linspace", "threshold", "_cdist_forward"),
-        *("norm", "linalg_vector_norm", "_foreach_norm", "linalg_matrix_norm", "scatter", "scatter_", "histc"),
+        *(
+            "where",
+            "masked_fill",
+            "masked_fill_",
+            "fill",
+            "fill_",
+            "full",
+            "full_like",
+            "new_full",
+            "scalar_tensor",
+        ),
+        *(
+            "clamp",
+            "clamp_",
+            "clamp_min",
+            "clamp_max",
+            "clamp_min_",
+            "clamp_max_",
+            "hardtanh",
+            "nan_to_num",
+        ),
+        *(
+            "constant_pad_nd",
+            "arange",
+            "index_fill",
+            "index_fill_",
+            "linspace",
+            "threshold",
+            "_cdist_forward",
+        ),
+        *(
+            "norm",
+            "linalg_vector_norm",
+            "_foreach_norm",
+            "linalg_matrix_norm",
+            "scatter",
+            "scatter_",
+            "histc",
+        ),
     )
 )
-"""Operators for which an infinite number is an ordinary argument: a mask, an open bound, the order of a norm."""
-BLANK = frozenset("aten." + name for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
+"""Operators for which an infinite number is an ordinary argument: a mask, an open bound, the order
+of a norm.
+"""
+BLANK = frozenset(
+    "aten." + name
+    for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+)
 OVERWRITES = frozenset(
     "aten." + name
-    for name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_")
+    for name in (
+        "copy_",
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "set_",
+    )
 )
 """In-place operators that do not read what they replace."""
-TESTS = frozenset("aten." + name for name in ("isnan", "isinf", "isfinite", "_local_scalar_dense", "equal"))
+TESTS = frozenset(
+    "aten." + name for name in ("isnan", "isinf", "isfinite", "_local_scalar_dense", "equal")
+)
 """They only look; their answer is never a bad value."""
 
 
@@ -83,7 +149,9 @@ class Operator:
         return root not in self.writes or not (self.name in OVERWRITES or root == "out")
 
     def odd_number(self, numbers: list[tuple[str, float]]) -> str | None:
-        """A number that makes the result bad by itself: any NaN, or an infinity where one computes with it."""
+        """A number that makes the result bad by itself: any NaN, or an infinity where one computes
+        with it.
+        """
         for name, value in numbers:
             if math.isnan(value) or (math.isinf(value) and self.name not in WRITES_CONSTANTS):
                 return f"{name}:{value}"
@@ -94,12 +162,16 @@ class Operator:
         if self.name in MASKED:
             return True
         return self.name in INDEXED and any(
-            isinstance(e.value, Tensor) and e.value.dtype is torch.bool for e in entries if e.name.startswith("indices")
+            isinstance(e.value, Tensor) and e.value.dtype is torch.bool
+            for e in entries
+            if e.name.startswith("indices")
         )
 
 
 def _collect(name: str, value: Any, found: list[Entry]) -> None:
-    if isinstance(value, Tensor) or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if isinstance(value, Tensor) or (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    ):
         found.append(Entry(name, value))
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
@@ -112,7 +184,9 @@ def describe(func: Any) -> Operator:
     """The operator behind what a dispatch mode is handed."""
     schema = func._schema
     name = str(func._overloadpacket)
-    writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    writes = frozenset(
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    )
     aliased = [r.alias_info for r in schema.returns if r.alias_info is not None]
     return Operator(
         name=name,

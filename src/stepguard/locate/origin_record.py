@@ -19,7 +19,13 @@ from stepguard.locate.tracer import Tracer
 from stepguard.records.origin import Operand, Origin, Phase
 from stepguard.state.step import Step
 
-PHASES: dict[str, Phase] = {"batch": "input", "param": "state", "buffer": "state", "opt": "state", "attr": "state"}
+PHASES: dict[str, Phase] = {
+    "batch": "input",
+    "param": "state",
+    "buffer": "state",
+    "opt": "state",
+    "attr": "state",
+}
 
 
 def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
@@ -28,7 +34,12 @@ def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
     if call.stage == "stored":
         return _stored_origin(found, traced, replayer)
     place = found.consumer if call.blank and found.consumer is not None else call
-    notes = [*(["uninitialised"] if call.blank else []), *call.notes, *found.notes, *_setting(step, traced)]
+    notes = [
+        *(["uninitialised"] if call.blank else []),
+        *call.notes,
+        *found.notes,
+        *_setting(step, traced),
+    ]
     if call.node is not None and call.stage == "forward":
         notes.append("inner_grad")
     if call.number is not None:
@@ -94,7 +105,9 @@ def _tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
 
 def _setting(step: Step, traced: Traced) -> list[str]:
     notes = [fact("scale", float(step.scale))] if step.scale != 1.0 else []
-    notes += [fact("autocast", traced.tracer.autocast)] if traced.tracer.autocast is not None else []
+    notes += (
+        [fact("autocast", traced.tracer.autocast)] if traced.tracer.autocast is not None else []
+    )
     notes += [fact("collectives", "local")] if traced.tracer.local_collectives else []
     notes += [fact("unseen", name) for name in sorted(traced.tracer.unseen)]
     batch = step.micro_batches[traced.micro_batch]
@@ -119,7 +132,9 @@ def _module(call: Call, tracer: Tracer) -> str | None:
 
 
 def line_of(call: Call, tracer: Tracer) -> Line | None:
-    """The user's line; in the backward the one that created the node, or the nearest node before it."""
+    """The user's line; in the backward the one that created the node, or the nearest node before
+    it.
+    """
     seen: set[int] = set()
     stack = [call]
     while stack:

@@ -1,4 +1,5 @@
-"""One micro-batch of the bad step again: same RNG, buffers, batch and loss scale; forward, then backward.
+"""One micro-batch of the bad step again: same RNG, buffers, batch and loss scale; forward, then
+backward.
 
 Frames of this file mark where the user's code begins, see `source`.
 """
@@ -60,21 +61,31 @@ class Replayer:
     def __init__(self, step: Step, keeper: BufferKeeper, effort: Effort | None = None) -> None:
         self.step = step
         self.own: OwnState | None = None
-        """What the loss function keeps for itself: put back before every run, so that all of them are alike."""
+        """What the loss function keeps for itself: put back before every run, so that all of them
+        are alike.
+        """
         self.first_traced: Ran | None = None
         """What the first trace gave, before anything in the batch was repaired."""
         self.effort = effort if effort is not None else Effort()
         self._keeper = keeper
         roots = step.named_roots()
         self.parameters = {
-            f"{prefix}.{name}".strip("."): p for prefix, root in roots.items() for name, p in root.named_parameters()
+            f"{prefix}.{name}".strip("."): p
+            for prefix, root in roots.items()
+            for name, p in root.named_parameters()
         }
         self.buffers = {
-            f"{prefix}.{name}".strip("."): b for prefix, root in roots.items() for name, b in root.named_buffers()
+            f"{prefix}.{name}".strip("."): b
+            for prefix, root in roots.items()
+            for name, b in root.named_buffers()
         }
 
-    def run(self, micro: int, batch: Any = None, *, backward: bool = True, eager: bool = True) -> Ran:
-        """Without a trace. `batch` replaces the recorded one. Gradients are added to those that are there."""
+    def run(
+        self, micro: int, batch: Any = None, *, backward: bool = True, eager: bool = True
+    ) -> Ran:
+        """Without a trace. `batch` replaces the recorded one. Gradients are added to those that are
+        there.
+        """
         chosen = self.step.micro_batches[micro] if batch is None else batch
         with self._eagerly(eager):
             return self._run(micro, batches.duplicate(chosen), backward, None)
@@ -139,7 +150,9 @@ class Replayer:
                     if tracer is not None:
                         tracer.stage = "backward"
                     # not loss.backward(), which a watching guard would take for the loop's
-                    torch.autograd.backward(loss * self.step.scale if self.step.scale != 1.0 else loss)
+                    torch.autograd.backward(
+                        loss * self.step.scale if self.step.scale != 1.0 else loss
+                    )
         except Exception as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         if backward and ran.loss_finite:

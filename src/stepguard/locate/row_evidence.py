@@ -11,9 +11,29 @@ from torch import Tensor
 from stepguard.locate.bad_op import Birth
 from stepguard.locate.facts import fact
 
-SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "softmax", "log_softmax", "_softmax_backward_data")
+SOFTMAX = (
+    "_softmax",
+    "_log_softmax",
+    "_safe_softmax",
+    "logsumexp",
+    "softmax",
+    "log_softmax",
+    "_softmax_backward_data",
+)
 SPREAD = ("std", "var", "var_mean", "std_mean")
-REDUCES = ("mean", "sum", "amax", "amin", "max", "min", "median", "nanmean", "logsumexp", "prod", *SPREAD)
+REDUCES = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "median",
+    "nanmean",
+    "logsumexp",
+    "prod",
+    *SPREAD,
+)
 PROBABILITY = ("binary_cross_entropy", "kl_div")
 
 
@@ -80,11 +100,17 @@ def _targets(birth: Birth) -> list[str]:
     ignored = _argument(birth, "ignore_index")
     if not isinstance(target, Tensor):
         return []
-    valid = target != ignored if isinstance(ignored, int) else torch.ones_like(target, dtype=torch.bool)
+    valid = (
+        target != ignored if isinstance(ignored, int) else torch.ones_like(target, dtype=torch.bool)
+    )
     count = int(valid.sum())
     notes = [fact("valid_targets", count), fact("targets", target.numel())]
     log_probabilities = _argument(birth, "self")
-    if count and isinstance(log_probabilities, Tensor) and bool(torch.isinf(log_probabilities).any()):
+    if (
+        count
+        and isinstance(log_probabilities, Tensor)
+        and bool(torch.isinf(log_probabilities).any())
+    ):
         notes.append(fact("target_probability", "zero"))
     return notes
 
@@ -99,15 +125,23 @@ def _probabilities(birth: Birth) -> list[str]:
 
 
 def _negative_target(birth: Birth) -> list[str]:
-    """torch computes `target * log(target)` as xlogy in kl_div, where a negative target is outside the domain."""
+    """torch computes `target * log(target)` as xlogy in kl_div, where a negative target is outside
+    the domain.
+    """
     value = birth.at("other")
-    return [fact("target_out_of_domain", value)] if value is not None and value < 0 and not math.isinf(value) else []
+    return (
+        [fact("target_out_of_domain", value)]
+        if value is not None and value < 0 and not math.isinf(value)
+        else []
+    )
 
 
 def _zero_norm(birth: Birth) -> list[str]:
     """Weight normalisation divides every row of `v` by its norm."""
     direction = _argument(birth, "v")
-    if not isinstance(direction, Tensor) or bool(direction.reshape(direction.shape[0], -1).any(1).all()):
+    if not isinstance(direction, Tensor) or bool(
+        direction.reshape(direction.shape[0], -1).any(1).all()
+    ):
         return []
     return [fact("denominator", "zero"), fact("denominator_from", "norm")]
 

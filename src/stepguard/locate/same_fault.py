@@ -1,4 +1,6 @@
-"""Is what a replay shows the fault that was seen? NaN, +inf and -inf are three, and so are two gradients."""
+"""Is what a replay shows the fault that was seen? NaN, +inf and -inf are three, and so are two
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,17 @@ def kind(value: float) -> str:
 
 
 def departure(reading: Reading, micro: int, replayer: Replayer) -> str | None:
-    """Where the replayed micro-batch goes bad in another way than the step did, in words; None where it agrees."""
+    """Where the replayed micro-batch goes bad in another way than the step did, in words; None
+    where it agrees.
+    """
     ran = replayer.first_traced
     if ran is None or replayer.step.model_only:
         return None
-    return _loss_departs(reading, micro, ran) or _part_departs(reading, ran) or _gradient_departs(reading, ran)
+    return (
+        _loss_departs(reading, micro, ran)
+        or _part_departs(reading, ran)
+        or _gradient_departs(reading, ran)
+    )
 
 
 def _loss_departs(reading: Reading, micro: int, ran: Ran) -> str | None:

@@ -1,7 +1,7 @@
 """Which samples of a micro-batch are guilty, confirmed by experiment.
 
-A sample is named when the step is finite without the guilty ones (necessity) and bad with it beside an innocent one
-(sufficiency). Where batch statistics or empty reductions blur that, none is named.
+A sample is named when the step is finite without the guilty ones (necessity) and bad with it beside
+an innocent one (sufficiency). Where batch statistics or empty reductions blur that, none is named.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Trial:
         """True or False; None when the user's code cannot take such a batch. Raises OutOfTimeError."""
         if not keep:
             return None
-        self._replayer.effort.require(len(keep) / self.count / len(self._replayer.step.micro_batches))
+        self._replayer.effort.require(
+            len(keep) / self.count / len(self._replayer.step.micro_batches)
+        )
         self._replayer.clear_gradients()
         chosen = batches.subset(self._batch, list(keep), self.count)
         try:
@@ -58,7 +60,9 @@ def guilty_samples(trial: Trial, suspects: Sequence[int]) -> tuple[int, ...]:
 
 
 def suspects_from_rows(rows: Sequence[int], length: int, count: int) -> list[int]:
-    """Samples behind rows of a tensor whose first axis is the batch, or the batch times heads, tokens, views."""
+    """Samples behind rows of a tensor whose first axis is the batch, or the batch times heads,
+    tokens, views.
+    """
     if not count or not length or length % count:
         return []
     each = length // count
@@ -73,7 +77,9 @@ def _confirmed(trial: Trial, guilty: Sequence[int]) -> bool:
 
 
 def _suffices(trial: Trial, sample: int, innocent: Sequence[int]) -> bool:
-    """Bad with this sample in a smaller batch. A sum that overflows by its length fails here: any sample less helps."""
+    """Bad with this sample in a smaller batch. A sum that overflows by its length fails here: any
+    sample less helps.
+    """
     pair = sorted([sample, innocent[0]]) if trial.count > 2 else [sample]
     if trial.bad(pair) is True:
         return True
@@ -97,7 +103,9 @@ def _bisect(trial: Trial) -> list[int]:
 
 
 def _one_by_one(trial: Trial, group: Sequence[int]) -> list[int]:
-    """Neither half runs. A batch that does not run without a single sample either, as a graph, cannot be cut at all."""
+    """Neither half runs. A batch that does not run without a single sample either, as a graph,
+    cannot be cut at all.
+    """
     for sample in group[:MOST_GUILTY]:
         verdict = trial.bad(trial.without([sample]))
         if verdict is None:

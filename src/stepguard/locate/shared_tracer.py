@@ -1,4 +1,6 @@
-"""The one live tracer of the process: all guards that trace share it, so that several do not cost several times."""
+"""The one live tracer of the process: all guards that trace share it, so that several do not cost
+several times.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ from stepguard.locate.tracer import EXACT_ELEMENTS, Tracer
 from stepguard.state import faked_collectives
 
 MOST_CALLS = 200_000
-"""Operations that are remembered; a long validation between two updates must not fill the memory."""
+"""Operations that are remembered; a long validation between two updates must not fill the memory.
+"""
 
 
 class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
-    """A tracer that may be wrong but never in the way: a fault of its own ends the trace, not the user's step."""
+    """A tracer that may be wrong but never in the way: a fault of its own ends the trace, not the
+    user's step.
+    """
 
     def __init__(self, modules: ModuleSpans) -> None:
         super().__init__(modules)
@@ -33,7 +38,9 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     @property
     def deaf(self) -> bool:
         """Full, broken, or in a data loader's worker process that inherited it."""
-        return self.fault is not None or len(self.calls) >= MOST_CALLS or os.getpid() != self._process
+        return (
+            self.fault is not None or len(self.calls) >= MOST_CALLS or os.getpid() != self._process
+        )
 
     @property
     def seen(self) -> int:
@@ -72,7 +79,9 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
             call.parents = call.flawed = call.causes = ()
         self.calls = self.calls[len(gone) :]
         self.forgotten += len(gone)
-        self._makers = {k: c for k, c in self._makers.items() if c.stage == "stored" or c.index >= first}
+        self._makers = {
+            k: c for k, c in self._makers.items() if c.stage == "stored" or c.index >= first
+        }
         self.owners = {number: call for number, call in self.owners.items() if call.index >= first}
         self.lines = {number: line for number, line in self.lines.items() if number in self.owners}
         self.modules.forget_before(min(self.owners, default=0))
@@ -122,7 +131,9 @@ class Recorder:
             _drop(self)
 
     def work(self, guard: int, *, on: bool) -> bool:
-        """A guard's own operations are not the user's: nothing is recorded while one works. Was it at work before?"""
+        """A guard's own operations are not the user's: nothing is recorded while one works. Was it
+        at work before?
+        """
         before = guard in self._working
         if on:
             self._working.add(guard)
@@ -163,7 +174,8 @@ def shared_recorder() -> Recorder | None:
     if _recorder is not None and _recorder.tracer.fault is not None:
         _recorder = None  # the steps that know it get no answer from it
     if _recorder is None and not _get_current_dispatch_mode_stack():
-        # with somebody else's mode there: two that are not nested would leave each other on the stack
+        # with somebody else's mode there: two that are not nested would leave each other on the
+        # stack
         _recorder = Recorder()
     return _recorder if _recorder is not None and _recorder.here else None
 

@@ -1,4 +1,6 @@
-"""The user's source line behind an operation: innermost frame that is neither torch's nor stepguard's."""
+"""The user's source line behind an operation: innermost frame that is neither torch's nor
+stepguard's.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,9 @@ def user_line() -> Line | None:
 def backward_caller() -> Caller:
     """Of the operation that is being dispatched, in a backward pass.
 
-    User code runs there only inside a custom Function, or because a checkpoint computes its forward again. Whichever
-    of the engine and the checkpoint is nearer says which pass the operation belongs to.
+    User code runs there only inside a custom Function, or because a checkpoint computes its forward
+    again. Whichever of the engine and the checkpoint is nearer says which pass the operation
+    belongs to.
     """
     frame: FrameType | None = sys._getframe(1)
     line = None

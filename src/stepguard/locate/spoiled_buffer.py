@@ -21,7 +21,9 @@ from stepguard.state.step import Step
 def written_origin(step: Step, reading: Reading) -> Origin:
     """Which operation of the forward wrote the bad value into the buffer?"""
     name = reading.bad_state[0]
-    plain = Origin(step=reading.step, phase="forward", module=_owner(name), tensor=name, method="scan")
+    plain = Origin(
+        step=reading.step, phase="forward", module=_owner(name), tensor=name, method="scan"
+    )
     with untouched(step) as keeper:
         replayer = Replayer(step, keeper)
         for micro in range(len(step.micro_batches)):
@@ -32,12 +34,16 @@ def written_origin(step: Step, reading: Reading) -> Origin:
             buffer = bad_state.stored_tensor(step, name)
             if buffer is not None and not all_finite(buffer):
                 operand = bad_state.operand_of(name, buffer)
-                return replace(_place(buffer, name, traced, replayer) or plain, tensor=name, output=operand)
+                return replace(
+                    _place(buffer, name, traced, replayer) or plain, tensor=name, output=operand
+                )
     return replace(plain, reproduced=False, notes=("not-reproduced",))
 
 
 def _place(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Origin | None:
-    """The birth of the value that was written; for norm layers, whose writing no trace sees, the layer's operation."""
+    """The birth of the value that was written; for norm layers, whose writing no trace sees, the
+    layer's operation.
+    """
     maker = traced.tracer.maker_of(buffer)
     if maker is not None and maker.out and maker.stage != "stored":
         found = Walk(traced.tracer, [maker]).from_loss()
@@ -47,7 +53,11 @@ def _place(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Ori
 
 
 def _last_reader(name: str, traced: Traced) -> Call | None:
-    readers = [c for c in traced.tracer.calls if any(p.stage == "stored" and p.op == name for p in c.parents)]
+    readers = [
+        c
+        for c in traced.tracer.calls
+        if any(p.stage == "stored" and p.op == name for p in c.parents)
+    ]
     return readers[-1] if readers else None
 
 

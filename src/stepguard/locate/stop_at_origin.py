@@ -1,4 +1,6 @@
-"""Standing where the bad value is born: the step runs again and stops there, with the user's frames alive."""
+"""Standing where the bad value is born: the step runs again and stops there, with the user's frames
+alive.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class StoppingReplayer(Replayer):
 
 
 def frames_at_birth(step: Step, reading: Reading) -> TracebackType | None:
-    """The user's frames at the origin, innermost last; for a backward origin, at the forward line behind it.
+    """The user's frames at the origin, innermost last; for a backward origin, at the forward line
+    behind it.
 
     None where no frame of the user's is involved: the optimizer made it, or the replay is clean.
     """

@@ -1,8 +1,9 @@
 """A dispatch mode that records every operation of a replay and where bad values come from.
 
-A tensor is known by the memory it lives in: the last operation that wrote that memory is its maker. Each output is
-tested once, when it is made, so inputs need no test unless their memory is known to hold something bad. Views are no
-operations here. Tensors that no operation made (parameters, batch, constants) are tested when they are first read.
+A tensor is known by the memory it lives in: the last operation that wrote that memory is its maker.
+Each output is tested once, when it is made, so inputs need no test unless their memory is known to
+hold something bad. Views are no operations here. Tensors that no operation made (parameters, batch,
+constants) are tested when they are first read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from stepguard.state import faked_collectives
 MOST_MEASURED = 32
 """Births whose operands are measured; a torrent of them tells nothing more."""
 EXACT_ELEMENTS = 20_000_000
-"""Elements that may be compared position by position before the trace falls back to whole tensors."""
+"""Elements that may be compared position by position before the trace falls back to whole tensors.
+"""
 MOST_SPOTS = 16
 READS_A_NUMBER = "aten._local_scalar_dense"
 LEAST_HALF = 2.0**-25
@@ -67,7 +69,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Make a tensor known that existed before the replay."""
         found = flaws(tensor) if numeric(tensor) else CLEAN
         wild = name.startswith("param:") or not mask_like(tensor) if found else False
-        call = Call(index=-1, op=name, stage="stored", out=found, tame=bool(found) and not found.nan and not wild)
+        call = Call(
+            index=-1,
+            op=name,
+            stage="stored",
+            out=found,
+            tame=bool(found) and not found.nan and not wild,
+        )
         call.born = bool(found) and not call.tame
         call.numeric = numeric(tensor)
         self._makers[storage_key(tensor)] = call
@@ -82,7 +90,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in faked_collectives.NAMESPACES:
             self.local_collectives = True
             return faked_collectives.alone(func, args, kwargs)
-        # Exotic tensors must not stop the user's code: what cannot be looked at is named and passed through.
+        # Exotic tensors must not stop the user's code: what cannot be looked at is named and passed
+        # through.
         try:
             seen = self._look(func, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError):
@@ -106,10 +115,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entries = operator.entries(args, kwargs)
         if self.autocast is None and self.stage == "forward":
             self.autocast = _autocast(entries)
-        reads = [self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)]
+        reads = [
+            self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)
+        ]
         numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
-        return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, operator.selects(entries))
+        return Invocation(
+            operator, func, kept_args, kept_kwargs, reads, numbers, operator.selects(entries)
+        )
 
     def _number_read(self, tensor: Tensor) -> None:
         """`.item()`: a bad number that is used later on comes from here."""
@@ -195,11 +208,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.causes, call.number = (*call.causes, self._bad_number), None
             call.tame = call.born = False
         call.shape = tuple(out.shape)
-        if call.stage == "backward" and (call.born or any(c.stage != "backward" for c in call.causes)):
+        if call.stage == "backward" and (
+            call.born or any(c.stage != "backward" for c in call.causes)
+        ):
             self._poisoned_nodes.add(call.sequence)
         in_poisoned_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
-        call.reduces = call.op not in MOVES and any(out.numel() < read.tensor.numel() for read in reads)
-        telling = call.born or in_poisoned_node or (call.tame and (call.reduces or call.number is not None))
+        call.reduces = call.op not in MOVES and any(
+            out.numel() < read.tensor.numel() for read in reads
+        )
+        telling = (
+            call.born
+            or in_poisoned_node
+            or (call.tame and (call.reduces or call.number is not None))
+        )
         if telling and self._measured < MOST_MEASURED:
             self._measured += 1
             call.rows, call.spots = _positions(out, why.where)
@@ -249,10 +270,16 @@ def _tensors(result: Any) -> Iterable[Tensor]:
 def _keep_overwritten(
     operator: Operator, reads: list[Read], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with copies of those the operator overwrites, so that a birth can be measured afterwards."""
+    """The arguments with copies of those the operator overwrites, so that a birth can be measured
+    afterwards.
+    """
     copies: dict[int, Tensor] = {}
     for read in reads:
-        if read.name.partition("[")[0] in operator.writes and operator.reads(read.name) and numeric(read.tensor):
+        if (
+            read.name.partition("[")[0] in operator.writes
+            and operator.reads(read.name)
+            and numeric(read.tensor)
+        ):
             read.live, read.tensor = read.tensor, read.tensor.detach().clone()
             copies[id(read.live)] = read.tensor
     if not copies:
@@ -277,5 +304,9 @@ def _positions(out: Tensor, where: Tensor | None) -> tuple[tuple[int, ...], tupl
         return (), ()
     bad = where if where is not None else broken(out)
     spots = tuple(bad.flatten().nonzero().flatten()[:MOST_SPOTS].tolist())
-    rows = tuple(bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist()) if bad.dim() else ()
+    rows = (
+        tuple(bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist())
+        if bad.dim()
+        else ()
+    )
     return rows, spots

@@ -34,7 +34,13 @@ Gradients = dict[int, Tensor]
 def update_origin(step: Step, reading: Reading) -> Origin:
     """Run the update again on copies of parameters, gradients and optimizer state."""
     seen = reading.bad_state[0] if reading.bad_state else None
-    origin = Origin(step=reading.step, phase="optimizer", tensor=seen, method="evidence", notes=tuple(_rates(reading)))
+    origin = Origin(
+        step=reading.step,
+        phase="optimizer",
+        tensor=seen,
+        method="evidence",
+        notes=tuple(_rates(reading)),
+    )
     gradients = _gradients(step)
     if not gradients:
         return origin
@@ -52,18 +58,29 @@ def update_origin(step: Step, reading: Reading) -> Origin:
         with torch.no_grad(), tracer:
             twin.step()
     except Exception as error:
-        return replace(origin, notes=(*origin.notes, fact("replay-error", f"{type(error).__name__}: {error}"[:200])))
+        return replace(
+            origin,
+            notes=(*origin.notes, fact("replay-error", f"{type(error).__name__}: {error}"[:200])),
+        )
     return _from_trace(origin, tracer, originals, names, twin)
 
 
 def _from_trace(
-    origin: Origin, tracer: Tracer, originals: dict[Tensor, Tensor], names: dict[int, str], twin: Optimizer
+    origin: Origin,
+    tracer: Tracer,
+    originals: dict[Tensor, Tensor],
+    names: dict[int, str],
+    twin: Optimizer,
 ) -> Origin:
     bad = list(_bad_results(originals, names, twin))
-    makers = [(maker, found) for found in bad if (maker := tracer.maker_of(found.tensor)) is not None]
+    makers = [
+        (maker, found) for found in bad if (maker := tracer.maker_of(found.tensor)) is not None
+    ]
     births = [(call, found) for maker, found in makers for call in ancestors(maker) if call.born]
     if not births:
-        return replace(origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced"))
+        return replace(
+            origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced")
+        )
     call, found = min(births, key=lambda pair: pair[0].index)
     if call.stage == "stored":
         return replace(origin, phase="state", tensor=call.op, method="replay", reproduced=True)
@@ -91,7 +108,9 @@ class _BadResult:
     parameter: Tensor
 
 
-def _bad_results(originals: dict[Tensor, Tensor], names: dict[int, str], twin: Optimizer) -> Iterator[_BadResult]:
+def _bad_results(
+    originals: dict[Tensor, Tensor], names: dict[int, str], twin: Optimizer
+) -> Iterator[_BadResult]:
     for parameter, original in originals.items():
         if not all_finite(parameter):
             yield _BadResult(f"param:{names.get(id(original), '')}", parameter, parameter)
@@ -114,7 +133,11 @@ def _epsilon(optimizer: Optimizer, parameter: Tensor) -> list[str]:
 def norm_origin(step: Step, reading: Reading) -> Origin:
     """Finite gradients whose norm overflows: which operation of the norm does?"""
     origin = Origin(
-        step=reading.step, phase="optimizer", op="aten._foreach_norm", method="evidence", notes=tuple(_rates(reading))
+        step=reading.step,
+        phase="optimizer",
+        op="aten._foreach_norm",
+        method="evidence",
+        notes=tuple(_rates(reading)),
     )
     gradients = list(_gradients(step).values())
     if not gradients:
@@ -126,7 +149,11 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
     birth = next((call for call in tracer.calls if call.born), None)
     largest = max(gradients, key=lambda g: float(g.detach().abs().max()) if g.numel() else 0.0)
     index = int(largest.detach().abs().argmax())
-    operand = summarise("grad", largest, tuple(int(i) for i in torch.unravel_index(torch.tensor(index), largest.shape)))
+    operand = summarise(
+        "grad",
+        largest,
+        tuple(int(i) for i in torch.unravel_index(torch.tensor(index), largest.shape)),
+    )
     return replace(
         origin,
         op=birth.op if birth is not None else origin.op,
@@ -139,7 +166,9 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
 
 
 def divergence_origin(step: Step, reading: Reading) -> Origin:
-    """Everything is finite and yet the run is being lost: the update did it, there is no single operation."""
+    """Everything is finite and yet the run is being lost: the update did it, there is no single
+    operation.
+    """
     notes = _rates(reading)
     if reading.repeat_loss is not None:
         notes.append(fact("repeat_loss", float(reading.repeat_loss)))
@@ -151,7 +180,11 @@ def _rates(reading: Reading) -> list[str]:
 
 
 def _names(step: Step) -> dict[int, str]:
-    return {id(p): f"{k}.{n}".strip(".") for k, root in step.named_roots().items() for n, p in root.named_parameters()}
+    return {
+        id(p): f"{k}.{n}".strip(".")
+        for k, root in step.named_roots().items()
+        for n, p in root.named_parameters()
+    }
 
 
 def _gradients(step: Step) -> Gradients:
@@ -170,7 +203,12 @@ def _gradients(step: Step) -> Gradients:
 
 
 def _present(step: Step) -> Gradients:
-    return {id(p): p.grad for group in step.optimizer.param_groups for p in group["params"] if p.grad is not None}
+    return {
+        id(p): p.grad
+        for group in step.optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    }
 
 
 def _twin(optimizer: Optimizer, gradients: Gradients) -> tuple[Optimizer, dict[Tensor, Tensor]]:
@@ -188,8 +226,12 @@ def _twin(optimizer: Optimizer, gradients: Gradients) -> tuple[Optimizer, dict[T
 
 
 def _copy_own(optimizer: Optimizer, twin: Optimizer, memo: dict[int, Any]) -> None:
-    """What the author put on `self`: a copy of a torch optimizer carries groups, state and defaults only."""
+    """What the author put on `self`: a copy of a torch optimizer carries groups, state and defaults
+    only.
+    """
     for name, value in vars(optimizer).items():
         if name not in vars(twin) and not callable(value):
-            with suppress(TypeError, RuntimeError):  # cannot be copied: the replay says so if the update needs it
+            with suppress(
+                TypeError, RuntimeError
+            ):  # cannot be copied: the replay says so if the update needs it
                 setattr(twin, name, copy.deepcopy(value, memo))

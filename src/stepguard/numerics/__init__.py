@@ -1,6 +1,7 @@
 """Losses and layers that stay finite at their singular points, and say when they had to.
 
-None of them hides an error: a value outside a function's domain is still NaN, so that a guard can name it.
+None of them hides an error: a value outside a function's domain is still NaN, so that a guard can
+name it.
 """
 
 from stepguard.numerics.accumulation import count_labels, token_share

@@ -12,20 +12,25 @@ from torch import Tensor
 from stepguard._errors import ConfigError
 
 
-def count_labels(targets: Tensor, *, ignore_index: int = -100, mask: Tensor | None = None) -> Tensor:
+def count_labels(
+    targets: Tensor, *, ignore_index: int = -100, mask: Tensor | None = None
+) -> Tensor:
     """How many positions count, as a tensor on their device."""
     valid = targets != ignore_index
     return (valid & mask.bool() if mask is not None else valid).sum()
 
 
 def token_share(micro_batches: Sequence[Any], count: Callable[[Any], Tensor | int]) -> Tensor:
-    """What every micro-batch's summed loss is divided by, so that all of them add up to the mean over tokens.
+    """What every micro-batch's summed loss is divided by, so that all of them add up to the mean
+    over tokens.
 
-    Under torch.distributed the tokens of all ranks count, and the world size is in it already, because DDP averages
-    gradients. Every rank must call it. When no rank has a token it is 1.
+    Under torch.distributed the tokens of all ranks count, and the world size is in it already,
+    because DDP averages gradients. Every rank must call it. When no rank has a token it is 1.
     """
     if not micro_batches:
-        raise ConfigError("token_share got no micro-batch; give the list that goes into guard.step.")
+        raise ConfigError(
+            "token_share got no micro-batch; give the list that goes into guard.step."
+        )
     numbers = [torch.as_tensor(count(batch)) for batch in micro_batches]
     total = torch.stack([number.reshape(()).to(torch.float64) for number in numbers]).sum()
     if not (dist.is_available() and dist.is_initialized()):

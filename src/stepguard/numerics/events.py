@@ -1,6 +1,7 @@
 """Counts of what these functions had to do: nothing that was left out stays silent.
 
-A count is a tensor on the device it came from, so counting waits for nothing; `Events.counts` reads them.
+A count is a tensor on the device it came from, so counting waits for nothing; `Events.counts` reads
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Hyper-connections: reading n residual streams, mixing them, writing back. Streams are [batch, n, ...].
+"""Hyper-connections: reading n residual streams, mixing them, writing back. Streams are [batch, n,
+...].
 
-The mixing names two different stream indices. 'bnn,bn...->bn...' looks alike and takes only the diagonal of the matrix,
-so that nothing is mixed and the rest of it never gets a gradient.
+The mixing names two different stream indices. 'bnn,bn...->bn...' looks alike and takes only the
+diagonal of the matrix, so that nothing is mixed and the rest of it never gets a gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def read_out(streams: Tensor, weights: Tensor) -> Tensor:
 
 
 def mix_streams(streams: Tensor, matrix: Tensor) -> Tensor:
-    """Every new stream as a combination of the old ones: `matrix` [batch, n, n], rows are the new streams."""
+    """Every new stream as a combination of the old ones: `matrix` [batch, n, n], rows are the new
+    streams.
+    """
     _fits("mix_streams", streams, matrix, 3)
     return torch.einsum("bnm,bm...->bn...", matrix.to(streams.dtype), streams)
 
@@ -32,8 +35,13 @@ def write_in(streams: Tensor, output: Tensor, weights: Tensor) -> Tensor:
 
 def _fits(function: str, streams: Tensor, weights: Tensor, dims: int) -> None:
     number = streams.shape[1] if streams.dim() > 1 else 0
-    if weights.dim() != dims or weights.shape[0] != streams.shape[0] or any(n != number for n in weights.shape[1:]):
+    if (
+        weights.dim() != dims
+        or weights.shape[0] != streams.shape[0]
+        or any(n != number for n in weights.shape[1:])
+    ):
         wanted = "[batch, n]" if dims == 2 else "[batch, n, n]"
         raise ConfigError(
-            f"{function}: weights {tuple(weights.shape)} do not fit streams {tuple(streams.shape)}; give {wanted}."
+            f"{function}: weights {tuple(weights.shape)} do not fit streams "
+            f"{tuple(streams.shape)}; give {wanted}."
         )

@@ -21,15 +21,18 @@ def masked_cross_entropy(
     denominator: Tensor | float | None = None,
     count: Events = events,
 ) -> Tensor:
-    """Cross-entropy of `logits` [..., classes] over the positions that count, divided by their number.
+    """Cross-entropy of `logits` [..., classes] over the positions that count, divided by their
+    number.
 
-    A position counts when its target is not `ignore_index` and `mask`, if given, is true. When none counts the loss is
-    a zero that is still connected to the graph, and `masked_cross_entropy.empty` is counted. `denominator` replaces the
-    number of positions: the number over all micro-batches makes accumulation exact.
+    A position counts when its target is not `ignore_index` and `mask`, if given, is true. When none
+    counts the loss is a zero that is still connected to the graph, and `masked_cross_entropy.empty`
+    is counted. `denominator` replaces the number of positions: the number over all micro-batches
+    makes accumulation exact.
     """
     if logits.shape[:-1] != targets.shape:
         raise ConfigError(
-            f"masked_cross_entropy: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}; "
+            f"masked_cross_entropy: logits {tuple(logits.shape)} do not fit targets "
+            f"{tuple(targets.shape)}; "
             "logits have one more dimension, the classes, at the end."
         )
     valid = targets != ignore_index
@@ -58,10 +61,14 @@ def masked_mean(
     keepdim: bool = False,
     count: Events = events,
 ) -> Tensor:
-    """Mean of `values` where `mask` is true; 0, counted as `masked_mean.empty`, where the mask is empty."""
+    """Mean of `values` where `mask` is true; 0, counted as `masked_mean.empty`, where the mask is
+    empty.
+    """
     chosen = mask.bool().expand_as(values)
     axes = tuple(range(values.dim())) if dim is None else dim
-    total = torch.where(chosen, values, torch.zeros_like(values)).sum(dim=axes, keepdim=keepdim, dtype=_wide(values))
+    total = torch.where(chosen, values, torch.zeros_like(values)).sum(
+        dim=axes, keepdim=keepdim, dtype=_wide(values)
+    )
     number = chosen.sum(dim=axes, keepdim=keepdim)
     count.add("masked_mean.empty", number == 0)
     return total / number.clamp(min=1)
@@ -78,12 +85,15 @@ def latent_mse(
 ) -> Tensor:
     """Weighted mean squared error of latents [batch, ..., features] in float32.
 
-    `normalize` compares directions only: the scale of the prediction is then free, which breaks a diffusion model that
-    predicts noise. Standardise the data instead, and leave it off. `mask` has the shape without features.
+    `normalize` compares directions only: the scale of the prediction is then free, which breaks a
+    diffusion model that predicts noise. Standardise the data instead, and leave it off. `mask` has
+    the shape without features.
     """
     a, b = prediction.to(_wide(prediction)), target.to(_wide(target))
     if normalize:
-        shortest = max(1e-6, 64.0 / torch.finfo(prediction.dtype).max)  # its inverse is the gradient at 0
+        shortest = max(
+            1e-6, 64.0 / torch.finfo(prediction.dtype).max
+        )  # its inverse is the gradient at 0
         a, b = _unit(a, shortest), _unit(b, shortest)
     errors = (a - b).square().mean(dim=-1)
     factor = weight if isinstance(weight, Tensor) else torch.as_tensor(weight, device=errors.device)
@@ -94,7 +104,8 @@ def latent_mse(
 
 
 def soft_limit(loss: Tensor, limit: float) -> Tensor:
-    """`loss` below `limit`, and growing only like a logarithm above it. The gradient never vanishes.
+    """`loss` below `limit`, and growing only like a logarithm above it. The gradient never
+    vanishes.
 
     A clamp would stop the gradient exactly where it is needed.
     """

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from stepguard._errors import ConfigError
 
 SMALLEST_EPS = 1e-12
-"""At zero input the gradient is multiplied by 1 / sqrt(eps): by a million here, by 1e10 with the 1e-20 in the wild."""
+"""At zero input the gradient is multiplied by 1 / sqrt(eps): by a million here, by 1e10 with the
+1e-20 in the wild.
+"""
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:

@@ -1,4 +1,6 @@
-"""Doubly stochastic matrices by Sinkhorn's iteration in log space: finite values and gradients for any scores."""
+"""Doubly stochastic matrices by Sinkhorn's iteration in log space: finite values and gradients for
+any scores.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ class Sinkhorn(NamedTuple):
 def sinkhorn(scores: Tensor, *, iterations: int = 20) -> Sinkhorn:
     """Rows and columns of exp(scores) [..., n, n], scaled to sum to 1.
 
-    exp is taken once, of numbers that are at most 0, so no score overflows (exp alone does at 88.7 in float32 and at
-    11 in float16). The last half-step is over rows: they sum to 1 to rounding, columns to `residual`, which is what
-    finitely many iterations leave. Compare it with the tolerance you need.
+    exp is taken once, of numbers that are at most 0, so no score overflows (exp alone does at 88.7
+    in float32 and at 11 in float16). The last half-step is over rows: they sum to 1 to rounding,
+    columns to `residual`, which is what finitely many iterations leave. Compare it with the
+    tolerance you need.
     """
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
-        raise ConfigError(f"sinkhorn: scores of shape {tuple(scores.shape)} are no square matrices [..., n, n].")
+        raise ConfigError(
+            f"sinkhorn: scores of shape {tuple(scores.shape)} are no square matrices [..., n, n]."
+        )
     if iterations < 1:
         raise ConfigError(f"sinkhorn: iterations={iterations!r} must be at least 1.")
     log = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores

@@ -9,7 +9,9 @@ from stepguard.records.settings import Policy
 
 PER = 1000
 LEAST_LOST = 32
-"""Lost steps before their share says anything: a bad stretch at the start of a run is not yet half of it."""
+"""Lost steps before their share says anything: a bad stretch at the start of a run is not yet half
+of it.
+"""
 MOST_REMEMBERED = 4096
 """Lost steps that are remembered, whatever the window."""
 
@@ -26,7 +28,9 @@ class Budget:
     seen: int = 0
     """Steps that were committed or lost so far."""
     lost: tuple[tuple[int, float], ...] = ()
-    """For each bad step of the window: `seen` at that moment, and the share of its samples that was left out."""
+    """For each bad step of the window: `seen` at that moment, and the share of its samples that was
+    left out.
+    """
 
     def spend(self, step: int) -> Budget:
         """One more incident."""
@@ -45,7 +49,9 @@ class Budget:
         return replace(self, consecutive=0, seen=self.seen + 1)
 
     def lost_share(self, policy: Policy) -> float:
-        """Share of the samples of the last `lost_window` steps that was left out; 0 while too few say anything."""
+        """Share of the samples of the last `lost_window` steps that was left out; 0 while too few
+        say anything.
+        """
         if len(self.lost) < LEAST_LOST or not self.seen:
             return 0.0
         return sum(share for _, share in self.lost) / min(policy.lost_window, self.seen)
@@ -60,15 +66,21 @@ class Budget:
         if policy.max_consecutive is not None and self.consecutive > policy.max_consecutive:
             return f"{self.consecutive} incidents in a row, {policy.max_consecutive} are allowed"
         if policy.max_per_1000 is not None and len(self.recent) > policy.max_per_1000:
-            return f"{len(self.recent)} incidents within {PER} steps, {policy.max_per_1000} are allowed"
+            return (
+                f"{len(self.recent)} incidents within {PER} steps, {policy.max_per_1000} are "
+                f"allowed"
+            )
         if policy.max_total is not None and self.total > policy.max_total:
             return f"{self.total} incidents in this run, {policy.max_total} are allowed"
         return ""
 
 
 def budget_from(facts: dict[str, Any]) -> Budget:
-    """A budget that was written as plain containers; what another version wrote and this one does not know is left
-    out."""
-    known = {name: facts[name] for name in ("consecutive", "total", "rewinds", "seen") if name in facts}
+    """A budget that was written as plain containers; what another version wrote and this one does
+    not know is left out.
+    """
+    known = {
+        name: facts[name] for name in ("consecutive", "total", "rewinds", "seen") if name in facts
+    }
     lost = tuple((int(seen), float(share)) for seen, share in facts.get("lost", ()))
     return Budget(**known, recent=tuple(facts.get("recent", ())), lost=lost)

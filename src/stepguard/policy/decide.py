@@ -1,4 +1,6 @@
-"""The fault decides the remedy; the policy says which remedies are allowed and how much may be lost."""
+"""The fault decides the remedy; the policy says which remedies are allowed and how much may be
+lost.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from stepguard.records.decision import Action, Decision
 from stepguard.records.settings import Policy
 
 Fault = Literal["data", "state", "update", "anomaly"]
-"""`data`: born in the batch, the forward, the loss or the backward, on weights that are good. `state`: a parameter,
-buffer or optimizer slot is damaged. `update`: the optimizer made it. `anomaly`: everything is finite."""
+"""`data`: born in the batch, the forward, the loss or the backward, on weights that are good.
+`state`: a parameter, buffer or optimizer slot is damaged. `update`: the optimizer made it.
+`anomaly`: everything is finite.
+"""
 
 NOTHING_GOOD = "no good snapshot or checkpoint to go back to"
 
@@ -26,15 +30,20 @@ class Situation:
     at_start: bool = False
     """The state was bad before the guard's first step."""
     remedy: Remedy | None = None
-    """Where a rewind would go, and what it would do there; None where there is nothing left to try."""
+    """Where a rewind would go, and what it would do there; None where there is nothing left to try.
+    """
     no_rewind: str = NOTHING_GOOD
     """Why there is none."""
     may_act: bool = False
     """For an anomaly: the user asked for rewinds, and the weights were shown to be hurt."""
     can_retry: bool = False
-    """The replay of the step is clean and the state is untouched: the same step may well succeed now."""
+    """The replay of the step is clean and the state is untouched: the same step may well succeed
+    now.
+    """
     leave_out: str = ""
-    """What is proven guilty and can be left out of the step, in words; empty where nothing smaller than the step is."""
+    """What is proven guilty and can be left out of the step, in words; empty where nothing smaller
+    than the step is.
+    """
     lost_share: float = 1.0
     """Share of the step's samples that is lost if what is bad is left out."""
     known: bool = False
@@ -67,7 +76,9 @@ def _damaged_state(situation: Situation, policy: Policy, spent: Budget) -> tuple
     why_not = _why_no_rewind(situation, policy, spent)
     if not why_not:
         return _choose("rewind", situation, policy, spent)
-    return _choose("stop", situation, policy, spent, f"the state itself is damaged; no rewind: {why_not}")
+    return _choose(
+        "stop", situation, policy, spent, f"the state itself is damaged; no rewind: {why_not}"
+    )
 
 
 def _bad_step(situation: Situation, policy: Policy, spent: Budget) -> tuple[Decision, Budget]:
@@ -87,7 +98,11 @@ def _bad_step(situation: Situation, policy: Policy, spent: Budget) -> tuple[Deci
             return _choose("undo", situation, policy, after)
         if action in ("skip", "lower_lr", "note"):
             return _choose(action, situation, policy, after)
-        if action == "rewind" and not goes_on(policy) and not _why_no_rewind(situation, policy, after):
+        if (
+            action == "rewind"
+            and not goes_on(policy)
+            and not _why_no_rewind(situation, policy, after)
+        ):
             return _choose(action, situation, policy, after)
     return _choose("stop", situation, policy, after, _nothing_allowed(policy))
 
@@ -103,7 +118,9 @@ def _why_no_rewind(situation: Situation, policy: Policy, spent: Budget) -> str:
     if situation.remedy is None:
         return situation.no_rewind or NOTHING_GOOD
     if spent.rewinds >= policy.max_rewinds:
-        return f"{spent.rewinds} rewinds used, {policy.max_rewinds} are allowed (Policy.max_rewinds)"
+        return (
+            f"{spent.rewinds} rewinds used, {policy.max_rewinds} are allowed (Policy.max_rewinds)"
+        )
     return ""
 
 
@@ -132,7 +149,13 @@ def _choose(
     if remedy is None:
         return decision, spent
     # what came before the rewind is undone, so only the rewind itself counts on
-    after = Budget(recent=spent.recent, total=spent.total, rewinds=spent.rewinds + 1, seen=spent.seen, lost=spent.lost)
+    after = Budget(
+        recent=spent.recent,
+        total=spent.total,
+        rewinds=spent.rewinds + 1,
+        seen=spent.seen,
+        lost=spent.lost,
+    )
     return decision, after
 
 
@@ -144,4 +167,6 @@ def _left_out(action: Action, situation: Situation) -> str:
 
 def _bad_start(policy: Policy, spent: Budget) -> tuple[Decision, Budget]:
     why = "the state was bad before the first step"
-    return Decision(action=policy.bad_start, reason=why, consecutive=spent.consecutive, total=spent.total), spent
+    return Decision(
+        action=policy.bad_start, reason=why, consecutive=spent.consecutive, total=spent.total
+    ), spent

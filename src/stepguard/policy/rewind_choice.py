@@ -9,7 +9,9 @@ from typing import Literal
 from stepguard.records.settings import Policy
 
 Data = Literal["repeat", "skip", "reorder"]
-"""What is done with the steps since: run again as they were, left behind, or run again in another order."""
+"""What is done with the steps since: run again as they were, left behind, or run again in another
+order.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +34,17 @@ class Remedy:
 
 
 def choose(
-    places: Sequence[Place], tried: Collection[Remedy], policy: Policy, *, repeatable: bool, rewinds: int
+    places: Sequence[Place],
+    tried: Collection[Remedy],
+    policy: Policy,
+    *,
+    repeatable: bool,
+    rewinds: int,
 ) -> Remedy | None:
     """The next remedy; None when each has been tried. `places` are newest first.
 
-    `repeatable`: the fault may be gone when the steps since the newest place run again exactly as they were.
+    `repeatable`: the fault may be gone when the steps since the newest place run again exactly as
+    they were.
     """
     if not places:
         return None

@@ -1,4 +1,6 @@
-"""What one look at a subject can come to: pass, warn, fail, nothing to say, or something that was not given."""
+"""What one look at a subject can come to: pass, warn, fail, nothing to say, or something that was
+not given.
+"""
 
 from __future__ import annotations
 

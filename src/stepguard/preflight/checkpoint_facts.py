@@ -1,6 +1,7 @@
 """What a checkpoint on disk says about the run that wrote it: shapes, configuration, versions.
 
-Read as `stepguard verify` reads: nothing in a file is run or imported, and what cannot be understood is reported.
+Read as `stepguard verify` reads: nothing in a file is run or imported, and what cannot be
+understood is reported.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def _refuse(stored: Stored, file: Path, fault: Exception) -> None:
 def _take(stored: Stored, content: Any, stem: str) -> None:
     if not isinstance(content, Mapping):
         return
-    if stem.startswith(("optimizer", "scheduler")):  # of a folder; their tensors are none of the model's
+    if stem.startswith(
+        ("optimizer", "scheduler")
+    ):  # of a folder; their tensors are none of the model's
         return
     for name in CONFIGS:
         values = _mapping(content.get(name))
@@ -79,23 +82,37 @@ def _take(stored: Stored, content: Any, stem: str) -> None:
             stored.config = values
     for name in VERSIONS:
         found = content.get(name)
-        stored.versions |= dict(found) if isinstance(found, Mapping) else {name: str(found)} if found else {}
+        stored.versions |= (
+            dict(found) if isinstance(found, Mapping) else {name: str(found)} if found else {}
+        )
     for tensors in (*(content.get(name) for name in MODELS), content):
         if isinstance(tensors, Mapping) and not stored.shapes:
-            stored.shapes = {str(k): tuple(v.shape) for k, v in tensors.items() if isinstance(v, TensorRecord)}
+            stored.shapes = {
+                str(k): tuple(v.shape) for k, v in tensors.items() if isinstance(v, TensorRecord)
+            }
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """A dict, or what an object such as a Namespace would have as its attributes, as far as it is plain."""
+    """A dict, or what an object such as a Namespace would have as its attributes, as far as it is
+    plain.
+    """
     if isinstance(value, Made):
         value = value.entries or value.state
-    return {str(key): _plain(part) for key, part in value.items() if _known(part)} if isinstance(value, dict) else {}
+    return (
+        {str(key): _plain(part) for key, part in value.items() if _known(part)}
+        if isinstance(value, dict)
+        else {}
+    )
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict | Made):
         return _mapping(value)
-    return [_plain(part) for part in value if _known(part)] if isinstance(value, list | tuple) else value
+    return (
+        [_plain(part) for part in value if _known(part)]
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def _known(value: Any) -> bool:
@@ -117,14 +134,28 @@ def _shapes_of(stored: Stored, file: Path) -> None:
         _refuse(stored, file, fault)
         return
     if any(name.startswith(SEALED) for name in named):
-        named = {name.removeprefix(SEALED): shape for name, shape in named.items() if name.startswith(SEALED)}
+        named = {
+            name.removeprefix(SEALED): shape
+            for name, shape in named.items()
+            if name.startswith(SEALED)
+        }
     if not file.name.startswith("optimizer"):
         stored.shapes |= named
 
 
 def _take_json(stored: Stored, file: Path) -> None:
-    """Only files whose name says that they hold the run's settings: `config.json` of transformers is the model's."""
-    if file.stem not in ("args", "hparams", "settings", "run_config", "training_args", "train_config", "facts"):
+    """Only files whose name says that they hold the run's settings: `config.json` of transformers
+    is the model's.
+    """
+    if file.stem not in (
+        "args",
+        "hparams",
+        "settings",
+        "run_config",
+        "training_args",
+        "train_config",
+        "facts",
+    ):
         return
     try:
         found = read_settings(file)

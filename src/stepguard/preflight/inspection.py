@@ -46,7 +46,9 @@ class Place:
     config_file: Path | None = None
     tracked: Tracked | None = None
     """The configuration the build function was called with."""
-    why_untracked: str = "give TARGET as module:function whose function takes the configuration, and --config FILE"
+    why_untracked: str = (
+        "give TARGET as module:function whose function takes the configuration, and --config FILE"
+    )
 
 
 class Inspection:
@@ -129,7 +131,9 @@ class Inspection:
 
     @cached_property
     def batch(self) -> Any:
-        """One batch: given, from the loader, or the first examples of the dataset through the loader's collate."""
+        """One batch: given, from the loader, or the first examples of the dataset through the
+        loader's collate.
+        """
         subject = self.subject
         if subject.batch is not None:
             return subject.batch
@@ -139,10 +143,14 @@ class Inspection:
                     return first_batch(subject.loader)
                 if subject.dataset is not None and is_map(subject.dataset) and len(subject.dataset):
                     size = min(len(subject.dataset), int(self.number("batch_size") or 2))
-                    return torch.utils.data.default_collate([subject.dataset[index] for index in range(size)])
+                    return torch.utils.data.default_collate(
+                        [subject.dataset[index] for index in range(size)]
+                    )
         except Exception as fault:
             said = f"{type(fault).__name__}: {' '.join(str(fault).split())[:100]}"
-            raise Missing(f"the first batch could not be made ({said}); return a `batch`") from fault
+            raise Missing(
+                f"the first batch could not be made ({said}); return a `batch`"
+            ) from fault
         raise Missing(f"{BUILD} a batch, loader or dataset")
 
     @cached_property
@@ -169,7 +177,9 @@ class Inspection:
             raise
         except Exception as fault:
             said = f"{type(fault).__name__}: {' '.join(str(fault).split())[:100]}"
-            raise Missing(f"{self.around.name} cannot be opened here ({said}); give the one that works here") from fault
+            raise Missing(
+                f"{self.around.name} cannot be opened here ({said}); give the one that works here"
+            ) from fault
 
     @cached_property
     def course(self) -> Course:
@@ -180,7 +190,9 @@ class Inspection:
     def data(self) -> DataFacts:
         source = source_of(self.subject)
         if source is None:
-            raise Missing(f"give --data PATH, or {BUILD.removeprefix('give ')} a dataset, loader or batch")
+            raise Missing(
+                f"give --data PATH, or {BUILD.removeprefix('give ')} a dataset, loader or batch"
+            )
         labels = LabelFacts(key=self.subject.label_key, ignore_index=self.subject.ignore_index)
         with _kept_randomness():
             return gather(source, labels, self._progress)
@@ -211,9 +223,13 @@ class Inspection:
 
     @cached_property
     def project(self) -> Project:
-        """The user's source below the current directory; the configuration itself is no use of its keys."""
+        """The user's source below the current directory; the configuration itself is no use of its
+        keys.
+        """
         file = self.place.config_file
-        return read_project(self.place.folder, leave_out=frozenset({file.resolve()} if file is not None else ()))
+        return read_project(
+            self.place.folder, leave_out=frozenset({file.resolve()} if file is not None else ())
+        )
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""What an item is: a stable id, a title, and a look at the inspection that ends in an answer with evidence."""
+"""What an item is: a stable id, a title, and a look at the inspection that ends in an answer with
+evidence.
+"""
 
 from __future__ import annotations
 

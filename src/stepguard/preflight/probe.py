@@ -24,19 +24,30 @@ class Probe:
     """The dtype autocast has inside the context, None when it is off there."""
 
 
-def probe_context(model: nn.Module, device: torch.device, around: Surroundings, live: Live | None) -> Probe:
-    """The model's own products in its real step; without a batch, one product in the context it is given."""
+def probe_context(
+    model: nn.Module, device: torch.device, around: Surroundings, live: Live | None
+) -> Probe:
+    """The model's own products in its real step; without a batch, one product in the context it is
+    given.
+    """
     dtype, autocast = _one_product(model, device, around)
     if live is not None and live.dtypes:
         (seen, times), total = live.dtypes.most_common(1)[0], sum(live.dtypes.values())
-        how = f"{times} of {total} matrix products of the real step on {device.type} came out as {seen}"
+        how = (
+            f"{times} of {total} matrix products of the real step on {device.type} came out as "
+            f"{seen}"
+        )
         return Probe(seen, how, device.type, autocast if autocast == seen else None)
     how = f"a matrix product in {around.name} on {device.type} came out as {dtype}"
     return Probe(dtype, how, device.type, autocast)
 
 
-def _one_product(model: nn.Module, device: torch.device, around: Surroundings) -> tuple[str, str | None]:
-    """A small product of the parameters' dtype. float16 products exist on every device torch runs on."""
+def _one_product(
+    model: nn.Module, device: torch.device, around: Surroundings
+) -> tuple[str, str | None]:
+    """A small product of the parameters' dtype. float16 products exist on every device torch runs
+    on.
+    """
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     own = first.dtype if first is not None else torch.get_default_dtype()
     operand = torch.ones(2, 2, device=device, dtype=own)
@@ -45,5 +56,7 @@ def _one_product(model: nn.Module, device: torch.device, around: Surroundings) -
         with around.opened():
             product = operand @ operand
             on = torch.is_autocast_enabled(device.type)
-            inside = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if on else None
+            inside = (
+                str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if on else None
+            )
     return str(product.dtype).removeprefix("torch."), inside

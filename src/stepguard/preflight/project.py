@@ -1,4 +1,6 @@
-"""The user's source below a folder, read without running it: which names it mentions, what it calls."""
+"""The user's source below a folder, read without running it: which names it mentions, what it
+calls.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def read_project(folder: Path, *, leave_out: frozenset[Path] = frozenset()) -> P
 
 def _sources(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in SKIPPED
+        )
         folders[:] = [name for name in folders if not (Path(place) / name / "pyvenv.cfg").exists()]
         for name in sorted(files):
             path = Path(place) / name
@@ -54,10 +58,18 @@ def _note(project: Project, tree: ast.AST, name: str) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             project.mentions.setdefault(node.attr, f"{name}:{node.lineno}")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.isidentifier()
+        ):
             project.mentions.setdefault(node.value, f"{name}:{node.lineno}")
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             project.mentions.setdefault(node.id, f"{name}:{node.lineno}")
         elif isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             project.calls.setdefault(called, f"{name}:{node.lineno}")

@@ -28,16 +28,26 @@ def check(
 ) -> Preflight:
     """Look at everything the subject has. `only` and `skip` take ids or patterns such as `data.*`.
 
-    The subject's objects are left bit for bit as they were. Raises ConfigError for a subject that cannot be used.
+    The subject's objects are left bit for bit as they were. Raises ConfigError for a subject that
+    cannot be used.
     """
     if place is None:
-        place = Place(Path.cwd(), why_untracked="wrap the configuration in stepguard.preflight.Tracked")
+        place = Place(
+            Path.cwd(), why_untracked="wrap the configuration in stepguard.preflight.Tracked"
+        )
     inspection = Inspection(subject, place, progress)
     chosen = selected(tuple(only), tuple(skip))
-    by_id = {item.id: _looked(item, inspection) for item in sorted(chosen, key=lambda item: item.id in LAST)}
+    by_id = {
+        item.id: _looked(item, inspection)
+        for item in sorted(chosen, key=lambda item: item.id in LAST)
+    }
     outcomes = tuple(by_id[item.id] for item in chosen)
-    if not any(item.id.startswith("precision.") for item in chosen):  # no probe that nobody asked for
-        return Preflight(target=target, outcomes=outcomes, alignment_why=("precision was not looked at",))
+    if not any(
+        item.id.startswith("precision.") for item in chosen
+    ):  # no probe that nobody asked for
+        return Preflight(
+            target=target, outcomes=outcomes, alignment_why=("precision was not looked at",)
+        )
     aligned, why = alignment(inspection)
     return Preflight(
         target=target,
@@ -54,9 +64,12 @@ def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Item]:
         if not any(_matches(item, pattern) for item in ITEMS):
             sections = sorted({item.id.partition(".")[0] for item in ITEMS})
             raise ConfigError(
-                f"{pattern!r} is no item; use an id such as 'lr.config', or one of {', '.join(sections)}."
+                f"{pattern!r} is no item; use an id such as 'lr.config', or one of "
+                f"{', '.join(sections)}."
             )
-    wanted = [item for item in ITEMS if not only or any(_matches(item, pattern) for pattern in only)]
+    wanted = [
+        item for item in ITEMS if not only or any(_matches(item, pattern) for pattern in only)
+    ]
     return [item for item in wanted if not any(_matches(item, pattern) for pattern in skip)]
 
 
@@ -74,6 +87,11 @@ def _looked(item: Item, inspection: Inspection) -> Outcome:
     except StepguardError:
         raise
     except Exception as fault:  # one item that cannot cope with an object must not hide the others
-        said = f"this check itself failed: {type(fault).__name__}: {' '.join(str(fault).split())[:160]}"
+        said = (
+            f"this check itself failed: {type(fault).__name__}: "
+            f"{' '.join(str(fault).split())[:160]}"
+        )
         seen = Seen("warn", (said,), f"Leave it out with --skip {item.id}, and report it.")
-    return Outcome(id=item.id, title=item.title, status=seen.status, evidence=seen.evidence, fix=seen.fix)
+    return Outcome(
+        id=item.id, title=item.title, status=seen.status, evidence=seen.evidence, fix=seen.fix
+    )

@@ -1,4 +1,6 @@
-"""A dry run of the learning-rate schedule on a copy: where it peaks, where it ends, and whether it survives the end."""
+"""A dry run of the learning-rate schedule on a copy: where it peaks, where it ends, and whether it
+survives the end.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,13 @@ class Course:
 
 
 def peak_rates(optimizer: Optimizer) -> list[float]:
-    """What each group is meant to run with: OneCycleLR keeps it in `max_lr`, other schedules in `initial_lr`."""
-    return [as_rate(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups]
+    """What each group is meant to run with: OneCycleLR keeps it in `max_lr`, other schedules in
+    `initial_lr`.
+    """
+    return [
+        as_rate(group.get("max_lr", group.get("initial_lr", group["lr"])))
+        for group in optimizer.param_groups
+    ]
 
 
 def as_rate(value: Any) -> float:
@@ -40,7 +47,9 @@ def as_rate(value: Any) -> float:
 
 
 def dry_run(optimizer: Optimizer, scheduler: Any, steps: int | None) -> Course:
-    """Step a copy of the schedule on an optimizer of one-element parameters; the real ones are not touched."""
+    """Step a copy of the schedule on an optimizer of one-element parameters; the real ones are not
+    touched.
+    """
     limit = min(steps or MOST_STEPS, MOST_STEPS)
     twin = _twin(optimizer)
     copied = copy.deepcopy(scheduler, {id(optimizer): twin})

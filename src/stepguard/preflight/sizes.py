@@ -10,12 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-SLOTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adadelta": 2, "lion": 1, "muon": 1, "adagrad": 1}
+SLOTS = {
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adamax": 2,
+    "adadelta": 2,
+    "lion": 1,
+    "muon": 1,
+    "adagrad": 1,
+}
 """Tensors of the parameter's size an optimizer keeps for each parameter, by its name."""
 
 
 def model_bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in chain(model.parameters(), model.buffers()))
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in chain(model.parameters(), model.buffers())
+    )
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -38,7 +51,9 @@ def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int,
     slots = SLOTS.get(name, 0)
     if name in ("sgd", "rmsprop"):
         slots = int(bool(optimizer.param_groups[0].get("momentum"))) + (name == "rmsprop")
-    params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    params: list[Any] = [
+        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    ]
     return slots * sum(p.numel() * p.element_size() for p in params), f"{slots} slots a parameter"
 
 

@@ -1,4 +1,6 @@
-"""The state a run would start in, read from the live objects, and whether everything asked for agrees with it."""
+"""The state a run would start in, read from the live objects, and whether everything asked for
+agrees with it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ def status_facts(seen: Inspection) -> tuple[tuple[str, str], ...]:
     facts = list(_precision(seen))
     if seen.subject.optimizer is not None:
         now = as_rate(seen.subject.optimizer.param_groups[0]["lr"])
-        facts.append(("learning rate", f"{now:.3g} now, {max(peak_rates(seen.subject.optimizer)):.3g} at its peak"))
+        facts.append(
+            (
+                "learning rate",
+                f"{now:.3g} now, {max(peak_rates(seen.subject.optimizer)):.3g} at its peak",
+            )
+        )
     elif (setting := seen.setting("lr")) is not None:
         facts.append(("learning rate", f"{setting} (configured)"))
     facts += _launched(seen)
@@ -38,8 +45,14 @@ def _precision(seen: Inspection) -> Iterator[tuple[str, str]]:
     yield "AMP enabled", f"yes, autocast to {probe.autocast}" if probe.autocast else _amp_off(seen)
     yield "FP16 enabled", "yes" if probe.dtype == "float16" else "no"
     yield "mixed precision", f"{probe.dtype} (probed: {probe.how})"
-    yield "parameters", ", ".join(f"{size:,} {name}" for name, size in seen.param_dtypes.items()) or "none"
-    yield "GradScaler", f"scale {seen.scaler.get_scale():g}" if hasattr(seen.scaler, "get_scale") else "none"
+    yield (
+        "parameters",
+        ", ".join(f"{size:,} {name}" for name, size in seen.param_dtypes.items()) or "none",
+    )
+    yield (
+        "GradScaler",
+        f"scale {seen.scaler.get_scale():g}" if hasattr(seen.scaler, "get_scale") else "none",
+    )
     yield "device", str(seen.device)
 
 
@@ -61,12 +74,16 @@ def _launched(seen: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def alignment(seen: Inspection) -> tuple[Alignment, tuple[str, ...]]:
-    """`aligned` only when a probe in the real context agrees with every place that asks for a precision."""
+    """`aligned` only when a probe in the real context agrees with every place that asks for a
+    precision.
+    """
     inside = contradiction(seen.config)
     places = asked(seen)
     named = {dtype for dtype in places.values() if dtype is not None}
     if inside or len(named) > 1:
-        return "contradicted", (inside,) if inside else tuple(f"{p}: {d}" for p, d in places.items())
+        return "contradicted", (inside,) if inside else tuple(
+            f"{p}: {d}" for p, d in places.items()
+        )
     if seen.subject.model is None:
         return "unproven", ("no model was given, so nothing was probed",)
     try:

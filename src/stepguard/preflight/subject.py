@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 from stepguard._errors import ConfigError
 from stepguard.state.rng import capture_rng, restore_rng
 
-WANTED = "return (model, optimizer, loss_fn), a dict, a stepguard.preflight.Subject, or a transformers Trainer"
+WANTED = (
+    "return (model, optimizer, loss_fn), a dict, a stepguard.preflight.Subject, or a "
+    "transformers Trainer"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,9 @@ class Subject:
     data_range: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Allowed values by key, `{"image": (-1, 1)}`; without it only outliers are reported."""
     autocast: Any = None
-    """A callable that opens the model's real context, or an Accelerator, Fabric or Trainer whose context is used."""
+    """A callable that opens the model's real context, or an Accelerator, Fabric or Trainer whose
+    context is used.
+    """
     config: Any = None
     """A mapping, a dataclass or a namespace."""
     launcher: Mapping[str, Any] | None = None
@@ -53,11 +58,14 @@ class Subject:
     steps: int | None = None
     """Optimizer steps of the whole run; None looks for it in the configuration."""
     examples: int | None = None
-    """Scan at most so many examples; None is all of a dataset with a length, and 1024 of a stream."""
+    """Scan at most so many examples; None is all of a dataset with a length, and 1024 of a stream.
+    """
 
     def with_given(self, **values: Any) -> Subject:
         """A copy where every value that is not None or empty replaces the old one."""
-        return replace(self, **{name: value for name, value in values.items() if value not in (None, {})})
+        return replace(
+            self, **{name: value for name, value in values.items() if value not in (None, {})}
+        )
 
 
 FIELDS = tuple(entry.name for entry in fields(Subject))
@@ -69,7 +77,12 @@ def subject_of(built: Any, named: str) -> Subject:
         return built
     if isinstance(built, Mapping):
         return _from_mapping(built, named)
-    if isinstance(built, tuple | list) and built and len(built) <= 4 and isinstance(built[0], nn.Module):
+    if (
+        isinstance(built, tuple | list)
+        and built
+        and len(built) <= 4
+        and isinstance(built[0], nn.Module)
+    ):
         return _from_tuple(tuple(built), named)
     if _is_trainer(built):
         return _from_trainer(built)
@@ -79,7 +92,9 @@ def subject_of(built: Any, named: str) -> Subject:
 def _from_mapping(built: Mapping[Any, Any], named: str) -> Subject:
     unknown = [str(name) for name in built if name not in FIELDS]
     if unknown:
-        raise ConfigError(f"{named} returned the key {unknown[0]!r}, which is not known; use {', '.join(FIELDS)}.")
+        raise ConfigError(
+            f"{named} returned the key {unknown[0]!r}, which is not known; use {', '.join(FIELDS)}."
+        )
     return _checked(Subject(**{str(name): value for name, value in built.items()}), named)
 
 
@@ -93,10 +108,18 @@ def _checked(subject: Subject, named: str) -> Subject:
         value = getattr(subject, name)
         inner = getattr(value, "optimizer", value)  # accelerate and Lightning wrap the optimizer
         if value is not None and not isinstance(inner, kind):
-            raise ConfigError(f"{named}: {name} is {_described(value)}, not a {kind.__name__}; {WANTED}.")
+            raise ConfigError(
+                f"{named}: {name} is {_described(value)}, not a {kind.__name__}; {WANTED}."
+            )
     if subject.loss_fn is not None and not callable(subject.loss_fn):
-        raise ConfigError(f"{named}: loss_fn is {_described(subject.loss_fn)}; give a function of a batch.")
-    return subject if subject.optimizer is None else replace(subject, optimizer=_inner(subject.optimizer))
+        raise ConfigError(
+            f"{named}: loss_fn is {_described(subject.loss_fn)}; give a function of a batch."
+        )
+    return (
+        subject
+        if subject.optimizer is None
+        else replace(subject, optimizer=_inner(subject.optimizer))
+    )
 
 
 def _inner(optimizer: Any) -> Any:
@@ -133,19 +156,30 @@ def _steps(trainer: Any) -> int | None:
         return int(args.max_steps)
     if not hasattr(dataset, "__len__") or not hasattr(args, "train_batch_size"):
         return None
-    batches = math.ceil(len(dataset) / (args.train_batch_size * max(1, getattr(args, "world_size", 1))))
-    updates: int = math.ceil(args.num_train_epochs * max(1, batches // args.gradient_accumulation_steps))
+    batches = math.ceil(
+        len(dataset) / (args.train_batch_size * max(1, getattr(args, "world_size", 1)))
+    )
+    updates: int = math.ceil(
+        args.num_train_epochs * max(1, batches // args.gradient_accumulation_steps)
+    )
     return updates
 
 
 def _optimizer(trainer: Any, steps: int | None) -> tuple[Any, Any]:
-    """What the Trainer will train with. It makes both when training starts, so they are made here and taken back."""
+    """What the Trainer will train with. It makes both when training starts, so they are made here
+    and taken back.
+    """
     before = trainer.optimizer, getattr(trainer, "lr_scheduler", None)
     optimizer, scheduler = before
     try:
         if optimizer is None and hasattr(trainer, "create_optimizer"):
             optimizer = trainer.create_optimizer()
-        if scheduler is None and optimizer is not None and steps and hasattr(trainer, "create_scheduler"):
+        if (
+            scheduler is None
+            and optimizer is not None
+            and steps
+            and hasattr(trainer, "create_scheduler")
+        ):
             scheduler = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
     finally:
         trainer.optimizer, trainer.lr_scheduler = before

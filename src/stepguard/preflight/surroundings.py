@@ -1,7 +1,8 @@
 """The context a model really runs in, and what the framework around it says of itself.
 
-Frameworks are told by their parts, never imported: accelerate's Accelerator and Lightning's Fabric have `autocast`,
-transformers' Trainer has an `accelerator`, Lightning's Trainer a `precision_plugin`.
+Frameworks are told by their parts, never imported: accelerate's Accelerator and Lightning's Fabric
+have `autocast`, transformers' Trainer has an `accelerator`, Lightning's Trainer a
+`precision_plugin`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ class Surroundings:
     """Declared by the object (`Accelerator.mixed_precision`, `TrainingArguments.fp16`)."""
     said: str = ""
     unnamed: str = ""
-    """Set when autocast is switched on without naming a dtype: then the device's default decides."""
+    """Set when autocast is switched on without naming a dtype: then the device's default decides.
+    """
     scaler: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
-    """`distributed_type`, `num_processes`, `gradient_accumulation_steps`, `lr` as the object has them."""
+    """`distributed_type`, `num_processes`, `gradient_accumulation_steps`, `lr` as the object has
+    them.
+    """
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -55,7 +59,8 @@ def surroundings(given: Any) -> Surroundings:
         return Surroundings(name="the given context", openers=(given,))
     raise ConfigError(
         f"autocast is a {type(given).__name__}; give a function that opens the context, such as "
-        "lambda: torch.autocast('cuda', dtype=torch.bfloat16), or an Accelerator, a Fabric or a Trainer."
+        "lambda: torch.autocast('cuda', dtype=torch.bfloat16), or an Accelerator, a Fabric or a "
+        "Trainer."
     )
 
 
@@ -78,11 +83,15 @@ def _accelerator(given: Any) -> Surroundings:
 
 
 def _trainer(given: Any) -> Surroundings:
-    """transformers: the accelerator wraps the model's forward, the Trainer may add a context of its own."""
+    """transformers: the accelerator wraps the model's forward, the Trainer may add a context of its
+    own.
+    """
     inner = _accelerator(given.accelerator)
     own = getattr(given, "compute_loss_context_manager", None)
     asked = [name for name in ("bf16", "fp16") if getattr(given.args, name, False)]
-    said = f"TrainingArguments({', '.join(f'{name}=True' for name in asked)})" if asked else inner.said
+    said = (
+        f"TrainingArguments({', '.join(f'{name}=True' for name in asked)})" if asked else inner.said
+    )
     rate = getattr(given.args, "learning_rate", None)
     return Surroundings(
         name=f"the context of {type(given).__name__}",

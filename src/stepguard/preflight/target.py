@@ -33,7 +33,9 @@ def resolve(request: Request) -> tuple[Subject, Place]:
     """What is to be checked. Runs the build function, if the target is one, and nothing else."""
     kind = _kind(request.target)
     if kind == "config" and request.config is not None:
-        raise ConfigError(f"TARGET {request.target} is a configuration already; leave --config out.")
+        raise ConfigError(
+            f"TARGET {request.target} is a configuration already; leave --config out."
+        )
     file = Path(request.target) if kind == "config" else request.config
     config = read_settings(file) if file is not None else None
     place = Place(Path.cwd(), file)
@@ -56,11 +58,19 @@ def _kind(target: str) -> str:
         return "config"
     if path.exists():
         kinds = ", ".join([*CONFIG_KINDS, *DATA_KINDS])
-        raise ConfigError(f"{target}: files of kind {path.suffix or '(none)'} are not known; known are {kinds}.")
-    if target.count(":") == 1 and "/" not in target and not target.startswith(":") and not target.endswith(":"):
+        raise ConfigError(
+            f"{target}: files of kind {path.suffix or '(none)'} are not known; known are {kinds}."
+        )
+    if (
+        target.count(":") == 1
+        and "/" not in target
+        and not target.startswith(":")
+        and not target.endswith(":")
+    ):
         return "function"
     raise ConfigError(
-        f"{target!r} is neither a file nor a folder here, nor 'module:function'; give one of these, for instance "
+        f"{target!r} is neither a file nor a folder here, nor 'module:function'; give one of "
+        f"these, for instance "
         "stepguard check train:build."
     )
 
@@ -72,12 +82,16 @@ def _built(target: str, config: dict[str, Any] | None, place: Place) -> tuple[Su
         _fits(build, target, config)
         if config is not None and tracked is None:
             place = replace(
-                place, why_untracked=f"{target} takes no parameter, so it cannot be given the configuration"
+                place,
+                why_untracked=f"{target} takes no parameter, so it cannot be given the "
+                f"configuration",
             )
         try:
             built = build(tracked) if tracked is not None else build()
         except Exception as fault:
-            raise ConfigError(f"{target} raised {type(fault).__name__}: {' '.join(str(fault).split())}") from fault
+            raise ConfigError(
+                f"{target} raised {type(fault).__name__}: {' '.join(str(fault).split())}"
+            ) from fault
     subject = subject_of(built, target)
     if isinstance(subject.config, Tracked):
         tracked = subject.config
@@ -101,6 +115,11 @@ def _takes_one(build: Any) -> bool:
 def _fits(build: Any, target: str, config: dict[str, Any] | None) -> None:
     needed = [p.name for p in _parameters(build) if p.default is p.empty]
     if len(needed) > 1:
-        raise ConfigError(f"{target} needs {', '.join(needed)}; it is called with the configuration and nothing else.")
+        raise ConfigError(
+            f"{target} needs {', '.join(needed)}; it is called with the configuration and nothing "
+            f"else."
+        )
     if needed and config is None:
-        raise ConfigError(f"{target} takes {needed[0]!r}; give --config FILE, which it is called with.")
+        raise ConfigError(
+            f"{target} takes {needed[0]!r}; give --config FILE, which it is called with."
+        )

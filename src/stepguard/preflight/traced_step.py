@@ -1,4 +1,6 @@
-"""One forward and backward pass of the real step, watched operation by operation, leaving every object as it was."""
+"""One forward and backward pass of the real step, watched operation by operation, leaving every
+object as it was.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ MATMULS = words(
 """The operations autocast is for: their dtype is the effective precision."""
 DIVISIONS = frozenset({"div", "div_", "true_divide", "reciprocal"})
 CLASSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss_nd"})
-TELLING = frozenset({"exp", "log", "logsumexp", "_softmax", "_log_softmax", "sqrt", "rsqrt", "pow", "cdist_forward"})
+TELLING = frozenset(
+    {"exp", "log", "logsumexp", "_softmax", "_log_softmax", "sqrt", "rsqrt", "pow", "cdist_forward"}
+)
 
 
 LARGEST_EPS = 1e-3
@@ -65,7 +69,9 @@ class Live:
     divisions: int = 0
     divisor: Divisor | None = None
     lost: dict[str, str] = field(default_factory=dict)
-    """Small numbers that were added without any effect, by where: `loss.py:12` -> `1e-08 in float32`."""
+    """Small numbers that were added without any effect, by where: `loss.py:12` -> `1e-08 in
+    float32`.
+    """
     classes: int | None = None
     """Number of classes of the cross-entropy, if there is one."""
     latent: tuple[float, float] | None = None
@@ -86,7 +92,9 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name in TELLING:
             self._live.ops[name.strip("_")] += 1
-        if name in MATMULS and isinstance(first := out[0] if isinstance(out, tuple) else out, Tensor):
+        if name in MATMULS and isinstance(
+            first := out[0] if isinstance(out, tuple) else out, Tensor
+        ):
             self._live.dtypes[str(first.dtype).removeprefix("torch.")] += 1
         elif name in DIVISIONS:
             self._divided(args, name)
@@ -102,7 +110,12 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _added(self, value: Any, eps: Any, out: Any) -> None:
         """An eps below the spacing of what it is added to changes nothing."""
         small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
-        if small and isinstance(value, Tensor) and value.is_floating_point() and torch.equal(value, out):
+        if (
+            small
+            and isinstance(value, Tensor)
+            and value.is_floating_point()
+            and torch.equal(value, out)
+        ):
             self._live.lost[_user_line()] = f"{eps:g} in {str(value.dtype).removeprefix('torch.')}"
 
     def _divided(self, args: Any, name: str) -> None:
@@ -120,7 +133,9 @@ def _least(divisor: Any) -> tuple[float | None, str]:
         if not divisor.numel() or divisor.is_complex() or divisor.dtype == torch.bool:
             return None, ""
         return float(divisor.detach().abs().min()), str(divisor.dtype).removeprefix("torch.")
-    return (abs(float(divisor)), "a Python number") if isinstance(divisor, int | float) else (None, "")
+    return (
+        (abs(float(divisor)), "a Python number") if isinstance(divisor, int | float) else (None, "")
+    )
 
 
 def _user_line() -> str:
@@ -142,21 +157,28 @@ def run_live(subject: Subject, around: Surroundings, batch: Any) -> Live:
     with left_alone(model, subject.optimizer), _eagerly(model):
         try:
             with around.opened(), _Watching(live):
-                output = subject.loss_fn(copied) if subject.loss_fn is not None else called(model, copied)
+                output = (
+                    subject.loss_fn(copied)
+                    if subject.loss_fn is not None
+                    else called(model, copied)
+                )
             _read_output(live, output, is_loss=subject.loss_fn is not None)
             _backward(live, model, output, is_loss=subject.loss_fn is not None)
         except Exception as fault:
             live.fault = f"{type(fault).__name__}: {_short(fault)}"
             if subject.loss_fn is None:  # how the model is called was our guess
                 raise Missing(
-                    f"return `loss_fn`; the model alone cannot be called with a batch ({live.fault})"
+                    f"return `loss_fn`; the model alone cannot be called with a batch "
+                    f"({live.fault})"
                 ) from fault
     return live
 
 
 def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
     """Compiled code runs no dispatch mode, so a compiled model runs as it was written."""
-    compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+    compiled = any(
+        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()
+    )
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
@@ -174,7 +196,11 @@ def left_alone(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     kept = [(p, p._version, p.detach().clone()) for p in parameters]
     keeper = BufferKeeper([unwrapped(model)])
     keeper.remember()
-    stand_in = optimizer if optimizer is not None else SGD(parameters or [nn.Parameter(torch.zeros(1))], lr=0.0)
+    stand_in = (
+        optimizer
+        if optimizer is not None
+        else SGD(parameters or [nn.Parameter(torch.zeros(1))], lr=0.0)
+    )
     try:
         with untouched(Step(index=0, model=model, optimizer=stand_in, modules={}, buffers=keeper)):
             yield

@@ -12,13 +12,16 @@ from stepguard.preflight.settings.keys import flat
 
 
 class Tracked(MutableMapping[str, Any]):
-    """Stands for a nested dict. Taking a value is a read; asking for names (`in`, `keys()`, `len`) is none.
+    """Stands for a nested dict. Taking a value is a read; asking for names (`in`, `keys()`, `len`)
+    is none.
 
-    A nested mapping comes back tracked as well: its keys count one by one. Writing a key is allowed and makes it
-    nobody's business: it is the program's own from then on.
+    A nested mapping comes back tracked as well: its keys count one by one. Writing a key is allowed
+    and makes it nobody's business: it is the program's own from then on.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, _prefix: str = "", _read: set[str] | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], *, _prefix: str = "", _read: set[str] | None = None
+    ) -> None:
         self.__dict__["_values"] = dict(values)
         self.__dict__["_prefix"] = _prefix
         self.__dict__["_read"] = set() if _read is None else _read
@@ -95,7 +98,9 @@ def plain(settings: Any) -> dict[str, Any]:
         return dataclasses.asdict(settings)
     if hasattr(settings, "__dict__") and not isinstance(settings, type):
         return dict(vars(settings))
-    raise ConfigError(f"config is a {type(settings).__name__}; give a mapping, a dataclass or a namespace.")
+    raise ConfigError(
+        f"config is a {type(settings).__name__}; give a mapping, a dataclass or a namespace."
+    )
 
 
 def unread(settings: Tracked) -> list[str]:

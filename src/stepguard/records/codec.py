@@ -1,7 +1,7 @@
 """Records to strict JSON and back: NaN and Inf become null beside a `<field>_kind` that says which.
 
-Where the name of that companion is taken (loss components have the user's names) the value itself becomes
-`{"~float": "nan"}`. Writing twice changes nothing: what is strict already stays as it is.
+Where the name of that companion is taken (loss components have the user's names) the value itself
+becomes `{"~float": "nan"}`. Writing twice changes nothing: what is strict already stays as it is.
 """
 
 from __future__ import annotations
@@ -48,9 +48,17 @@ def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """One line of strict JSON for every reader: what ends lines or does not fit UTF-8 stays escaped."""
-    text = json.dumps(strict_json(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    return text if text.isascii() else text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace").decode()
+    """One line of strict JSON for every reader: what ends lines or does not fit UTF-8 stays
+    escaped.
+    """
+    text = json.dumps(
+        strict_json(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False
+    )
+    return (
+        text
+        if text.isascii()
+        else text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace").decode()
+    )
 
 
 def float_kind(value: float) -> str | None:
@@ -121,9 +129,15 @@ def restore_floats(value: Any) -> Any:
 def _is_kind(kind: Any, owner: Any) -> bool:
     """Is it the companion of this value? Then it names a kind only where a value is null."""
     if isinstance(kind, list):
-        if not isinstance(owner, list) or len(owner) != len(kind) or all(part is None for part in kind):
+        if (
+            not isinstance(owner, list)
+            or len(owner) != len(kind)
+            or all(part is None for part in kind)
+        ):
             return False
-        return all(part is None or _is_kind(part, place) for part, place in zip(kind, owner, strict=True))
+        return all(
+            part is None or _is_kind(part, place) for part, place in zip(kind, owner, strict=True)
+        )
     return owner is None and isinstance(kind, str) and kind in KINDS
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Safety = Literal["safe", "changes-numbers", "changes-training"]
-"""Whether a remedy leaves healthy steps bit-identical, changes rounding, or changes what is learned."""
+"""Whether a remedy leaves healthy steps bit-identical, changes rounding, or changes what is
+learned.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

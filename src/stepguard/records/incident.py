@@ -30,7 +30,9 @@ class Incident:
 
     @property
     def stopped(self) -> bool:
-        """Did the policy end the run with it? An exception of the user's ends it by itself, if nobody catches it."""
+        """Did the policy end the run with it? An exception of the user's ends it by itself, if
+        nobody catches it.
+        """
         raised = self.verdict.kind == "exception"
         return self.decision is not None and self.decision.action == "stop" and not raised
 
@@ -43,7 +45,10 @@ class Incident:
         if self.findings:
             parts.append(f"{self.findings[0].code} {self.findings[0].title}")
         if self.decision is not None:
-            parts.append(self.decision.action + (f" ({self.decision.reason})" if self.decision.reason else ""))
+            parts.append(
+                self.decision.action
+                + (f" ({self.decision.reason})" if self.decision.reason else "")
+            )
         return "; ".join(part for part in parts if part)
 
 

@@ -13,13 +13,17 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._turn = threading.Lock()  # a checkpoint that is written in the background reports from its own thread
+        self._turn = (
+            threading.Lock()
+        )  # a checkpoint that is written in the background reports from its own thread
         self._fd = -1
         self._torn = False
         self._open()
 
     def append(self, line: bytes, *, durable: bool = False) -> None:
-        """The line, which ends in a newline; `durable` waits until it is on disk. Raises OSError where it cannot."""
+        """The line, which ends in a newline; `durable` waits until it is on disk. Raises OSError
+        where it cannot.
+        """
         with self._turn:
             if os.fstat(self._fd).st_nlink == 0:
                 self._begin_anew()

@@ -53,9 +53,12 @@ class Origin:
     tensor: str | None = None
     """`batch:x`, `param:NAME`, `buffer:NAME`, `opt:SLOT` where a stored tensor is the culprit."""
     samples: tuple[int, ...] = ()
-    """Indices in the batch, each confirmed by leaving it out; empty when none could be confirmed."""
+    """Indices in the batch, each confirmed by leaving it out; empty when none could be confirmed.
+    """
     rows: tuple[str, ...] = ()
-    """Who the samples are, in the order of `samples`: `row 48211` of the data set, `id a.png`; empty: not known."""
+    """Who the samples are, in the order of `samples`: `row 48211` of the data set, `id a.png`;
+    empty: not known.
+    """
     micro_batch: int | None = None
     rank: int | None = None
     inputs: tuple[Operand, ...] = ()
@@ -63,6 +66,10 @@ class Origin:
     method: str = ""
     """How it was found: `replay`, `scan`, `output-gradient`, ..."""
     reproduced: bool | None = None
-    """True: the replay shows it again; False: it does not (transient); None: no replay was possible."""
+    """True: the replay shows it again; False: it does not (transient); None: no replay was
+    possible.
+    """
     notes: tuple[str, ...] = ()
-    """What could not be seen, and facts on the graph the rules use (for instance `where:unselected`)."""
+    """What could not be seen, and facts on the graph the rules use (for instance
+    `where:unselected`).
+    """

@@ -7,7 +7,9 @@ from typing import Literal
 
 Status = Literal["pass", "warn", "fail", "not_applicable", "not_checked"]
 Alignment = Literal["aligned", "contradicted", "unproven"]
-"""`aligned` needs a probe that agrees with everything configured; without a probe nothing is proven."""
+"""`aligned` needs a probe that agrees with everything configured; without a probe nothing is
+proven.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,8 @@ class Outcome:
     title: str
     status: Status
     evidence: tuple[str, ...] = ()
-    """Sentences with numbers; for `not_applicable` why it is not, for `not_checked` what to give."""
+    """Sentences with numbers; for `not_applicable` why it is not, for `not_checked` what to give.
+    """
     fix: str = ""
 
     @property
@@ -34,7 +37,9 @@ class Preflight:
     target: str
     outcomes: tuple[Outcome, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
-    """The state the run would start in, read from the live objects: (`AMP enabled`, `yes, bfloat16`)."""
+    """The state the run would start in, read from the live objects: (`AMP enabled`, `yes,
+    bfloat16`).
+    """
     alignment: Alignment = "unproven"
     alignment_why: tuple[str, ...] = ()
 

@@ -22,7 +22,9 @@ class Reading:
     grad_norm: float | None = None
     """2-norm of all gradients in fp32, after unscaling and before clipping."""
     least_norm: float | None = None
-    """Smallest norm of one parameter's gradient; read only under optimizers that are not torch's own."""
+    """Smallest norm of one parameter's gradient; read only under optimizers that are not torch's
+    own.
+    """
     grads_finite: bool = True
     """Exact: no gradient element is NaN or Inf."""
     clip_factor: float | None = None
@@ -36,7 +38,9 @@ class Reading:
     labels: int | None = None
     """How many targets the step had, where the batch says so."""
     shared_loss: float | None = None
-    """Largest loss over all ranks, where the ranks compare losses; what finite anomalies are judged by."""
+    """Largest loss over all ranks, where the ranks compare losses; what finite anomalies are judged
+    by.
+    """
     seconds: float | None = None
     """Wall-clock time since the previous step was read."""
     bad_state: tuple[str, ...] = ()
@@ -48,15 +52,20 @@ class Reading:
     state_born: bool = False
     """True when `bad_state` was finite before this step's update: the optimizer made it."""
     overflow: bool = False
-    """Gradients are non-finite only because the loss scale is too high (a replay at scale 1 is finite)."""
+    """Gradients are non-finite only because the loss scale is too high (a replay at scale 1 is
+    finite).
+    """
     repeat_loss: float | None = None
     """Loss of an earlier good batch on the present weights; only measured on suspicion."""
     repeat_before: float | None = None
-    """What that same batch gave when it was new; without it a hard batch looks like hurt weights."""
+    """What that same batch gave when it was new; without it a hard batch looks like hurt weights.
+    """
     update_ratio: float | None = None
     """Norm of the last update over that of the weights; only measured on suspicion."""
     weights_moved: float | None = None
-    """Distance of the weights from those of the last good snapshot, over their norm; only measured on suspicion."""
+    """Distance of the weights from those of the last good snapshot, over their norm; only measured
+    on suspicion.
+    """
     alarm: bool = False
     """Some rank reported a non-finite value."""
     bad_ranks: tuple[int, ...] = ()
@@ -64,7 +73,9 @@ class Reading:
 
     @property
     def judged_loss(self) -> float | None:
-        """The loss every rank sees alike; turned over where it is to rise, so that lower is always better."""
+        """The loss every rank sees alike; turned over where it is to rise, so that lower is always
+        better.
+        """
         loss = self.loss if self.shared_loss is None else self.shared_loss
         return -loss if self.climbs and loss is not None else loss
 

@@ -16,13 +16,19 @@ ACTIONS: tuple[str, ...] = get_args(Action)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What may be done about an incident, and how much may be lost. The fault decides which of the actions fits."""
+    """What may be done about an incident, and how much may be lost. The fault decides which of the
+    actions fits.
+    """
 
     actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "rewind", "stop")
-    """What is allowed. A bad step on good weights is run again if it failed by chance, else what is proven guilty is
-    left out, else the step is skipped, in the order given here. Damaged state is rewound. `stop` is always allowed."""
+    """What is allowed. A bad step on good weights is run again if it failed by chance, else what is
+    proven guilty is left out, else the step is skipped, in the order given here. Damaged state is
+    rewound. `stop` is always allowed.
+    """
     max_consecutive: int | None = None
-    """Incidents in a row after which the run stops; None does not count. A committed step resets the count."""
+    """Incidents in a row after which the run stops; None does not count. A committed step resets
+    the count.
+    """
     max_per_1000: int | None = None
     """Incidents within any 1000 steps after which the run stops; None does not count."""
     max_total: int | None = None
@@ -30,28 +36,37 @@ class Policy:
     max_rewinds: int = 3
     """Rewinds in the whole run."""
     rewind_data: Literal["skip", "reorder"] = "skip"
-    """What a rewind does with the steps since the snapshot: `skip` leaves them behind and the loop goes on with what
-    comes next; `reorder` runs them again in another order, without the bad one (`guard.step` only).
+    """What a rewind does with the steps since the snapshot: `skip` leaves them behind and the loop
+    goes on with what comes next; `reorder` runs them again in another order, without the bad one
+    (`guard.step` only).
 
-    After a fault that is not the data's, they are first run again exactly as they were."""
+    After a fault that is not the data's, they are first run again exactly as they were.
+    """
     rewind_lr: Literal["restore", "lower"] = "restore"
-    """The learning rate after a rewind: that of the snapshot, or that times `lr_factor`, once more for each rewind."""
+    """The learning rate after a rewind: that of the snapshot, or that times `lr_factor`, once more
+    for each rewind.
+    """
     lr_factor: float = 0.5
     """What every learning rate is multiplied by with `lower_lr`, or by a rewind that lowers it."""
     max_lost_share: float = 0.5
-    """Share of the samples of the last `lost_window` steps that may be left out because data, forward or loss were bad.
-    Beyond it the run stops with the weights it has. It counts once 32 steps were lost."""
+    """Share of the samples of the last `lost_window` steps that may be left out because data,
+    forward or loss were bad. Beyond it the run stops with the weights it has. It counts once 32
+    steps were lost.
+    """
     lost_window: int = 200
     """Steps over which `max_lost_share` is counted."""
     bad_start: Literal["stop", "note"] = "stop"
     """When parameters, buffers or optimizer state are non-finite before the first step."""
 
     exceptions: Literal["raise", "skip"] = "raise"
-    """An exception in the step, under `guard.step`: recorded and raised again, or recorded and the step left out,
-    within the budgets above. Ctrl+C, exits and exhausted memory are always raised."""
+    """An exception in the step, under `guard.step`: recorded and raised again, or recorded and the
+    step left out, within the budgets above. Ctrl+C, exits and exhausted memory are always raised.
+    """
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "actions", tuple("note" if str(a) == "warn" else a for a in self.actions))
+        object.__setattr__(
+            self, "actions", tuple("note" if str(a) == "warn" else a for a in self.actions)
+        )
         for action in self.actions:
             _one_of("Policy.actions", action, ACTIONS)
         if not self.actions:
@@ -62,12 +77,16 @@ class Policy:
         _count("Policy.max_rewinds", self.max_rewinds)
         _number("Policy.lr_factor", self.lr_factor)
         if not 0.0 < self.lr_factor < 1.0:
-            raise ConfigError(f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5.")
+            raise ConfigError(
+                f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5."
+            )
         _one_of("Policy.rewind_data", self.rewind_data, ("skip", "reorder"))
         _one_of("Policy.rewind_lr", self.rewind_lr, ("restore", "lower"))
         _number("Policy.max_lost_share", self.max_lost_share)
         if not 0.0 < self.max_lost_share <= 1.0:
-            raise ConfigError(f"Policy.max_lost_share={self.max_lost_share!r} must lie above 0 and up to 1.")
+            raise ConfigError(
+                f"Policy.max_lost_share={self.max_lost_share!r} must lie above 0 and up to 1."
+            )
         _count("Policy.lost_window", self.lost_window, least=1)
         if str(self.bad_start) == "warn":  # the word of earlier versions
             object.__setattr__(self, "bad_start", "note")
@@ -87,33 +106,47 @@ class GuardConfig:
     """Folder for a readable log: `latest.log` (a link to the newest) and `training_log.jsonl`."""
     policy: Policy = field(default_factory=Policy)
     snapshot_every: int | Literal["auto"] = "auto"
-    """Steps between in-memory snapshots; `auto` keeps copying under 0.5 % of the time of training."""
+    """Steps between in-memory snapshots; `auto` keeps copying under 0.5 % of the time of training.
+    """
     snapshots: int = 3
     """Snapshots kept in memory at a time; 0 takes none."""
     snapshot_memory: int | None = None
-    """Bytes of host memory that snapshots may take; None is half of what is free when the first one is taken."""
+    """Bytes of host memory that snapshots may take; None is half of what is free when the first one
+    is taken.
+    """
     probation: int = 20
-    """Steps without an incident, and with the loss where it was, after which a snapshot counts as good."""
+    """Steps without an incident, and with the loss where it was, after which a snapshot counts as
+    good.
+    """
     replay_memory: int = 2**28
-    """Bytes of batches kept so that steps since a snapshot can be run again exactly; 0 keeps none."""
+    """Bytes of batches kept so that steps since a snapshot can be run again exactly; 0 keeps none.
+    """
     checkpoint_every: int | None = None
-    """Steps between sealed checkpoints; None saves only when asked. Each is written in the background, once its
-    probation is over."""
+    """Steps between sealed checkpoints; None saves only when asked. Each is written in the
+    background, once its probation is over.
+    """
     keep: int = 3
     """Newest good checkpoints that stay on disk."""
     keep_every: int | None = None
     """Checkpoints of every so many steps stay for good; None lets all but the newest go."""
     resume_lr: Literal["checkpoint", "config"] = "checkpoint"
-    """Where `guard.restore` finds another learning rate than the optimizer was built with: which of the two counts."""
+    """Where `guard.restore` finds another learning rate than the optimizer was built with: which of
+    the two counts.
+    """
     on_signal: Literal["save", "off"] = "save"
-    """SIGTERM and Ctrl+C: `save` ends the step and saves a good state before they have their effect (where there is a
-    `run_dir`); `off` leaves them alone."""
+    """SIGTERM and Ctrl+C: `save` ends the step and saves a good state before they have their effect
+    (where there is a `run_dir`); `off` leaves them alone.
+    """
     loss_scale: float | None = None
-    """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of the gradients.
+    """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of
+    the gradients.
 
-    It is halved when it is what makes the gradients overflow."""
+    It is halved when it is what makes the gradients overflow.
+    """
     lr: float | None = None
-    """The learning rate you mean to run with; None takes what the optimizer has when the guard is built."""
+    """The learning rate you mean to run with; None takes what the optimizer has when the guard is
+    built.
+    """
     labels_key: str | None = None
     """Key of the batch that holds the targets, so that empty targets are counted."""
     ignore_index: int = -100
@@ -121,28 +154,37 @@ class GuardConfig:
     spike_window: int = 64
     """Losses remembered for the spike and drift tests."""
     spike_sigmas: float | None = 6.0
-    """Robust deviations above the median that make a loss worth a line; None looks for no spikes."""
+    """Robust deviations above the median that make a loss worth a line; None looks for no spikes.
+    """
     anomalies: Literal["note", "act", "off"] = "note"
-    """What a finite anomaly (a jump or slow rise of the loss) leads to. `note`: it is told, nothing is done and none of
-    your code runs again. `act`: a rewind, where independent signs show that the weights did it. `off`: nothing."""
+    """What a finite anomaly (a jump or slow rise of the loss) leads to. `note`: it is told, nothing
+    is done and none of your code runs again. `act`: a rewind, where independent signs show that the
+    weights did it. `off`: nothing.
+    """
     outliers: Literal["note", "clip", "skip"] | None = None
-    """A parameter's gradient far above all it has been: told, clipped to its usual size, or left out of this update,
-    before it enters the optimizer's moments. None does not look."""
+    """A parameter's gradient far above all it has been: told, clipped to its usual size, or left
+    out of this update, before it enters the optimizer's moments. None does not look.
+    """
     scheduler_every: Literal["step", "epoch"] | None = "step"
-    """When `guard.step` advances the scheduler it was given: after each update, when `guard.loader` ends a pass, or
-    never (the loop does)."""
+    """When `guard.step` advances the scheduler it was given: after each update, when `guard.loader`
+    ends a pass, or never (the loop does).
+    """
     id_key: str | None = None
     """Key of the batch that holds one id per sample, so that a bad sample is named by it."""
     locate: bool = True
     """Replay a bad step to find where its first harmful value was born."""
     locate_budget: float = 6.0
-    """How long placing one incident may take, in steps of the bare run; then what is known by then is told."""
+    """How long placing one incident may take, in steps of the bare run; then what is known by then
+    is told.
+    """
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
     capsule_limit: int = 2**30
     """Bytes a capsule may take; a larger step is recorded without one, with a note."""
     build: str | None = None
-    """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run again elsewhere."""
+    """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run
+    again elsewhere.
+    """
     terminal: Literal["auto", "quiet"] = "auto"
     """`quiet` prints nothing; incidents are still recorded."""
     sinks: tuple[Sink, ...] = ()
@@ -180,7 +222,9 @@ class GuardConfig:
             _one_of("GuardConfig.scheduler_every", self.scheduler_every, ("step", "epoch"))
         _positive("GuardConfig.locate_budget", self.locate_budget)
         if self.build is not None and self.build.count(":") != 1:
-            raise ConfigError(f"GuardConfig.build={self.build!r} must look like 'package.module:function'.")
+            raise ConfigError(
+                f"GuardConfig.build={self.build!r} must look like 'package.module:function'."
+            )
         _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))
         _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet"))
         _sinks(self.sinks)
@@ -241,7 +285,12 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _positive(name: str, value: float | None) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
         raise ConfigError(f"{name}={value!r} must be a finite number above 0, or None.")
 
 

@@ -10,7 +10,9 @@ from stepguard.records.reading import Reading
 
 
 class Sink:
-    """Hears a run's events as they happen, on rank 0. Override what you need; a fault drops the sink, not the run."""
+    """Hears a run's events as they happen, on rank 0. Override what you need; a fault drops the
+    sink, not the run.
+    """
 
     def step(self, reading: Reading, committed: bool) -> None:
         """A step was read; `committed` is False when its update did not happen."""
@@ -22,7 +24,9 @@ class Sink:
         """Any other line of the journal: a note, a fault of the guard's own, the end of the run."""
 
     def close(self) -> None:
-        """The guard is closed: flush, and close what this sink opened itself. An event may follow and reopens it."""
+        """The guard is closed: flush, and close what this sink opened itself. An event may follow
+        and reopens it.
+        """
 
     def __repr__(self) -> str:
         return type(self).__name__

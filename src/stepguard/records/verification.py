@@ -31,8 +31,9 @@ ProblemKind = Literal[
     "loss",
     "lr",
 ]
-"""`hostile`: loading it with pickle could run code. `global`: a class outside of the list of what checkpoints need; an
-error where pickle would call it, a warning where it would only be imported."""
+"""`hostile`: loading it with pickle could run code. `global`: a class outside of the list of what
+checkpoints need; an error where pickle would call it, a warning where it would only be imported.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,9 @@ class Verification:
 
     @property
     def corrupt(self) -> bool:
-        """An error in the checkpoint itself; a learning rate that contradicts the given one is none."""
+        """An error in the checkpoint itself; a learning rate that contradicts the given one is
+        none.
+        """
         return any(p.kind != "lr" for p in self.errors)
 
     @property

@@ -1,4 +1,6 @@
-"""Showing what happened: records in, terminal panels, summaries, plots and a readable log out. No torch."""
+"""Showing what happened: records in, terminal panels, summaries, plots and a readable log out. No
+torch.
+"""
 
 from stepguard.report._random import same_random_numbers
 from stepguard.report.humanlog import HumanLog

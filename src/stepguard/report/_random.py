@@ -1,4 +1,6 @@
-"""rich draws from Python's `random` when it is imported and where a style carries a link. The run must not notice."""
+"""rich draws from Python's `random` when it is imported and where a style carries a link. The run
+must not notice.
+"""
 
 from __future__ import annotations
 

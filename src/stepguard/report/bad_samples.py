@@ -40,7 +40,9 @@ class Suspect:
 
 
 def suspects(entries: Sequence[BadSamples]) -> list[Suspect]:
-    """Samples that did it, or may have, by how often; those that were only lost with others are not among them."""
+    """Samples that did it, or may have, by how often; those that were only lost with others are not
+    among them.
+    """
     found: dict[tuple[Identity | None, Identity | None], Suspect] = {}
     for entry in entries:
         if entry.innocent or not entry.would_fail_again:
@@ -64,11 +66,20 @@ def _identities(entry: BadSamples) -> list[tuple[Identity | None, Identity | Non
 
 def totals(entries: Sequence[BadSamples]) -> dict[str, int]:
     """Samples lost, steps they were lost in, and all samples of these steps."""
-    steps = {(entry.run, entry.attempt, entry.incident or entry.step, entry.rank): entry.of for entry in entries}
-    return {"lost": sum(entry.count for entry in entries), "steps": len(steps), "of": sum(steps.values())}
+    steps = {
+        (entry.run, entry.attempt, entry.incident or entry.step, entry.rank): entry.of
+        for entry in entries
+    }
+    return {
+        "lost": sum(entry.count for entry in entries),
+        "steps": len(steps),
+        "of": sum(steps.values()),
+    }
 
 
-def as_json(run: str, entries: Sequence[BadSamples], unread: int, seen_steps: int) -> dict[str, Any]:
+def as_json(
+    run: str, entries: Sequence[BadSamples], unread: int, seen_steps: int
+) -> dict[str, Any]:
     return {
         "run": run,
         "entries": [to_jsonable(entry) for entry in entries],
@@ -81,7 +92,9 @@ def as_json(run: str, entries: Sequence[BadSamples], unread: int, seen_steps: in
     }
 
 
-def render_ledger(run: str, entries: Sequence[BadSamples], unread: int, seen_steps: int, width: int) -> str:
+def render_ledger(
+    run: str, entries: Sequence[BadSamples], unread: int, seen_steps: int, width: int
+) -> str:
     """The table, the totals, and who was lost more than once."""
     if not entries and not unread:
         return f"no samples were lost in {run}\n"
@@ -90,7 +103,10 @@ def render_ledger(run: str, entries: Sequence[BadSamples], unread: int, seen_ste
         lines.append(f"and {len(entries) - MOST_LISTED} more; --json lists all")
     lines += ["", *_sums(entries, seen_steps), *_repeated(entries)]
     if unread:
-        lines.append(f"{phrases.count(unread, 'line')} could not be read: a crash while writing, or a full disk")
+        lines.append(
+            f"{phrases.count(unread, 'line')} could not be read: a crash while writing, or a full "
+            f"disk"
+        )
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
@@ -115,7 +131,9 @@ def _cells(entry: BadSamples) -> tuple[str, ...]:
         str(entry.step),
         str(entry.attempt) + (f" rank {entry.rank}" if entry.rank else ""),
         where.strip(),
-        phrases.first_few(entry.samples, MOST_ROWS) if entry.samples else f"all {entry.count or ''}".strip(),
+        phrases.first_few(entry.samples, MOST_ROWS)
+        if entry.samples
+        else f"all {entry.count or ''}".strip(),
         _names(entry),
         entry.cause,
         LEFT_OUT[entry.left_out],

@@ -52,14 +52,20 @@ class _Side:
 
     @property
     def checked(self) -> int:
-        """None in a record that an unguarded loop kept of itself (`guarded: false` in its first line)."""
+        """None in a record that an unguarded loop kept of itself (`guarded: false` in its first
+        line).
+        """
         if self.record.header.get("guarded") is False:
             return 0
         return sum("loss" in line for line in self.record.steps)
 
     @property
     def ended_at(self) -> float | None:
-        losses = [line["loss"] for line in self.record.steps if line.get("committed", True) and _fine(line, "loss")]
+        losses = [
+            line["loss"]
+            for line in self.record.steps
+            if line.get("committed", True) and _fine(line, "loss")
+        ]
         tail = losses[-max(1, int(len(losses) * TAIL)) :]
         return sum(tail) / len(tail) if tail else None
 
@@ -68,19 +74,31 @@ def compare(first: Record, second: Record) -> Comparison:
     """Pure: the same two records give the same table."""
     a, b = _Side(first, summarize(first)), _Side(second, summarize(second))
     rows = (
-        _words("steps", [f"{s.summary.committed:,} of {s.summary.steps:,} committed" for s in (a, b)]),
+        _words(
+            "steps", [f"{s.summary.committed:,} of {s.summary.steps:,} committed" for s in (a, b)]
+        ),
         _words("losses read before backward", [f"{s.checked:,}" for s in (a, b)]),
-        _fewer("bad steps", [s.summary.bad_steps + s.hurt for s in (a, b)], [_bad_steps(s) for s in (a, b)]),
+        _fewer(
+            "bad steps",
+            [s.summary.bad_steps + s.hurt for s in (a, b)],
+            [_bad_steps(s) for s in (a, b)],
+        ),
         _fewer("bad steps committed", [s.hurt for s in (a, b)], [f"{s.hurt:,}" for s in (a, b)]),
         _words("what was done", [_done(s.summary) for s in (a, b)]),
         _words("first origin and cause", [_cause(s.summary) for s in (a, b)]),
         _words("clipping", [_clipping(s.summary) for s in (a, b)]),
-        _fewer("loss at the end", [a.ended_at, b.ended_at], [phrases.number(s.ended_at) for s in (a, b)]),
+        _fewer(
+            "loss at the end",
+            [a.ended_at, b.ended_at],
+            [phrases.number(s.ended_at) for s in (a, b)],
+        ),
         _fewer("best loss", *_both([s.summary.best_loss for s in (a, b)])),
         _fewer("seconds a step", *_both([s.summary.seconds_per_step for s in (a, b)])),
     )
     settings = _differing(a.summary.changed_settings, b.summary.changed_settings)
-    return Comparison(first=a.summary.journal, second=b.summary.journal, rows=rows, settings=settings)
+    return Comparison(
+        first=a.summary.journal, second=b.summary.journal, rows=rows, settings=settings
+    )
 
 
 def render_json(comparison: Comparison) -> str:
@@ -96,7 +114,11 @@ def render_terminal(comparison: Comparison, *, width: int = 100, colour: bool = 
         table.add_column(Name(heading))
     for row in comparison.rows:
         marks = {"first": ("green", ""), "second": ("", "green")}.get(row.better, ("", ""))
-        table.add_row(Unbroken(row.aspect, "cyan"), Unbroken(row.first, marks[0]), Unbroken(row.second, marks[1]))
+        table.add_row(
+            Unbroken(row.aspect, "cyan"),
+            Unbroken(row.first, marks[0]),
+            Unbroken(row.second, marks[1]),
+        )
     for name, (mine, other) in comparison.settings.items():
         table.add_row(Unbroken(name, "cyan"), Unbroken(_setting(mine)), Unbroken(_setting(other)))
     console.print(table)
@@ -105,7 +127,12 @@ def render_terminal(comparison: Comparison, *, width: int = 100, colour: bool = 
 
 
 def _words(aspect: str, said: Sequence[str]) -> Row:
-    return Row(aspect=aspect, first=said[0], second=said[1], better="same" if said[0] == said[1] else "unknown")
+    return Row(
+        aspect=aspect,
+        first=said[0],
+        second=said[1],
+        better="same" if said[0] == said[1] else "unknown",
+    )
 
 
 def _fewer(aspect: str, values: Sequence[float | None], said: Sequence[str]) -> Row:
@@ -123,7 +150,11 @@ def _both(values: Sequence[float | None]) -> tuple[Sequence[float | None], list[
 
 def _bad_steps(side: _Side) -> str:
     summary, number = side.summary, side.summary.bad_steps + side.hurt
-    return f"{number:,}, first at step {summary.first_bad}" if summary.first_bad is not None else f"{number:,}"
+    return (
+        f"{number:,}, first at step {summary.first_bad}"
+        if summary.first_bad is not None
+        else f"{number:,}"
+    )
 
 
 def _done(summary: RunSummary) -> str:
@@ -131,7 +162,12 @@ def _done(summary: RunSummary) -> str:
     for group in summary.groups:
         for action, times in group.actions.items():
             counts[action] = counts.get(action, 0) + times
-    return ", ".join(f"{phrases.ACTION_DONE.get(action, action)} {times}" for action, times in counts.items()) or "-"
+    return (
+        ", ".join(
+            f"{phrases.ACTION_DONE.get(action, action)} {times}" for action, times in counts.items()
+        )
+        or "-"
+    )
 
 
 def _cause(summary: RunSummary) -> str:

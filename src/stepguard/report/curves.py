@@ -98,7 +98,11 @@ def _series(steps: Sequence[Mapping[str, Any]], name: str) -> Series:
 
 
 def _rates(steps: Sequence[Mapping[str, Any]]) -> Series:
-    points = [(line["step"], line["lr"][0]) for line in steps if line.get("lr") and phrases.finite(line["lr"][0])]
+    points = [
+        (line["step"], line["lr"][0])
+        for line in steps
+        if line.get("lr") and phrases.finite(line["lr"][0])
+    ]
     return [step for step, _ in points], [value for _, value in points]
 
 
@@ -138,12 +142,16 @@ def _labels(incidents: Sequence[Incident]) -> list[Label]:
     for group in groups[:MOST_LABELS]:
         times = f" (x{group.count})" if group.count > 1 else ""
         name = group.code or phrases.verdict_title(group.verdict)
-        labels.append(Label(step=group.first_step, text=f"{name} at step {group.first_step}{times}"))
+        labels.append(
+            Label(step=group.first_step, text=f"{name} at step {group.first_step}{times}")
+        )
     return labels
 
 
 def decimate(series: Series, most: int = 4000) -> Series:
-    """At most about `most` points: the lowest and highest of each stretch, so that no spike is lost."""
+    """At most about `most` points: the lowest and highest of each stretch, so that no spike is
+    lost.
+    """
     steps, values = series
     if len(steps) <= most:
         return series

@@ -12,10 +12,18 @@ from stepguard.records.examination import Examination, Section
 from stepguard.report import screen
 from stepguard.report.unbroken import Unbroken, titled
 
-STYLES = {"fine": "green", "warning": "yellow", "failed": "bold red", "corrupt": "bold red", "not checked": "dim"}
+STYLES = {
+    "fine": "green",
+    "warning": "yellow",
+    "failed": "bold red",
+    "corrupt": "bold red",
+    "not checked": "dim",
+}
 
 
-def render_examination(found: Examination, *, width: int, colour: bool, unicode: bool = True) -> str:
+def render_examination(
+    found: Examination, *, width: int, colour: bool, unicode: bool = True
+) -> str:
     """The whole screen as text."""
     console = screen.paper(width=width, colour=colour)
     paint_examination(console, found, unicode=unicode)
@@ -31,7 +39,9 @@ def paint_examination(console: Console, found: Examination, *, unicode: bool = T
 
 def _section(console: Console, number: int, section: Section) -> None:
     console.print(
-        Text.assemble(f" {number}. ", (section.title, "bold"), "  ", (section.status, STYLES[section.status])),
+        Text.assemble(
+            f" {number}. ", (section.title, "bold"), "  ", (section.status, STYLES[section.status])
+        ),
     )
     _indented(console, section)
     for command in section.commands:

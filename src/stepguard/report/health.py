@@ -1,4 +1,6 @@
-"""What in a journal speaks against a run, judged against the run's own noise: losses may be negative, huge or swing."""
+"""What in a journal speaks against a run, judged against the run's own noise: losses may be
+negative, huge or swing.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ GONE = 0.5
 """Share of what was learned whose loss asks for attention."""
 ABOVE_NOISE = 4.0
 ORDINARY, RECOVERED = 1.25, 0.6
-"""A rise up to so many times one that was made good is ordinary; made good is what went back by this share."""
+"""A rise up to so many times one that was made good is ordinary; made good is what went back by
+this share.
+"""
 JUMP, RUIN = 100.0, 1e4
 """Times the highest level of the first half, and times the level at the start."""
 LEAST_LEVEL = 1e-3
 """A level below this is no measure: 100 times almost nothing is still little."""
 TINY_CLIP = 1e-4
 PATIENCE, STEPS_MISSED, PAUSES = 60.0, 50, 4
-"""A silence is long beyond this many seconds, usual steps, and longest pauses so far, whichever is most."""
+"""A silence is long beyond this many seconds, usual steps, and longest pauses so far, whichever is
+most.
+"""
 BY_HAND = ("KeyboardInterrupt", "SystemExit")
 NOTHING_TO_LEARN = ("no_labels", "zero_loss")
 
@@ -56,8 +62,15 @@ def silence(record: Record, idle: float) -> Concern | None:
     longest = max(taken, default=0.0)
     if idle <= max(PATIENCE, STEPS_MISSED * usual, PAUSES * longest):
         return None
-    known = f"; a step usually takes {phrases.number(usual)} s" if taken else " and no step was made yet"
-    return Concern(weight="attention", text=f"nothing was written for {idle:,.0f} s{known}: it hangs, or was killed")
+    known = (
+        f"; a step usually takes {phrases.number(usual)} s"
+        if taken
+        else " and no step was made yet"
+    )
+    return Concern(
+        weight="attention",
+        text=f"nothing was written for {idle:,.0f} s{known}: it hangs, or was killed",
+    )
 
 
 def ended(record: Record) -> dict[str, Any] | None:
@@ -76,7 +89,9 @@ def _exception(record: Record) -> Iterator[Concern]:
     if last is None or str(last.verdict.kind) != "exception":
         error = str((ended(record) or {}).get("error") or "")
         if error and not error.startswith(BY_HAND):
-            yield Concern(weight="unhealthy", text=f"an exception outside of a step ended the run: {error}")
+            yield Concern(
+                weight="unhealthy", text=f"an exception outside of a step ended the run: {error}"
+            )
         return
     if not record.steps or record.steps[-1]["step"] <= last.step:
         what = last.verdict.summary or "an exception"
@@ -88,15 +103,21 @@ def _disarmed(record: Record) -> Iterator[Concern]:
     end = ended(record)
     if fault is not None:
         since = f" since step {fault['step']}" if "step" in fault else ""
-        yield Concern(weight="attention", text=f"the guard is disarmed{since}: {fault.get('error', 'it failed')}")
+        yield Concern(
+            weight="attention",
+            text=f"the guard is disarmed{since}: {fault.get('error', 'it failed')}",
+        )
     elif end is not None and end.get("armed") is False:
         yield Concern(
-            weight="attention", text="the guard was disarmed when the run ended: its last steps are unchecked"
+            weight="attention",
+            text="the guard was disarmed when the run ended: its last steps are unchecked",
         )
 
 
 def _dropped(record: Record) -> Iterator[Concern]:
-    """Steps that GradScaler gives up while it looks for its scale do not count, unless it never finds one."""
+    """Steps that GradScaler gives up while it looks for its scale do not count, unless it never
+    finds one.
+    """
     tail = record.steps[-RECENT:]
     if len(tail) == RECENT and not any(line.get("committed", True) for line in tail):
         yield Concern(weight="unhealthy", text=f"no step was committed in the last {RECENT}")
@@ -104,25 +125,33 @@ def _dropped(record: Record) -> Iterator[Concern]:
     looking = calibration_steps(tail, record.incidents)
     dropped = [not line.get("committed", True) and line["step"] not in looking for line in tail]
     if sum(dropped) > len(tail) // 2:
-        yield Concern(weight="unhealthy", text=f"{sum(dropped)} of the last {len(tail)} steps were dropped")
+        yield Concern(
+            weight="unhealthy", text=f"{sum(dropped)} of the last {len(tail)} steps were dropped"
+        )
     elif len(tail) >= SEVERAL and all(dropped[-SEVERAL:]):
         yield Concern(weight="unhealthy", text=f"no step was committed in the last {SEVERAL}")
 
 
 def _not_finite(record: Record) -> Iterator[Concern]:
     """Committed with a loss that is none: nobody stopped it."""
-    tail = [line for line in record.steps if line.get("committed", True) and "loss" in line][-SEVERAL:]
+    tail = [line for line in record.steps if line.get("committed", True) and "loss" in line][
+        -SEVERAL:
+    ]
     bad = sum(not phrases.finite(line["loss"]) for line in tail)
     if bad > len(tail) // 2:
         yield Concern(
-            weight="unhealthy", text=f"the loss of {bad} of the last {len(tail)} committed steps is not finite"
+            weight="unhealthy",
+            text=f"the loss of {bad} of the last {len(tail)} committed steps is not finite",
         )
 
 
 def _rate_zero(record: Record) -> Iterator[Concern]:
     tail = [line["lr"] for line in record.steps if line.get("lr")][-SEVERAL:]
     if len(tail) >= FEW and all(rate == 0 for rates in tail for rate in _several(rates)):
-        text = f"the learning rate is 0 in every group, in the last {len(tail)} steps: nothing is learned"
+        text = (
+            f"the learning rate is 0 in every group, in the last {len(tail)} steps: nothing is "
+            f"learned"
+        )
         yield Concern(weight="attention", text=text)
 
 
@@ -131,36 +160,66 @@ def _several(rates: Any) -> Sequence[float]:
 
 
 def _stands_still(record: Record) -> Iterator[Concern]:
-    """No gradient, or always the same loss. A loss of 0 is left alone: there may be nothing left to learn."""
+    """No gradient, or always the same loss. A loss of 0 is left alone: there may be nothing left to
+    learn.
+    """
     tail = [line for line in record.steps if line.get("committed", True)][-2 * MANY :]
-    norms = [line["grad_norm"] for line in tail[-MANY:] if line.get("grad_norm") is not None and line.get("loss") != 0]
-    losses = [line["loss"] for line in tail if phrases.finite(line.get("loss")) and line["loss"] != 0]
+    norms = [
+        line["grad_norm"]
+        for line in tail[-MANY:]
+        if line.get("grad_norm") is not None and line.get("loss") != 0
+    ]
+    losses = [
+        line["loss"] for line in tail if phrases.finite(line.get("loss")) and line["loss"] != 0
+    ]
     if len(norms) == MANY and not any(norms):
-        yield Concern(weight="attention", text=f"every gradient of the last {MANY} steps is 0: nothing is learned")
+        yield Concern(
+            weight="attention",
+            text=f"every gradient of the last {MANY} steps is 0: nothing is learned",
+        )
     elif len(losses) == 2 * MANY and len(set(losses)) == 1:
         same = phrases.number(losses[-1])
-        text = f"the loss is {same} to the last bit in the last {len(losses)} steps: nothing is learned"
+        text = (
+            f"the loss is {same} to the last bit in the last {len(losses)} steps: nothing is "
+            f"learned"
+        )
         yield Concern(weight="attention", text=text)
 
 
 def _clipped_away(record: Record) -> Iterator[Concern]:
-    tail = [line["clip_factor"] for line in record.steps if phrases.finite(line.get("clip_factor"))][-MANY:]
+    tail = [
+        line["clip_factor"] for line in record.steps if phrases.finite(line.get("clip_factor"))
+    ][-MANY:]
     if len(tail) == MANY and max(tail) < TINY_CLIP:
-        text = f"clipping leaves {phrases.number(max(tail))} of the gradient or less, in the last {MANY} steps"
+        text = (
+            f"clipping leaves {phrases.number(max(tail))} of the gradient or less, in the last "
+            f"{MANY} steps"
+        )
         yield Concern(weight="attention", text=text)
 
 
 def _nothing_to_learn(record: Record) -> Iterator[Concern]:
     tail = {line["step"] for line in record.steps[-RECENT:]}
-    told = {line.get("step") for line in record.notes if line.get("kind") in NOTHING_TO_LEARN} & tail
+    told = {
+        line.get("step") for line in record.notes if line.get("kind") in NOTHING_TO_LEARN
+    } & tail
     if len(tail) >= SEVERAL and len(told) > len(tail) // 2:
-        text = f"{len(told)} of the last {len(tail)} steps had no label, or a loss of 0 without a gradient"
+        text = (
+            f"{len(told)} of the last {len(tail)} steps had no label, or a loss of 0 without a "
+            f"gradient"
+        )
         yield Concern(weight="attention", text=text)
 
 
 def _level(record: Record) -> Iterator[Concern]:
-    """Where the loss is, where it began, and the best it has been: by medians of equal parts of the run."""
-    losses = [line["loss"] for line in record.steps if line.get("committed", True) and phrases.finite(line.get("loss"))]
+    """Where the loss is, where it began, and the best it has been: by medians of equal parts of the
+    run.
+    """
+    losses = [
+        line["loss"]
+        for line in record.steps
+        if line.get("committed", True) and phrases.finite(line.get("loss"))
+    ]
     size = max(FEW, len(losses) // BLOCKS)
     blocks = [losses[end - size : end] for end in range(len(losses), size - 1, -size)][::-1]
     if len(blocks) < 2:
@@ -169,7 +228,10 @@ def _level(record: Record) -> Iterator[Concern]:
     noise = _noise(blocks, levels)
     now, start, best = min(levels[-2:]), levels[0], min(levels[:-1])
     before = max(abs(level) for level in levels[: (len(levels) + 1) // 2])
-    numbers = f"it is at {phrases.number(levels[-1])}, began at {phrases.number(losses[0])}, was at {_best(losses)}"
+    numbers = (
+        f"it is at {phrases.number(levels[-1])}, began at {phrases.number(losses[0])}, was "
+        f"at {_best(losses)}"
+    )
     began_at = max(abs(losses[0]), _spread(blocks[0]), LEAST_LEVEL)
     if levels[-1] > RUIN * began_at:
         yield Concern(weight="unhealthy", text=f"the loss has run away: {numbers}")
@@ -189,7 +251,9 @@ def _best(losses: Sequence[float]) -> str:
 
 
 def _came_back(levels: Sequence[float]) -> float:
-    """The largest rise that the run has already seen and mostly made good again: losses of two opponents do that."""
+    """The largest rise that the run has already seen and mostly made good again: losses of two
+    opponents do that.
+    """
     largest, lowest = 0.0, levels[0]
     for position, level in enumerate(levels[:-1]):
         rise = level - lowest
@@ -200,7 +264,8 @@ def _came_back(levels: Sequence[float]) -> float:
 
 
 def _noise(blocks: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
-    """How far the loss of a healthy stretch of this run is from one part to the next, and within one.
+    """How far the loss of a healthy stretch of this run is from one part to the next, and within
+    one.
 
     The last quarter is left out: it is what is being judged.
     """

@@ -1,7 +1,8 @@
 """A log for `tail -f` and grep, and one JSON object a step for a quick plot.
 
-`train_<time>.log` is this run's log, `latest.log` a link to the newest, `training_log.jsonl` goes on over restarts.
-Every line is on its way to disk before the next step starts; a crash can lose at most the line being written.
+`train_<time>.log` is this run's log, `latest.log` a link to the newest, `training_log.jsonl` goes
+on over restarts. Every line is on its way to disk before the next step starts; a crash can lose at
+most the line being written.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class HumanLog:
     """Written by rank 0; on other ranks every method does nothing (their journals have it all)."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], rank: int = 0, *, clock: Callable[[], datetime] = datetime.now
+        self,
+        folder: str | os.PathLike[str],
+        rank: int = 0,
+        *,
+        clock: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.folder = Path(folder)
         self._clock = clock
@@ -110,10 +115,16 @@ def step_line(reading: Reading, *, committed: bool = True) -> str:
     """`step 12 loss 2.3412 grad_norm 0.91 lr 1.00e-04 0.21s`."""
     words = [f"step {reading.step}"]
     if reading.loss is not None:
-        words.append(f"loss {reading.loss:.4f}" if abs(reading.loss) < 1e6 else f"loss {reading.loss:.4e}")
+        words.append(
+            f"loss {reading.loss:.4f}" if abs(reading.loss) < 1e6 else f"loss {reading.loss:.4e}"
+        )
     words += [f"{name} {value:.4f}" for name, value in reading.components.items()]
     if reading.grad_norm is not None:
-        words.append(f"grad_norm {reading.grad_norm:.2f}" if _two_digits(reading.grad_norm) else _short(reading))
+        words.append(
+            f"grad_norm {reading.grad_norm:.2f}"
+            if _two_digits(reading.grad_norm)
+            else _short(reading)
+        )
     if reading.lr:
         words.append(f"lr {phrases.rates(reading.lr)}")
     words += [f"{name} {phrases.number(value)}" for name, value in reading.followed.items()]
@@ -131,7 +142,9 @@ def _short(reading: Reading) -> str:
 
 
 def error_lines(incident: Incident) -> Iterator[str]:
-    """What the log says about one bad step; every incident has at least one line that starts with ERROR."""
+    """What the log says about one bad step; every incident has at least one line that starts with
+    ERROR.
+    """
     yield from _headline(incident)
     if incident.origin is not None:
         culprits = phrases.culprits(incident.origin)

@@ -40,8 +40,8 @@ def judge_run(
 ) -> Verdict:
     """After `wanted` steps, at the end of the run, or as soon as a stage has failed.
 
-    `told` is what `health` holds against the run. With `now` a run that goes on is judged as well, if only to its
-    disadvantage: whether it is healthy is not known before.
+    `told` is what `health` holds against the run. With `now` a run that goes on is judged as well,
+    if only to its disadvantage: whether it is healthy is not known before.
     """
     told = concerns(record) if told is None else told
     if _stopped(record):
@@ -86,7 +86,11 @@ def screenful(
         parts.extend(Unbroken(f" {outcome.note}", "yellow") for outcome in outcomes if outcome.note)
     for incident in record.incidents[-LAST_INCIDENTS:]:
         text = f" step {incident.step}: {incident.verdict.summary}"
-        done = f", {phrases.ACTION_DONE.get(incident.decision.action, '')}" if incident.decision else ""
+        done = (
+            f", {phrases.ACTION_DONE.get(incident.decision.action, '')}"
+            if incident.decision
+            else ""
+        )
         parts.append(Unbroken(text + done, "red"))
     parts.extend(Unbroken(f" {concern.text}", WEIGHTS[concern.weight]) for concern in told)
     parts.append(Text(f" {verdict}", style=ENDED[verdict]))
@@ -121,6 +125,9 @@ def _stages(outcomes: Sequence[Outcome]) -> RenderableType:
     for outcome in outcomes:
         value = phrases.number(outcome.value)
         table.add_row(
-            f" {outcome.stage}", Unbroken(outcome.condition), value, Text(outcome.state, style=STYLES[outcome.state])
+            f" {outcome.stage}",
+            Unbroken(outcome.condition),
+            value,
+            Text(outcome.state, style=STYLES[outcome.state]),
         )
     return table

@@ -1,6 +1,7 @@
 """One incident as a panel: what, where, why, what was done, what to do, and the next command.
 
-There are rules above and below and no lines at the sides, so that snippets and commands can be copied.
+There are rules above and below and no lines at the sides, so that snippets and commands can be
+copied.
 """
 
 from __future__ import annotations
@@ -25,16 +26,27 @@ LABEL_WIDTH = 7
 MOST_EVIDENCE = 4
 MOST_OPERANDS = 4
 MOST_REMEDIES = 2
-SAFETY_NOTES = {"safe": "", "changes-numbers": "changes rounding", "changes-training": "changes what is learned"}
+SAFETY_NOTES = {
+    "safe": "",
+    "changes-numbers": "changes rounding",
+    "changes-training": "changes what is learned",
+}
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 
 Section = tuple[str, RenderableType]
 
 
 def paint_incident(
-    console: Console, incident: Incident, *, policy: Policy | None = None, unicode: bool = True, whose: str = ""
+    console: Console,
+    incident: Incident,
+    *,
+    policy: Policy | None = None,
+    unicode: bool = True,
+    whose: str = "",
 ) -> None:
-    """Print the whole panel; sections without data are left out. `whose`: the guard's name, where there are several."""
+    """Print the whole panel; sections without data are left out. `whose`: the guard's name, where
+    there are several.
+    """
     line = "━" if unicode else "-"
     title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
     title += f" ({whose})" if whose else ""
@@ -44,7 +56,9 @@ def paint_incident(
         _paint_remedy(console, position, remedy)
     for row, command in enumerate(next_commands(incident)):
         name = " NEXT" if row == 0 else ""
-        _whole(console, Text.assemble((f"{name:<{LABEL_WIDTH + 2}}", "bold cyan"), (command, "bold")))
+        _whole(
+            console, Text.assemble((f"{name:<{LABEL_WIDTH + 2}}", "bold cyan"), (command, "bold"))
+        )
     console.print(Rule(characters=line, style="red"))
 
 
@@ -85,18 +99,29 @@ def _sections(incident: Incident, policy: Policy | None, unicode: bool) -> Itera
 
 
 def _what(incident: Incident) -> RenderableType:
-    lines: list[RenderableType] = [Unbroken(incident.verdict.summary or phrases.verdict_title(incident.verdict.kind))]
+    lines: list[RenderableType] = [
+        Unbroken(incident.verdict.summary or phrases.verdict_title(incident.verdict.kind))
+    ]
     numbers = _numbers(incident.reading)
     if numbers:
         lines.append(Unbroken(numbers, "dim"))
     if len(incident.reading.bad_grads) > 1:
-        lines.append(Unbroken(f"bad gradients: {phrases.first_few(incident.reading.bad_grads, 4)}", "dim"))
+        lines.append(
+            Unbroken(f"bad gradients: {phrases.first_few(incident.reading.bad_grads, 4)}", "dim")
+        )
     return Group(*lines)
 
 
 def _numbers(reading: Reading) -> str:
-    named = {"loss": reading.loss, **reading.components, "grad norm": reading.grad_norm, "scale": reading.scale}
-    shown = [f"{name} {phrases.number(value)}" for name, value in named.items() if value is not None]
+    named = {
+        "loss": reading.loss,
+        **reading.components,
+        "grad norm": reading.grad_norm,
+        "scale": reading.scale,
+    }
+    shown = [
+        f"{name} {phrases.number(value)}" for name, value in named.items() if value is not None
+    ]
     if reading.lr:
         shown.append(f"lr {phrases.rates(reading.lr)}")
     if reading.bad_ranks:
@@ -105,10 +130,15 @@ def _numbers(reading: Reading) -> str:
 
 
 def _where(origin: Origin, unicode: bool) -> RenderableType:
-    lines: list[RenderableType] = [Unbroken(f"{origin.phase}: {phrases.place(origin)}".rstrip(": "))]
+    lines: list[RenderableType] = [
+        Unbroken(f"{origin.phase}: {phrases.place(origin)}".rstrip(": "))
+    ]
     if origin.context:
         lines.append(Padding(_source(origin, unicode), (0, 0, 0, 2)))
-    values = [*origin.inputs[:MOST_OPERANDS], *([origin.output] if origin.output is not None else [])]
+    values = [
+        *origin.inputs[:MOST_OPERANDS],
+        *([origin.output] if origin.output is not None else []),
+    ]
     if values:
         lines.append(Padding(_values(origin, values), (0, 0, 0, 2)))
     culprits = phrases.culprits(origin)
@@ -153,14 +183,26 @@ def _source(origin: Origin, unicode: bool) -> RenderableType:
     """The source lines, highlighted, with a mark at the one that did it."""
     numbered = [_NUMBERED.match(line) for line in origin.context]
     culprit = (origin.source or "").rpartition(":")[2]
-    code = dedent("\n".join(match[2] if match else line for match, line in zip(numbered, origin.context, strict=True)))
-    bar, digits = "│" if unicode else "|", max((len(match[1]) for match in numbered if match), default=0)
+    code = dedent(
+        "\n".join(
+            match[2] if match else line
+            for match, line in zip(numbered, origin.context, strict=True)
+        )
+    )
+    bar, digits = (
+        "│" if unicode else "|",
+        max((len(match[1]) for match in numbered if match), default=0),
+    )
     lines = []
     for match, text in zip(numbered, highlighted(code), strict=False):
         number = match[1] if match else ""
         here = bool(number) and number == culprit
-        edge = Text(f"{'>' if here else ' '} {number:>{digits}} ", style="bold red" if here else "dim")
-        line = Text.assemble(edge, (f"{bar} ", "dim"), text, no_wrap=True, overflow="ellipsis" if unicode else "crop")
+        edge = Text(
+            f"{'>' if here else ' '} {number:>{digits}} ", style="bold red" if here else "dim"
+        )
+        line = Text.assemble(
+            edge, (f"{bar} ", "dim"), text, no_wrap=True, overflow="ellipsis" if unicode else "crop"
+        )
         line.stylize("bold" if here else "")
         lines.append(line)
     return Group(*lines)
@@ -170,7 +212,10 @@ def _why(incident: Incident) -> RenderableType:
     finding = incident.findings[0]
     title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
     title.append(f"({phrases.confidence(finding.confidence)})", style="dim")
-    lines = [Unbroken(title), *(Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE])]
+    lines = [
+        Unbroken(title),
+        *(Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE]),
+    ]
     others = [f"{other.code} {other.title}" for other in incident.findings[1:3]]
     if others:
         lines.append(Unbroken(f"less likely: {'; '.join(others)}", "dim"))

@@ -68,7 +68,9 @@ def verdict_title(kind: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, whole numbers in full, or nan, inf, -inf; `-` where nothing is known."""
+    """Four significant digits, whole numbers in full, or nan, inf, -inf; `-` where nothing is
+    known.
+    """
     if value is None:
         return "-"
     whole = math.isfinite(value) and value == int(value) and abs(value) < 1e9
@@ -108,8 +110,15 @@ def operand(value: Operand) -> str:
     """dtype, shape, what is wrong in it, and the range of what is not."""
     parts = [" ".join(part for part in (value.dtype, _brackets(value.shape)) if part)]
     if value.value is not None:
-        parts.append(number(value.value) + (f" at {_brackets(value.index)}" if value.index is not None else ""))
-    bad = [f"{n:,} {kind}" for n, kind in ((value.nan, "NaN"), (value.posinf, "+Inf"), (value.neginf, "-Inf")) if n]
+        parts.append(
+            number(value.value)
+            + (f" at {_brackets(value.index)}" if value.index is not None else "")
+        )
+    bad = [
+        f"{n:,} {kind}"
+        for n, kind in ((value.nan, "NaN"), (value.posinf, "+Inf"), (value.neginf, "-Inf"))
+        if n
+    ]
     if bad:
         parts.append(", ".join(bad) + _share_of(value))
     if value.zeros:
@@ -145,7 +154,10 @@ def culprits(origin: Origin) -> str:
     """Sample, micro-batch and rank, where they could be confirmed."""
     parts = []
     if origin.samples:
-        parts.append(f"{'sample' if len(origin.samples) == 1 else 'samples'} {first_few(origin.samples)}{_who(origin)}")
+        parts.append(
+            f"{'sample' if len(origin.samples) == 1 else 'samples'} "
+            f"{first_few(origin.samples)}{_who(origin)}"
+        )
     if origin.micro_batch is not None:
         parts.append(f"micro-batch {origin.micro_batch}")
     if origin.rank is not None:
@@ -198,7 +210,10 @@ def effect(incident: Incident) -> str:
     if action == "stop" and back is not None:
         return f"the weights are those after {count(back, 'step')}, the newest without the damage"
     if incident.reading.bad_state and action in ("stop", "note"):
-        return f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): restore a good checkpoint"
+        return (
+            f"the state in memory is damaged ({first_few(incident.reading.bad_state, 2)}): "
+            f"restore a good checkpoint"
+        )
     if incident.decision is not None and incident.decision.rewound_to is not None:
         return rewound(incident.decision)
     if incident.decision is not None and incident.decision.not_restored:
@@ -215,12 +230,18 @@ def rewound(decision: Decision) -> str:
 def kind_of(incident: Incident) -> tuple[str, ...]:
     """Incidents with the same key are the same trouble again: same verdict, birthplace and cause."""
     origin = incident.origin
-    where = (origin.op or origin.tensor or "", origin.module or "", origin.source or "") if origin else ("", "", "")
+    where = (
+        (origin.op or origin.tensor or "", origin.module or "", origin.source or "")
+        if origin
+        else ("", "", "")
+    )
     return (incident.verdict.kind, *where, incident.findings[0].code if incident.findings else "")
 
 
 def sparkline(values: Sequence[float], *, plain: bool = False) -> str:
-    """One character a value, `!` where it is not finite; on a log scale where the values span over a decade."""
+    """One character a value, `!` where it is not finite; on a log scale where the values span over
+    a decade.
+    """
     usable = [value for value in values if math.isfinite(value)]
     if not usable:
         return "!" * len(values)

@@ -8,7 +8,15 @@ from typing import Any
 
 from stepguard._errors import ConfigError
 from stepguard.records import Incident
-from stepguard.report.curves import Curves, Series, decimate, gather, stretches, symlog_threshold, thin
+from stepguard.report.curves import (
+    Curves,
+    Series,
+    decimate,
+    gather,
+    stretches,
+    symlog_threshold,
+    thin,
+)
 
 INK, PALE, GRID = "#1f2933", "#9aa5b1", "#e4e7eb"
 BLUE, TEAL, AMBER, RED, GREY = "#2563eb", "#0f766e", "#d97706", "#dc2626", "#7b8794"
@@ -18,7 +26,11 @@ MOST_SPANS = 300
 
 
 def write_png(
-    steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], path: Path, *, title: str = ""
+    steps: Sequence[Mapping[str, Any]],
+    incidents: Sequence[Incident],
+    path: Path,
+    *,
+    title: str = "",
 ) -> None:
     """Draw the run without a display. ConfigError where matplotlib is not installed."""
     try:
@@ -49,9 +61,19 @@ def _draw(figure: Any, curves: Curves, title: str) -> None:
         _tidy(axes, name)
         for first, last in stretches(curves.vetoed)[:MOST_SPANS]:
             axes.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.08, linewidth=0.8, zorder=0)
-    top.set_title(title or "training loss", loc="left", color=INK, fontsize=12, fontweight="bold", pad=22)
+    top.set_title(
+        title or "training loss", loc="left", color=INK, fontsize=12, fontweight="bold", pad=22
+    )
     if not curves.loss[0]:
-        top.text(0.5, 0.5, "no finite loss", transform=top.transAxes, color=GREY, ha="center", va="center")
+        top.text(
+            0.5,
+            0.5,
+            "no finite loss",
+            transform=top.transAxes,
+            color=GREY,
+            ha="center",
+            va="center",
+        )
         top.set_yticks([])
     _marks(top, curves)
     _incident_labels(top, curves)
@@ -73,7 +95,13 @@ def _panels(figure: Any, curves: Curves) -> list[Any]:
 
 def _curve(axes: Any, series: Series, scale: str, colour: str, smooth: Series) -> None:
     smoothed = bool(smooth[0])
-    axes.plot(*series, color=colour, linewidth=0.8 if smoothed else 1.1, alpha=0.45 if smoothed else 0.95, zorder=2)
+    axes.plot(
+        *series,
+        color=colour,
+        linewidth=0.8 if smoothed else 1.1,
+        alpha=0.45 if smoothed else 0.95,
+        zorder=2,
+    )
     if smoothed:
         axes.plot(*smooth, color=colour, linewidth=1.8, zorder=3)
     if scale == "symlog":
@@ -128,11 +156,24 @@ def _marks(axes: Any, curves: Curves) -> None:
     for steps, mark, edge, face, name in kinds:
         if steps:
             at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
-            look = {"marker": mark, "s": 42, "edgecolors": edge, "facecolors": face, "linewidths": 1.3}
+            look = {
+                "marker": mark,
+                "s": 42,
+                "edgecolors": edge,
+                "facecolors": face,
+                "linewidths": 1.3,
+            }
             shown = thin(steps)
-            axes.scatter(shown, [1.025] * len(shown), label=f"{name} ({len(steps):,})", **look, **at)
+            axes.scatter(
+                shown, [1.025] * len(shown), label=f"{name} ({len(steps):,})", **look, **at
+            )
     if curves.vetoed or curves.let_through or curves.calibrations:
-        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.06), "ncols": 3, "borderaxespad": 0.0}
+        place = {
+            "loc": "lower right",
+            "bbox_to_anchor": (1.0, 1.06),
+            "ncols": 3,
+            "borderaxespad": 0.0,
+        }
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, handletextpad=0.2, **place)
 
 
@@ -150,26 +191,45 @@ def _incident_labels(axes: Any, curves: Curves) -> None:
             va="center",
             fontsize=9,
             color=RED,
-            bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+            bbox={
+                "boxstyle": "round,pad=0.25",
+                "facecolor": "white",
+                "edgecolor": "none",
+                "alpha": 0.85,
+            },
             zorder=6,
         )
 
 
 def write_html(
-    steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], path: Path, *, title: str = ""
+    steps: Sequence[Mapping[str, Any]],
+    incidents: Sequence[Incident],
+    path: Path,
+    *,
+    title: str = "",
 ) -> None:
     """A page that needs no network: zoom, hover, and the same marks as the PNG."""
     from plotly.subplots import make_subplots
 
     curves = gather(steps, incidents)
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[LOSS_SHARE, 0.32])
+    figure = make_subplots(
+        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[LOSS_SHARE, 0.32]
+    )
     _add_lines(figure, curves)
     _add_marks(figure, curves)
-    figure.update_layout(template="plotly_white", title=title or "training loss", hovermode="x unified", height=700)
-    figure.update_layout(font_color=INK, legend={"orientation": "h", "y": 1.08, "x": 1, "xanchor": "right"})
+    figure.update_layout(
+        template="plotly_white", title=title or "training loss", hovermode="x unified", height=700
+    )
+    figure.update_layout(
+        font_color=INK, legend={"orientation": "h", "y": 1.08, "x": 1, "xanchor": "right"}
+    )
     # plotly has no symlog; a linear axis still shows every value
-    figure.update_yaxes(title="loss", type="log" if curves.loss_scale == "log" else "linear", row=1, col=1)
-    figure.update_yaxes(title="gradient norm", type="log" if curves.norm_scale == "log" else "linear", row=2, col=1)
+    figure.update_yaxes(
+        title="loss", type="log" if curves.loss_scale == "log" else "linear", row=1, col=1
+    )
+    figure.update_yaxes(
+        title="gradient norm", type="log" if curves.norm_scale == "log" else "linear", row=2, col=1
+    )
     figure.update_xaxes(title="optimizer step", row=2, col=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.tmp")
@@ -188,13 +248,27 @@ def _add_lines(figure: Any, curves: Curves) -> None:
         if series[0]:
             x, y = decimate(series)
             figure.add_scatter(
-                x=x, y=y, name=name, mode="lines", line={"color": colour, "width": width}, row=row, col=1
+                x=x,
+                y=y,
+                name=name,
+                mode="lines",
+                line={"color": colour, "width": width},
+                row=row,
+                col=1,
             )
     if len(set(curves.rate[1])) > 1:
         x, y = decimate(curves.rate)
         line = {"color": AMBER, "width": 1}
-        figure.add_scatter(x=x, y=y, name="learning rate", mode="lines", line=line, yaxis="y3", xaxis="x2")
-        axis = {"overlaying": "y2", "side": "right", "showgrid": False, "color": AMBER, "exponentformat": "e"}
+        figure.add_scatter(
+            x=x, y=y, name="learning rate", mode="lines", line=line, yaxis="y3", xaxis="x2"
+        )
+        axis = {
+            "overlaying": "y2",
+            "side": "right",
+            "showgrid": False,
+            "color": AMBER,
+            "exponentformat": "e",
+        }
         figure.update_layout(yaxis3={**axis, "nticks": 4, "title": "learning rate"})
 
 
@@ -209,13 +283,17 @@ def _add_marks(figure: Any, curves: Curves) -> None:
         if steps:
             look = {"symbol": symbol, "color": colour, "size": 11}
             x, text = thin(steps), f"{name} ({len(steps):,})"
-            figure.add_scatter(x=x, y=[edge] * len(x), name=text, mode="markers", marker=look, row=1, col=1)
+            figure.add_scatter(
+                x=x, y=[edge] * len(x), name=text, mode="markers", marker=look, row=1, col=1
+            )
     middle = (curves.first_step + curves.last_step) / 2
     for row, label in enumerate(curves.labels):
         words = {"text": label.text, "font": {"color": RED}, "yshift": -24 - 16 * row}
         side = "top left" if label.step > middle else "top right"
         line = {"color": RED, "width": 1, "dash": "dot"}
-        figure.add_vline(x=label.step, line=line, annotation=words, annotation_position=side, row=1, col=1)
+        figure.add_vline(
+            x=label.step, line=line, annotation=words, annotation_position=side, row=1, col=1
+        )
 
 
 def _upper_edge(curves: Curves) -> float:

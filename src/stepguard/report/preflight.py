@@ -1,4 +1,6 @@
-"""A preflight for a terminal: the state, a table of what fails, warns and passes, and one line that sums it up."""
+"""A preflight for a terminal: the state, a table of what fails, warns and passes, and one line that
+sums it up.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ ALIGNED = {
 ID_WIDTH = 23
 
 
-def render_preflight(result: Preflight, *, width: int = 100, colour: bool = False, unicode: bool = True) -> str:
+def render_preflight(
+    result: Preflight, *, width: int = 100, colour: bool = False, unicode: bool = True
+) -> str:
     """The whole screen as text."""
     console = screen.paper(width=width, colour=colour)
     paint_preflight(console, result, unicode=unicode)
@@ -53,7 +57,11 @@ def render_preflight(result: Preflight, *, width: int = 100, colour: bool = Fals
 
 def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True) -> None:
     """Print state, sections and summary; a section without an outcome is left out."""
-    _title(console, f"stepguard check: {result.target}" if result.target else "stepguard check", unicode)
+    _title(
+        console,
+        f"stepguard check: {result.target}" if result.target else "stepguard check",
+        unicode,
+    )
     if result.facts:
         console.print(_state(result))
     for heading, parts in SECTIONS.items():
@@ -117,10 +125,16 @@ def _missing(outcomes: Iterable[Outcome]) -> RenderableType:
 
 def _summary(result: Preflight) -> Text:
     failed, warned, passed = (len(result.of(status)) for status in ("fail", "warn", "pass"))
-    rest = f"{len(result.of('not_applicable'))} not applicable, {len(result.of('not_checked'))} not checked"
+    rest = (
+        f"{len(result.of('not_applicable'))} not applicable, {len(result.of('not_checked'))} "
+        f"not checked"
+    )
     verdict, style = ("ready", "green") if not warned else ("ready, with warnings", "bold yellow")
     names = ""
     if failed:
         verdict, style = "not ready", "bold red"
         names = f" ({', '.join(outcome.id for outcome in result.of('fail'))})"
-    return Text.assemble((f" {verdict}", style), f": {failed} failed{names}, {warned} warned, {passed} passed, {rest}")
+    return Text.assemble(
+        (f" {verdict}", style),
+        f": {failed} failed{names}, {warned} warned, {passed} passed, {rest}",
+    )

@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepguard.report import phrases
-from stepguard.report.run_words import Row, counts, further_commands, heading, lead_up, shorten, what_was_done
+from stepguard.report.run_words import (
+    Row,
+    counts,
+    further_commands,
+    heading,
+    lead_up,
+    shorten,
+    what_was_done,
+)
 from stepguard.report.summary import IncidentGroup, RunSummary
 
-_COLUMNS = ("#", "kind", "first step", "last step", "count", "in a row", "where", "cause", "done", "lr")
+_COLUMNS = (
+    "#",
+    "kind",
+    "first step",
+    "last step",
+    "count",
+    "in a row",
+    "where",
+    "cause",
+    "done",
+    "lr",
+)
 
 
 def render_markdown(summary: RunSummary) -> str:
@@ -20,10 +39,15 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     yield from (f"# stepguard report: `{summary.journal}`", "")
     yield from _table(("", ""), [*heading(summary), *counts(summary)])
     if summary.torn:
-        yield from ("", f"> Warning: {phrases.count(summary.torn, 'line')} of the journal could not be read.")
+        yield from (
+            "",
+            f"> Warning: {phrases.count(summary.torn, 'line')} of the journal could not be read.",
+        )
     if summary.groups:
         yield from ("", "## Incidents by kind", "")
-        yield from _table(_COLUMNS, [_row(i, group) for i, group in enumerate(summary.groups, start=1)])
+        yield from _table(
+            _COLUMNS, [_row(i, group) for i, group in enumerate(summary.groups, start=1)]
+        )
         for position, group in enumerate(summary.groups, start=1):
             yield from _details(position, group)
     led: list[Row] = lead_up(summary)

@@ -1,4 +1,6 @@
-"""A run's summary for a terminal: counts, incidents by kind, what led up to them, the chain of events."""
+"""A run's summary for a terminal: counts, incidents by kind, what led up to them, the chain of
+events.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stepguard.report import phrases, screen
-from stepguard.report.run_words import counts, further_commands, heading, lead_up, shorten, what_was_done
+from stepguard.report.run_words import (
+    counts,
+    further_commands,
+    heading,
+    lead_up,
+    shorten,
+    what_was_done,
+)
 from stepguard.report.summary import IncidentGroup, RunSummary
 from stepguard.report.timeline import Event
 from stepguard.report.unbroken import Unbroken, titled
@@ -19,7 +28,9 @@ from stepguard.report.unbroken import Unbroken, titled
 STYLES = {"info": "", "note": "yellow", "incident": "bold red", "good": "green"}
 
 
-def render_terminal(summary: RunSummary, *, width: int = 100, colour: bool = False, unicode: bool = True) -> str:
+def render_terminal(
+    summary: RunSummary, *, width: int = 100, colour: bool = False, unicode: bool = True
+) -> str:
     """The whole screen as text."""
     console = screen.paper(width=width, colour=colour)
     paint_summary(console, summary, unicode=unicode)
@@ -32,7 +43,10 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
     _title(console, f"stepguard report: {summary.journal}", unicode)
     console.print(_pairs([*heading(summary), *counts(summary)]))
     if summary.torn:
-        torn = f"{phrases.count(summary.torn, 'line')} of the journal could not be read: a crash while writing"
+        torn = (
+            f"{phrases.count(summary.torn, 'line')} of the journal could not be read: a crash "
+            f"while writing"
+        )
         console.print(Text(f" warning: {torn}", style="bold yellow"))
     if summary.groups:
         _title(console, "incidents by kind", unicode)
@@ -77,7 +91,10 @@ def _table(groups: Sequence[IncidentGroup]) -> RenderableType:
 def _details(console: Console, position: int, group: IncidentGroup) -> None:
     console.print()
     title = Table.grid(padding=(0, 1, 0, 0))
-    title.add_row(Text(f" {position}.", style="dim"), Unbroken(group.summary or phrases.verdict_title(group.verdict)))
+    title.add_row(
+        Text(f" {position}.", style="dim"),
+        Unbroken(group.summary or phrases.verdict_title(group.verdict)),
+    )
     console.print(title)
     where = ", ".join(part for part in (group.where, group.culprits) if part)
     sure = f" ({phrases.confidence(group.confidence)})" if group.confidence is not None else ""
@@ -103,7 +120,9 @@ def _chain(events: Sequence[Event], unicode: bool) -> RenderableType:
     chain.add_column()
     for position, event in enumerate(shown):
         if left_out and position == len(shown) // 2:
-            chain.add_row("", then, Text(f"{phrases.count(left_out, 'event')} left out", style="dim"))
+            chain.add_row(
+                "", then, Text(f"{phrases.count(left_out, 'event')} left out", style="dim")
+            )
         mark = then if position else first
         chain.add_row(f" {event.steps}", mark, Unbroken(event.text, STYLES[event.weight]))
     return chain

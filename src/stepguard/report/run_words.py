@@ -19,14 +19,26 @@ _TOLD = (*_VERSIONS, *_RUN_FACTS, "versions", "time", "config", "settings")
 def heading(summary: RunSummary) -> list[Row]:
     """When, with what, on how many ranks, and which settings are not the default."""
     header = summary.header
-    versions = header.get("versions") or {name: header[name] for name in _VERSIONS if name in header}
+    versions = header.get("versions") or {
+        name: header[name] for name in _VERSIONS if name in header
+    }
     rows = [
         ("began", phrases.moment(header.get("time"))),
         ("restarts", f"{summary.restarts}, all in this report" if summary.restarts else ""),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("optimizer", _optimizer(header)),
-        ("ranks", f"{header['world']}, this is rank {header.get('rank', 0)}" if header.get("world", 1) > 1 else ""),
-        ("settings", ", ".join(f"{name}={_plain(value)}" for name, value in summary.changed_settings.items())),
+        (
+            "ranks",
+            f"{header['world']}, this is rank {header.get('rank', 0)}"
+            if header.get("world", 1) > 1
+            else "",
+        ),
+        (
+            "settings",
+            ", ".join(
+                f"{name}={_plain(value)}" for name, value in summary.changed_settings.items()
+            ),
+        ),
         *((str(name), _plain(value)) for name, value in header.items() if name not in _TOLD),
     ]
     return [row for row in rows if row[1]]
@@ -49,16 +61,26 @@ def counts(summary: RunSummary) -> list[Row]:
         rows.append(("loss", "first {}, best {}, last {}".format(*map(phrases.number, losses))))
     if summary.clip is not None:
         clip = summary.clip
-        factor = f", on average to {clip.mean_factor:.2g} of their length" if clip.mean_factor is not None else ""
+        factor = (
+            f", on average to {clip.mean_factor:.2g} of their length"
+            if clip.mean_factor is not None
+            else ""
+        )
         share = clip.clipped / clip.steps
-        rows.append(("clipping", f"{share:.1%} of {phrases.count(clip.steps, 'step')} clipped{factor}"))
+        rows.append(
+            ("clipping", f"{share:.1%} of {phrases.count(clip.steps, 'step')} clipped{factor}")
+        )
     if summary.seconds_per_step is not None:
         rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step (median)"))
     return rows
 
 
 def _steps(summary: RunSummary) -> str:
-    parts = [f"{summary.steps:,} seen", f"{summary.committed:,} committed", f"{summary.skipped:,} skipped"]
+    parts = [
+        f"{summary.steps:,} seen",
+        f"{summary.committed:,} committed",
+        f"{summary.skipped:,} skipped",
+    ]
     if summary.calibrations:
         parts.append(phrases.count(summary.calibrations, "loss-scale calibration"))
     return ", ".join(parts)
@@ -75,18 +97,28 @@ def _bad(summary: RunSummary) -> str:
 
 def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:
     """Gradient norm, loss and what was followed, over the steps before the first incident."""
-    series = (("grad norm", summary.norms_before), ("loss", summary.losses_before), *summary.followed_before.items())
+    series = (
+        ("grad norm", summary.norms_before),
+        ("loss", summary.losses_before),
+        *summary.followed_before.items(),
+    )
     return [(name, _spark(values, plain)) for name, values in series if len(values) > 1]
 
 
 def _spark(values: Sequence[float], plain: bool) -> str:
     first, last = phrases.number(values[0]), phrases.number(values[-1])
-    return f"{phrases.sparkline(values, plain=plain)}  {first} to {last} in {phrases.count(len(values), 'step')}"
+    return (
+        f"{phrases.sparkline(values, plain=plain)}  {first} to {last} in "
+        f"{phrases.count(len(values), 'step')}"
+    )
 
 
 def what_was_done(group: IncidentGroup) -> str:
     """`skipped 3, rewound 1`."""
-    return ", ".join(f"{phrases.ACTION_DONE.get(action, action)} {times}" for action, times in group.actions.items())
+    return ", ".join(
+        f"{phrases.ACTION_DONE.get(action, action)} {times}"
+        for action, times in group.actions.items()
+    )
 
 
 def further_commands(group: IncidentGroup) -> list[str]:

@@ -1,4 +1,6 @@
-"""A step as named numbers for a logger. Never a non-finite number without a finite one that says so."""
+"""A step as named numbers for a logger. Never a non-finite number without a finite one that says
+so.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ INCIDENTS = PREFIX + "incidents"
 
 
 def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
-    """Everything seen in the step, non-finite values as they are, beside `nonfinite` and `skipped` of 0 or 1."""
+    """Everything seen in the step, non-finite values as they are, beside `nonfinite` and `skipped`
+    of 0 or 1.
+    """
     seen = {
         "loss": reading.loss,
         **{f"loss/{name}": value for name, value in reading.components.items()},
@@ -32,7 +36,9 @@ def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
 
 
 def finite_only(values: dict[str, float]) -> dict[str, float]:
-    """What is left for a backend that drops or distorts NaN and Inf; `nonfinite` says that something is missing."""
+    """What is left for a backend that drops or distorts NaN and Inf; `nonfinite` says that
+    something is missing.
+    """
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 

@@ -60,7 +60,9 @@ def _window_width(stream: TextIO) -> int:
 
 
 def paper(*, width: int, colour: bool, record: bool = False) -> Console:
-    """A console that draws into memory, blind to the environment, so that the same input gives the same text."""
+    """A console that draws into memory, blind to the environment, so that the same input gives the
+    same text.
+    """
     return Console(
         file=StringIO(),
         width=width,
@@ -80,7 +82,9 @@ def paper(*, width: int, colour: bool, record: bool = False) -> Console:
 
 
 def draw(stream: TextIO, paint: Paint) -> str:
-    """What `paint` prints, as text that fits this stream: its width, its colours, no trailing blanks."""
+    """What `paint` prints, as text that fits this stream: its width, its colours, no trailing
+    blanks.
+    """
     console = paper(width=columns(stream), colour=wants_colour(stream))
     with same_random_numbers():
         paint(console)
@@ -117,6 +121,8 @@ def _rich_console_with_live_bar(stream: TextIO) -> Console | None:
 def _tqdm_bars_cleared(stream: TextIO) -> Iterator[None]:
     """tqdm's own way to write between its bars; nothing where tqdm is not in use."""
     bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    mode: Callable[..., AbstractContextManager[None]] | None = getattr(bar, "external_write_mode", None)
+    mode: Callable[..., AbstractContextManager[None]] | None = getattr(
+        bar, "external_write_mode", None
+    )
     with mode(file=stream) if mode is not None else contextlib.nullcontext():
         yield

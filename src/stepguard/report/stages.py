@@ -70,7 +70,11 @@ def parse_stage(text: str) -> Stage:
     first, last = int(found[1]), int(found[2])
     if last < first:
         raise ConfigError(f"--stage {text!r} ends before it begins; write {last}-{first}.")
-    return Stage(first=first, last=last, conditions=tuple(_condition(part, text) for part in found[3].split(",")))
+    return Stage(
+        first=first,
+        last=last,
+        conditions=tuple(_condition(part, text) for part in found[3].split(",")),
+    )
 
 
 def _condition(part: str, text: str) -> Condition:
@@ -80,14 +84,22 @@ def _condition(part: str, text: str) -> Condition:
     except ValueError:
         limit = None
     if found is None or limit is None:
-        raise ConfigError(f"--stage {text!r}: {part.strip()!r} is no condition; write one like {EXAMPLE}.")
+        raise ConfigError(
+            f"--stage {text!r}: {part.strip()!r} is no condition; write one like {EXAMPLE}."
+        )
     return Condition(name=found[1], sign=found[2], limit=limit)
 
 
 def judge_stages(record: Record, stages: Sequence[Stage]) -> tuple[Outcome, ...]:
-    """Every condition. Counts fail as soon as they are over; levels are read when the stage is over."""
+    """Every condition. Counts fail as soon as they are over; levels are read when the stage is
+    over.
+    """
     last = max((line["step"] for line in record.steps), default=-1)
-    return tuple(_outcome(record, stage, condition, last) for stage in stages for condition in stage.conditions)
+    return tuple(
+        _outcome(record, stage, condition, last)
+        for stage in stages
+        for condition in stage.conditions
+    )
 
 
 def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> Outcome:
@@ -97,7 +109,12 @@ def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> O
     state: State = "waiting"
     if over:
         state = "passed" if holds else "failed"
-    elif value is not None and not holds and condition.name in COUNTS and condition.sign in ("<", "<=", "="):
+    elif (
+        value is not None
+        and not holds
+        and condition.name in COUNTS
+        and condition.sign in ("<", "<=", "=")
+    ):
         state = "failed" if value > condition.limit else "waiting"
     note = _no_such_value(record, condition.name) if value is None else ""
     return Outcome(stage=str(stage), condition=str(condition), state=state, value=value, note=note)
@@ -108,7 +125,10 @@ def _no_such_value(record: Record, name: str) -> str:
     known = list(dict.fromkeys(found for line in record.steps for found in _names(line)))
     if not known or name in known:
         return ""
-    return f"no step of this run has a value named {name!r}; it has {', '.join([*known, *COUNTS, 'fall'])}"
+    return (
+        f"no step of this run has a value named {name!r}; it has "
+        f"{', '.join([*known, *COUNTS, 'fall'])}"
+    )
 
 
 def _names(line: StepLine) -> list[str]:
@@ -123,7 +143,9 @@ LEVELS = ("loss", "grad_norm", "clip_factor", "scale", "lr", "seconds")
 
 def _value(record: Record, stage: Stage, name: str) -> float | None:
     if name == "incidents":
-        return float(sum(stage.first <= incident.step <= stage.last for incident in record.incidents))
+        return float(
+            sum(stage.first <= incident.step <= stage.last for incident in record.incidents)
+        )
     lines = [line for line in record.steps if stage.first <= line["step"] <= stage.last]
     if name == "skipped":
         return float(sum(not line.get("committed", True) for line in lines))

@@ -1,4 +1,6 @@
-"""A whole run in one plain record: counts, kinds of incident, what led up to them, and the chain of events."""
+"""A whole run in one plain record: counts, kinds of incident, what led up to them, and the chain of
+events.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ class RunSummary:
     committed: int
     skipped: int
     calibrations: int
-    """Steps that GradScaler gave up while looking for its scale; normal, so not counted as skipped."""
+    """Steps that GradScaler gave up while looking for its scale; normal, so not counted as skipped.
+    """
     bad_steps: int
     first_bad: int | None
     last_bad: int | None
@@ -148,7 +151,9 @@ def render_json(summary: RunSummary) -> str:
 def calibration_steps(steps: Iterable[StepLine], incidents: Iterable[Incident]) -> set[int]:
     """Not committed, with a loss scale, and no incident: GradScaler was looking for its scale."""
     answered = {incident.step for incident in incidents}
-    dropped = {line["step"] for line in steps if not line.get("committed", True) and "scale" in line}
+    dropped = {
+        line["step"] for line in steps if not line.get("committed", True) and "scale" in line
+    }
     return dropped - answered
 
 
@@ -180,7 +185,9 @@ def _group(members: list[Incident]) -> IncidentGroup:
         last_step=steps[-1],
         count=len(members),
         consecutive=longest_stretch(steps),
-        where=f"{first.origin.phase}: {phrases.place(first.origin)}".rstrip(": ") if first.origin else "",
+        where=f"{first.origin.phase}: {phrases.place(first.origin)}".rstrip(": ")
+        if first.origin
+        else "",
         culprits=phrases.culprits(first.origin) if first.origin else "",
         code=finding.code if finding else "",
         title=finding.title if finding else "",
@@ -198,7 +205,9 @@ def changed_settings(header: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(settings, Mapping):
         return {}
     usual = dict(_flat(asdict(GuardConfig())))
-    return {name: value for name, value in _flat(settings) if name not in usual or usual[name] != value}
+    return {
+        name: value for name, value in _flat(settings) if name not in usual or usual[name] != value
+    }
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -210,8 +219,12 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 
 def _bad_steps(record: Record, calibrations: set[int]) -> list[int]:
-    """Steps with an incident, and steps that were dropped without one (a crash may have come before it)."""
-    dropped = {line["step"] for line in record.steps if not line.get("committed", True)} - calibrations
+    """Steps with an incident, and steps that were dropped without one (a crash may have come before
+    it).
+    """
+    dropped = {
+        line["step"] for line in record.steps if not line.get("committed", True)
+    } - calibrations
     return sorted(dropped | {incident.step for incident in record.incidents})
 
 
@@ -230,4 +243,6 @@ def _clip_activity(steps: Sequence[StepLine]) -> ClipActivity | None:
     if not factors:
         return None
     clipped = [factor for factor in factors if factor < 1.0]
-    return ClipActivity(steps=len(factors), clipped=len(clipped), mean_factor=fmean(clipped) if clipped else None)
+    return ClipActivity(
+        steps=len(factors), clipped=len(clipped), mean_factor=fmean(clipped) if clipped else None
+    )

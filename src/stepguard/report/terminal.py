@@ -1,4 +1,6 @@
-"""What the guard says while training runs: a panel for the first incident of a kind, one counted line for the rest."""
+"""What the guard says while training runs: a panel for the first incident of a kind, one counted
+line for the rest.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ class Terminal:
         self._answers[answer] += 1
         self._shown.add(incident.id)
         if self._kinds[kind] == 1:
-            known = partial(paint_incident, incident=incident, policy=self._policy, whose=self.whose())
+            known = partial(
+                paint_incident, incident=incident, policy=self._policy, whose=self.whose()
+            )
             self._paint(partial(known, unicode=self._unicode))
         else:
-            self._line(_repeat(incident, self._kinds[kind], again=self._answers[answer] > 1), "bold red")
+            self._line(
+                _repeat(incident, self._kinds[kind], again=self._answers[answer] > 1), "bold red"
+            )
 
     def note(self, verdict_summary: str, step: int, kind: str) -> None:
         """One line; of a kind that goes on, the 1st, 2nd, 4th, 8th, ... are printed."""
@@ -59,7 +65,10 @@ class Terminal:
         times = self._notes[kind]
         if times & (times - 1):
             return
-        counted = f" ({phrases.ordinal(times)} of this kind, next shown is the {phrases.ordinal(2 * times)})"
+        counted = (
+            f" ({phrases.ordinal(times)} of this kind, next shown is the "
+            f"{phrases.ordinal(2 * times)})"
+        )
         self._line(f"step {step}: {verdict_summary}" + (counted if times > 1 else ""), "yellow")
 
     def line(self, text: str) -> None:
@@ -68,7 +77,10 @@ class Terminal:
 
     def fault(self, message: str) -> None:
         """The guard itself failed: training goes on without it."""
-        self._line(f"ERROR: the guard failed and is disarmed; training goes on unguarded: {message}", "bold red")
+        self._line(
+            f"ERROR: the guard failed and is disarmed; training goes on unguarded: {message}",
+            "bold red",
+        )
 
     def launcher_line(self, line: str) -> None:
         """One line for programs: as it is, on stderr."""
@@ -79,7 +91,9 @@ class Terminal:
         if incident.id not in self._shown:
             self.incident(incident)
         reason = incident.decision.reason if incident.decision else ""
-        self._line(f"{STOPPING} at step {incident.step}" + (f": {reason}" if reason else ""), "bold red")
+        self._line(
+            f"{STOPPING} at step {incident.step}" + (f": {reason}" if reason else ""), "bold red"
+        )
         self._line(phrases.effect(incident) or phrases.ACTION_EFFECT["stop"], "")
         report = [command for command in next_commands(incident) if " report " in command]
         if report:
@@ -98,7 +112,11 @@ class Terminal:
         whose = self.whose()
         speaker = f"stepguard ({whose}): " if whose else "stepguard: "
         # soft-wrapped: one line stays one line in a log, whatever the window's width
-        self._paint(lambda console: console.print(Text.assemble((speaker, "bold"), (text, style)), soft_wrap=True))
+        self._paint(
+            lambda console: console.print(
+                Text.assemble((speaker, "bold"), (text, style)), soft_wrap=True
+            )
+        )
 
     def _paint(self, paint: Callable[[Console], None]) -> None:
         if not self._silent:
@@ -125,7 +143,9 @@ def _gist(incident: Incident) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def incident_svg(incident: Incident, *, policy: Policy | None = None, width: int = SVG_WIDTH) -> str:
+def incident_svg(
+    incident: Incident, *, policy: Policy | None = None, width: int = SVG_WIDTH
+) -> str:
     """The panel as an SVG picture, for documents."""
     console = screen.paper(width=width, colour=True, record=True)
     paint_incident(console, incident, policy=policy)

@@ -42,7 +42,9 @@ def timeline(
     incidents: Sequence[Incident],
     notes: Sequence[Mapping[str, Any]],
 ) -> tuple[Event, ...]:
-    """Every event in the order of its first step; events of one step in the order of cause and effect."""
+    """Every event in the order of its first step; events of one step in the order of cause and
+    effect.
+    """
     events = [
         *_beginning(header, steps),
         *_rise(steps, incidents),
@@ -59,7 +61,10 @@ def _beginning(header: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) ->
     when = phrases.moment(header.get("time"))
     loss = steps[0].get("loss")
     text = "the run began" + (f" at {when}" if when else "")
-    yield Event(step=steps[0]["step"], text=text + (f", loss {phrases.number(loss)}" if loss is not None else ""))
+    yield Event(
+        step=steps[0]["step"],
+        text=text + (f", loss {phrases.number(loss)}" if loss is not None else ""),
+    )
 
 
 def _rise(steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -> Iterator[Event]:
@@ -81,7 +86,9 @@ def _rise(steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -> 
     if onset == len(norms):
         return
     peak = max(norm for _, norm in norms[onset:])
-    text = f"the gradient norm rose from its usual {phrases.number(usual)} to {phrases.number(peak)}"
+    text = (
+        f"the gradient norm rose from its usual {phrases.number(usual)} to {phrases.number(peak)}"
+    )
     yield Event(step=norms[onset][0], last_step=norms[-1][0], text=text, weight="note")
 
 
@@ -117,14 +124,20 @@ def _stretch(members: list[Incident], seen: set[tuple[str, ...]]) -> Event:
     if first.decision is not None:
         times = f" {len(members)} times" if len(members) > 1 else ""
         reason = f" ({last.decision.reason})" if last.decision and last.decision.reason else ""
-        parts.append(phrases.ACTION_DONE.get(first.decision.action, first.decision.action) + times + reason)
+        parts.append(
+            phrases.ACTION_DONE.get(first.decision.action, first.decision.action) + times + reason
+        )
     return Event(step=first.step, last_step=last.step, text="; ".join(parts), weight="incident")
 
 
 def _birth(incident: Incident) -> list[str]:
     parts = []
     if incident.origin is not None:
-        born = ", ".join(part for part in (phrases.place(incident.origin), phrases.culprits(incident.origin)) if part)
+        born = ", ".join(
+            part
+            for part in (phrases.place(incident.origin), phrases.culprits(incident.origin))
+            if part
+        )
         parts.append(f"born in {incident.origin.phase}" + (f": {born}" if born else ""))
     if incident.findings:
         parts.append(f"{incident.findings[0].code} {incident.findings[0].title}")
@@ -137,12 +150,18 @@ def _noted(notes: Sequence[Mapping[str, Any]], end: int) -> Iterator[Event]:
     for line in notes:
         if line.get("type") == "run":
             continue  # started again: it has no step, the summary counts it
-        name = str(line.get("kind", "")) if line.get("type") == "note" else f"{line.get('type')}#{len(kinds)}"
+        name = (
+            str(line.get("kind", ""))
+            if line.get("type") == "note"
+            else f"{line.get('type')}#{len(kinds)}"
+        )
         kinds.setdefault(name, []).append(line)
     for lines in kinds.values():
         step, last = _step_of(lines[0], end), _step_of(lines[-1], end)
         times = f" ({len(lines)} times)" if len(lines) > 1 else ""
-        yield Event(step=step, last_step=last, text=_told(lines[0]) + times, weight=_weight(lines[0]))
+        yield Event(
+            step=step, last_step=last, text=_told(lines[0]) + times, weight=_weight(lines[0])
+        )
 
 
 def _step_of(line: Mapping[str, Any], end: int) -> int:
@@ -161,7 +180,9 @@ def _told(line: Mapping[str, Any]) -> str:
     if kind == "end" and line.get("error"):
         return f"the run was ended by an exception: {line['error']}"
     if kind == "end":
-        return "the guard was closed" if line.get("armed", True) else "the disarmed guard was closed"
+        return (
+            "the guard was closed" if line.get("armed", True) else "the disarmed guard was closed"
+        )
     return f"{kind}: {said}".rstrip(": ")
 
 
@@ -187,14 +208,26 @@ def _ending(
         return
     end = max(line["step"] for line in steps)
     last_bad = max((incident.step for incident in incidents), default=None)
-    after = [line for line in steps if line.get("committed", True) and (last_bad is None or line["step"] > last_bad)]
+    after = [
+        line
+        for line in steps
+        if line.get("committed", True) and (last_bad is None or line["step"] > last_bad)
+    ]
     if last_bad is None:
         how = "no incident" if not ended_by else "then an exception outside of a step ended the run"
         weight: Weight = "incident" if ended_by else "good"
-        yield Event(step=end, text=f"{phrases.count(len(after), 'step')} committed, {how}", weight=weight)
+        yield Event(
+            step=end, text=f"{phrases.count(len(after), 'step')} committed, {how}", weight=weight
+        )
     elif after:
-        loss = f", the last with loss {phrases.number(after[-1]['loss'])}" if "loss" in after[-1] else ""
+        loss = (
+            f", the last with loss {phrases.number(after[-1]['loss'])}"
+            if "loss" in after[-1]
+            else ""
+        )
         text = f"{phrases.count(len(after), 'step')} committed since the last incident{loss}"
         yield Event(step=after[0]["step"], last_step=end, text=text, weight="good")
     else:
-        yield Event(step=end, text="no step was committed after the last incident", weight="incident")
+        yield Event(
+            step=end, text="no step was committed after the last incident", weight="incident"
+        )

@@ -1,4 +1,6 @@
-"""Names and paths stay in one piece: lines break between words, and what is longer than a line loses its middle."""
+"""Names and paths stay in one piece: lines break between words, and what is longer than a line
+loses its middle.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 CUT = "…"
-"""What stands for the middle; `screen.put` has a plain letter for it where the stream takes no other."""
+"""What stands for the middle; `screen.put` has a plain letter for it where the stream takes no
+other.
+"""
 NARROWEST = 20
 """Columns that a table gives to such a cell before it takes them from others."""
 MARGIN = 8
@@ -19,7 +23,9 @@ _WORD = re.compile(r"\S+")
 
 
 def middle(text: str, width: int) -> str:
-    """`runs/a-long-…/model.pt`: the end of a path tells more than its beginning, so it gets more of the room."""
+    """`runs/a-long-…/model.pt`: the end of a path tells more than its beginning, so it gets more of
+    the room.
+    """
     if len(text) <= width:
         return text
     if width <= 2:
@@ -39,7 +45,9 @@ class Unbroken:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         whole = Measurement.get(console, options, self.text)
-        return Measurement(min(whole.minimum, NARROWEST, options.max_width), min(whole.maximum, options.max_width))
+        return Measurement(
+            min(whole.minimum, NARROWEST, options.max_width), min(whole.maximum, options.max_width)
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield fitted(self.text, options.max_width)
@@ -50,7 +58,9 @@ class Name(Unbroken):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plain = self.text.plain
-        yield Text(middle(plain, options.max_width), style=self.text.style, no_wrap=True, overflow="crop")
+        yield Text(
+            middle(plain, options.max_width), style=self.text.style, no_wrap=True, overflow="crop"
+        )
 
 
 def fitted(text: Text, width: int) -> Text:
@@ -79,4 +89,6 @@ def titled(title: str, *, width: int, unicode: bool) -> Rule:
     before, blank, path = title.rpartition(" ")
     room = width - len(before) - len(blank) - MARGIN
     shown = f"{before}{blank}{middle(path, max(room, MARGIN))}"
-    return Rule(Text(shown, style="bold"), characters="─" if unicode else "-", style="dim", align="left")
+    return Rule(
+        Text(shown, style="bold"), characters="─" if unicode else "-", style="dim", align="left"
+    )

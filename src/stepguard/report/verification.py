@@ -51,11 +51,17 @@ def paint_checked(console: Console, found: Sequence[Verification]) -> None:
 def _own(each: Verification) -> list[Problem]:
     """Of a folder: what belongs to none of its checkpoints."""
     inside = {problem for part in each.parts for problem in part.problems}
-    return [problem for problem in each.problems if problem not in inside] if each.format == "folder" else []
+    return (
+        [problem for problem in each.problems if problem not in inside]
+        if each.format == "folder"
+        else []
+    )
 
 
 def _table(found: Sequence[Verification], width: int) -> RenderableType:
-    """One line a checkpoint. In a narrow window the less telling columns are left out; `--json` has them all."""
+    """One line a checkpoint. In a narrow window the less telling columns are left out; `--json` has
+    them all.
+    """
     leaves = [leaf for each in found for leaf in each.leaves]
     columns = {
         "format": [leaf.format for leaf in leaves],
@@ -84,7 +90,9 @@ def _table(found: Sequence[Verification], width: int) -> RenderableType:
 
 
 def below(path: str, asked: str) -> str:
-    """`run/step-3` for what lies in `/any/where/run`: the folder that was asked for, and the way down from it."""
+    """`run/step-3` for what lies in `/any/where/run`: the folder that was asked for, and the way
+    down from it.
+    """
     inner = path.removeprefix(asked.rstrip("/") + "/")
     if inner == path:
         return path
@@ -115,11 +123,15 @@ def _details(console: Console, path: str, problems: Sequence[Problem]) -> None:
     for problem in ordered[:MOST_LISTED]:
         style = STYLES[problem.severity]
         grid.add_row(
-            Text(problem.severity, style=style), Text(problem.kind, style="cyan"), Unbroken(_sentence(problem, path))
+            Text(problem.severity, style=style),
+            Text(problem.kind, style="cyan"),
+            Unbroken(_sentence(problem, path)),
         )
     console.print(Padding(grid, (0, 0, 0, 3)))
     if len(ordered) > MOST_LISTED:
-        console.print(Text(f"   and {len(ordered) - MOST_LISTED} more; --json lists all", style="dim"))
+        console.print(
+            Text(f"   and {len(ordered) - MOST_LISTED} more; --json lists all", style="dim")
+        )
 
 
 def _sentence(problem: Problem, path: str) -> Text:

@@ -1,9 +1,11 @@
-"""Guards that nobody asked for: one for every optimizer of a process, attached before its first step begins.
+"""Guards that nobody asked for: one for every optimizer of a process, attached before its first
+step begins.
 
-An optimizer is known when it is made. Its guard comes with the first call, gradients enabled, of a module that holds
-its parameters: the model, in its DistributedDataParallel or compiled wrapper, just before its first forward. Until
-then, and only then, `nn.Module.__call__` is wrapped. Whoever slips through (parameters in no module, a forward that
-is called by another name, an optimizer inside another) gets its guard at the first `optimizer.step()`.
+An optimizer is known when it is made. Its guard comes with the first call, gradients enabled, of a
+module that holds its parameters: the model, in its DistributedDataParallel or compiled wrapper,
+just before its first forward. Until then, and only then, `nn.Module.__call__` is wrapped. Whoever
+slips through (parameters in no module, a forward that is called by another name, an optimizer
+inside another) gets its guard at the first `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Volunteers:
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
         for guard in list(self.guards):
-            volunteers.pop(guard.optimizer, None)  # a weak key whose value knows it: neither would ever go
+            volunteers.pop(
+                guard.optimizer, None
+            )  # a weak key whose value knows it: neither would ever go
             guard.close()
 
     def ended_by(self, error: BaseException) -> None:
@@ -71,7 +75,8 @@ class Volunteers:
         for guard in self.guards:
             guard.ended_by(error)
 
-    # --- an optimizer is made ----------------------------------------------------------------------------------
+    # --- an optimizer is made
+    # ----------------------------------------------------------------------------------
 
     def _noticing(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -94,7 +99,8 @@ class Volunteers:
             self._call_hook.close()
             self._call_hook = None
 
-    # --- a module is called ------------------------------------------------------------------------------------
+    # --- a module is called
+    # ------------------------------------------------------------------------------------
 
     def _before_call(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -123,7 +129,8 @@ class Volunteers:
         ours = parameters_of(optimizer)
         return any(other is not optimizer and ours & parameters_of(other) for other in self._known)
 
-    # --- an optimizer steps ------------------------------------------------------------------------------------
+    # --- an optimizer steps
+    # ------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stepping:  # left there by a step that raised
@@ -142,14 +149,17 @@ class Volunteers:
             del self._stepping[self._stepping.index(id(optimizer)) :]
 
     def _look_again(self, optimizer: Optimizer) -> None:
-        """The model was tried out first and made parallel afterwards: the guard has to see the wrapper."""
+        """The model was tried out first and made parallel afterwards: the guard has to see the
+        wrapper.
+        """
         guard = next((g for g in self.guards if g.optimizer is optimizer), None)
         if guard is None or not distributed() or isinstance(guard.model, DistributedDataParallel):
             return
         if isinstance(trained_by(optimizer).model, DistributedDataParallel):
             volunteers.pop(optimizer)()
 
-    # --- the guards --------------------------------------------------------------------------------------------
+    # --- the guards
+    # --------------------------------------------------------------------------------------------
 
     def _attach(self, optimizer: Optimizer, called: nn.Module | None) -> None:
         if optimizer in self._refused:
@@ -167,7 +177,9 @@ class Volunteers:
         except Exception as fault:  # the script must run, guarded or not
             self._refused.add(optimizer)
             self.refused += 1
-            self._complain(f"{type(optimizer).__name__} is not guarded: {type(fault).__name__}: {fault}")
+            self._complain(
+                f"{type(optimizer).__name__} is not guarded: {type(fault).__name__}: {fault}"
+            )
             return
         self.guards.append(guard)
         volunteers[optimizer] = functools.partial(self._make_way, guard)
@@ -182,7 +194,9 @@ class Volunteers:
         number = self._numbers.setdefault(optimizer, len(self._numbers))
         if number == 0 or self._config.run_dir is None:
             return self._config
-        return replace(self._config, run_dir=Path(self._config.run_dir) / f"optimizer{number}", human_log=None)
+        return replace(
+            self._config, run_dir=Path(self._config.run_dir) / f"optimizer{number}", human_log=None
+        )
 
 
 def _wrap(undo: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

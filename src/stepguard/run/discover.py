@@ -25,7 +25,9 @@ class LooseParameters(nn.Module):
 
 @dataclass(slots=True)
 class Trained:
-    """What an optimizer trains: the model, and further modules by name where the parameters lie in several."""
+    """What an optimizer trains: the model, and further modules by name where the parameters lie in
+    several.
+    """
 
     model: nn.Module
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -45,11 +47,15 @@ def share(module: nn.Module, parameters: frozenset[int]) -> int:
 
 
 def trained_by(optimizer: Optimizer, called: nn.Module | None = None) -> Trained:
-    """The outermost modules that hold the parameters. `called`, the one being called, goes before what contains it."""
+    """The outermost modules that hold the parameters. `called`, the one being called, goes before
+    what contains it.
+    """
     ours = parameters_of(optimizer)
     found = [_called_first(module, called, ours) for module in _outermost(ours)]
     if not found:
-        return Trained(called if called is not None and share(called, ours) else LooseParameters(optimizer))
+        return Trained(
+            called if called is not None and share(called, ours) else LooseParameters(optimizer)
+        )
     found.sort(key=lambda module: (share(module, ours), module is called), reverse=True)
     rest = {}
     for index, module in enumerate(found[1:], start=1):
@@ -59,12 +65,16 @@ def trained_by(optimizer: Optimizer, called: nn.Module | None = None) -> Trained
 
 
 def _outermost(parameters: frozenset[int]) -> list[nn.Module]:
-    modules = [m for m in _living(nn.Module) if share(m, parameters) and not isinstance(m, LooseParameters)]
+    modules = [
+        m for m in _living(nn.Module) if share(m, parameters) and not isinstance(m, LooseParameters)
+    ]
     inner = {id(child) for m in modules for child in m.modules() if child is not m}
     return [m for m in modules if id(m) not in inner]
 
 
-def _called_first(module: nn.Module, called: nn.Module | None, parameters: frozenset[int]) -> nn.Module:
+def _called_first(
+    module: nn.Module, called: nn.Module | None, parameters: frozenset[int]
+) -> nn.Module:
     """A container nobody calls (a trainer, an average of weights) is worse than the model in it."""
     if called is None or called is module or not any(m is called for m in module.modules()):
         return module

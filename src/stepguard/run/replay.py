@@ -1,8 +1,9 @@
-"""Running a capsule again: the same step, in a fresh process, on another machine, with the same origin.
+"""Running a capsule again: the same step, in a fresh process, on another machine, with the same
+origin.
 
-The capsule holds no code. Model, optimizer and loss come from the user's own program: a build function, or the script
-that was running, executed up to its first guarded step. Either must lie below the current directory: a capsule can
-name it, but cannot bring it.
+The capsule holds no code. Model, optimizer and loss come from the user's own program: a build
+function, or the script that was running, executed up to its first guarded step. Either must lie
+below the current directory: a capsule can name it, but cannot bring it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from stepguard.state.importing import find_module, import_function, importable, 
 from stepguard.state.step import LossFn, Step, unwrapped
 
 MOST_STEPS = 100
-"""Guarded steps of a script that may pass before one belongs to the capsule (a GAN has two guards)."""
+"""Guarded steps of a script that may pass before one belongs to the capsule (a GAN has two guards).
+"""
 
 Inspect = Callable[[Step, Incident], None]
 
@@ -43,7 +45,8 @@ def replay(
     script: str | None = None,
     inspect: Inspect | None = None,
 ) -> Incident:
-    """Run the bad step again and say where its first harmful value is born. Raises CapsuleError with the way out.
+    """Run the bad step again and say where its first harmful value is born. Raises CapsuleError
+    with the way out.
 
     `inspect` is called with the step and the incident while the script's objects are still alive.
     """
@@ -52,12 +55,15 @@ def replay(
         return again.from_built(build())
     if build is not None or (script is None and again.capsule.build is not None):
         with importable():
-            return again.from_built(import_function(build or str(again.capsule.build), CapsuleError)())
+            return again.from_built(
+                import_function(build or str(again.capsule.build), CapsuleError)()
+            )
     module = again.capsule.module if script is None else None
     script = script or again.capsule.script
     if script is None:
         raise CapsuleError(
-            f"{again.capsule.folder} names neither a script nor a build function; pass script='train.py', or "
+            f"{again.capsule.folder} names neither a script nor a build function; pass "
+            f"script='train.py', or "
             "build='module:function' that returns (model, optimizer, loss_fn)."
         )
     return again.from_script(script, module)
@@ -73,9 +79,13 @@ class _Again:
         self._offers, self._why_not = 0, ""
 
     def from_built(self, built: Any) -> Incident:
-        if not (isinstance(built, tuple) and len(built) in (3, 4) and isinstance(built[0], nn.Module)):
+        if not (
+            isinstance(built, tuple) and len(built) in (3, 4) and isinstance(built[0], nn.Module)
+        ):
             what = f"a tuple of {len(built)}" if isinstance(built, tuple) else type(built).__name__
-            raise CapsuleError(f"the build function returned {what}; return (model, optimizer, loss_fn).")
+            raise CapsuleError(
+                f"the build function returned {what}; return (model, optimizer, loss_fn)."
+            )
         model, optimizer, loss_fn, *modules = built
         return self._run(model, optimizer, loss_fn, modules[0] if modules else {})
 
@@ -87,7 +97,9 @@ class _Again:
         grad = torch.is_grad_enabled()
         try:
             with (
-                as_main(module or script, self.capsule.arguments, module=module is not None) as start,
+                as_main(
+                    module or script, self.capsule.arguments, module=module is not None
+                ) as start,
                 taking(self._take),
             ):
                 self._start(start, path.name)
@@ -127,7 +139,11 @@ class _Again:
         return True
 
     def _run(
-        self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, modules: Mapping[str, nn.Module]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        modules: Mapping[str, nn.Module],
     ) -> Incident:
         """Fill the objects with the capsule's state and look."""
         capsule, (reading, batches, rng) = self.capsule, self._decoded
@@ -148,8 +164,12 @@ class _Again:
             clip_norm=capsule.facts["clip_norm"],
         )
         kind: VerdictKind = capsule.facts["verdict"]
-        verdict = Verdict(kind=kind, severity="incident", summary=str(capsule.facts.get("summary", "")))
-        incident = Incident(id=f"{reading.step:08d}-replay", step=reading.step, verdict=verdict, reading=reading)
+        verdict = Verdict(
+            kind=kind, severity="incident", summary=str(capsule.facts.get("summary", ""))
+        )
+        incident = Incident(
+            id=f"{reading.step:08d}-replay", step=reading.step, verdict=verdict, reading=reading
+        )
         found = place_again(step) if kind == "exception" else locate(step, reading)
         incident = replace(incident, origin=found, capsule=str(capsule.folder))
         incident = replace(incident, findings=diagnose(incident, RunFacts()))
@@ -162,5 +182,8 @@ def _below_here(path: Path) -> Path:
     """A capsule may name code of the user's project, nothing else on the machine."""
     resolved = inside(path, str(path), CapsuleError)
     if not resolved.is_file():
-        raise CapsuleError(f"{path} does not exist here; run this in the project's folder, or pass script= or build=.")
+        raise CapsuleError(
+            f"{path} does not exist here; run this in the project's folder, or pass script= or "
+            f"build=."
+        )
     return resolved

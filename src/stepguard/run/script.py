@@ -1,4 +1,6 @@
-"""Running a user's script as its own main program: what it sees is what `python script.py` would show it."""
+"""Running a user's script as its own main program: what it sees is what `python script.py` would
+show it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ from types import ModuleType
 
 
 @contextmanager
-def as_main(script: str | Path, arguments: list[str], *, module: bool = False) -> Iterator[Callable[[], None]]:
-    """Call what this gives: it does what `python script arguments` or, with `module`, `python -m script` does."""
+def as_main(
+    script: str | Path, arguments: list[str], *, module: bool = False
+) -> Iterator[Callable[[], None]]:
+    """Call what this gives: it does what `python script arguments` or, with `module`, `python -m
+    script` does.
+    """
     with _surroundings(str(script), arguments, None if module else Path(script).resolve().parent):
         if module:
             yield lambda: _run_module(str(script))
@@ -27,7 +33,9 @@ def _run_module(name: str) -> None:
 
 
 def _run_file(path: Path) -> None:
-    """Not runpy.run_path: that would change `sys.argv[0]` or leave `__file__` relative, which python does not."""
+    """Not runpy.run_path: that would change `sys.argv[0]` or leave `__file__` relative, which
+    python does not.
+    """
     with io.open_code(str(path)) as file:
         code = compile(file.read(), str(path), "exec", dont_inherit=True)
     main = ModuleType("__main__")

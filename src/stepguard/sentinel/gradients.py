@@ -1,8 +1,9 @@
 """The gradients' norm, and through it an exact finite test, in one foreach pass.
 
-A finite norm proves that every element is finite. Only a non-finite norm needs the slow exact test, because finite
-elements can overflow it. The norm is taken in fp32 for half-precision gradients; the norm that clips is rounded the
-way `torch.nn.utils.clip_grad_norm_` rounds it, so that a guarded run clips bit for bit as a bare one does.
+A finite norm proves that every element is finite. Only a non-finite norm needs the slow exact test,
+because finite elements can overflow it. The norm is taken in fp32 for half-precision gradients; the
+norm that clips is rounded the way `torch.nn.utils.clip_grad_norm_` rounds it, so that a guarded run
+clips bit for bit as a bare one does.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ class GradientNorm:
 
 @torch.no_grad()
 def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNorm | None:
-    """Norm of all gradients; None when there are none. `each`: the smallest one of a parameter as well."""
+    """Norm of all gradients; None when there are none. `each`: the smallest one of a parameter as
+    well.
+    """
     dense = [dense_values(g) for g in grads]
     if not dense:
         return None
     if not any(g.dtype in HALVES for g in dense):
         if each and len({(g.device, g.dtype) for g in dense}) == 1:
-            every = torch.stack(list(torch._foreach_norm(dense)))  # as get_total_norm does it, so the total is the same
+            every = torch.stack(
+                list(torch._foreach_norm(dense))
+            )  # as get_total_norm does it, so the total is the same
             total = torch.linalg.vector_norm(every)
             return GradientNorm(total, total, every.min())
         total = get_total_norm(dense)
@@ -51,7 +56,8 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
     device = dense[0].device
     wide, rounded = [], []
     for group in _by_device_and_dtype(dense):
-        # CPU and CUDA kernels accumulate half precision in fp32 and round at the end, so this is torch's own number
+        # CPU and CUDA kernels accumulate half precision in fp32 and round at the end, so this is
+        # torch's own number
         norms = (
             torch._foreach_norm(group, 2, dtype=torch.float32)
             if group[0].dtype in HALVES
@@ -61,20 +67,27 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
         rounded += [n.to(device=device, dtype=group[0].dtype) for n in norms]
     total = torch.linalg.vector_norm(torch.stack(wide))
     if len({n.dtype for n in rounded}) > 1:
-        return GradientNorm(total, get_total_norm(dense))  # torch adds mixed dtypes in an order of its own
+        return GradientNorm(
+            total, get_total_norm(dense)
+        )  # torch adds mixed dtypes in an order of its own
     return GradientNorm(total, torch.linalg.vector_norm(torch.stack(rounded)))
 
 
 @torch.no_grad()
-def clip(params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None) -> None:
+def clip(
+    params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None
+) -> None:
     """Clip as torch does. With the norm known on the host, a factor of 1 costs nothing."""
     if known is not None and math.isfinite(known) and max_norm / (known * (1 + 1e-2) + 1e-6) > 1.0:
-        return  # clearly below the limit even after half-precision rounding: torch would multiply by exactly 1
+        # clearly below the limit even after half-precision rounding: torch would multiply by
+        # exactly 1
+        return
     if norm.clip is norm.total:
         clip_grads_with_norm_(params, max_norm, norm.total)
         return
     factor, wide = _factor(max_norm, norm.clip), _factor(max_norm, norm.total)
-    # where the half-precision norm overflows, the fp32 one does not; chosen on the device, so nothing waits
+    # where the half-precision norm overflows, the fp32 one does not; chosen on the device, so
+    # nothing waits
     factor = torch.where(torch.isfinite(norm.clip), factor.to(wide.dtype), wide)
     for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
         torch._foreach_mul_(group, factor.to(group[0].device))
@@ -95,11 +108,16 @@ class GradientMark:
     """Tells whether the gradients of a moment are still the same ones. Holds none of them alive."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._marks = [(p, weakref.ref(p.grad), p.grad._version) for p in params if p.grad is not None][:1]
+        self._marks = [
+            (p, weakref.ref(p.grad), p.grad._version) for p in params if p.grad is not None
+        ][:1]
 
     def gone(self) -> bool:
         """Dropped, replaced or written to since."""
-        return any(p.grad is None or p.grad is not ref() or p.grad._version != v for p, ref, v in self._marks)
+        return any(
+            p.grad is None or p.grad is not ref() or p.grad._version != v
+            for p, ref, v in self._marks
+        )
 
 
 def dense_values(tensor: Tensor) -> Tensor:
@@ -113,7 +131,9 @@ def dense_values(tensor: Tensor) -> Tensor:
 
 
 def dense_real(tensor: Tensor) -> Tensor:
-    """As `dense_values`, complex numbers as pairs, eight-bit ones as float32; empty where there is nothing to read."""
+    """As `dense_values`, complex numbers as pairs, eight-bit ones as float32; empty where there is
+    nothing to read.
+    """
     if _plain(tensor):
         return tensor
     if not _readable(tensor):
@@ -128,7 +148,9 @@ def dense_real(tensor: Tensor) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Nearly every parameter, told with as few questions as possible: asked of all of them at every step."""
+    """Nearly every parameter, told with as few questions as possible: asked of all of them at every
+    step.
+    """
     ordinary = type(tensor) in PLAIN and tensor.dtype in ORDINARY and tensor.layout is torch.strided
     return ordinary and not (tensor.is_meta or tensor.is_nested)
 
@@ -139,7 +161,9 @@ def elements(tensor: Tensor) -> int:
 
 
 def _readable(tensor: Tensor) -> bool:
-    """Lazy parameters have no shape yet, meta tensors no data, quantized and nested ones no values to compare."""
+    """Lazy parameters have no shape yet, meta tensors no data, quantized and nested ones no values
+    to compare.
+    """
     if is_lazy(tensor):
         return False
     opaque = tensor.layout is torch._mkldnn  # type: ignore[attr-defined]

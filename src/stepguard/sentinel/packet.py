@@ -1,7 +1,9 @@
-"""A few numbers on their way from the device to the host: one transfer, awaited as late as possible.
+"""A few numbers on their way from the device to the host: one transfer, awaited as late as
+possible.
 
-On an accelerator the copy goes to pinned memory behind the kernels already queued, with an event after it, so waiting
-for it does not wait for later work. That path is designed for and cannot be run where only a CPU is.
+On an accelerator the copy goes to pinned memory behind the kernels already queued, with an event
+after it, so waiting for it does not wait for later work. That path is designed for and cannot be
+run where only a CPU is.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from torch import Tensor
 
 
 class Packet:
-    """Scalars of one step. `fetch` is the only place of a healthy step where the host waits for the device."""
+    """Scalars of one step. `fetch` is the only place of a healthy step where the host waits for the
+    device.
+    """
 
     fetched = 0
     """How many packets this process has waited for; tests count syncs with it."""
@@ -21,7 +25,12 @@ class Packet:
     def __init__(self, values: Sequence[Tensor]) -> None:
         device = values[0].device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        line = torch.stack([v.detach().reshape(()).to(device=device, dtype=wide, non_blocking=True) for v in values])
+        line = torch.stack(
+            [
+                v.detach().reshape(()).to(device=device, dtype=wide, non_blocking=True)
+                for v in values
+            ]
+        )
         self.values = line
         self._event: torch.Event | None = None
         self._host = line

@@ -1,8 +1,10 @@
 """Making every rank see the same step. Three ways, chosen once:
 
 alone       one process.
-spread      DistributedDataParallel: its own gradient reduction carries a NaN to every rank, so no collective is added.
-            What only one rank can see (its loss, its norm statistics) is put into a gradient before the reduction.
+spread      DistributedDataParallel: its own gradient reduction carries a NaN to every rank, so no
+collective is added.
+            What only one rank can see (its loss, its norm statistics) is put into a gradient before
+            the reduction.
 collective  anything else: one small MAX reduction a step.
 """
 
@@ -21,7 +23,9 @@ from stepguard.sentinel.gradients import finite
 
 Mode = Literal["alone", "spread", "collective"]
 CARRIERS = 3
-"""Parameters that carry a rank's own trouble into the reduction; more than one in case one gets no gradient."""
+"""Parameters that carry a rank's own trouble into the reduction; more than one in case one gets no
+gradient.
+"""
 
 
 REDUCED = 4
@@ -70,13 +74,17 @@ class Agreement:
 
     @torch.no_grad()
     def reduce(self, values: Tensor, step: int) -> Tensor | None:
-        """The largest finite values and the non-finite flags over all ranks; None where no reduction is needed."""
+        """The largest finite values and the non-finite flags over all ranks; None where no
+        reduction is needed.
+        """
         if self.mode != "collective":
             return None
         self._reduced = step
         flags = (~torch.isfinite(values)).to(values.dtype)
         # float64 MAX is not on every backend; float32 is enough for flags and for comparing losses
-        both = torch.cat([torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), flags]).to(torch.float32)
+        both = torch.cat([torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), flags]).to(
+            torch.float32
+        )
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         self._shared = both
         return both
@@ -107,9 +115,11 @@ class Agreement:
             dist.distributed_c10d._get_default_store().set(self._left, str(self.rank))
 
     def stay(self, step: int, parameters: Sequence[Tensor]) -> bool:
-        """The part of a disarmed rank in a step of all. True where no rank may update, by what every rank sees.
+        """The part of a disarmed rank in a step of all. True where no rank may update, by what
+        every rank sees.
 
-        The others refuse such a step; one rank that took it would have other weights from then on, with NaN in them.
+        The others refuse such a step; one rank that took it would have other weights from then on,
+        with NaN in them.
         """
         if self.mode == "alone":
             return False
@@ -132,7 +142,9 @@ class Agreement:
         self._hooks = []
 
     def _carry(self, model: nn.Module) -> list[Any]:
-        trainable = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
+        trainable = sorted(
+            (p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel()
+        )
         if not trainable:
             return []
         self._cell = torch.ones((), device=trainable[0].device)

@@ -1,8 +1,10 @@
-"""When an optimizer could make a NaN out of finite gradients, the update is checked at once and can be undone.
+"""When an optimizer could make a NaN out of finite gradients, the update is checked at once and can
+be undone.
 
-That costs a copy of parameters and optimizer state, so it is done only where the arithmetic says it can happen:
-fp16 parameters, an epsilon that is 0 in the parameter's dtype, a learning rate far above everything configured, or an
-optimizer that is not torch's own, if a gradient is exactly 0 (people divide by its norm) or the model is small.
+That costs a copy of parameters and optimizer state, so it is done only where the arithmetic says it
+can happen: fp16 parameters, an epsilon that is 0 in the parameter's dtype, a learning rate far
+above everything configured, or an optimizer that is not torch's own, if a gradient is exactly 0
+(people divide by its norm) or the model is small.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def foreign(optimizer: Optimizer) -> bool:
     return not type(optimizer).__module__.startswith("torch.optim.")
 
 
-def risky_update(optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm: float | None = None) -> bool:
+def risky_update(
+    optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm: float | None = None
+) -> bool:
     """Could this update turn finite gradients into non-finite weights?"""
     if foreign(optimizer) and (least_norm == 0.0 or _small(optimizer)):
         return True
@@ -57,4 +61,6 @@ def _epsilon(group: dict[str, Any]) -> float | None:
 def _fragile(dtype: torch.dtype, eps: float | None) -> bool:
     if dtype is torch.float16:
         return True
-    return eps is not None and dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype)) == 0.0
+    return (
+        eps is not None and dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype)) == 0.0
+    )

@@ -1,4 +1,6 @@
-"""Parameters, buffers and optimizer state: a cheap finite test on the device, and a scan that names the bad ones."""
+"""Parameters, buffers and optimizer state: a cheap finite test on the device, and a scan that names
+the bad ones.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from torch.optim import Optimizer
 from stepguard.sentinel.gradients import dense_real, elements, finite
 
 CHEAP_LOOK = 2**20
-"""Elements that are looked at after every update, whatever it costs: about a quarter of a millisecond."""
+"""Elements that are looked at after every update, whatever it costs: about a quarter of a
+millisecond.
+"""
 TURNS = 32
 """Updates after which every parameter of a larger model has been looked at."""
 
@@ -24,8 +28,9 @@ TURNS = 32
 def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     """One number that is NaN or Inf when a tensor holds NaN or +Inf; None for no tensors.
 
-    A maximum is the cheapest pass that carries NaN. A lone -Inf passes it and is caught by the loss or gradient it
-    ruins one step later; half-precision groups, where updates overflow in earnest, get the exact test instead.
+    A maximum is the cheapest pass that carries NaN. A lone -Inf passes it and is caught by the loss
+    or gradient it ruins one step later; half-precision groups, where updates overflow in earnest,
+    get the exact test instead.
     """
     plain = [t for t in map(dense_real, tensors) if t.numel() and t.is_floating_point()]
     if not plain:
@@ -37,10 +42,11 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 class InTurn:
-    """Hands out large lists of tensors a share at a time, so that a look at all of them costs little a step.
+    """Hands out large lists of tensors a share at a time, so that a look at all of them costs
+    little a step.
 
-    A parameter that a step turns non-finite shows at once in the next loss or gradient if the model uses it; the look
-    is for the others, and may take a few dozen steps to come round.
+    A parameter that a step turns non-finite shows at once in the next loss or gradient if the model
+    uses it; the look is for the others, and may take a few dozen steps to come round.
     """
 
     def __init__(self) -> None:
@@ -60,7 +66,9 @@ class InTurn:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stretch of a tensor's elements. Cut out when it is looked at: the tensor's memory may be another by then."""
+    """A stretch of a tensor's elements. Cut out when it is looked at: the tensor's memory may be
+    another by then.
+    """
 
     tensor: Tensor
     count: int
@@ -72,7 +80,11 @@ class _Part:
         if is_lazy(self.tensor):
             return self.tensor
         live = self.tensor.detach()
-        if self.end - self.start == self.count or live.numel() != self.count or not live.is_contiguous():
+        if (
+            self.end - self.start == self.count
+            or live.numel() != self.count
+            or not live.is_contiguous()
+        ):
             return live
         return live.view(-1)[self.start : self.end]
 
@@ -91,18 +103,34 @@ def _shares(tensors: Sequence[Tensor]) -> list[list[_Part]]:
 
 
 def _parts(tensor: Tensor, most: int) -> list[_Part]:
-    """The whole tensor, or stretches of at most so many elements where it can be cut without a copy."""
+    """The whole tensor, or stretches of at most so many elements where it can be cut without a
+    copy.
+    """
     count = elements(tensor)
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.is_contiguous()
+    plain = (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )
     if not plain or count <= most:
         return [_Part(tensor, count, 0, count)]
-    return [_Part(tensor, count, start, min(start + most, count)) for start in range(0, count, most)]
+    return [
+        _Part(tensor, count, start, min(start + most, count)) for start in range(0, count, most)
+    ]
 
 
-def bad_parameters(roots: Mapping[str, nn.Module], optimizer: Optimizer, elsewhere: Container[int] = ()) -> list[str]:
-    """`param:NAME` for every parameter with a non-finite element, but for those whose id is `elsewhere`."""
+def bad_parameters(
+    roots: Mapping[str, nn.Module], optimizer: Optimizer, elsewhere: Container[int] = ()
+) -> list[str]:
+    """`param:NAME` for every parameter with a non-finite element, but for those whose id is
+    `elsewhere`.
+    """
     names = parameter_names(roots, optimizer)
-    return [f"param:{name}" for tensor, name in names if id(tensor) not in elsewhere and not finite(tensor)]
+    return [
+        f"param:{name}"
+        for tensor, name in names
+        if id(tensor) not in elsewhere and not finite(tensor)
+    ]
 
 
 def bad_buffers(roots: Mapping[str, nn.Module]) -> list[str]:
@@ -121,7 +149,12 @@ def extremes(tensor: Tensor) -> Tensor | None:
 
 def bad_slots(optimizer: Optimizer) -> list[str]:
     """`opt:SLOT` for every optimizer slot with a non-finite element."""
-    slots = {slot: None for state in optimizer.state.values() for slot, value in _tensors(state) if not finite(value)}
+    slots = {
+        slot: None
+        for state in optimizer.state.values()
+        for slot, value in _tensors(state)
+        if not finite(value)
+    }
     return [f"opt:{slot}" for slot in slots]
 
 
@@ -130,7 +163,9 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for _, value in _tensors(state)]
 
 
-def parameter_names(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> list[tuple[Tensor, str]]:
+def parameter_names(
+    roots: Mapping[str, nn.Module], optimizer: Optimizer
+) -> list[tuple[Tensor, str]]:
     """Each parameter once, with its dotted name; parameters only the optimizer knows are numbered."""
     names: dict[int, tuple[Tensor, str]] = {}
     for prefix, root in roots.items():

@@ -1,11 +1,12 @@
 """Seeing the loss and the pre-clip norm of a loop that stays as it is.
 
-A few torch functions are wrapped while at least one guard watches, and put back when the last one closes:
-`Tensor.backward`, whose root is the loss; the norm inside `clip_grad_norm_`, which clipping has to compute anyway;
-`Module.load_state_dict`, after which remembered buffers are old; `GradScaler.step`, which shows the scaler nobody
-handed over, and `GradScaler.update`, the only call a loop makes when the scaler skipped; and
-`AveragedModel.update_parameters`, which has nothing to average after a vetoed update. Nothing is installed on the
-user's objects, so copies, pickles and compiled graphs never carry a hook of ours.
+A few torch functions are wrapped while at least one guard watches, and put back when the last one
+closes: `Tensor.backward`, whose root is the loss; the norm inside `clip_grad_norm_`, which clipping
+has to compute anyway; `Module.load_state_dict`, after which remembered buffers are old;
+`GradScaler.step`, which shows the scaler nobody handed over, and `GradScaler.update`, the only call
+a loop makes when the scaler skipped; and `AveragedModel.update_parameters`, which has nothing to
+average after a vetoed update. Nothing is installed on the user's objects, so copies, pickles and
+compiled graphs never carry a hook of ours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch.optim.swa_utils import AveragedModel
 
 
 class Listener(Protocol):
-    """Told about every backward and every clipping in the process; decides for itself what concerns it."""
+    """Told about every backward and every clipping in the process; decides for itself what concerns
+    it.
+    """
 
     def before_backward(self, root: Tensor) -> None: ...
     def after_backward(self, root: Tensor, *, failed: bool) -> None: ...
@@ -72,7 +75,8 @@ def _install() -> None:
     _wrap(GradScaler, "update", _tapped_update)
     _wrap(GradScaler, "step", _tapped_scaled_step)
     _wrap(AveragedModel, "update_parameters", _tapped_average)
-    # private, but the only place every spelling of clip_grad_norm_ passes; without it the guard takes its own norm
+    # private, but the only place every spelling of clip_grad_norm_ passes; without it the guard
+    # takes its own norm
     if hasattr(clip_grad, "_get_total_norm"):
         _wrap(clip_grad, "_get_total_norm", _tapped_norm)
 
@@ -144,7 +148,9 @@ def _tapped_scaled_step(original: Any) -> Any:
 def _tapped_average(original: Any) -> Any:
     @functools.wraps(original)
     def update_parameters(self: AveragedModel, model: Any) -> Any:
-        said = [listener.averages_nothing(self, model) for listener in tuple(_listeners)]  # every one is told
+        said = [
+            listener.averages_nothing(self, model) for listener in tuple(_listeners)
+        ]  # every one is told
         return None if any(said) else original(self, model)
 
     return update_parameters

@@ -1,7 +1,8 @@
 """The one seam to the disk, and files and folders on it that are either wholly there or not there.
 
-Whatever changes a disk (mkdir, create, write, sync, rename, unlink, rmdir) passes through `Disk.perform` as one
-`Operation`. So every instant at which a process can die or a disk can fail has a number, and tests try them all.
+Whatever changes a disk (mkdir, create, write, sync, rename, unlink, rmdir) passes through
+`Disk.perform` as one `Operation`. So every instant at which a process can die or a disk can fail
+has a number, and tests try them all.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Operation:
 
 
 class Disk:
-    """The operations that change a disk. Another disk (slow, full, failing, recorded) overrides `perform`."""
+    """The operations that change a disk. Another disk (slow, full, failing, recorded) overrides
+    `perform`.
+    """
 
     def perform(self, operation: Operation, act: Callable[[], Result]) -> Result:
         """Every operation passes here; `act` carries it out."""
@@ -83,7 +86,9 @@ class Disk:
 
 
 class NewFile:
-    """A file being written from its beginning; `sync` before `close`, or its content may be lost in a power cut."""
+    """A file being written from its beginning; `sync` before `close`, or its content may be lost in
+    a power cut.
+    """
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self.path = path
@@ -95,7 +100,10 @@ class NewFile:
     def write(self, data: memoryview | bytes) -> None:
         """Append; a disk that takes only a part is asked again until it refuses."""
         view = memoryview(data).cast("B")
-        self._disk.perform(Operation("write", self.path, data=view, offset=self.size), lambda: self._write_all(view))
+        self._disk.perform(
+            Operation("write", self.path, data=view, offset=self.size),
+            lambda: self._write_all(view),
+        )
         self.size += len(view)
 
     def sync(self) -> None:
@@ -106,7 +114,12 @@ class NewFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         os.close(self._fd)
 
     def _write_all(self, view: memoryview) -> None:

@@ -1,11 +1,14 @@
-"""Attributes of the user's own modules: counters, running tensors, lists, hidden states. A vetoed step puts them back.
+"""Attributes of the user's own modules: counters, running tensors, lists, hidden states. A vetoed
+step puts them back.
 
-References to what was there are held, small containers and tensors are copied, and a large tensor is copied again only
-when its version counter moved. torch's own modules keep their state in buffers and need no look.
+References to what was there are held, small containers and tensors are copied, and a large tensor
+is copied again only when its version counter moved. torch's own modules keep their state in buffers
+and need no look.
 
-Not covered: state outside the modules (variables of the loop, of closures), numpy arrays of more than 65536 elements,
-entries changed inside a container of more than 1024, tensors beyond 2**24 elements together (or one of more than 2**22
-that is bound anew), and objects that hold more than data.
+Not covered: state outside the modules (variables of the loop, of closures), numpy arrays of more
+than 65536 elements, entries changed inside a container of more than 1024, tensors beyond 2**24
+elements together (or one of more than 2**22 that is bound anew), and objects that hold more than
+data.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from stepguard.state.kept_values import SMALL, Kept, Reach, Shadow, has_history,
 LARGEST_HELD = 2**22
 """Elements of a tensor that is held until the next step, though the model has let go of it."""
 INTERNAL = frozenset(vars(nn.Module()))
-"""What torch itself keeps in a module: parameters, buffers, submodules, hooks, the training flag."""
+"""What torch itself keeps in a module: parameters, buffers, submodules, hooks, the training flag.
+"""
 
 
 class AttributeKeeper:
     """Remembers the attributes of some modules at one moment and can go back to it.
 
-    All attributes of all modules are one flat list, so that a step on which none moved is a few passes in C.
+    All attributes of all modules are one flat list, so that a step on which none moved is a few
+    passes in C.
     """
 
     def __init__(self) -> None:
@@ -92,7 +97,9 @@ class AttributeKeeper:
             self._take(index, own[key])
 
     def _take(self, index: int, value: Any, *, again: bool = False) -> None:
-        """`again`: the attribute is bound anew from step to step. A large tensor is then held, not copied."""
+        """`again`: the attribute is bound anew from step to step. A large tensor is then held, not
+        copied.
+        """
         large = again and isinstance(value, Tensor) and value.numel() > SMALL
         held = not has_history(value) and not (large and value.numel() > LARGEST_HELD)
         self._values[index] = value if held else Shadow(value)
@@ -105,7 +112,11 @@ class AttributeKeeper:
     def _remove_new(self) -> None:
         known = {(id(own), key) for own, key in self._places}
         for own in self._owns:
-            for key in [key for key in own if key not in INTERNAL and (id(own), key) not in known and plain(own[key])]:
+            for key in [
+                key
+                for key in own
+                if key not in INTERNAL and (id(own), key) not in known and plain(own[key])
+            ]:
                 del own[key]
 
 

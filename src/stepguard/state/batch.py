@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 OUTPUT_GRADIENT = "output gradient"
-"""Key beside the arguments of a recorded model call: what came back to the outputs. It is no part of the batch."""
+"""Key beside the arguments of a recorded model call: what came back to the outputs. It is no part
+of the batch.
+"""
 
 
 def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(`x`, tensor) for mappings, (`0`, tensor) for sequences, dotted where nested; "" for a lone tensor."""
+    """(`x`, tensor) for mappings, (`0`, tensor) for sequences, dotted where nested; "" for a lone
+    tensor.
+    """
     if isinstance(batch, Tensor):
         yield name, batch
         return
@@ -38,7 +42,10 @@ def bad_batch_tensors(batches: tuple[Any, ...]) -> list[str]:
 
 
 def _non_finite(tensor: Tensor) -> bool:
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout is not torch.strided:
+    if (
+        not (tensor.is_floating_point() or tensor.is_complex())
+        or tensor.layout is not torch.strided
+    ):
         return False
     return not bool(torch.isfinite(tensor).all())
 

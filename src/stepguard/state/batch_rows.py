@@ -1,4 +1,6 @@
-"""The samples of a batch: how many it has, and the batch with only some of them. Refuses what might be cut wrongly."""
+"""The samples of a batch: how many it has, and the batch with only some of them. Refuses what might
+be cut wrongly.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,19 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stepguard.state.batch import OUTPUT_GRADIENT
 
-CONSTANTS = (bool, int, float, complex, str, bytes, Enum, PurePath, torch.dtype, torch.device, type(None))
+CONSTANTS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Enum,
+    PurePath,
+    torch.dtype,
+    torch.device,
+    type(None),
+)
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
@@ -24,7 +38,9 @@ class UncutError(Exception):
 
 
 def row_count(batch: Any) -> int | None:
-    """Samples of the batch; None where its parts do not agree on a number, or are not known to be cut safely."""
+    """Samples of the batch; None where its parts do not agree on a number, or are not known to be
+    cut safely.
+    """
     for count in _candidates(batch):
         if _fits(batch, count, root=True):
             return count
@@ -39,7 +55,9 @@ def keep_rows(batch: Any, keep: Sequence[int], count: int) -> Any:
 
 
 def part_named(batch: Any, key: str) -> Any:
-    """The part of a batch with this name: a key, a field, a position, dotted where nested. None where there is none."""
+    """The part of a batch with this name: a key, a field, a position, dotted where nested. None
+    where there is none.
+    """
     for child, value in _children(batch):
         if child == key:
             return value
@@ -49,7 +67,9 @@ def part_named(batch: Any, key: str) -> Any:
 
 
 def _candidates(batch: Any) -> Iterator[int]:
-    """Numbers of samples it may have: rows of the first tensor, then lengths of lists that hold tensors."""
+    """Numbers of samples it may have: rows of the first tensor, then lengths of lists that hold
+    tensors.
+    """
     tensors = [part for part in _parts(batch) if isinstance(part, Tensor)]
     first = next((tensor for tensor in tensors if tensor.dim()), None)
     if first is not None and first.layout is torch.strided and not first.is_nested:
@@ -102,7 +122,9 @@ def _fits(value: Any, count: int, *, root: bool = False) -> bool:
 
 
 def _is_structure(value: Sequence[Any], count: int, root: bool) -> bool | None:
-    """True: a list of parts, each with all samples; False: one entry for each sample; None: it cannot be told."""
+    """True: a list of parts, each with all samples; False: one entry for each sample; None: it
+    cannot be told.
+    """
     length_fits = len(value) == count
     if not any(_holds_tensors(item) or _is_array(item) for item in value):
         return not length_fits

@@ -1,10 +1,12 @@
-"""Buffers (and attributes of modules) change in the forward pass, so a vetoed step must put them back; kept cheap here.
+"""Buffers (and attributes of modules) change in the forward pass, so a vetoed step must put them
+back; kept cheap here.
 
-Norm layers change theirs without raising the tensor's version counter, so they are copied every step, as are small
-buffers. Large ones (position tables, masks) are copied once and again only when their version counter moved.
+Norm layers change theirs without raising the tensor's version counter, so they are copied every
+step, as are small buffers. Large ones (position tables, masks) are copied once and again only when
+their version counter moved.
 
-Not covered: a large buffer that is written through `.data` (the counter does not see it) keeps what the step left, and
-a buffer registered under a new name during the step stays.
+Not covered: a large buffer that is written through `.data` (the counter does not see it) keeps what
+the step left, and a buffer registered under a new name during the step stays.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class _Copy:
 class BufferKeeper:
     """Remembers every buffer of some modules at one moment and can go back to it.
 
-    `small` is the number of elements up to which a buffer is copied whatever its version counter says.
+    `small` is the number of elements up to which a buffer is copied whatever its version counter
+    says.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, small: int = SMALL) -> None:
@@ -68,7 +71,9 @@ class BufferKeeper:
         owners = list(self._owners())
         self._attributes.remember(owners)
         if self._changed_layout(owners):
-            self._places = [_Place(m, key, buffer) for m in owners for key, buffer in m._buffers.items()]
+            self._places = [
+                _Place(m, key, buffer) for m in owners for key, buffer in m._buffers.items()
+            ]
             self._statistics = [place for place in self._places if keeps_statistics(place.owner)]
             self._copies = _copies(self._places, self._small)
             self._count = len(self._places)
@@ -86,7 +91,11 @@ class BufferKeeper:
 
     def mark(self) -> None:
         """From here on `norms_ran` tells."""
-        self._marks = [(place.buffer, place.buffer._version) for place in self._statistics if _counts(place.buffer)]
+        self._marks = [
+            (place.buffer, place.buffer._version)
+            for place in self._statistics
+            if _counts(place.buffer)
+        ]
 
     def norms_ran(self) -> bool:
         """Has a norm layer run since `mark`? Its counter is the one buffer whose version it raises."""
@@ -104,13 +113,17 @@ class BufferKeeper:
                     copy.version = copy.live._version
 
     def written(self) -> list[Tensor]:
-        """Buffers of real numbers that were written in place or replaced since `remember`, without walking the model.
+        """Buffers of real numbers that were written in place or replaced since `remember`, without
+        walking the model.
 
-        Those of norm layers are left out: `statistics` gives them, and their counters do not show it.
+        Those of norm layers are left out: `statistics` gives them, and their counters do not show
+        it.
         """
         moved = [copy.live for copy in self._copies if copy.moved and not copy.silent]
         live = ((place, place.owner._buffers.get(place.key)) for place in self._places)
-        moved += [buffer for place, buffer in live if buffer is not None and buffer is not place.buffer]
+        moved += [
+            buffer for place, buffer in live if buffer is not None and buffer is not place.buffer
+        ]
         return [buffer for buffer in moved if buffer.is_floating_point()]
 
     def changing(self) -> bool:
@@ -134,7 +147,9 @@ class BufferKeeper:
         return next((c.saved for c in self._copies if c.live is buffer), buffer)
 
     def _owners(self) -> Iterator[nn.Module]:
-        """Every module once. Asked for at every step, and `nn.Module.modules` takes several times as long."""
+        """Every module once. Asked for at every step, and `nn.Module.modules` takes several times
+        as long.
+        """
         waiting, seen = list(self._modules), set[int]()
         while waiting:
             module = waiting.pop()
@@ -146,7 +161,9 @@ class BufferKeeper:
     def _changed_layout(self, owners: list[nn.Module]) -> bool:
         if sum(len(m._buffers) for m in owners) != self._count:
             return True
-        return any(place.owner._buffers.get(place.key) is not place.buffer for place in self._places)
+        return any(
+            place.owner._buffers.get(place.key) is not place.buffer for place in self._places
+        )
 
 
 def keeps_statistics(module: nn.Module) -> bool:
@@ -168,5 +185,7 @@ def _copies(places: list[_Place], small: int) -> list[_Copy]:
         if id(buffer) not in copies and not expanded(buffer):
             silent = keeps_statistics(place.owner)
             always = silent or buffer.numel() <= small
-            copies[id(buffer)] = _Copy(buffer, buffer.detach().clone(), buffer._version, always, silent)
+            copies[id(buffer)] = _Copy(
+                buffer, buffer.detach().clone(), buffer._version, always, silent
+            )
     return list(copies.values())

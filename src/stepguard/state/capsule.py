@@ -1,7 +1,8 @@
 """A bad step on disk: batch, random numbers, state and environment, as safetensors and JSON.
 
-`stepguard replay CAPSULE` runs it again in a fresh process, on another machine. The model's code is not in it: the
-capsule names the script, or the function that builds model, optimizer and loss, and that must be there.
+`stepguard replay CAPSULE` runs it again in a fresh process, on another machine. The model's code is
+not in it: the capsule names the script, or the function that builds model, optimizer and loss, and
+that must be there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from stepguard._errors import CapsuleError
 from stepguard.records import Reading, Verdict
 from stepguard.records.codec import dumps, from_jsonable, to_plain
 from stepguard.state.atomic import new_folder
-from stepguard.state.capsule_state import fill_modules, fill_optimizer, optimizer_facts, resting_modules, state_tensors
+from stepguard.state.capsule_state import (
+    fill_modules,
+    fill_optimizer,
+    optimizer_facts,
+    resting_modules,
+    state_tensors,
+)
 from stepguard.state.rng import RngState, rng_apart, rng_together
 from stepguard.state.step import Step
 from stepguard.state.tree_json import NotPlainError, put_together, take_apart
@@ -35,7 +42,9 @@ NEEDED = ("step", "scale", "clip_norm", "reading", "rng", "verdict")
 
 @dataclass(slots=True)
 class Capsule:
-    """A capsule read back. Tensors are still apart; `fill` puts the state into freshly built objects."""
+    """A capsule read back. Tensors are still apart; `fill` puts the state into freshly built
+    objects.
+    """
 
     folder: Path
     facts: dict[str, Any]
@@ -66,19 +75,25 @@ class Capsule:
         batches = self.facts.get("micro_batches")
         if batches is None:
             why = self.facts.get("left_out", "it was written with capsule='no-data'")
-            raise CapsuleError(f"{self.folder} holds no batch ({why}); it can be read but not run again.")
+            raise CapsuleError(
+                f"{self.folder} holds no batch ({why}); it can be read but not run again."
+            )
         try:
             reading = from_jsonable(Reading, self.facts["reading"])
             rng = [rng_together(facts, self.tensors) for facts in self.facts["rng"]]
             return reading, tuple(put_together(batch, self.tensors) for batch in batches), rng
         except RecursionError:
-            raise CapsuleError(f"{self.folder} is damaged: its batch is nested without end.") from None
+            raise CapsuleError(
+                f"{self.folder} is damaged: its batch is nested without end."
+            ) from None
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as fault:
             what = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
             raise CapsuleError(f"{self.folder} is damaged: {what}.") from None
 
     def fits(self, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> str:
-        """Why these objects are not the ones the capsule was written for, in words; empty when they are."""
+        """Why these objects are not the ones the capsule was written for, in words; empty when they
+        are.
+        """
         wanted = self.facts.get("optimizer", {}).get("name")
         if wanted not in (None, type(optimizer).__name__):
             return f"the optimizer is {type(optimizer).__name__}, the capsule's was {wanted}"
@@ -97,12 +112,18 @@ class Capsule:
             fill_modules(self.tensors, roots)
             fill_optimizer(self.tensors, self.facts, roots, optimizer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as fault:
-            raise CapsuleError(f"{self.folder} is damaged: its state cannot be filled in ({fault}).") from None
+            raise CapsuleError(
+                f"{self.folder} is damaged: its state cannot be filled in ({fault})."
+            ) from None
 
     def differences(self) -> list[str]:
         """What is different here from where the step went wrong."""
         then, now = self.facts.get("environment") or {}, environment()
-        return [f"{key} {then[key]} there, {now[key]} here" for key in now if key in then and then[key] != now[key]]
+        return [
+            f"{key} {then[key]} there, {now[key]} here"
+            for key in now
+            if key in then and then[key] != now[key]
+        ]
 
     def _text(self, key: str) -> str | None:
         value = self.facts.get(key)
@@ -158,14 +179,24 @@ def _batches(step: Step, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _storable(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """What safetensors takes: dense, real, contiguous and on the host; and which ones were complex or sparse."""
+    """What safetensors takes: dense, real, contiguous and on the host; and which ones were complex
+    or sparse.
+    """
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        dense = tensor.detach().cpu() if tensor.layout is torch.strided else tensor.detach().cpu().to_dense()
+        dense = (
+            tensor.detach().cpu()
+            if tensor.layout is torch.strided
+            else tensor.detach().cpu().to_dense()
+        )
         plain[name] = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         plain[name] = plain[name].resolve_neg().contiguous().clone()
     complex_ones = [name for name, tensor in tensors.items() if tensor.is_complex()]
-    return plain, complex_ones, [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
+    return (
+        plain,
+        complex_ones,
+        [name for name, tensor in tensors.items() if tensor.layout is not torch.strided],
+    )
 
 
 def read_capsule(folder: Path) -> Capsule:
@@ -176,16 +207,26 @@ def read_capsule(folder: Path) -> Capsule:
         facts = json.loads((folder / "capsule.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "tensors.safetensors")
     except (FileNotFoundError, NotADirectoryError) as fault:
-        missing = Path(fault.filename).name if getattr(fault, "filename", None) else "tensors.safetensors"
+        missing = (
+            Path(fault.filename).name if getattr(fault, "filename", None) else "tensors.safetensors"
+        )
         raise CapsuleError(f"{folder} is not a capsule: {missing} is missing.") from None
     except Exception as fault:
         raise CapsuleError(f"{folder} cannot be read: {fault}") from None
-    if not isinstance(facts, dict) or not isinstance(facts.get("schema"), int) or facts["schema"] > SCHEMA:
+    if (
+        not isinstance(facts, dict)
+        or not isinstance(facts.get("schema"), int)
+        or facts["schema"] > SCHEMA
+    ):
         found = facts.get("schema") if isinstance(facts, dict) else facts
-        raise CapsuleError(f"{folder} has schema {found!r}; this stepguard reads up to {SCHEMA}: upgrade it.")
+        raise CapsuleError(
+            f"{folder} has schema {found!r}; this stepguard reads up to {SCHEMA}: upgrade it."
+        )
     missing_facts = [key for key in NEEDED if key not in facts]
     if missing_facts:
-        raise CapsuleError(f"{folder} is damaged: capsule.json says nothing about {missing_facts[0]!r}.")
+        raise CapsuleError(
+            f"{folder} is damaged: capsule.json says nothing about {missing_facts[0]!r}."
+        )
     for name in (n for n in facts.get("complex") or [] if n in tensors):
         tensors[name] = torch.view_as_complex(tensors[name])
     for name in (n for n in facts.get("sparse") or [] if n in tensors):
@@ -209,7 +250,12 @@ def environment() -> dict[str, Any]:
 def running_script() -> dict[str, Any]:
     """The main script, if it is a file below the current directory."""
     main = Path(sys.argv[0]).resolve() if sys.argv and sys.argv[0] else None
-    if main is None or main.suffix != ".py" or not main.is_file() or not main.is_relative_to(Path.cwd()):
+    if (
+        main is None
+        or main.suffix != ".py"
+        or not main.is_file()
+        or not main.is_relative_to(Path.cwd())
+    ):
         return {}
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     module = {"module": spec.name} if spec is not None and spec.origin == str(main) else {}

@@ -15,7 +15,9 @@ PLAIN = (int, float, bool, str, type(None))
 
 
 def state_tensors(step: Step) -> dict[str, Tensor]:
-    """`state/ROOT/NAME` for parameters and buffers, `optimizer/INDEX/SLOT` for what the optimizer keeps."""
+    """`state/ROOT/NAME` for parameters and buffers, `optimizer/INDEX/SLOT` for what the optimizer
+    keeps.
+    """
     tensors: dict[str, Tensor] = {}
     for prefix, root in step.named_roots().items():
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
@@ -29,9 +31,12 @@ def state_tensors(step: Step) -> dict[str, Tensor]:
 
 def optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
     """Class, hyperparameters of each group, and slots that are plain numbers."""
-    groups = [{k: _plain(v) for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups]
+    groups = [
+        {k: _plain(v) for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups
+    ]
     slots = [
-        {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, PLAIN)} for p in _parameters(optimizer)
+        {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, PLAIN)}
+        for p in _parameters(optimizer)
     ]
     return {"name": type(optimizer).__name__, "groups": groups, "slots": slots}
 
@@ -39,11 +44,20 @@ def optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
 def resting_modules(step: Step) -> list[str]:
     """`ROOT/NAME` of every module in evaluation mode."""
     roots = step.named_roots().items()
-    return [f"{prefix}/{name}" for prefix, root in roots for name, m in root.named_modules() if not m.training]
+    return [
+        f"{prefix}/{name}"
+        for prefix, root in roots
+        for name, m in root.named_modules()
+        if not m.training
+    ]
 
 
-def fill_modules(tensors: Mapping[str, Tensor], roots: Mapping[str, nn.Module], *, dry: bool = False) -> str:
-    """Copy every stored parameter and buffer; says in words what does not fit, and with `dry` does only that."""
+def fill_modules(
+    tensors: Mapping[str, Tensor], roots: Mapping[str, nn.Module], *, dry: bool = False
+) -> str:
+    """Copy every stored parameter and buffer; says in words what does not fit, and with `dry` does
+    only that.
+    """
     for prefix, root in roots.items():
         key = f"state/{prefix}/"
         stored = {name.removeprefix(key): t for name, t in tensors.items() if name.startswith(key)}
@@ -61,7 +75,10 @@ def fill_modules(tensors: Mapping[str, Tensor], roots: Mapping[str, nn.Module], 
 
 
 def fill_optimizer(
-    tensors: Mapping[str, Tensor], facts: dict[str, Any], roots: Mapping[str, nn.Module], optimizer: Optimizer
+    tensors: Mapping[str, Tensor],
+    facts: dict[str, Any],
+    roots: Mapping[str, nn.Module],
+    optimizer: Optimizer,
 ) -> None:
     """Optimizer state, hyperparameters and the modules' training modes."""
     kept, parameters = facts.get("optimizer", {}), _parameters(optimizer)
@@ -76,7 +93,9 @@ def fill_optimizer(
         if slots:
             optimizer.state[parameter].update(slots)
     for group, saved in zip(optimizer.param_groups, kept.get("groups", []), strict=False):
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in group})
+        group.update(
+            {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in group}
+        )
     resting = set(facts.get("resting", []))
     for prefix, root in roots.items():
         for name, module in root.named_modules():

@@ -1,4 +1,6 @@
-"""The last batches a loader delivered, found again by the tensors they are made of. Nothing is kept alive for it."""
+"""The last batches a loader delivered, found again by the tensors they are made of. Nothing is kept
+alive for it.
+"""
 
 from __future__ import annotations
 
@@ -71,14 +73,18 @@ class Recent:
     def add(self, batch: Any, epoch: int, number: int, step: int, heard: Overheard) -> None:
         try:
             marks = tuple(weakref.ref(tensor) for tensor in first_tensors(batch))
-        except Exception:  # an object with ideas of its own: its batch is not known again, and the loop goes on
+        except (
+            Exception
+        ):  # an object with ideas of its own: its batch is not known again, and the loop goes on
             marks = ()
         self._batches.append(Delivered(epoch, number, step, heard.raw, heard.dataset, marks))
 
     def find(self, batch: Any) -> Found | None:
         """Which one is it, or a part of? None where none is, or where several might be."""
         asked = {id(tensor) for tensor in first_tensors(batch)}
-        scored = [(sum(id(tensor) in asked for tensor in each.tensors), each) for each in self._batches]
+        scored = [
+            (sum(id(tensor) in asked for tensor in each.tensors), each) for each in self._batches
+        ]
         best = max((score for score, _ in scored), default=0)
         if best:
             matching = [each for score, each in scored if score == best]
@@ -111,7 +117,10 @@ def _rows_of(part: Tensor, whole: Tensor) -> tuple[int, ...] | None:
     plain = all(t.layout is torch.strided and t.dim() and not t.is_nested for t in (part, whole))
     if not plain or part.shape[1:] != whole.shape[1:] or not part.numel():
         return None
-    if part.device != whole.device or part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+    if (
+        part.device != whole.device
+        or part.untyped_storage()._cdata != whole.untyped_storage()._cdata
+    ):
         return None
     every = whole.stride(0)
     start, apart = divmod(int(part.storage_offset()) - int(whole.storage_offset()), every or 1)
@@ -145,7 +154,9 @@ def _inside(item: Any, kind: type) -> list[Any]:
     if issubclass(kind, list | tuple):
         entries = list.__iter__(item) if issubclass(kind, list) else tuple.__iter__(item)
         few = list(islice(entries, MOST_LOOKED_AT))
-        return few if few and type(few[0]) not in ATOMS else []  # a list of names is long and holds no tensor
+        return (
+            few if few and type(few[0]) not in ATOMS else []
+        )  # a list of names is long and holds no tensor
     if issubclass(kind, type) or kind.__module__ == "builtins":
         return []
     if is_dataclass(kind):

@@ -1,4 +1,5 @@
-"""A replay runs on one rank alone: collectives of the user's code are answered with this rank's own values.
+"""A replay runs on one rank alone: collectives of the user's code are answered with this rank's own
+values.
 
 Other ranks do not take part, so a real collective would hang them all.
 """
@@ -12,15 +13,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if torch.distributed.is_available():
-    # Its functions take the group of the moment they are imported as a default and keep it for ever. Wrapping a model
-    # imports them after the group was made, and then its threads outlive Python: one that still lets go of a tensor
+    # Its functions take the group of the moment they are imported as a default and keep it for
+    # ever. Wrapping a model
+    # imports them after the group was made, and then its threads outlive Python: one that still
+    # lets go of a tensor
     # aborts a run that was already over.
     import torch.distributed.nn.functional
 
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
-KEEP = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "barrier", "monitored_barrier_"})
+KEEP = frozenset(
+    {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "barrier", "monitored_barrier_"}
+)
 """In-place collectives that leave a group of one as it is."""
-FUNCTIONAL = frozenset({"all_reduce", "all_reduce_", "broadcast", "broadcast_", "wait_tensor", "_wrap_tensor_autograd"})
+FUNCTIONAL = frozenset(
+    {"all_reduce", "all_reduce_", "broadcast", "broadcast_", "wait_tensor", "_wrap_tensor_autograd"}
+)
 
 
 class CollectiveInReplayError(RuntimeError):

@@ -9,12 +9,16 @@ CGROUP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
 
 
 def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
-    """Bytes of host memory that are to be had, within the limit of a container; None where nobody tells."""
+    """Bytes of host memory that are to be had, within the limit of a container; None where nobody
+    tells.
+    """
     machine = _machine(meminfo)
     limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
     if machine is None or not limit.isdigit() or not used.isdigit():
         return machine
-    cached = _field(_read(cgroup / "memory.stat"), "inactive_file") or 0  # given back when it is needed
+    cached = (
+        _field(_read(cgroup / "memory.stat"), "inactive_file") or 0
+    )  # given back when it is needed
     return max(0, min(machine, int(limit) - int(used) + cached))
 
 

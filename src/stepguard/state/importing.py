@@ -1,4 +1,6 @@
-"""Importing a function the user names, from below the current directory and nowhere else on the machine."""
+"""Importing a function the user names, from below the current directory and nowhere else on the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,28 @@ def import_function(named: str, error: type[StepguardError]) -> Callable[..., An
 
 
 def find_module(module: str, named: str, error: type[StepguardError]) -> None:
-    """Look from the outside in: finding a module imports the packages around it, which must be the user's too."""
+    """Look from the outside in: finding a module imports the packages around it, which must be the
+    user's too.
+    """
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
         try:
-            spec = importlib.util.find_spec(name) if all(part.isidentifier() for part in parts) else None
+            spec = (
+                importlib.util.find_spec(name)
+                if all(part.isidentifier() for part in parts)
+                else None
+            )
         except (ImportError, ValueError):
             spec = None
         if spec is None:
             raise error(
-                f"{named}: there is no module {name!r} below the current directory; run this in the project's folder."
+                f"{named}: there is no module {name!r} below the current directory; run this in "
+                f"the project's folder."
             )
-        located = [spec.origin] if spec.has_location and spec.origin else spec.submodule_search_locations
+        located = (
+            [spec.origin] if spec.has_location and spec.origin else spec.submodule_search_locations
+        )
         for place in located or ["/"]:  # built into the interpreter: nowhere below here
             inside(Path(place), named, error)
 
@@ -60,5 +71,7 @@ def inside(path: Path, named: str, error: type[StepguardError]) -> Path:
     """The resolved path, if it lies below the current directory."""
     resolved = path.resolve()
     if not resolved.is_relative_to(Path.cwd()):
-        raise error(f"{named} lies outside the current directory; run this in the project's folder.")
+        raise error(
+            f"{named} lies outside the current directory; run this in the project's folder."
+        )
     return resolved

@@ -1,4 +1,6 @@
-"""Saved values back into live ones: the same tensors and containers where they fit, new ones where they do not."""
+"""Saved values back into live ones: the same tensors and containers where they fit, new ones where
+they do not.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Refill:
             self._made[name] = value.to(device) if device is not None and value.dim() else value
         return self._made[name]
 
-    def _mapping(self, live: MutableMapping[Any, Any], structure: Any, device: torch.device | None) -> Any:
+    def _mapping(
+        self, live: MutableMapping[Any, Any], structure: Any, device: torch.device | None
+    ) -> Any:
         saved = {key_back(key, self._parameters): item for key, item in structure["mapping"]}
         for key in [key for key in live if key not in saved]:
             del live[key]
@@ -72,7 +76,9 @@ class Refill:
 
 
 def alike(live: Any, value: Any) -> Any:
-    """The value with the containers of the live one: a Counter stays a Counter, a defaultdict keeps its factory."""
+    """The value with the containers of the live one: a Counter stays a Counter, a defaultdict keeps
+    its factory.
+    """
     if isinstance(live, Mapping) and isinstance(value, Mapping):
         items = {key: alike(live.get(key), item) for key, item in value.items()}
         if type(live) is dict or not isinstance(live, MutableMapping):
@@ -81,7 +87,11 @@ def alike(live: Any, value: Any) -> Any:
         same_kind.clear()
         same_kind.update(items)
         return same_kind
-    if isinstance(live, list | tuple) and isinstance(value, list | tuple) and len(live) == len(value):
+    if (
+        isinstance(live, list | tuple)
+        and isinstance(value, list | tuple)
+        and len(live) == len(value)
+    ):
         return type(value)(alike(a, b) for a, b in zip(live, value, strict=True))
     if isinstance(value, Tensor) and isinstance(live, Tensor):
         return value.to(live.device)

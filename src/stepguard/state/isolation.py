@@ -1,4 +1,6 @@
-"""A replay must leave no trace: gradients, buffers, RNG, modes, hooks and data-parallel state are put back."""
+"""A replay must leave no trace: gradients, buffers, RNG, modes, hooks and data-parallel state are
+put back.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,11 @@ def _parameters(step: Step) -> list[Tensor]:
 
 @contextmanager
 def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
-    """Gradients as the same objects with the same values, and no hook that acts on a finished gradient.
+    """Gradients as the same objects with the same values, and no hook that acts on a finished
+    gradient.
 
-    Such hooks (an optimizer fused into the backward, a sentinel) would update weights or count steps.
+    Such hooks (an optimizer fused into the backward, a sentinel) would update weights or count
+    steps.
     """
     kept = [(p, p.grad, dict(p._post_accumulate_grad_hooks or {})) for p in parameters]
     for parameter in parameters:
@@ -71,7 +75,8 @@ def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
 def _no_warnings() -> Iterator[None]:
     """What warns in a replay has warned in the step already.
 
-    Not `catch_warnings`, which makes Python forget what it has shown: each warning would come once more afterwards.
+    Not `catch_warnings`, which makes Python forget what it has shown: each warning would come once
+    more afterwards.
     """
     silence = ("ignore", None, Warning, None, 0)
     before: Any = warnings.filters
@@ -98,7 +103,8 @@ def _kept_modes(roots: list[nn.Module]) -> Iterator[None]:
 def _no_synchronisation(model: nn.Module) -> Iterator[None]:
     """DistributedDataParallel as if it were not there.
 
-    `no_sync` is not enough: the wrapper's forward also broadcasts buffers and, once, the order of its buckets.
+    `no_sync` is not enough: the wrapper's forward also broadcasts buffers and, once, the order of
+    its buckets.
     """
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     for wrapper in wrappers:
@@ -111,7 +117,9 @@ def _no_synchronisation(model: nn.Module) -> Iterator[None]:
 
 
 def _inner_forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    """What the wrapper's forward does for one rank: move the inputs to its device and call the module."""
+    """What the wrapper's forward does for one rank: move the inputs to its device and call the
+    module.
+    """
     if wrapper.device_ids:
         device = torch.device(wrapper.device_type, wrapper.device_ids[0])
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))

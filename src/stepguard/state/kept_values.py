@@ -1,8 +1,9 @@
-"""What a value was at one moment, whatever it is made of: numbers, tensors, arrays, containers, objects that hold them.
+"""What a value was at one moment, whatever it is made of: numbers, tensors, arrays, containers,
+objects that hold them.
 
-Each kind of value has a class that can look again (`refresh`), tell whether it has moved since, and put it back
-(`restore`), in the very objects that were there. Values that are no data (functions, modules, files, locks) are left
-alone, and so is an object that holds any of those.
+Each kind of value has a class that can look again (`refresh`), tell whether it has moved since, and
+put it back (`restore`), in the very objects that were there. Values that are no data (functions,
+modules, files, locks) are left alone, and so is an object that holds any of those.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ CONTAINERS = (dict, list, tuple, set, deque)
 ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 UNCHANGING = frozenset({*ATOMS, bool})
 MANY = 1024
-"""Entries of a container up to which it is copied at every look; of a larger one only growth is undone."""
+"""Entries of a container up to which it is copied at every look; of a larger one only growth is
+undone.
+"""
 SMALL = 65536
 """A copy of so many elements costs less than it is worth to think about."""
 DEEPEST = 5
@@ -40,7 +43,9 @@ class Kept(Protocol):
 
 
 class Reach:
-    """How far to look: at a module's own values on every step, or at everything an optimizer may touch, once."""
+    """How far to look: at a module's own values on every step, or at everything an optimizer may
+    touch, once.
+    """
 
     def __init__(self, *, everything: bool = False, room: int = 2**24) -> None:
         self.everything = everything
@@ -48,7 +53,9 @@ class Reach:
         self._kept: dict[int, object] = {}
 
     def has(self, value: object) -> bool:
-        """Where everything is taken once, what two places share is taken once. Held, so that no id comes again."""
+        """Where everything is taken once, what two places share is taken once. Held, so that no id
+        comes again.
+        """
         if not self.everything:
             return False
         known = id(value) in self._kept
@@ -59,12 +66,18 @@ class Reach:
         """Is its content copied?"""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return False
-        if tensor.is_inference() or tensor.is_meta or (not tensor.is_contiguous() and expanded(tensor)):
+        if (
+            tensor.is_inference()
+            or tensor.is_meta
+            or (not tensor.is_contiguous() and expanded(tensor))
+        ):
             return False
         if self.everything:
             return True
         if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
-            return False  # a parameter is the optimizer's, and what has a history is made anew by every forward pass
+            # a parameter is the optimizer's, and what has a history is made anew by every forward
+            # pass
+            return False
         if tensor.numel() > self._room:
             return False
         self._room -= tensor.numel() if tensor.numel() > SMALL else 0
@@ -74,7 +87,11 @@ class Reach:
         """Is it an object whose attributes are looked at?"""
         if isinstance(value, Optimizer):
             return self.everything
-        if isinstance(value, type | nn.Module) or callable(value) or type(value).__module__.startswith("torch."):
+        if (
+            isinstance(value, type | nn.Module)
+            or callable(value)
+            or type(value).__module__.startswith("torch.")
+        ):
             return False
         if type(getattr(value, "__dict__", None)) is not dict:
             return False
@@ -111,7 +128,9 @@ def _grown(value: Any, reach: Reach) -> Kept | None:
 
 
 class KeptMapping:
-    """A dict, or the attributes of an object. Values are held by reference, what can change inside them is kept too."""
+    """A dict, or the attributes of an object. Values are held by reference, what can change inside
+    them is kept too.
+    """
 
     def __init__(
         self,
@@ -136,7 +155,11 @@ class KeptMapping:
 
     def _same(self) -> bool:
         live, items = self._live, self._items
-        return len(live) == len(items) and all(map(is_, live.values(), items.values())) and all(map(is_, live, items))
+        return (
+            len(live) == len(items)
+            and all(map(is_, live.values(), items.values()))
+            and all(map(is_, live, items))
+        )
 
     def refresh(self, seen: Seen) -> None:
         if not _first(self._live, seen):
@@ -248,7 +271,9 @@ class KeptSet:
 
 
 class KeptLength:
-    """A container too large to be copied at every step: what was added at its end is taken off again."""
+    """A container too large to be copied at every step: what was added at its end is taken off
+    again.
+    """
 
     def __init__(self, live: Any) -> None:
         self._live, self._count = live, len(live)
@@ -285,7 +310,9 @@ class KeptArray:
 
 
 class KeptTensor:
-    """Copied again only when its version counter moved, and compared by it, unless it has to be `exact`."""
+    """Copied again only when its version counter moved, and compared by it, unless it has to be
+    `exact`.
+    """
 
     def __init__(self, live: Tensor, exact: bool) -> None:
         self._live, self._exact = live, exact
@@ -299,7 +326,11 @@ class KeptTensor:
         self._saved = _copy(self._live)
 
     def moved(self, seen: Seen) -> bool:
-        return not _equal(self._live, self._saved) if self._exact else self._live._version != self._version
+        return (
+            not _equal(self._live, self._saved)
+            if self._exact
+            else self._live._version != self._version
+        )
 
     @torch.no_grad()
     def restore(self, seen: Seen) -> None:
@@ -344,11 +375,17 @@ def plain(value: object) -> bool:
     """Is it data, as opposed to something that does things?"""
     if isinstance(value, (*ATOMS, *CONTAINERS, Tensor)) or is_array(value):
         return True
-    return not callable(value) and type(getattr(value, "__dict__", None)) is dict and not isinstance(value, nn.Module)
+    return (
+        not callable(value)
+        and type(getattr(value, "__dict__", None)) is dict
+        and not isinstance(value, nn.Module)
+    )
 
 
 def _only_data(value: Any, depth: int) -> bool:
-    """A helper object, all the way down: a trainer or a logger that hangs on a module does more than hold values."""
+    """A helper object, all the way down: a trainer or a logger that hangs on a module does more
+    than hold values.
+    """
     if isinstance(value, (*ATOMS, Tensor)) or is_array(value):
         return True
     if depth > DEEPEST or isinstance(value, nn.Module | type) or callable(value):
@@ -393,4 +430,6 @@ def expanded(tensor: Tensor) -> bool:
     """A view that repeats its elements cannot be written in place, neither by the user nor by us."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Tensors that are not what most code takes for granted: without a shape yet, without data, of other layouts."""
+"""Tensors that are not what most code takes for granted: without a shape yet, without data, of
+other layouts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 def why_not_kept(tensor: Tensor) -> str:
-    """What keeps this tensor from being copied into a snapshot or a file, in words; empty for an ordinary one."""
+    """What keeps this tensor from being copied into a snapshot or a file, in words; empty for an
+    ordinary one.
+    """
     if is_lazy(tensor):
         return "has no shape before the model is called for the first time"
     if tensor.is_meta:

@@ -1,8 +1,9 @@
-"""Everything an optimizer remembers: by parameter, shared by all, on its own attributes, in optimizers inside it.
+"""Everything an optimizer remembers: by parameter, shared by all, on its own attributes, in
+optimizers inside it.
 
-Slots go by the parameter's name. Kept beside them: entries of `optimizer.state` that belong to no parameter, plain
-attributes that hold tensors or have moved since the guard was built, the same of inner optimizers (Lookahead, SAM), and
-what a `state_dict` of the optimizer's own adds.
+Slots go by the parameter's name. Kept beside them: entries of `optimizer.state` that belong to no
+parameter, plain attributes that hold tensors or have moved since the guard was built, the same of
+inner optimizers (Lookahead, SAM), and what a `state_dict` of the optimizer's own adds.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of a parameter group that choose a kernel: they are the program's, not the state's."""
 NO_MEMORY = frozenset(
     {
-        *("state", "param_groups", "defaults", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
+        *(
+            "state",
+            "param_groups",
+            "defaults",
+            "_warned_capturable_if_run_uncaptured",
+            "_zero_grad_profile_name",
+        ),
         *("found_inf", "grad_scale", "_opt_called", "_step_count"),
     }
 )
-"""Attributes that torch gives every optimizer, and what scalers and schedulers leave on it for their own use."""
+"""Attributes that torch gives every optimizer, and what scalers and schedulers leave on it for
+their own use.
+"""
 DEEPEST_LOOK = 3
 """Levels of foreign objects that are searched for tensors."""
 
@@ -58,7 +67,11 @@ class OptimizerState:
     """One optimizer's memory, taken apart without a copy and put back in place."""
 
     def __init__(
-        self, optimizer: Optimizer, names: ParameterNames, prefix: str = "optimizer", above: tuple[Optimizer, ...] = ()
+        self,
+        optimizer: Optimizer,
+        names: ParameterNames,
+        prefix: str = "optimizer",
+        above: tuple[Optimizer, ...] = (),
     ) -> None:
         """`above`: the optimizers that hold this one."""
         self._optimizer, self._naming, self._prefix = optimizer, names, prefix
@@ -71,7 +84,8 @@ class OptimizerState:
         self._holding = {path.partition(".")[0] for path, _ in inner_optimizers(optimizer)}
         """Attributes whose content is kept as an optimizer's."""
         self._first = self._first_look()
-        """Attributes when the guard was built: one that never moves is the program's own setting."""
+        """Attributes when the guard was built: one that never moves is the program's own setting.
+        """
 
     def _names(self) -> list[tuple[Tensor, str]]:
         path = self._prefix.partition("_inner/")[2]
@@ -83,10 +97,13 @@ class OptimizerState:
         except NotPlainError:  # said when the state is gathered
             return {}
 
-    # --- taking apart ------------------------------------------------------------------------------------------
+    # --- taking apart
+    # ------------------------------------------------------------------------------------------
 
     def gather(self, tensors: dict[str, Tensor], known: Known | None = None) -> dict[str, Any]:
-        """Plain facts, and references to the live tensors in `tensors`. Raises NotPlainError for what has no name."""
+        """Plain facts, and references to the live tensors in `tensors`. Raises NotPlainError for
+        what has no name.
+        """
         known = known or Known()
         known.parameters = {**self._known(), **known.parameters}
         slots, shared = self._slots(tensors, known)
@@ -106,7 +123,9 @@ class OptimizerState:
     def _slots(self, tensors: dict[str, Tensor], known: Known) -> tuple[dict[str, Any], Any]:
         slots: dict[str, Any] = {}
         shared: dict[Any, Any] = {}
-        state: Mapping[Any, Any] = self._optimizer.state  # torch declares tensors as keys, and others are met
+        state: Mapping[Any, Any] = (
+            self._optimizer.state
+        )  # torch declares tensors as keys, and others are met
         for key, value in state.items():
             if not isinstance(key, Tensor):
                 shared[key] = value
@@ -115,7 +134,8 @@ class OptimizerState:
             if name is None:
                 kind = type(self._optimizer).__name__
                 raise NotPlainError(
-                    f"{kind} keeps state of a parameter {list(key.shape)} that no group holds any more."
+                    f"{kind} keeps state of a parameter {list(key.shape)} that no group holds any "
+                    f"more."
                 )
             slots[name] = take_apart(value, tensors, f"{self._prefix}/{name}", known=known)
         return slots, take_apart(shared, tensors, f"{self._prefix}_shared", known=known)
@@ -141,7 +161,12 @@ class OptimizerState:
     def _attributes(self, known: Known) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
         """Name, plain facts and tensors of every attribute that is a plain value."""
         for key, value in vars(self._optimizer).items():
-            if key in NO_MEMORY or key.startswith("_optimizer_") or callable(value) or key in self._holding:
+            if (
+                key in NO_MEMORY
+                or key.startswith("_optimizer_")
+                or callable(value)
+                or key in self._holding
+            ):
                 continue
             found: dict[str, Tensor] = {}
             name = f"{self._prefix}_attribute/{key}"
@@ -157,26 +182,34 @@ class OptimizerState:
             yield key, facts, found
 
     def _refuse_hidden_tensors(self, key: str, value: Any, known: Known) -> None:
-        """An object of the user's own is left alone, unless it holds tensors and nothing says how to keep them."""
+        """An object of the user's own is left alone, unless it holds tensors and nothing says how
+        to keep them.
+        """
         if not _writes_itself(self._optimizer) and _holds_tensors(value, known.parameters):
             kind = type(self._optimizer).__name__
             raise NotPlainError(
-                f"{kind}.{key} is a {type(value).__name__} that holds tensors; only tensors, containers and plain "
+                f"{kind}.{key} is a {type(value).__name__} that holds tensors; only tensors, "
+                f"containers and plain "
                 f"values can be kept, or what {kind}.state_dict() returns."
             )
 
     def _own(self, tensors: dict[str, Tensor], known: Known) -> Any:
-        """What a `state_dict` of the optimizer's own says beyond state and groups; None for torch's."""
+        """What a `state_dict` of the optimizer's own says beyond state and groups; None for
+        torch's.
+        """
         if not _writes_itself(self._optimizer):
             return None
         said = self._optimizer.state_dict()
         more = {key: value for key, value in said.items() if key not in ("state", "param_groups")}
         return take_apart(more, tensors, f"{self._prefix}_own", known=known) if more else None
 
-    # --- putting back ------------------------------------------------------------------------------------------
+    # --- putting back
+    # ------------------------------------------------------------------------------------------
 
     def put_back(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-        """In place. Parameters and groups the facts say nothing about are left alone. Says what could not be done."""
+        """In place. Parameters and groups the facts say nothing about are left alone. Says what
+        could not be done.
+        """
         parameters = self._by_name()
         self._refill(facts, Refill(tensors, parameters))
         if facts.get("own") is None:
@@ -202,7 +235,9 @@ class OptimizerState:
         trained = {name for group in facts["groups"] for name in group["params"]}
         for parameter, name in self._names():
             if name in slots:
-                state[parameter] = refill.value(state.get(parameter, {}), slots[name], parameter.device)
+                state[parameter] = refill.value(
+                    state.get(parameter, {}), slots[name], parameter.device
+                )
             elif name in trained:
                 state.pop(parameter, None)
 
@@ -252,7 +287,8 @@ class OptimizerState:
             kind = type(optimizer).__name__
             return [
                 f"{kind}.load_state_dict did not take back what {kind}.state_dict gave "
-                f"({type(fault).__name__}: {fault}); its state, groups and plain attributes are back"
+                f"({type(fault).__name__}: {fault}); its state, groups and plain attributes are "
+                f"back"
             ]
         finally:
             for one, state, groups in before:
@@ -272,9 +308,13 @@ def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
         if isinstance(value, Optimizer):
             yield key, value
         elif isinstance(value, list | tuple):
-            yield from ((f"{key}.{i}", item) for i, item in enumerate(value) if isinstance(item, Optimizer))
+            yield from (
+                (f"{key}.{i}", item) for i, item in enumerate(value) if isinstance(item, Optimizer)
+            )
         elif isinstance(value, dict) and key not in ("state", "defaults"):
-            yield from ((f"{key}.{k}", item) for k, item in value.items() if isinstance(item, Optimizer))
+            yield from (
+                (f"{key}.{k}", item) for k, item in value.items() if isinstance(item, Optimizer)
+            )
 
 
 def every_group(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
@@ -291,7 +331,9 @@ def every_group(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Everything of a group but its parameters and what is no value: functions, dtypes, devices."""
-    return {key: value for key, value in group.items() if key != "params" and not _of_the_program(value)}
+    return {
+        key: value for key, value in group.items() if key != "params" and not _of_the_program(value)
+    }
 
 
 def _of_the_program(value: Any) -> bool:

@@ -1,4 +1,6 @@
-"""Whose a parameter is: a guard owns what its optimizer holds; what somebody else trains is data to it."""
+"""Whose a parameter is: a guard owns what its optimizer holds; what somebody else trains is data to
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,26 @@ from stepguard.state.optimizer_state import every_group
 class Ownership:
     """One guard's share of the modules it was given.
 
-    Somebody else's is what another guarded optimizer holds, and what wants a gradient and is not in this optimizer. A
-    frozen parameter that no optimizer holds (a teacher that the loop averages into) is this run's own.
+    Somebody else's is what another guarded optimizer holds, and what wants a gradient and is not in
+    this optimizer. A frozen parameter that no optimizer holds (a teacher that the loop averages
+    into) is this run's own.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module], optimizer: Optimizer, others: Iterable[Optimizer] = ()) -> None:
+    def __init__(
+        self, roots: Mapping[str, nn.Module], optimizer: Optimizer, others: Iterable[Optimizer] = ()
+    ) -> None:
         """`others` is asked again each time: every optimizer that has a guard."""
         self._roots, self._optimizer, self._others = roots, optimizer, others
         self._trained: set[int] = set()
         self.look()
 
     def look(self) -> None:
-        """Remember what wants a gradient now: loops freeze a network for the time of another one's step."""
-        self._trained.update(id(p) for root in self._roots.values() for p in root.parameters() if p.requires_grad)
+        """Remember what wants a gradient now: loops freeze a network for the time of another one's
+        step.
+        """
+        self._trained.update(
+            id(p) for root in self._roots.values() for p in root.parameters() if p.requires_grad
+        )
 
     def own(self) -> set[int]:
         """Ids of what the optimizer, or one inside it, holds."""
@@ -52,7 +61,9 @@ class Ownership:
         """
         if not elsewhere:
             return set()
-        below = {path: {id(p) for p in module.parameters()} for path, module in root.named_modules()}
+        below = {
+            path: {id(p) for p in module.parameters()} for path, module in root.named_modules()
+        }
         own, found = self.own(), set()
         for path in below:
             around = path

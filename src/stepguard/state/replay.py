@@ -1,4 +1,6 @@
-"""Running a step again without leaving a trace: gradients, buffers and RNG are as before, no collective is held."""
+"""Running a step again without leaving a trace: gradients, buffers and RNG are as before, no
+collective is held.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None
 
 
 def model_finite(step: Step, *, scale: float = 1.0) -> bool:
-    """A watched model again, with the output gradients divided by `scale`: are outputs and gradients finite?"""
+    """A watched model again, with the output gradients divided by `scale`: are outputs and
+    gradients finite?
+    """
     assert step.model_fn is not None
     params = [p for group in step.optimizer.param_groups for p in group["params"]]
     with untouched(step):
@@ -67,7 +71,9 @@ def model_finite(step: Step, *, scale: float = 1.0) -> bool:
             outputs, gradients = step.model_fn(batch)
             if not all(_finite(output) for output in outputs):
                 return False
-            pairs = [(o, g / scale) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+            pairs = [
+                (o, g / scale) for o, g in zip(outputs, gradients, strict=True) if g is not None
+            ]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return all(p.grad is None or _finite(p.grad) for p in params)
@@ -92,5 +98,9 @@ def reevaluate(step: Step) -> float:
 
 
 def _finite(tensor: Tensor) -> bool:
-    values = tensor.detach().coalesce().values() if tensor.layout is torch.sparse_coo else tensor.detach()
+    values = (
+        tensor.detach().coalesce().values()
+        if tensor.layout is torch.sparse_coo
+        else tensor.detach()
+    )
     return bool(torch.isfinite(values).all())

@@ -1,8 +1,8 @@
 """The user's loader with a position that can be saved and gone back to.
 
-A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) keeps its own position. Any other is
-brought back by seed and skip: its iterator is made again from the random numbers it was made with, and the batches
-that were already delivered are fetched again and dropped.
+A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) keeps its own
+position. Any other is brought back by seed and skip: its iterator is made again from the random
+numbers it was made with, and the batches that were already delivered are fetched again and dropped.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ class Feed:
         return getattr(self._loader, name)
 
     def indices_of(self, batch: Any) -> list[Index] | None:
-        """Where the samples of a batch are in the data set, for the last batches delivered and slices of them.
+        """Where the samples of a batch are in the data set, for the last batches delivered and
+        slices of them.
 
-        None where the loader does not know: a data set without indices, a batch that is not (made of) one of these.
+        None where the loader does not know: a data set without indices, a batch that is not (made
+        of) one of these.
         """
         found = self._recent.find(batch)
         indices = found.indices if found is not None else None
@@ -100,10 +102,12 @@ class Feed:
         causes: Mapping[Place, str] | None = None,
         indices: Mapping[Place, Collection[Index]] | None = None,
     ) -> None:
-        """Do not deliver these batches again, each given as (pass, number in it). The position still counts them.
+        """Do not deliver these batches again, each given as (pass, number in it). The position
+        still counts them.
 
-        `indices` says which samples are in a batch: one that is made of others is delivered. Without it a batch is
-        known by its number, and only in the pass the loader is at: later ones may come in another order.
+        `indices` says which samples are in a batch: one that is made of others is delivered.
+        Without it a batch is known by its number, and only in the pass the loader is at: later ones
+        may come in another order.
         """
         self._passing.expect(batches, self.epoch, causes or {}, indices or {})
 
@@ -111,8 +115,15 @@ class Feed:
         """Where the loop is, in plain values and tensors."""
         if self._goal is not None:
             return self._goal[0]
-        state = self._loader.state_dict() if self._begun is not None and self._keeps_itself() else None
-        return {"epoch": self.epoch, "delivered": self.delivered, "begun": self._begun, "state": state}
+        state = (
+            self._loader.state_dict() if self._begun is not None and self._keeps_itself() else None
+        )
+        return {
+            "epoch": self.epoch,
+            "delivered": self.delivered,
+            "begun": self._begun,
+            "state": state,
+        }
 
     def go_to(self, position: dict[str, Any], random_numbers: RngState | None) -> None:
         """The next iteration starts there, with these random numbers."""
@@ -121,11 +132,17 @@ class Feed:
         self._goal = (position, random_numbers) if position["begun"] is not None else None
 
     def _keeps_itself(self) -> bool:
-        return all(callable(getattr(self._loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        return all(
+            callable(getattr(self._loader, name, None))
+            for name in ("state_dict", "load_state_dict")
+        )
 
     def _from_start(self) -> Overheard:
         self.delivered = 0
-        self._begun = {"rng": _plain(capture_rng()), "generators": [g.get_state() for g in self._generators()]}
+        self._begun = {
+            "rng": _plain(capture_rng()),
+            "generators": [g.get_state() for g in self._generators()],
+        }
         return Overheard(self._loader)
 
     def _go(self, position: dict[str, Any], random_numbers: RngState | None) -> Overheard:
@@ -133,7 +150,10 @@ class Feed:
         if position["state"] is not None and self._keeps_itself():
             self._loader.load_state_dict(position["state"])
             if getattr(self._loader, "num_workers", 0):
-                self._say("the loader continues at its own position; random numbers inside its workers begin anew")
+                self._say(
+                    "the loader continues at its own position; random numbers inside its workers "
+                    "begin anew"
+                )
             iterator = Overheard(self._loader)
         else:
             iterator = self._skip(position["begun"])
@@ -151,9 +171,15 @@ class Feed:
         return iterator
 
     def _story(self, fetched: int) -> str:
-        said = f"the loader has no position of its own: {fetched} batches were fetched again by seed and dropped"
+        said = (
+            f"the loader has no position of its own: {fetched} batches were fetched again by "
+            f"seed and dropped"
+        )
         if fetched < self.delivered:
-            said += f"; it ended {self.delivered - fetched} batches early, so the data has changed since"
+            said += (
+                f"; it ended {self.delivered - fetched} batches early, so the data has changed "
+                f"since"
+            )
         if getattr(self._loader, "persistent_workers", False) and self.epoch:
             said += "; random numbers of its persistent workers begin anew"
         return said + "; torchdata's StatefulDataLoader continues at once"
@@ -161,8 +187,16 @@ class Feed:
     def _generators(self) -> list[torch.Generator]:
         """Those the loader and its samplers draw from, where they have their own."""
         samplers = (getattr(self._loader, name, None) for name in ("sampler", "batch_sampler"))
-        owners = [self._loader, *samplers, getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)]
-        found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
+        owners = [
+            self._loader,
+            *samplers,
+            getattr(getattr(self._loader, "batch_sampler", None), "sampler", None),
+        ]
+        found = {
+            id(g): g
+            for g in (getattr(o, "generator", None) for o in owners)
+            if isinstance(g, torch.Generator)
+        }
         return list(found.values())
 
 

@@ -49,9 +49,15 @@ def _accelerator() -> Any:
 
 
 def _accelerator_states() -> tuple[torch.Tensor, ...]:
-    """Generators of the accelerator, if there is one and it has been used (asking would initialise it)."""
+    """Generators of the accelerator, if there is one and it has been used (asking would initialise
+    it).
+    """
     module = _accelerator() if torch.accelerator.is_available() else None
-    if module is None or not hasattr(module, "get_rng_state_all") or not getattr(module, "is_initialized", bool)():
+    if (
+        module is None
+        or not hasattr(module, "get_rng_state_all")
+        or not getattr(module, "is_initialized", bool)()
+    ):
         return ()
     return tuple(module.get_rng_state_all())
 
@@ -74,11 +80,21 @@ def rng_apart(state: RngState, tensors: dict[str, torch.Tensor], name: str) -> d
 def rng_together(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> RngState:
     """The inverse of `rng_apart`."""
     name = facts["name"]
-    python = (facts["python_version"], tuple(tensors[f"{name}/python"].tolist()), facts.get("python_gauss"))
+    python = (
+        facts["python_version"],
+        tuple(tensors[f"{name}/python"].tolist()),
+        facts.get("python_gauss"),
+    )
     numpy = None
     if "numpy" in facts:
         kind, position, has_gauss, cached = facts["numpy"]
-        numpy = (kind, tensors[f"{name}/numpy"].numpy().astype("uint32"), position, has_gauss, cached)
+        numpy = (
+            kind,
+            tensors[f"{name}/numpy"].numpy().astype("uint32"),
+            position,
+            has_gauss,
+            cached,
+        )
     devices: list[torch.Tensor] = []
     while torch.accelerator.is_available() and f"{name}/device{len(devices)}" in tensors:
         devices.append(tensors[f"{name}/device{len(devices)}"])

@@ -1,8 +1,8 @@
 """The whole state of a run as named tensors and plain facts, and back into the live objects.
 
-Tensors are `model/NAME`, `module:ROOT/NAME`, `extra:OBJECT/NAME`, `optimizer/PARAMETER/SLOT`, `optimizer_shared/...`,
-`optimizer_attribute/...`, `scaler/...`, `rng/RANK/...`; optimizer state goes by the parameter's name, so that the order
-of parameters does not matter.
+Tensors are `model/NAME`, `module:ROOT/NAME`, `extra:OBJECT/NAME`, `optimizer/PARAMETER/SLOT`,
+`optimizer_shared/...`, `optimizer_attribute/...`, `scaler/...`, `rng/RANK/...`; optimizer state
+goes by the parameter's name, so that the order of parameters does not matter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class State:
 
 
 class Whole:
-    """Gathers the state of the user's objects without copying it, and puts a copy of it back in place."""
+    """Gathers the state of the user's objects without copying it, and puts a copy of it back in
+    place.
+    """
 
     def __init__(
         self,
@@ -57,9 +59,16 @@ class Whole:
         rank: int = 0,
         ownership: Ownership | None = None,
     ) -> None:
-        self._optimizer, self._scheduler, self._scaler, self._rank = optimizer, scheduler, scaler, rank
+        self._optimizer, self._scheduler, self._scaler, self._rank = (
+            optimizer,
+            scheduler,
+            scaler,
+            rank,
+        )
         self._ownership = ownership or Ownership(roots, optimizer)
-        self._modules = {f"module:{name}/" if name else "model/": root for name, root in roots.items()}
+        self._modules = {
+            f"module:{name}/" if name else "model/": root for name, root in roots.items()
+        }
         self._others: dict[str, Any] = {}
         for name, item in (extra or {}).items():
             kept = self._modules if isinstance(item, nn.Module) else self._others
@@ -68,22 +77,31 @@ class Whole:
         self._names = ParameterNames(self._modules)
         self._memory = OptimizerState(optimizer, self._names)
 
-    # --- gathering ---------------------------------------------------------------------------------------------
+    # --- gathering
+    # ---------------------------------------------------------------------------------------------
 
     def gather(self) -> State:
-        """References to the live tensors, and everything else as plain values. Never waits for the device."""
+        """References to the live tensors, and everything else as plain values. Never waits for the
+        device.
+        """
         why = why_sharded(self._modules.values(), self._optimizer)
         if why:
             raise StateError(why)
         self._ownership.look()
         tensors: dict[str, Tensor] = {}
         for prefix, root in self._modules.items():
-            tensors.update((prefix + name, _kept(prefix + name, tensor)) for name, tensor in _stored(root).items())
+            tensors.update(
+                (prefix + name, _kept(prefix + name, tensor))
+                for name, tensor in _stored(root).items()
+            )
         facts = {
             **self._optimizer_facts(tensors),
             "scheduler": self._apart(self._scheduler, tensors, "scheduler"),
             "scaler": scaler_apart(self._scaler, tensors),
-            "extra": {name: self._apart(item, tensors, name.rstrip("/")) for name, item in self._others.items()},
+            "extra": {
+                name: self._apart(item, tensors, name.rstrip("/"))
+                for name, item in self._others.items()
+            },
             "numbers": _apart(self._numbers.moved(), tensors, "numbers"),
             "rng": {str(self._rank): rng_apart(capture_rng(), tensors, f"rng/{self._rank}")},
         }
@@ -99,14 +117,20 @@ class Whole:
             kept = self._memory.gather(tensors)
         except NotPlainError as why:
             raise StateError(str(why)) from None
-        return {"optimizer": kept.pop("slots"), "groups": kept.pop("groups"), "optimizer_more": kept}
+        return {
+            "optimizer": kept.pop("slots"),
+            "groups": kept.pop("groups"),
+            "optimizer_more": kept,
+        }
 
-    # --- putting back ------------------------------------------------------------------------------------------
+    # --- putting back
+    # ------------------------------------------------------------------------------------------
 
     def misfit(self, state: State, *, own_only: bool = False) -> str:
         """Why this state cannot go into the live objects, in words; empty when it can.
 
-        `own_only`: for going back in a run. What has been added since is then left as it is, if it is finite.
+        `own_only`: for going back in a run. What has been added since is then left as it is, if it
+        is finite.
         """
         for prefix, root in self._modules.items():
             why = self._misfit_of(prefix, root, state, own_only)
@@ -115,11 +139,17 @@ class Whole:
         names = {name: p for p, name in self._names.of(self._optimizer)}
         saved = {name for group in state.facts["groups"] for name in group["params"]}
         if own_only:
-            ruined = next((name for name, p in names.items() if name not in saved and not finite(p)), None)
+            ruined = next(
+                (name for name, p in names.items() if name not in saved and not finite(p)), None
+            )
             if ruined is not None:
                 return f"{ruined} was added since and is not finite"
         odd = sorted(saved - set(names) if own_only else set(names) ^ saved)
-        return f"{odd[0]} is trained {'now' if odd[0] in names else 'in the saved state'} only" if odd else ""
+        return (
+            f"{odd[0]} is trained {'now' if odd[0] in names else 'in the saved state'} only"
+            if odd
+            else ""
+        )
 
     def _misfit_of(self, prefix: str, root: nn.Module, state: State, own_only: bool) -> str:
         stored = _below(prefix, state)
@@ -131,20 +161,29 @@ class Whole:
             live = parameters.get(name)
             if live is None and _owner(root, name) is None:
                 return f"{prefix}{name} is in the saved state and not in the model"
-            if live is not None and not is_lazy(live) and (live.shape, live.dtype) != (tensor.shape, tensor.dtype):
-                return f"{prefix}{name} is {_kind(live)} in the model and {_kind(tensor)} in the saved state"
+            if (
+                live is not None
+                and not is_lazy(live)
+                and (live.shape, live.dtype) != (tensor.shape, tensor.dtype)
+            ):
+                return (
+                    f"{prefix}{name} is {_kind(live)} in the model and {_kind(tensor)} in the "
+                    f"saved state"
+                )
         return ""
 
     def grown_since(self, state: State) -> bool:
-        """Have parameters come since? Then the steps from there on cannot be run again as they were."""
+        """Have parameters come since? Then the steps from there on cannot be run again as they
+        were.
+        """
         return not self.misfit(state, own_only=True) and bool(self.misfit(state))
 
     @torch.no_grad()
     def put_back(self, state: State, *, own_only: bool = False) -> list[str]:
         """Everything but the random numbers, into the same tensor objects where they exist.
 
-        `own_only`: what another optimizer trains, buffers and numbers that go with it, and what has been added since
-        stay as they are. Returns what could not be put back, in words.
+        `own_only`: what another optimizer trains, buffers and numbers that go with it, and what has
+        been added since stay as they are. Returns what could not be put back, in words.
         """
         why = self.misfit(state, own_only=own_only)
         if why:
@@ -156,7 +195,9 @@ class Whole:
             left[prefix] = self._ownership.modules_elsewhere(root, theirs)
             stored = _below(prefix, state)
             skipped = {name for name, p in root.named_parameters() if id(p) in theirs}
-            skipped |= {name for name, _ in root.named_buffers() if name.rpartition(".")[0] in left[prefix]}
+            skipped |= {
+                name for name, _ in root.named_buffers() if name.rpartition(".")[0] in left[prefix]
+            }
             _fill(root, {name: tensor for name, tensor in stored.items() if name not in skipped})
         self._numbers.put_back(put_together(state.facts["numbers"], {}), left)
         facts = {
@@ -175,9 +216,15 @@ class Whole:
 
     @contextmanager
     def lent(self, state: State) -> Iterator[None]:
-        """The guard's own parameters of that moment for a while; afterwards the live ones are back, untouched."""
+        """The guard's own parameters of that moment for a while; afterwards the live ones are back,
+        untouched.
+        """
         own = self._ownership.own()
-        named = [(p, state.tensors.get(prefix + name)) for prefix, name, p in self._names.below() if id(p) in own]
+        named = [
+            (p, state.tensors.get(prefix + name))
+            for prefix, name, p in self._names.below()
+            if id(p) in own
+        ]
         kept = [(p, p.data) for p, value in named if value is not None]
         try:
             for parameter, value in named:
@@ -189,7 +236,9 @@ class Whole:
                 parameter.data = live
 
     def distance(self, state: State) -> float | None:
-        """How far the trained parameters are from those of that moment, over the norm they had then."""
+        """How far the trained parameters are from those of that moment, over the norm they had
+        then.
+        """
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         moved = then = 0.0
         for prefix, name, parameter in self._names.below():
@@ -257,7 +306,11 @@ def _kept(name: str, tensor: Tensor) -> Tensor:
 
 def _stored(root: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, also those that `state_dict` leaves out."""
-    buffers = {name: buffer for name, buffer in root.named_buffers() if is_lazy(buffer) or not expanded(buffer)}
+    buffers = {
+        name: buffer
+        for name, buffer in root.named_buffers()
+        if is_lazy(buffer) or not expanded(buffer)
+    }
     return {**dict(root.named_parameters()), **buffers}
 
 
@@ -276,9 +329,13 @@ def _fill(root: nn.Module, stored: Mapping[str, Tensor]) -> None:
     for name, tensor in stored.items():
         if name in live and is_lazy(live[name]):
             live[name].materialize(tensor.shape)  # type: ignore[attr-defined]
-    same = [name for name, tensor in stored.items() if name in live and live[name].shape == tensor.shape]
+    same = [
+        name for name, tensor in stored.items() if name in live and live[name].shape == tensor.shape
+    ]
     if same:
-        torch._foreach_copy_([live[name].detach() for name in same], [stored[name] for name in same])
+        torch._foreach_copy_(
+            [live[name].detach() for name in same], [stored[name] for name in same]
+        )
     device = next((tensor.device for tensor in live.values()), None)
     for name in stored.keys() - set(same):  # made or resized since
         owner = _owner(root, name)

@@ -1,7 +1,7 @@
 """Which samples of the data set a batch is made of, overheard from the loader's sampler.
 
-The sampler is wrapped only while the loader makes its iterator; what it yields is passed on as it is, so order, content
-and random numbers are those of the bare loader.
+The sampler is wrapped only while the loader makes its iterator; what it yields is passed on as it
+is, so order, content and random numbers are those of the bare loader.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ class Overheard:
         self._last: Any = None
         self.dataset = getattr(loader, "dataset", None)
         self._ahead = getattr(loader, "num_workers", 0) > 0
-        self._iterator: Iterator[Any] = iter(loader) if not _can_be_heard(loader) else self._listening(loader)
+        self._iterator: Iterator[Any] = (
+            iter(loader) if not _can_be_heard(loader) else self._listening(loader)
+        )
 
     def __iter__(self) -> Overheard:
         return self
 
     def __next__(self) -> Any:
         if not self._ahead:
-            self._heard.clear()  # one fetch a batch; more were heard where a loader went forward to its position
+            # one fetch a batch; more were heard where a loader went forward to its position
+            self._heard.clear()
         batch = next(self._iterator)
         self._last = None
         if self._heard:
@@ -55,7 +58,9 @@ class Overheard:
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         sampler = getattr(loader, name)
         heard = _Sampler(sampler, self._heard)
-        kept = getattr(loader, "_iterator", None)  # of persistent workers: made once, reset for each pass
+        kept = getattr(
+            loader, "_iterator", None
+        )  # of persistent workers: made once, reset for each pass
         vars(loader)[name] = heard  # the loader's own __setattr__ refuses
         _exchange(kept, sampler, heard)
         try:
@@ -87,7 +92,9 @@ class _Sampler:
     def __iter__(self) -> Iterator[Any]:
         self._heard.clear()
         iterator = iter(self._sampler)
-        stateful = all(callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict"))
+        stateful = all(
+            callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict")
+        )
         return (_StatefulIndices if stateful else _Indices)(iterator, self._heard)
 
     def __len__(self) -> int:

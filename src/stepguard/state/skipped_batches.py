@@ -35,7 +35,12 @@ class Passing:
         indices: Mapping[Place, Collection[Index]],
     ) -> None:
         """`epoch` is the pass whose order of batches is known to be the same as before."""
-        self._places, self._epoch, self._causes, self._indices = frozenset(places), epoch, causes, indices
+        self._places, self._epoch, self._causes, self._indices = (
+            frozenset(places),
+            epoch,
+            causes,
+            indices,
+        )
 
     def passes_over(self, place: Place, batch: Batch) -> bool:
         if place in self._places and self._is_the_same(place, batch):
@@ -57,5 +62,10 @@ class Passing:
             return
         epoch, first, last = stretch[0][0], stretch[0][1], stretch[-1][1]
         which = f"batch {first}" if first == last else f"batches {first}-{last}"
-        causes = ", ".join(dict.fromkeys(self._causes[place] for place in stretch if place in self._causes))
-        self._say(f"passing over {which} of pass {epoch}: left out before" + (f" as {causes}" if causes else ""))
+        causes = ", ".join(
+            dict.fromkeys(self._causes[place] for place in stretch if place in self._causes)
+        )
+        self._say(
+            f"passing over {which} of pass {epoch}: left out before"
+            + (f" as {causes}" if causes else "")
+        )

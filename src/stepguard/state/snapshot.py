@@ -42,7 +42,9 @@ class Snapshot:
 class Ring:
     """The last few snapshots, oldest first. The newest good one is never given up for a young one."""
 
-    def __init__(self, size: int, limit: int | None, *, free: Callable[[], int | None] = free_memory) -> None:
+    def __init__(
+        self, size: int, limit: int | None, *, free: Callable[[], int | None] = free_memory
+    ) -> None:
         self._size, self._limit, self._free = size, limit, free
         self._serial = 0
         self._spare: list[dict[str, Tensor]] = []
@@ -50,11 +52,14 @@ class Ring:
         """How many fit, once the first state has been seen."""
         self.snapshots: list[Snapshot] = []
         self._best: Snapshot | None = None
-        """The good one with the lowest level of the loss: it stays while there is room for three."""
+        """The good one with the lowest level of the loss: it stays while there is room for three.
+        """
 
     def keep_best(self) -> None:
         """A snapshot has become good: is its level the lowest? What `memory` calls `level` says."""
-        known = [s for s in self.snapshots if s.standing == "good" and s.memory.get("level") is not None]
+        known = [
+            s for s in self.snapshots if s.standing == "good" and s.memory.get("level") is not None
+        ]
         self._best = min(known, key=lambda s: s.memory["level"], default=None)
 
     def too_small(self, state: State) -> str:
@@ -69,19 +74,29 @@ class Ring:
             whose = "half of the free memory"
         if limit < LEAST * size:
             return (
-                f"the state takes {_amount(size)} and {LEAST} copies of it do not fit into {_amount(limit)} ({whose}): "
-                "no snapshots are taken; checkpoints still are, and GuardConfig(snapshot_memory=BYTES) sets the limit"
+                f"the state takes {_amount(size)} and {LEAST} copies of it do not fit into "
+                f"{_amount(limit)} ({whose}): "
+                "no snapshots are taken; checkpoints still are, and "
+                "GuardConfig(snapshot_memory=BYTES) sets the limit"
             )
         self._room = min(self._size, limit // max(size, 1))
         return ""
 
     def take(self, step: int, state: State, *, must: bool = False) -> Snapshot | None:
-        """Copy the state; None where every place holds one that is still needed. `must` gives up a young one."""
-        if self._room is not None and len(self.snapshots) >= self._room and not self._give_up_one(must):
+        """Copy the state; None where every place holds one that is still needed. `must` gives up a
+        young one.
+        """
+        if (
+            self._room is not None
+            and len(self.snapshots) >= self._room
+            and not self._give_up_one(must)
+        ):
             return None
         buffers = self._fitting(state.tensors)
         names = list(buffers)
-        torch._foreach_copy_([buffers[n] for n in names], [state.tensors[n] for n in names], non_blocking=True)
+        torch._foreach_copy_(
+            [buffers[n] for n in names], [state.tensors[n] for n in names], non_blocking=True
+        )
         self._serial += 1
         snapshot = Snapshot(step, self._serial, State(buffers, state.facts), watched_from=step)
         self.snapshots.append(snapshot)
@@ -104,7 +119,9 @@ class Ring:
             self._spare.append(snapshot.state.tensors)
 
     def _give_up_one(self, must: bool) -> bool:
-        """The oldest bad one, else the oldest good one if there is a newer, else perhaps a young one."""
+        """The oldest bad one, else the oldest good one if there is a newer, else perhaps a young
+        one.
+        """
         good = self.good()
         candidates = [s for s in self.snapshots if s.standing == "bad"] + good[:0:-1]
         if self._room is None or self._room >= KEEPS_BEST:
@@ -119,22 +136,30 @@ class Ring:
     def _fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Memory of the same shapes: what a dropped snapshot left, else new."""
         kept, self._spare = (self._spare[-1] if self._spare else {}), self._spare[:-1]
-        return {n: kept[n] if n in kept and _same(kept[n], t) else _empty(t) for n, t in tensors.items()}
+        return {
+            n: kept[n] if n in kept and _same(kept[n], t) else _empty(t) for n, t in tensors.items()
+        }
 
 
 class Cadence:
-    """Says at which steps a snapshot is due: the first, and a grid whose width is a power of two times `GRID`.
+    """Says at which steps a snapshot is due: the first, and a grid whose width is a power of two
+    times `GRID`.
 
-    Grids of different ranks contain each other, so that ranks with different clocks still share snapshots.
+    Grids of different ranks contain each other, so that ranks with different clocks still share
+    snapshots.
     """
 
     GRID = 8
     SHARE = 0.005
     """Of the time of training that copying may take."""
     FIRST = 4
-    """Snapshots that come early, the first of them after one step: a short run, too, has something to go back to."""
+    """Snapshots that come early, the first of them after one step: a short run, too, has something
+    to go back to.
+    """
 
-    def __init__(self, every: int | Literal["auto"], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, every: int | Literal["auto"], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._every, self.clock = every, clock
         self._taken = 0
         self._width = self.GRID
@@ -146,7 +171,9 @@ class Cadence:
             self._since = (self.clock(), step)
         if self._every != "auto":
             return step > 0 and step % self._every == 0
-        return step > 0 and (step % self._width == 0 or (self._taken == 0 and step == self._since[1] + 1))
+        return step > 0 and (
+            step % self._width == 0 or (self._taken == 0 and step == self._since[1] + 1)
+        )
 
     def took(self, step: int, seconds: float) -> None:
         """A snapshot took so long: the next ones come as often as their share of the time allows."""
@@ -172,7 +199,9 @@ def _same(buffer: Tensor, live: Tensor) -> bool:
 
 
 def _empty(live: Tensor) -> Tensor:
-    """Host memory of the same kind, pinned where that makes copies from an accelerator asynchronous."""
+    """Host memory of the same kind, pinned where that makes copies from an accelerator
+    asynchronous.
+    """
     pinned = live.device.type != "cpu" and torch.accelerator.is_available()
     return torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=pinned)
 

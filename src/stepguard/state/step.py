@@ -19,12 +19,16 @@ WANTED = "return one scalar tensor, for instance loss.mean(), or a dict of named
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 ModelFn = Callable[[Any], tuple[list[Tensor], list[Tensor | None]]]
-"""Runs a watched model on a recorded call: its differentiable outputs, and the gradient each of them got."""
+"""Runs a watched model on a recorded call: its differentiable outputs, and the gradient each of
+them got.
+"""
 
 
 @dataclass(slots=True)
 class Step:
-    """One optimizer step with everything a replay needs. Holds references, copies nothing but RNG states."""
+    """One optimizer step with everything a replay needs. Holds references, copies nothing but RNG
+    states.
+    """
 
     index: int
     model: nn.Module
@@ -44,9 +48,12 @@ class Step:
     """What the loss was multiplied by before backward."""
     clip_norm: float | None = None
     grads_gone: bool = False
-    """The loop has dropped or replaced this step's gradients since; what is there now belongs to another step."""
+    """The loop has dropped or replaced this step's gradients since; what is there now belongs to
+    another step.
+    """
     model_fn: ModelFn | None = None
-    """`watch` mode: the model's part of the step, whose `micro_batches` are the calls of the model."""
+    """`watch` mode: the model's part of the step, whose `micro_batches` are the calls of the model.
+    """
     lines: tuple[tuple[str, int] | None, ...] = ()
     """`watch` mode: file and line that called the model, for each call."""
 
@@ -82,7 +89,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """A loss function may return a scalar, or named scalars that are added. Anything else is a ConfigError."""
+    """A loss function may return a scalar, or named scalars that are added. Anything else is a
+    ConfigError.
+    """
     if not isinstance(output, Mapping):
         return _scalar(output)
     if not output:
@@ -95,5 +104,7 @@ def _scalar(value: Any, name: str = "") -> Tensor:
     if not isinstance(value, Tensor):
         raise ConfigError(f"loss_fn returned{name} a {type(value).__name__}; {WANTED}.")
     if value.numel() != 1:
-        raise ConfigError(f"loss_fn returned{name} a tensor of shape {tuple(value.shape)}; {WANTED}.")
+        raise ConfigError(
+            f"loss_fn returned{name} a tensor of shape {tuple(value.shape)}; {WANTED}."
+        )
     return value

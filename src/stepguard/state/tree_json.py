@@ -1,6 +1,7 @@
 """Any batch as tensors plus JSON, and back: nothing that is read can execute code.
 
-Named tuples, dataclasses and mappings with attributes come back as look-alikes with the same names, built here.
+Named tuples, dataclasses and mappings with attributes come back as look-alikes with the same names,
+built here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Attributed(dict[str, Any]):
 
 @dataclass(slots=True)
 class Known:
-    """Tensors that have a name already: parameters are referred to, and what is met twice is kept once."""
+    """Tensors that have a name already: parameters are referred to, and what is met twice is kept
+    once.
+    """
 
     parameters: Mapping[int, str] = field(default_factory=dict)
     """Names by the id of the parameter."""
@@ -44,8 +47,12 @@ class Known:
     """By id. The tensor itself is held, so that no other one gets its id meanwhile."""
 
 
-def take_apart(value: Any, tensors: dict[str, Tensor], name: str, depth: int = 0, *, known: Known | None = None) -> Any:
-    """The structure as JSON; each tensor goes into `tensors`, not copied, under a name the structure refers to."""
+def take_apart(
+    value: Any, tensors: dict[str, Tensor], name: str, depth: int = 0, *, known: Known | None = None
+) -> Any:
+    """The structure as JSON; each tensor goes into `tensors`, not copied, under a name the
+    structure refers to.
+    """
     if depth > DEEPEST:
         raise NotPlainError(f"{name} is nested deeper than {DEEPEST} levels.")
     if isinstance(value, Tensor):
@@ -62,16 +69,27 @@ def take_apart(value: Any, tensors: dict[str, Tensor], name: str, depth: int = 0
     if isinstance(value, list | tuple | deque):
         return _sequence_apart(value, below)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [[f.name, below(f.name, getattr(value, f.name))] for f in dataclasses.fields(value)]
+        fields = [
+            [f.name, below(f.name, getattr(value, f.name))] for f in dataclasses.fields(value)
+        ]
         return {"fields": fields, "type": type(value).__name__}
     if hasattr(value, "__array__"):
         array = take_apart(torch.as_tensor(value), tensors, name, depth + 1)
-        return {"array": array, "number": type(value).__module__ == "numpy" and not hasattr(value, "__len__")}
-    raise NotPlainError(f"{name} is a {type(value).__name__}; only tensors, containers and plain values can be kept.")
+        return {
+            "array": array,
+            "number": type(value).__module__ == "numpy" and not hasattr(value, "__len__"),
+        }
+    raise NotPlainError(
+        f"{name} is a {type(value).__name__}; only tensors, containers and plain values can be "
+        f"kept."
+    )
 
 
-def put_together(structure: Any, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None = None) -> Any:
-    """The inverse of `take_apart`; raises ValueError, TypeError or KeyError for what `take_apart` never writes.
+def put_together(
+    structure: Any, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None = None
+) -> Any:
+    """The inverse of `take_apart`; raises ValueError, TypeError or KeyError for what `take_apart`
+    never writes.
 
     `parameters`: the live ones by name, for what refers to them.
     """
@@ -102,7 +120,10 @@ def put_together(structure: Any, tensors: Mapping[str, Tensor], parameters: Mapp
 
 def _sequence_apart(value: Any, below: Callable[[object, Any], Any]) -> dict[str, Any]:
     if hasattr(value, "_fields"):
-        return {"named": [[f, below(f, getattr(value, f))] for f in value._fields], "type": type(value).__name__}
+        return {
+            "named": [[f, below(f, getattr(value, f))] for f in value._fields],
+            "type": type(value).__name__,
+        }
     items = [below(index, item) for index, item in enumerate(value)]
     if isinstance(value, deque):
         return {"deque": items, "most": value.maxlen}
@@ -149,7 +170,9 @@ def _key(key: Any, name: str, known: Known | None) -> Any:
         return {"value": _spelled(key), "kind": type(key).__name__}
     if isinstance(key, Tensor) and known is not None and id(key) in known.parameters:
         return {"parameter": known.parameters[id(key)]}
-    raise NotPlainError(f"{name} has a {type(key).__name__} as a key; only plain values can be kept.")
+    raise NotPlainError(
+        f"{name} has a {type(key).__name__} as a key; only plain values can be kept."
+    )
 
 
 def _shown(key: Any, known: Known | None) -> Any:

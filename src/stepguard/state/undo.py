@@ -1,6 +1,8 @@
-"""A copy of all that an update may touch, from just before it: parameters, the whole optimizer, the optimizers inside.
+"""A copy of all that an update may touch, from just before it: parameters, the whole optimizer, the
+optimizers inside.
 
-Whatever the update does with gradients that are missing or zero, `restore` makes it as if it had never been called.
+Whatever the update does with gradients that are missing or zero, `restore` makes it as if it had
+never been called.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ NOT_THE_UPDATES = frozenset({"_opt_called", "_zero_grad_profile_name"})
 
 
 class UndoCopy:
-    """Taken before `optimizer.step`: param_groups, state (whatever its keys are) and plain attributes."""
+    """Taken before `optimizer.step`: param_groups, state (whatever its keys are) and plain
+    attributes.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -25,14 +29,20 @@ class UndoCopy:
         self._unknown = sorted(key for key, value in own.items() if not _known(key, value))
         hooks = {key for key in own if key.endswith("_hooks")}
         skip = NOT_THE_UPDATES | hooks | set(self._unknown)
-        self._kept = KeptMapping(own, Reach(everything=True), 0, attributes=True, skip=frozenset(skip))
+        self._kept = KeptMapping(
+            own, Reach(everything=True), 0, attributes=True, skip=frozenset(skip)
+        )
 
     def restore(self) -> tuple[str, ...]:
-        """Same objects where they existed before, nothing that the update made. Names what cannot be known."""
+        """Same objects where they existed before, nothing that the update made. Names what cannot
+        be known.
+        """
         if self._kept.moved(set()):
             self._kept.restore(set())
         own = vars(self._optimizer)
-        return tuple(f"{type(self._optimizer).__name__}.{k} ({type(own[k]).__name__})" for k in self._unknown)
+        return tuple(
+            f"{type(self._optimizer).__name__}.{k} ({type(own[k]).__name__})" for k in self._unknown
+        )
 
 
 def _known(key: str, value: Any) -> bool:

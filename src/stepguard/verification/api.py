@@ -1,4 +1,6 @@
-"""`stepguard.verify`: is this checkpoint whole, finite and what it says it is? Nothing in it is ever executed."""
+"""`stepguard.verify`: is this checkpoint whole, finite and what it says it is? Nothing in it is
+ever executed.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ def verify(
 ) -> Verification:
     """Verify a checkpoint file, a checkpoint folder, or everything below a folder.
 
-    Reads `.pt` `.pth` `.bin` `.ckpt` (both formats of torch.save, plain pickles), safetensors, sharded and transformers
-    folders, DCP folders and sealed checkpoints. What is wrong is in `.problems`. A path that does not exist, or that
-    holds nothing that is a checkpoint, raises ConfigError: nothing was verified, so nothing is good.
-    With `lr`, a checkpoint whose base learning rate is another one has a problem of kind `lr`.
+    Reads `.pt` `.pth` `.bin` `.ckpt` (both formats of torch.save, plain pickles), safetensors,
+    sharded and transformers folders, DCP folders and sealed checkpoints. What is wrong is in
+    `.problems`. A path that does not exist, or that holds nothing that is a checkpoint, raises
+    ConfigError: nothing was verified, so nothing is good. With `lr`, a checkpoint whose base
+    learning rate is another one has a problem of kind `lr`.
     """
     found = verify_or_empty(path, lr=lr, plan=plan, progress=progress)
     if not found.leaves and not found.problems:
@@ -42,10 +45,15 @@ def verify_or_empty(
     plan: Plan | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Verification:
-    """The same, for those who want to tell about several paths before they complain about an empty one."""
+    """The same, for those who want to tell about several paths before they complain about an empty
+    one.
+    """
     where = Path(path)
     if not where.exists() and not where.is_symlink():
-        raise ConfigError(f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run directory.")
+        raise ConfigError(
+            f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run "
+            f"directory."
+        )
     if lr is not None and not (math.isfinite(lr) and lr > 0):
         raise ConfigError(f"lr={lr!r} is no learning rate; give a positive number.")
     found = check(where, plan=plan, progress=progress)
@@ -72,7 +80,11 @@ def _contradictions(found: Verification, lr: float) -> list[Problem]:
         return []
     rate = base[0]
     running = next((r.value for r in found.rates if r.kind in ("lr", "last_lr")), None)
-    now = f", running at {running:.4g} when it was saved" if running is not None and rate.kind != "lr" else ""
+    now = (
+        f", running at {running:.4g} when it was saved"
+        if running is not None and rate.kind != "lr"
+        else ""
+    )
     means = {
         "max_lr": "the peak of OneCycleLR (max_lr)",
         "initial_lr": "the base of its schedule (initial_lr)",
@@ -80,14 +92,17 @@ def _contradictions(found: Verification, lr: float) -> list[Problem]:
     }
     what = means.get(rate.kind, "the learning rate (lr) at the moment it was saved")
     detail = (
-        f"{what} is {rate.value:.4g}{now}; you gave {lr:.4g}. Loading this optimizer or scheduler state overrides what "
+        f"{what} is {rate.value:.4g}{now}; you gave {lr:.4g}. Loading this optimizer or scheduler "
+        f"state overrides what "
         "the configuration says"
     )
     return [Problem(file=rate.file, kind="lr", tensor=rate.name, detail=detail, role="optimizer")]
 
 
 def base_rates(rates: tuple[Rate, ...]) -> list[Rate]:
-    """The rates a configuration speaks of: OneCycleLR's peak, else the base of the schedule, else the rate itself."""
+    """The rates a configuration speaks of: OneCycleLR's peak, else the base of the schedule, else
+    the rate itself.
+    """
     for kind in ("max_lr", "initial_lr", "base_lr", "lr", "last_lr"):
         chosen = [rate for rate in rates if rate.kind == kind]
         if chosen:

@@ -1,4 +1,6 @@
-"""A file opened so that only its bytes can be read: no device, no FIFO, and never more than is there."""
+"""A file opened so that only its bytes can be read: no device, no FIFO, and never more than is
+there.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ class Window:
     def window(self, start: int, size: int) -> Window:
         """A part of this window; it must lie inside."""
         if start < 0 or size < 0 or start + size > self.size:
-            raise Damaged("torn", f"{size:,} bytes are declared at {start:,}, but there are only {self.size:,}")
+            raise Damaged(
+                "torn",
+                f"{size:,} bytes are declared at {start:,}, but there are only {self.size:,}",
+            )
         return Window(self.descriptor, self.start + start, size, self.path)
 
     def at(self, position: int, size: int) -> bytes:
@@ -67,16 +72,26 @@ class Window:
             return data
         position = self.tell()
         if count > self.size - position:
-            raise Damaged("torn", f"ends at byte {self.size:,} where {count:,} more are declared at {position:,}")
-        self._buffer = _pread(self.descriptor, min(max(count, BUFFER), self.size - position), self.start + position)
+            raise Damaged(
+                "torn",
+                f"ends at byte {self.size:,} where {count:,} more are declared at {position:,}",
+            )
+        self._buffer = _pread(
+            self.descriptor, min(max(count, BUFFER), self.size - position), self.start + position
+        )
         self._position, self._taken = position + len(self._buffer), count
         if len(self._buffer) < count:
-            raise Damaged("torn", f"ends at byte {self._position:,}: it became shorter while it was read")
+            raise Damaged(
+                "torn", f"ends at byte {self._position:,}: it became shorter while it was read"
+            )
         return self._buffer[:count]
 
     def skip(self, count: int) -> None:
         if count > self.left:
-            raise Damaged("torn", f"ends at byte {self.size:,} where {count:,} more are declared at {self.tell():,}")
+            raise Damaged(
+                "torn",
+                f"ends at byte {self.size:,} where {count:,} more are declared at {self.tell():,}",
+            )
         self.seek(self.tell() + count)
 
     def line(self, longest: int) -> bytes:
@@ -87,7 +102,9 @@ class Window:
             data = self.at(position, longest + 1)
             found = data.find(b"\n")
             if found < 0:
-                raise Damaged("malformed", f"a line at byte {position:,} has no end within {longest:,} bytes")
+                raise Damaged(
+                    "malformed", f"a line at byte {position:,} has no end within {longest:,} bytes"
+                )
             self.seek(position + found + 1)
             return data[:found]
         data = self._buffer[self._taken : end]
@@ -96,7 +113,9 @@ class Window:
 
 
 class Clamped(io.RawIOBase):
-    """A window as a file object for `zipfile`: a read never allocates more than there is, nor more than `most`."""
+    """A window as a file object for `zipfile`: a read never allocates more than there is, nor more
+    than `most`.
+    """
 
     def __init__(self, window: Window, most: int) -> None:
         super().__init__()
@@ -122,7 +141,10 @@ class Clamped(io.RawIOBase):
         left = max(0, self._window.size - self._position)
         size = left if size is None or size < 0 else min(size, left)
         if size > self._most:
-            raise Damaged("limit", f"a zip directory of {size:,} bytes is more than the {self._most:,} that are read")
+            raise Damaged(
+                "limit",
+                f"a zip directory of {size:,} bytes is more than the {self._most:,} that are read",
+            )
         data = self._window.at(self._position, size)
         self._position += len(data)
         return data
@@ -160,8 +182,12 @@ def _pread(descriptor: int, size: int, position: int) -> bytes:
     """A short read only at the end of the file."""
     try:
         data = os.pread(descriptor, size, position)
-        while len(data) < size and (more := os.pread(descriptor, size - len(data), position + len(data))):
+        while len(data) < size and (
+            more := os.pread(descriptor, size - len(data), position + len(data))
+        ):
             data += more
     except OSError as error:
-        raise Damaged("unreadable", f"cannot be read at byte {position:,}: {error.strerror}") from error
+        raise Damaged(
+            "unreadable", f"cannot be read at byte {position:,}: {error.strerror}"
+        ) from error
     return data

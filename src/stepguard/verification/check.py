@@ -27,7 +27,11 @@ MOST_WATCHED = 200
 
 
 def check(
-    path: Path, *, plan: Plan | None = None, progress: Progress | None = None, watch: Watch | None = None
+    path: Path,
+    *,
+    plan: Plan | None = None,
+    progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> Verification:
     """Verify whatever lies at `path`; problems are in the result, never raised."""
     began = time.perf_counter()
@@ -66,7 +70,12 @@ def check_place(place: Place, progress: Progress, watch: Watch | None = None) ->
 
 
 def _watched(layouts: Sequence[Layout], watch: Watch) -> tuple[Watched, ...]:
-    chosen = [look for layout in layouts for look in layout.looks if look.segment is not None and watch(look.name)]
+    chosen = [
+        look
+        for layout in layouts
+        for look in layout.looks
+        if look.segment is not None and watch(look.name)
+    ]
     return tuple(
         Watched(name=look.name, role=look.role, count=seen.count, low=seen.low, high=seen.high)
         for look in chosen[:MOST_WATCHED]
@@ -75,23 +84,45 @@ def _watched(layouts: Sequence[Layout], watch: Watch) -> tuple[Watched, ...]:
 
 
 def _name(place: Place, layouts: Sequence[Layout]) -> str:
-    models = [layout.path for layout in layouts if layout.looks and roles.of_file(layout.path.name) is None]
+    models = [
+        layout.path
+        for layout in layouts
+        if layout.looks and roles.of_file(layout.path.name) is None
+    ]
     weights = {path.suffix for path in models if path.suffix in (".safetensors", ".bin")}
     if place.kind == "DeepSpeed":
         return "DeepSpeed"
-    library = "accelerate" if any(path.name.startswith("random_states") for path in place.files) else "transformers"
-    return library + (f" ({', '.join(sorted(suffix[1:] for suffix in weights))})" if weights else "")
+    library = (
+        "accelerate"
+        if any(path.name.startswith("random_states") for path in place.files)
+        else "transformers"
+    )
+    return library + (
+        f" ({', '.join(sorted(suffix[1:] for suffix in weights))})" if weights else ""
+    )
 
 
 def _as_one(
-    place: Place, name: str, layouts: Sequence[Layout], problems: Sequence[Problem], step: int | None, seconds: float
+    place: Place,
+    name: str,
+    layouts: Sequence[Layout],
+    problems: Sequence[Problem],
+    step: int | None,
+    seconds: float,
 ) -> Verification:
     looks = [look for layout in layouts for look in layout.looks]
-    steps = [layout.step for layout in layouts if layout.step is not None and roles.of_file(layout.path.name) != "rng"]
+    steps = [
+        layout.step
+        for layout in layouts
+        if layout.step is not None and roles.of_file(layout.path.name) != "rng"
+    ]
     return Verification(
         path=str(place.path),
         format=name,
-        problems=(*problems, *(problem for layout in layouts for problem in layout.notes.problems())),
+        problems=(
+            *problems,
+            *(problem for layout in layouts for problem in layout.notes.problems()),
+        ),
         tensors=len(looks),
         bytes=sum(layout.size for layout in layouts),
         files=len(layouts),
@@ -108,7 +139,9 @@ def _named_step(path: Path) -> int | None:
     return int(numbers[-1]) if numbers else None
 
 
-def _together(path: Path, parts: Sequence[Verification], problems: Sequence[Problem], seconds: float) -> Verification:
+def _together(
+    path: Path, parts: Sequence[Verification], problems: Sequence[Problem], seconds: float
+) -> Verification:
     counts: Counter[str] = Counter()
     for part in parts:
         counts.update(part.roles)

@@ -1,4 +1,6 @@
-"""Finds the checkpoints below a folder: what belongs together is one, links are never followed out of the folder."""
+"""Finds the checkpoints below a folder: what belongs together is one, links are never followed out
+of the folder.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +79,19 @@ def find(root: Path) -> Found:
         if place is not None:
             found.places.append(place)
         else:
-            found.places.extend(_single(path) for path in files if is_checkpoint_name(path) or may_be_checkpoint(path))
+            found.places.extend(
+                _single(path)
+                for path in files
+                if is_checkpoint_name(path) or may_be_checkpoint(path)
+            )
         if place is not None and place.kind in ("sealed", "DCP"):
             continue
         if depth < DEEPEST:
             todo.extend((below, depth + 1) for below in folders if not _skipped(below))
         elif folders:
-            found.warn(folder, "limit", f"lies {DEEPEST} folders deep; what is below it was not looked at")
+            found.warn(
+                folder, "limit", f"lies {DEEPEST} folders deep; what is below it was not looked at"
+            )
     found.places.sort(key=lambda place: _natural(place.path))
     return found
 
@@ -150,12 +158,16 @@ def _listing(folder: Path, found: Found) -> tuple[list[Path], list[Path]] | None
 
 
 def _follow(link: Path, found: Found) -> bool:
-    """Only into the blobs of the same Hugging Face cache. A target inside the folder is seen by itself.
+    """Only into the blobs of the same Hugging Face cache. A target inside the folder is seen by
+    itself.
 
-    A link in the place of a seal stays: the folder is a checkpoint, and its reader refuses the link.
+    A link in the place of a seal stays: the folder is a checkpoint, and its reader refuses the
+    link.
     """
     target = Path(os.path.realpath(link))
-    if link.parent.parent.name == "snapshots" and target.is_relative_to(link.parent.parent.parent.resolve() / "blobs"):
+    if link.parent.parent.name == "snapshots" and target.is_relative_to(
+        link.parent.parent.parent.resolve() / "blobs"
+    ):
         return target.is_file()
     if link.name in (SEAL, METADATA):
         return True
@@ -164,7 +176,9 @@ def _follow(link: Path, found: Found) -> bool:
         detail = f"is a link to {special(target.stat().st_mode)}; it was not opened"
         found.problems.append(Problem(file=str(link), kind="link", detail=detail))
     elif looks_like_one and not target.is_relative_to(found.root.resolve()):
-        found.warn(link, "link", f"is a link out of the folder, to {target.name!r}; it was not followed")
+        found.warn(
+            link, "link", f"is a link out of the folder, to {target.name!r}; it was not followed"
+        )
     elif looks_like_one and not target.exists():
         found.warn(link, "link", "is a link to nothing")
     return False

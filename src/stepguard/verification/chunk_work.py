@@ -1,4 +1,6 @@
-"""What is done with one chunk of a file: read it piece by piece, look at the values, take the checksums."""
+"""What is done with one chunk of a file: read it piece by piece, look at the values, take the
+checksums.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def _long(window: Window, chunk: Chunk, buffer: bytearray) -> Done:
     done, cuts, view = Done(chunk), list(pieces(chunk)), memoryview(buffer)
     segments = [part.owner for part in chunk.parts if isinstance(part.owner, Segment)]
     found = {owner.dtype: tensor_stats.Extremes(owner.dtype, len(cuts)) for owner in segments}
-    summed = [part for part in chunk.parts if isinstance(part.owner, Block) and part.owner.algorithm == "crc32"]
+    summed = [
+        part
+        for part in chunk.parts
+        if isinstance(part.owner, Block) and part.owner.algorithm == "crc32"
+    ]
     seen: dict[int, dict[str, Tensor]] = {}
     total = 0
     for number, (start, size) in enumerate(cuts):
@@ -81,12 +87,20 @@ def _long(window: Window, chunk: Chunk, buffer: bytearray) -> Done:
     for dtype, extremes in found.items():
         looked = _looked(window, chunk, extremes.bounds(), dtype, buffer)
         owners = [owner for owner in segments if owner.dtype == dtype]
-        done.values += [(owner, chunk.start + at - owner.start, values) for owner in owners for at, values in looked]
+        done.values += [
+            (owner, chunk.start + at - owner.start, values)
+            for owner in owners
+            for at, values in looked
+        ]
     return done
 
 
 def _looked(
-    window: Window, chunk: Chunk, bounds: Sequence[tuple[float, float]], dtype: str, buffer: bytearray
+    window: Window,
+    chunk: Chunk,
+    bounds: Sequence[tuple[float, float]],
+    dtype: str,
+    buffer: bytearray,
 ) -> list[tuple[int, Values]]:
     """What is finite as one; a piece with anything else is read again and looked at closely."""
     looked: list[tuple[int, Values]] = []
@@ -97,9 +111,13 @@ def _looked(
             elements += size // SIZES[dtype]
         else:
             fill(window, memoryview(buffer)[:size], chunk.start + start)
-            looked.append((start, tensor_stats.look(tensor_stats.view(buffer, 0, size, dtype), dtype)))
+            looked.append(
+                (start, tensor_stats.look(tensor_stats.view(buffer, 0, size, dtype), dtype))
+            )
     if finite:
-        looked.append((0, Values(elements, min(low for low, _ in finite), max(high for _, high in finite))))
+        looked.append(
+            (0, Values(elements, min(low for low, _ in finite), max(high for _, high in finite)))
+        )
     return looked
 
 
@@ -116,7 +134,11 @@ def fill(window: Window, view: memoryview, position: int) -> None:
         try:
             count = os.preadv(window.descriptor, [view[filled:]], position + filled)
         except OSError as error:
-            raise Damaged("unreadable", f"cannot be read at byte {position:,}: {error.strerror}") from error
+            raise Damaged(
+                "unreadable", f"cannot be read at byte {position:,}: {error.strerror}"
+            ) from error
         if not count:
-            raise Damaged("torn", f"ends at byte {position + filled:,}: it became shorter while it was read")
+            raise Damaged(
+                "torn", f"ends at byte {position + filled:,}: it became shorter while it was read"
+            )
         filled += count

@@ -1,4 +1,6 @@
-"""Cuts a file into chunks that are read once: which checksums and which tensors each chunk is part of."""
+"""Cuts a file into chunks that are read once: which checksums and which tensors each chunk is part
+of.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ GAP = 1 << 16
 STEP = 16
 """The widest element: cuts lie at multiples of it from the start of a storage."""
 OVERLAP = 4
-"""How many times the bytes of a storage may be looked at for tensors that share it in different ways."""
+"""How many times the bytes of a storage may be looked at for tensors that share it in different
+ways.
+"""
 
 
 @dataclass(slots=True)
 class Part:
-    """Bytes of a chunk that belong to one segment or block: from `offset` in the chunk, `size` long."""
+    """Bytes of a chunk that belong to one segment or block: from `offset` in the chunk, `size`
+    long.
+    """
 
     owner: Segment | Block
     offset: int
@@ -52,7 +58,9 @@ def merge(looks: Sequence[Look]) -> list[Segment]:
             key = look.segment.start, look.segment.size, look.segment.dtype
             look.segment = same.setdefault(key, look.segment)
     joined: dict[Segment, Segment] = {}
-    for cluster in _clusters(sorted(same.values(), key=lambda segment: (segment.start, -segment.size))):
+    for cluster in _clusters(
+        sorted(same.values(), key=lambda segment: (segment.start, -segment.size))
+    ):
         width = cluster.stop - cluster.start
         if sum(segment.size for segment in cluster.segments) > OVERLAP * width:
             whole = Segment(cluster.start, width, cluster.segments[0].dtype, cluster.base)
@@ -60,7 +68,10 @@ def merge(looks: Sequence[Look]) -> list[Segment]:
     for look in looks:
         if look.segment is not None:
             look.segment = joined.get(look.segment, look.segment)
-    return sorted({look.segment for look in looks if look.segment is not None}, key=lambda segment: segment.start)
+    return sorted(
+        {look.segment for look in looks if look.segment is not None},
+        key=lambda segment: segment.start,
+    )
 
 
 def _clusters(segments: Sequence[Segment]) -> Iterator[_Cluster]:
@@ -79,11 +90,13 @@ def _clusters(segments: Sequence[Segment]) -> Iterator[_Cluster]:
         yield group
 
 
-def cut(segments: Sequence[Segment], blocks: Sequence[Block], piece: int, chunk: int) -> Iterator[Chunk]:
+def cut(
+    segments: Sequence[Segment], blocks: Sequence[Block], piece: int, chunk: int
+) -> Iterator[Chunk]:
     """Chunks in the order of the file; no cut splits an element.
 
-    A chunk is at most a piece long, or, where nothing begins or ends inside it, as long as `chunk` allows: then it can
-    be worked on piece by piece.
+    A chunk is at most a piece long, or, where nothing begins or ends inside it, as long as `chunk`
+    allows: then it can be worked on piece by piece.
     """
     clusters = list(_clusters(segments))
     ends = [cluster.stop for cluster in clusters]
@@ -114,7 +127,9 @@ def _part(owner: Segment | Block, position: int, stop: int) -> Part:
     return Part(owner, first - position, last - first)
 
 
-def _even(owners: Sequence[Segment | Block], following: int, active: Sequence[Segment | Block]) -> int:
+def _even(
+    owners: Sequence[Segment | Block], following: int, active: Sequence[Segment | Block]
+) -> int:
     """Up to where nothing begins or ends."""
     if not active:
         return 0
@@ -122,10 +137,16 @@ def _even(owners: Sequence[Segment | Block], following: int, active: Sequence[Se
     return min(stop, owners[following].start) if following < len(owners) else stop
 
 
-def _reach(owners: Sequence[Segment | Block], following: int, active: Sequence[Segment | Block], most: int) -> int:
+def _reach(
+    owners: Sequence[Segment | Block], following: int, active: Sequence[Segment | Block], most: int
+) -> int:
     """How far to read: over everything that follows without a gap worth skipping."""
     stop = max((owner.start + owner.size for owner in active), default=0)
-    while stop < most and following < len(owners) and (not stop or owners[following].start <= stop + GAP):
+    while (
+        stop < most
+        and following < len(owners)
+        and (not stop or owners[following].start <= stop + GAP)
+    ):
         stop = max(stop, owners[following].start + owners[following].size)
         following += 1
     return min(stop, most)

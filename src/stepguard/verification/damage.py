@@ -1,4 +1,6 @@
-"""The one exception of the readers, and the notes they take: what is wrong becomes a Problem, never a crash."""
+"""The one exception of the readers, and the notes they take: what is wrong becomes a Problem, never
+a crash.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Notes:
         if self._seen[kind, severity] <= limits.MOST_PER_KIND:
             name = None if tensor is None else clean(tensor, LONGEST_NAME)
             text = clean(detail, LONGEST_DETAIL)
-            problem = Problem(file=self.file, kind=kind, tensor=name, detail=text, severity=severity, role=role)
+            problem = Problem(
+                file=self.file, kind=kind, tensor=name, detail=text, severity=severity, role=role
+            )
             self._kept.append(problem)
 
     def damaged(self, damage: Damaged) -> None:

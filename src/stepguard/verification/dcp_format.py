@@ -1,4 +1,6 @@
-"""Folders of torch.distributed.checkpoint: a pickled `.metadata`, and files of many small torch.save zips."""
+"""Folders of torch.distributed.checkpoint: a pickled `.metadata`, and files of many small
+torch.save zips.
+"""
 
 from __future__ import annotations
 
@@ -61,19 +63,30 @@ def _refused(folder: Path, kind: ProblemKind, detail: str) -> Layout:
 def _never_finished(folder: Path) -> str:
     """torch writes `.metadata` last, so a folder without one cannot be loaded."""
     pieces = listed([path.name for path in sorted(folder.glob(f"*{PIECES}"))])
-    return f"has no {METADATA}, which is written last: the save of {pieces} never finished, and it cannot be loaded"
+    return (
+        f"has no {METADATA}, which is written last: the save of {pieces} never finished, and it "
+        f"cannot be loaded"
+    )
 
 
-def _check_files(folder: Path, items: list[Item], notes: Notes, progress: Progress, whole: bool) -> list[Layout]:
+def _check_files(
+    folder: Path, items: list[Item], notes: Notes, progress: Progress, whole: bool
+) -> list[Layout]:
     files: dict[str, list[Item]] = {}
     for item in items:
         files.setdefault(item.file, []).append(item)
     layouts = []
     for name, held in sorted(files.items()):
         if Path(name).name != name or name in ("", ".", ".."):
-            notes.add("hostile", f"names the file {name!r}, which lies outside the folder; it was not opened")
+            notes.add(
+                "hostile",
+                f"names the file {name!r}, which lies outside the folder; it was not opened",
+            )
         elif not (folder / name).exists():
-            notes.add("missing", f"names {name}, which is not there; it holds {listed([i.name for i in held])}")
+            notes.add(
+                "missing",
+                f"names {name}, which is not there; it holds {listed([i.name for i in held])}",
+            )
         elif (folder / name).is_symlink():
             notes.add("link", f"{name} is a link; it was not followed")
         else:
@@ -105,7 +118,9 @@ def _read_item(window: Window, layout: Layout, item: Item) -> None:
     parts = item.name.split(".")
     role = roles.named(parts[0]) or (roles.named(parts[1]) if len(parts) > 2 else None)
     if item.transformed or window.at(0, 2) != b"PK":
-        layout.notes.add("format", "is stored in a form that is not read", tensor=item.name, severity="warning")
+        layout.notes.add(
+            "format", "is stored in a form that is not read", tensor=item.name, severity="warning"
+        )
         return
     held = read_zip(window, layout, role, prefix=f"{item.name}/")
     if isinstance(held.root, float) and role is not None:
@@ -127,7 +142,12 @@ def _items(value: Any, notes: Notes) -> list[Item]:
             raise Damaged("malformed", f"{METADATA} names a piece by a {type(index).__name__}")
         name, file = index.field("fqn"), info.field("relative_path")
         offset, length = info.field("offset"), info.field("length")
-        if not isinstance(name, str) or not isinstance(file, str) or type(offset) is not int or type(length) is not int:
+        if (
+            not isinstance(name, str)
+            or not isinstance(file, str)
+            or type(offset) is not int
+            or type(length) is not int
+        ):
             raise Damaged("malformed", f"{METADATA} does not say where a piece lies")
         found.append(Item(name, file, offset, length, bool(info.field("transform_descriptors"))))
     return found
@@ -151,7 +171,8 @@ def _whole_tensors(value: Any, notes: Notes) -> None:
             held = sum(math.prod(part) for part in parts if _numbers(part))
             if held < math.prod(size) or stored[name] < len(chunks):
                 detail = (
-                    f"its pieces hold {held:,} of {math.prod(size):,} elements, {stored[name]} of {len(chunks)} stored"
+                    f"its pieces hold {held:,} of {math.prod(size):,} elements, "
+                    f"{stored[name]} of {len(chunks)} stored"
                 )
                 notes.add("missing", detail, tensor=name)
 

@@ -35,7 +35,9 @@ NUMPY = {
     "u8": "uint64", "u4": "uint32", "u2": "uint16", "u1": "uint8", "b1": "bool",
 }  # fmt: skip
 LARGEST = {"float64": 1.797e308, "float32": 3.402e38, "bfloat16": 3.389e38, "float16": 65504.0}
-"""Of the types whose values are judged by magnitude. An 8-bit float always comes with a scale of its own."""
+"""Of the types whose values are judged by magnitude. An 8-bit float always comes with a scale of
+its own.
+"""
 
 
 def is_real(dtype: str) -> bool:

@@ -1,4 +1,6 @@
-"""What a format reader says about one file: where its tensors lie, which ranges carry a checksum, what is wrong."""
+"""What a format reader says about one file: where its tensors lie, which ranges carry a checksum,
+what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,16 @@ class Layout:
     whole: bool = False
     """The reader came to the end, so that what is not listed is not there."""
 
-    def look(self, name: str, role: Role, dtype: str, shape: tuple[int, ...], start: int, base: int, size: int) -> None:
+    def look(
+        self,
+        name: str,
+        role: Role,
+        dtype: str,
+        shape: tuple[int, ...],
+        start: int,
+        base: int,
+        size: int,
+    ) -> None:
         """Add a tensor whose `size` bytes begin at `start` of the file."""
         segment = Segment(start, size, dtype, base) if dtype_names.is_real(dtype) and size else None
         self.looks.append(Look(name, role, dtype, shape, segment, start, size))
@@ -99,7 +110,10 @@ class Layout:
     def take(self, contents: Contents) -> None:
         """Rates, step and odd numbers of a pickle's contents."""
         self.numbers.extend(contents.numbers)
-        found = [Rate(file=self.notes.file, name=name, kind=kind, value=v) for name, kind, v in contents.rates]
+        found = [
+            Rate(file=self.notes.file, name=name, kind=kind, value=v)
+            for name, kind, v in contents.rates
+        ]
         self.rates.extend(found)
         self.step = self.step if self.step is not None else contents.step
 

@@ -20,14 +20,27 @@ Progress = Callable[[int], None]
 Read = Callable[[Window, Layout, Role | None], object]
 SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pkl", ".pickle"})
 SURE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
-"""Endings that promise a checkpoint. A `.bin` or `.pkl` may be anything, and is passed over if it is."""
-WEIGHTS = ("pytorch_model", "adapter_model", "optimizer", "model", "diffusion_pytorch_model", "random_states")
+"""Endings that promise a checkpoint. A `.bin` or `.pkl` may be anything, and is passed over if it
+is.
+"""
+WEIGHTS = (
+    "pytorch_model",
+    "adapter_model",
+    "optimizer",
+    "model",
+    "diffusion_pytorch_model",
+    "random_states",
+)
 PICKLE_STARTS = frozenset(b"(])}cl].IFNSVd")
 """First bytes of a pickle of protocol 0 or 1, which has no header."""
 
 
 def check_file(
-    path: Path, progress: Progress, *, read: Read | None = None, allowed: frozenset[str] = frozenset()
+    path: Path,
+    progress: Progress,
+    *,
+    read: Read | None = None,
+    allowed: frozenset[str] = frozenset(),
 ) -> Layout:
     """Read, scan and judge. Never raises for what is in the file."""
     layout = Layout(path, "unknown", 0, Notes(str(path)))
@@ -81,12 +94,17 @@ def _strange(head: bytes, suffix: str) -> Damaged:
     if not any(head):
         return Damaged("torn", "begins with zeros: its content never reached the disk")
     if head[257:262] == b"ustar":
-        return Damaged("format", "is a tar (torch.save before 0.1.10); load it with an old torch and save it again")
+        return Damaged(
+            "format",
+            "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
+        )
     names = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "NumPy"}
     known = names.get(head[:4])
     if known:
         return Damaged("format", f"is a {known} file, which is not read here")
-    return Damaged("malformed", f"begins with {head[:8].hex(' ')}, which no known checkpoint format does")
+    return Damaged(
+        "malformed", f"begins with {head[:8].hex(' ')}, which no known checkpoint format does"
+    )
 
 
 def is_checkpoint_name(path: Path) -> bool:

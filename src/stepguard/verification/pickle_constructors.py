@@ -1,4 +1,6 @@
-"""What a call in a pickle stream means, for the few calls that checkpoints are made of. Others stay records."""
+"""What a call in a pickle stream means, for the few calls that checkpoints are made of. Others stay
+records.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,28 @@ from typing import Any
 
 from stepguard.verification import dtype_names
 from stepguard.verification.damage import Damaged
-from stepguard.verification.pickle_values import ArrayRecord, Global, Made, NumpyType, Raw, Storage, TensorRecord
+from stepguard.verification.pickle_values import (
+    ArrayRecord,
+    Global,
+    Made,
+    NumpyType,
+    Raw,
+    Storage,
+    TensorRecord,
+)
 
 Build = Callable[..., Any]
 NUMBERS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b",
            "u8": "Q", "u4": "I", "u2": "H", "u1": "B", "b1": "?"}  # fmt: skip
-ARGUMENTS = (TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError, struct.error)
+ARGUMENTS = (
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    struct.error,
+)
 """What a builder raises when it is given arguments it does not take."""
 
 
@@ -30,7 +48,9 @@ def reference(what: Any, arguments: tuple[Any, ...]) -> Any:
 
 def brief(value: Any) -> str:
     """For a message: a value that may be of any size and depth, in a few letters."""
-    if isinstance(value, str | int | float | Global) and not (isinstance(value, int) and value.bit_length() > 64):
+    if isinstance(value, str | int | float | Global) and not (
+        isinstance(value, int) and value.bit_length() > 64
+    ):
         return str(value)[:80]
     return f"a {type(value).__name__}"
 
@@ -60,7 +80,14 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any, dtyp
 
 
 def _tensor_v3(
-    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    *rest: Any,
 ) -> Any:
     name = dtype_of(dtype)
     if not name:
@@ -119,7 +146,9 @@ def _array_from(buffer: Any, dtype: Any, shape: Any, order: Any = "C", *rest: An
 
 
 def _encode(text: Any, encoding: Any = "utf-8") -> Any:
-    """How protocol 2 writes bytes. Their place in the file is lost, so that only short ones can be looked at."""
+    """How protocol 2 writes bytes. Their place in the file is lost, so that only short ones can be
+    looked at.
+    """
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise ValueError("a text and a known encoding belong here")
     data = text.encode(encoding)
@@ -168,14 +197,22 @@ BUILDERS: dict[str, Build] = {
 
 
 def storage_of(pid: Any) -> Storage:
-    """A persistent id of torch.save: `("storage", type, key, location, number of elements[, view])`."""
+    """A persistent id of torch.save: `("storage", type, key, location, number of elements[,
+    view])`.
+    """
     if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
         raise Damaged("malformed", f"a persistent id that torch.save does not write: {brief(pid)}")
     _, kind, key, _, elements = pid[:5]
     dtype = dtype_names.STORAGES.get(kind.name, "") if isinstance(kind, Global) else ""
     if not dtype or not isinstance(key, str) or type(elements) is not int or elements < 0:
-        raise Damaged("malformed", f"a storage of {brief(kind)} named {brief(key)} with {brief(elements)} elements")
+        raise Damaged(
+            "malformed",
+            f"a storage of {brief(kind)} named {brief(key)} with {brief(elements)} elements",
+        )
     view = pid[5] if len(pid) > 5 else None
     if isinstance(view, tuple) and len(view) == 3 and type(view[1]) is int:
-        raise Damaged("format", "storages that are views of others (torch before 0.4); save it again with torch.save")
+        raise Damaged(
+            "format",
+            "storages that are views of others (torch before 0.4); save it again with torch.save",
+        )
     return Storage(key, dtype, elements)

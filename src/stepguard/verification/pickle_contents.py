@@ -1,4 +1,6 @@
-"""Walks what a pickle stream held: every tensor with name and role, numbers that are not finite, learning rates."""
+"""Walks what a pickle stream held: every tensor with name and role, numbers that are not finite,
+learning rates.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Place:
         place: Place | None = self
         while place is not None:
             if place.above is not None and place.key is not None and place.key not in UNNAMED:
-                parts.append(str(place.key) if isinstance(place.key, str | int) else type(place.key).__name__)
+                parts.append(
+                    str(place.key) if isinstance(place.key, str | int) else type(place.key).__name__
+                )
             place = place.above
         return "/".join(reversed(parts))
 
@@ -78,7 +82,9 @@ def walk(root: Any, notes: Notes, role: Role | None = None) -> Contents:
         place, value = todo.pop()
         visited += 1
         if visited > limits.MOST_NODES or len(found.leaves) > limits.MOST_TENSORS:
-            notes.add("limit", f"holds more than {limits.MOST_NODES:,} values; the rest was not looked at")
+            notes.add(
+                "limit", f"holds more than {limits.MOST_NODES:,} values; the rest was not looked at"
+            )
             break
         if isinstance(value, dict | list | tuple | Made):
             if id(value) not in seen:
@@ -91,13 +97,18 @@ def walk(root: Any, notes: Notes, role: Role | None = None) -> Contents:
 
 
 def _nested(root: Any) -> bool:
-    """A checkpoint of several parts, not a bare state dict: then tensors beside the parts belong to no model."""
+    """A checkpoint of several parts, not a bare state dict: then tensors beside the parts belong to
+    no model.
+    """
     return isinstance(root, dict) and any(isinstance(value, dict) for value in root.values())
 
 
 def _below(place: Place, value: Any, notes: Notes) -> list[tuple[Place, Any]]:
     if place.depth >= limits.MOST_DEPTH:
-        notes.add("limit", f"values are nested more than {limits.MOST_DEPTH} deep; the rest was not looked at")
+        notes.add(
+            "limit",
+            f"values are nested more than {limits.MOST_DEPTH} deep; the rest was not looked at",
+        )
         return []
     return [(_place(place, key, child), child) for key, child in _children(value) if _worth(child)]
 
@@ -142,10 +153,18 @@ def _take(found: Contents, place: Place, value: Any, flat: bool) -> None:
         if role is None and place.depth == 1 and not flat:
             role = "other"
         parameter = isinstance(value, TensorRecord) and value.parameter
-        found.leaves.append(Leaf(name, roles.of_tensor(role, name, value.dtype, parameter=parameter), value))
+        found.leaves.append(
+            Leaf(name, roles.of_tensor(role, name, value.dtype, parameter=parameter), value)
+        )
     elif isinstance(value, float):
         _take_number(found, place, value)
-    elif type(value) is int and place.depth == 1 and place.key in STEPS and found.step is None and value >= 0:
+    elif (
+        type(value) is int
+        and place.depth == 1
+        and place.key in STEPS
+        and found.step is None
+        and value >= 0
+    ):
         found.step = value
 
 
@@ -153,5 +172,10 @@ def _take_number(found: Contents, place: Place, value: float) -> None:
     if not math.isfinite(value):
         found.numbers.append((place.name(), place.role or "other", value))
     key = place.key if isinstance(place.key, str) else (place.above.key if place.above else None)
-    if isinstance(key, str) and key in RATES and place.role in ("optimizer", "scheduler") and math.isfinite(value):
+    if (
+        isinstance(key, str)
+        and key in RATES
+        and place.role in ("optimizer", "scheduler")
+        and math.isfinite(value)
+    ):
         found.rates.append((place.name(), RATES[key], value))

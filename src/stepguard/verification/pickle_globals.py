@@ -1,7 +1,9 @@
-"""Names a pickle may refer to: what a checkpoint of tensors needs is listed here, everything else is told.
+"""Names a pickle may refer to: what a checkpoint of tensors needs is listed here, everything else
+is told.
 
-Nothing is ever imported, so this decides on words only. A list of dangerous names would never be complete: every
-installed library holds some function that runs code. A list of what checkpoints need is short.
+Nothing is ever imported, so this decides on words only. A list of dangerous names would never be
+complete: every installed library holds some function that runs code. A list of what checkpoints
+need is short.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ NEEDED = _words(
 )
 """Tensors, storages, arrays, containers, and plain records: none of them acts when it is built."""
 SCRIPTED = _words(
-    "build_intlist build_tensorlist build_doublelist build_boollist build_tensor_from_id restore_type_tag"
+    "build_intlist build_tensorlist build_doublelist build_boollist build_tensor_from_id "
+    "restore_type_tag"
 )
 """Functions of `torch.jit._pickle`: the lists of a TorchScript archive."""
 FRAMEWORKS = (
@@ -94,9 +97,13 @@ FRAMEWORKS = (
     "megatron.core.enums",
     "megatron.core.transformer.enums",
 )
-"""Where the classes live that these libraries put into their own checkpoints: settings, states, layers."""
+"""Where the classes live that these libraries put into their own checkpoints: settings, states,
+layers.
+"""
 TENSOR_FUNCTIONS = frozenset({"torch.nn.functional", "torch._C._nn"})
-"""Functions of tensors that a layer may keep, such as its activation. They may be referred to, not called."""
+"""Functions of tensors that a layer may keep, such as its activation. They may be referred to, not
+called.
+"""
 LIBRARIES = frozenset(sys.stdlib_module_names) | _words(
     """
     commands popen2 imp cPickle urllib2 httplib distutils lib2to3 asyncore asynchat smtpd telnetlib xdrlib pipes crypt
@@ -104,24 +111,32 @@ LIBRARIES = frozenset(sys.stdlib_module_names) | _words(
     requests httpx aiohttp urllib3 cffi pytest _pytest jinja2 IPython
     """
 )
-"""Of what everybody has installed, only what is listed as needed belongs into a checkpoint. The standard library
-counts whole: also its oldest and newest modules."""
+"""Of what everybody has installed, only what is listed as needed belongs into a checkpoint. The
+standard library counts whole: also its oldest and newest modules.
+"""
 Trust = Literal["needed", "unknown", "calls", "hostile"]
 
 
 def trust(name: Global, *, called: bool = False) -> Trust:
     """How a name is taken.
 
-    `unknown`: a class or value of somebody's own project, which is rebuilt without a call. `calls`: such a class whose
-    constructor is called with arguments from the file. `hostile`: it could run any code. `called` says that the stream
-    calls it, as it does with every function it wants to run.
+    `unknown`: a class or value of somebody's own project, which is rebuilt without a call. `calls`:
+    such a class whose constructor is called with arguments from the file. `hostile`: it could run
+    any code. `called` says that the stream calls it, as it does with every function it wants to
+    run.
     """
     full, top = str(name), name.module.partition(".")[0]
     if _reaches_inside(name):
         return "hostile"
     if name.module in BUILTINS:
         return "needed" if name.name in HARMLESS_BUILTINS else "hostile"
-    if full in NEEDED or _made_up(name) or _torch_type(name) or _numpy_type(name) or _framework_class(name):
+    if (
+        full in NEEDED
+        or _made_up(name)
+        or _torch_type(name)
+        or _numpy_type(name)
+        or _framework_class(name)
+    ):
         return "needed"
     is_class = _is_class(name.name)
     may_be_kept = name.module in TENSOR_FUNCTIONS or (top == "torch" and is_class)
@@ -133,30 +148,43 @@ def trust(name: Global, *, called: bool = False) -> Trust:
 
 
 def _reaches_inside(name: Global) -> bool:
-    """`OrderedDict.__init__.__globals__`, or an extension code, which means what the reader's registry says."""
+    """`OrderedDict.__init__.__globals__`, or an extension code, which means what the reader's
+    registry says.
+    """
     dunder = any(part.startswith("__") and part.endswith("__") for part in name.name.split("."))
     return dunder or (name.module == "copyreg" and name.name.startswith("extension "))
 
 
 def _is_class(word: str) -> bool:
-    """By its spelling, as PEP 8 has it. A dotted name (`F.torch.os.system`) walks on from class to class only."""
+    """By its spelling, as PEP 8 has it. A dotted name (`F.torch.os.system`) walks on from class to
+    class only.
+    """
     return all(part.lstrip("_")[:1].isupper() for part in word.split("."))
 
 
 def _framework_class(name: Global) -> bool:
     """Functions of the same modules are not taken for granted, nor is a dotted way into them."""
-    return "." not in name.name and _is_class(name.name) and f"{name.module}.".startswith(FRAMEWORKS)
+    return (
+        "." not in name.name and _is_class(name.name) and f"{name.module}.".startswith(FRAMEWORKS)
+    )
 
 
 def _made_up(name: Global) -> bool:
     """Classes of a TorchScript archive, which exist nowhere outside of it."""
-    return name.module.startswith("__torch__") or (name.module == "torch.jit._pickle" and name.name in SCRIPTED)
+    return name.module.startswith("__torch__") or (
+        name.module == "torch.jit._pickle" and name.name in SCRIPTED
+    )
 
 
 def _torch_type(name: Global) -> bool:
-    if name.module in ("torch", "torch.cuda", "torch.storage") and name.name in dtype_names.STORAGES:
+    if (
+        name.module in ("torch", "torch.cuda", "torch.storage")
+        and name.name in dtype_names.STORAGES
+    ):
         return True
-    return name.module == "torch" and (name.name in dtype_names.SIZES or name.name in dtype_names.ALIASES)
+    return name.module == "torch" and (
+        name.name in dtype_names.SIZES or name.name in dtype_names.ALIASES
+    )
 
 
 def _numpy_type(name: Global) -> bool:

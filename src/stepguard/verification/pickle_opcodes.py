@@ -29,14 +29,21 @@ class State:
         names: dict[Global, bool],
         reference: Callable[[Any, tuple[Any, ...]], Any],
     ) -> None:
-        self.source, self.persistent, self.names, self.reference = source, persistent, names, reference
+        self.source, self.persistent, self.names, self.reference = (
+            source,
+            persistent,
+            names,
+            reference,
+        )
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
     def pop(self) -> Any:
         if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
-            raise Damaged("malformed", f"the pickle takes from an empty stack at byte {self.source.tell():,}")
+            raise Damaged(
+                "malformed", f"the pickle takes from an empty stack at byte {self.source.tell():,}"
+            )
         return self.stack.pop()
 
     def since_mark(self) -> list[Any]:
@@ -54,17 +61,25 @@ class State:
 
     def name(self, module: Any, name: Any) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise Damaged("malformed", f"a global is named by {type(module).__name__} and {type(name).__name__}")
+            raise Damaged(
+                "malformed",
+                f"a global is named by {type(module).__name__} and {type(name).__name__}",
+            )
         found = Global(module, name)
         self.names.setdefault(found, False)
         return found
 
     def make(self, what: Any, arguments: Any, *, calls: bool = True) -> None:
-        """Where pickle would call something; with `calls=False` it would only make an empty object of a class."""
+        """Where pickle would call something; with `calls=False` it would only make an empty object
+        of a class.
+        """
         if calls:
             self._called(what, arguments)
         if not isinstance(arguments, tuple) or not isinstance(what, Global | Made):
-            raise Damaged("malformed", f"the pickle calls {type(what).__name__} with {type(arguments).__name__}")
+            raise Damaged(
+                "malformed",
+                f"the pickle calls {type(what).__name__} with {type(arguments).__name__}",
+            )
         self.stack.append(self.reference(what, arguments))
 
     def _called(self, what: Any, arguments: Any) -> None:
@@ -176,11 +191,15 @@ def _quoted(state: State) -> str:
 
 
 def _frame(state: State) -> None:
-    """Frames only say how much is read at once, but one that claims more than there is was cut off or made up."""
+    """Frames only say how much is read at once, but one that claims more than there is was cut off
+    or made up.
+    """
     count = _U8(state)
     if count > state.source.left:
         raise Damaged(
-            "torn", f"a frame at byte {state.source.tell():,} claims {count:,} bytes, {state.source.left:,} are left"
+            "torn",
+            f"a frame at byte {state.source.tell():,} claims {count:,} bytes, "
+            f"{state.source.left:,} are left",
         )
 
 
@@ -316,7 +335,9 @@ def _new_object(state: State) -> None:
 def _new_object_with_keywords(state: State) -> None:
     keywords, arguments, what = state.pop(), state.pop(), state.pop()
     if not isinstance(arguments, tuple):
-        raise Damaged("malformed", f"an object is made with a {type(arguments).__name__} of arguments")
+        raise Damaged(
+            "malformed", f"an object is made with a {type(arguments).__name__} of arguments"
+        )
     state.make(what, (*arguments, keywords), calls=False)
 
 
@@ -337,7 +358,10 @@ def _build(state: State) -> None:
     given = state.pop()
     target = state.stack[-1]
     if isinstance(target, Global):
-        raise Damaged("hostile", f"the pickle would change {target} itself, for the whole program; nothing was run")
+        raise Damaged(
+            "hostile",
+            f"the pickle would change {target} itself, for the whole program; nothing was run",
+        )
     if isinstance(target, Made):
         target.state = given
     elif hasattr(target, "take_state"):

@@ -21,7 +21,9 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """What would be an object of some class: arguments, state and items as they stood in the stream."""
+    """What would be an object of some class: arguments, state and items as they stood in the
+    stream.
+    """
 
     what: Any
     arguments: tuple[Any, ...] = ()
@@ -55,7 +57,8 @@ class Storage:
     dtype: str
     elements: int
     nested: Raw | None = None
-    """Where the storage is a byte string of the stream itself: a torch.save inside a plain pickle."""
+    """Where the storage is a byte string of the stream itself: a torch.save inside a plain pickle.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +86,11 @@ class ArrayRecord:
         if not (isinstance(state, tuple) and len(state) == 5 and isinstance(state[2], NumpyType)):
             return
         _, shape, dtype, _, raw = state
-        if isinstance(raw, Raw) and isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape):
+        if (
+            isinstance(raw, Raw)
+            and isinstance(shape, tuple)
+            and all(type(n) is int and n >= 0 for n in shape)
+        ):
             self.raw, self.shape, self.dtype = raw, shape, dtype.torch_name
 
 
@@ -96,8 +103,14 @@ class NumpyType:
 
     @property
     def torch_name(self) -> str:
-        """Empty for what torch has no type for, or what is stored with its bytes in the other order."""
-        return "" if self.order == ">" and not self.code.endswith("1") else dtype_names.NUMPY.get(self.code, "")
+        """Empty for what torch has no type for, or what is stored with its bytes in the other
+        order.
+        """
+        return (
+            ""
+            if self.order == ">" and not self.code.endswith("1")
+            else dtype_names.NUMPY.get(self.code, "")
+        )
 
     def take_state(self, state: Any) -> None:
         """`(version, byte order, ...)`."""

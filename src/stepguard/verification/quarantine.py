@@ -1,7 +1,8 @@
-"""Moves bad checkpoints out of the way, and back: atomic renames inside one folder, and a list that survives a crash.
+"""Moves bad checkpoints out of the way, and back: atomic renames inside one folder, and a list that
+survives a crash.
 
-The list is written before the first rename. Whether a checkpoint was really moved is asked of the folder itself, so a
-crash at any point leaves nothing that `undo` does not understand.
+The list is written before the first rename. Whether a checkpoint was really moved is asked of the
+folder itself, so a crash at any point leaves nothing that `undo` does not understand.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ MOST_REASONS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One file or folder on its way into quarantine; both paths are relative to the folder, with `/`."""
+    """One file or folder on its way into quarantine; both paths are relative to the folder, with
+    `/`.
+    """
 
     original: str
     place: str
@@ -49,7 +52,9 @@ def is_bad(found: Verification) -> bool:
 
 
 def plan(root: Path, places: Sequence[Place], bad: Iterable[Verification]) -> list[Move]:
-    """What to move where. A checkpoint that is a folder goes as a whole, unless others lie inside it."""
+    """What to move where. A checkpoint that is a folder goes as a whole, unless others lie inside
+    it.
+    """
     known = {str(place.path): place for place in places}
     moves: list[Move] = []
     taken: set[str] = set()
@@ -77,7 +82,10 @@ def apply(root: Path, moves: Sequence[Move]) -> list[Move]:
     if not moves:
         return []
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    complete = [Move(**{**asdict(move), "digests": _digests(root / move.original), "moved": now}) for move in moves]
+    complete = [
+        Move(**{**asdict(move), "digests": _digests(root / move.original), "moved": now})
+        for move in moves
+    ]
     _write(root, [*read_manifest(root), *complete])
     for move in complete:
         _rename(root, move.original, move.place)
@@ -113,9 +121,13 @@ def read_manifest(root: Path) -> list[Move]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} cannot be read ({type(error).__name__}); move the files back by hand.") from error
+        raise StoreError(
+            f"{path} cannot be read ({type(error).__name__}); move the files back by hand."
+        ) from error
     if not inside or any(PurePosixPath(move.place).parts[0] != QUARANTINE for move in moves):
-        raise StoreError(f"{path} names a place outside its folder; it was not written by stepguard.")
+        raise StoreError(
+            f"{path} names a place outside its folder; it was not written by stepguard."
+        )
     return moves
 
 
@@ -135,11 +147,17 @@ def _pieces(root: Path, place: Place, places: Sequence[Place]) -> list[Path]:
 
 
 def _holds_others(place: Place, places: Sequence[Place]) -> bool:
-    return any(other.path != place.path and other.path.is_relative_to(place.path) for other in places)
+    return any(
+        other.path != place.path and other.path.is_relative_to(place.path) for other in places
+    )
 
 
 def _reasons(errors: Sequence[Problem]) -> tuple[str, ...]:
-    texts = [f"{e.kind}: {e.tensor + ': ' if e.tensor else ''}{e.detail}" for e in errors if e.kind not in UNPROVEN]
+    texts = [
+        f"{e.kind}: {e.tensor + ': ' if e.tensor else ''}{e.detail}"
+        for e in errors
+        if e.kind not in UNPROVEN
+    ]
     more = [f"and {len(texts) - MOST_REASONS} more"] if len(texts) > MOST_REASONS else []
     return (*texts[:MOST_REASONS], *more)
 
@@ -178,14 +196,19 @@ def _rename(root: Path, source: str, target: str) -> None:
         sync(goal.parent)
         sync(path.parent)
     except OSError as error:
-        raise StoreError(f"{path} cannot be moved to {goal}: {error.strerror}; --undo puts back what was.") from error
+        raise StoreError(
+            f"{path} cannot be moved to {goal}: {error.strerror}; --undo puts back what was."
+        ) from error
 
 
 def _write(root: Path, moves: Sequence[Move]) -> None:
     if (root / QUARANTINE).is_symlink():
         raise StoreError(f"{root / QUARANTINE} is a link; remove it, nothing was moved.")
     data = {"schema": SCHEMA, "moves": [asdict(move) for move in moves]}
-    write_file(root / QUARANTINE / MANIFEST, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
+    write_file(
+        root / QUARANTINE / MANIFEST,
+        (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode(),
+    )
 
 
 def _digests(path: Path) -> dict[str, str]:

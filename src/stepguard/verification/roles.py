@@ -1,4 +1,6 @@
-"""What a stored value is for: parameter, buffer, optimizer state, ... told by structure first, by names second."""
+"""What a stored value is for: parameter, buffer, optimizer state, ... told by structure first, by
+names second.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ _WORDS: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("scheduler", re.compile(r"sched")),
     ("ema", re.compile(r"(^|[_:.])ema([_.]|$)|^shadow(_params)?$|^averaged_model$|(^|_)swa(_|$)")),
     ("optimizer", re.compile(r"optimizer|(^|[_:.])optim(s|_|\.|$)|^opts?(_[a-z]+)?$")),
-    ("rng", re.compile(r"(^|[_:.])rng([_.]|$)|random_state|random_number|^(numpy|python|torch|cuda)_random|^rngs?$")),
+    (
+        "rng",
+        re.compile(
+            r"(^|[_:.])rng([_.]|$)|random_state|random_number|^(numpy|python|torch|cuda)_random|^rngs?$"
+        ),
+    ),
     (
         "other",
         re.compile(
@@ -36,7 +43,9 @@ BUFFERS = re.compile(
     r"cos_cached|sin_cached|alphas_cumprod\w*|betas|cached_\w+|pos_ids|observer_enabled|fake_quant_enabled)$"
 )
 NORM_STATISTICS = re.compile(r"(^|[_./])running_(mean|var)$")
-SQUARES = re.compile(r"^(max_)?exp_avg_sq(_row|_col)?$|^square_avg$|^acc_delta$|^running_var$|\brunning_var$")
+SQUARES = re.compile(
+    r"^(max_)?exp_avg_sq(_row|_col)?$|^square_avg$|^acc_delta$|^running_var$|\brunning_var$"
+)
 """Sums of squares: never negative."""
 USUALLY_ZERO = re.compile(
     r"lora_b|lora_embedding_b|zero|adaln|modulation|gate|gamma|alpha|proj_out|out_proj|c_proj|o_proj|to_out|down_proj|"
@@ -50,7 +59,9 @@ def structural(value: dict[Any, Any]) -> Role | None:
     """An optimizer, scheduler or scaler by the keys of its state."""
     if "param_groups" in value and "state" in value:
         return "optimizer"
-    if "last_epoch" in value and ("_step_count" in value or "base_lrs" in value or "_last_lr" in value):
+    if "last_epoch" in value and (
+        "_step_count" in value or "base_lrs" in value or "_last_lr" in value
+    ):
         return "scheduler"
     if "growth_factor" in value and "backoff_factor" in value:
         return "scaler"

@@ -1,4 +1,6 @@
-"""Safetensors files: the header is checked as strictly as the format says, the tensors are given their places."""
+"""Safetensors files: the header is checked as strictly as the format says, the tensors are given
+their places.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,19 @@ def read_safetensors(window: Window, layout: Layout, role: Role | None) -> None:
     header, data = _header(window)
     size = window.size - data
     end = 0
-    for name, start, stop, dtype, shape in sorted(_entries(header), key=lambda entry: (entry[1], entry[2])):
+    for name, start, stop, dtype, shape in sorted(
+        _entries(header), key=lambda entry: (entry[1], entry[2])
+    ):
         if start != end:
-            raise Damaged("malformed", f"{name!r} begins at byte {start:,} of the data, the one before ends at {end:,}")
+            raise Damaged(
+                "malformed",
+                f"{name!r} begins at byte {start:,} of the data, the one before ends at {end:,}",
+            )
         if stop > size:
-            raise Damaged("torn", f"{name!r} should end at byte {data + stop:,}, the file ends at {window.size:,}")
+            raise Damaged(
+                "torn",
+                f"{name!r} should end at byte {data + stop:,}, the file ends at {window.size:,}",
+            )
         end = stop
         _place(layout, name, start + data, stop - start, dtype, shape, role)
     if end != size:
@@ -35,10 +45,14 @@ def _header(window: Window) -> tuple[dict[str, Any], int]:
         raise Damaged("torn", f"has {window.size} bytes; a safetensors file begins with a header")
     length = int.from_bytes(window.read(8), "little")
     if length > window.left:
-        raise Damaged("torn", f"its header should have {length:,} bytes, the file has {window.size:,}")
+        raise Damaged(
+            "torn", f"its header should have {length:,} bytes, the file has {window.size:,}"
+        )
     if length > limits.LARGEST_HEADER:
         raise Damaged(
-            "limit", f"its header of {length:,} bytes is more than the {limits.LARGEST_HEADER:,} that are read"
+            "limit",
+            f"its header of {length:,} bytes is more than the {limits.LARGEST_HEADER:,} that are "
+            f"read",
         )
     header = parse_json(window.read(length), "its header")
     if not isinstance(header, dict):
@@ -82,16 +96,26 @@ def _entries(header: dict[str, Any]) -> list[tuple[str, int, int, str, tuple[int
 
 
 def _place(
-    layout: Layout, name: str, start: int, size: int, dtype: str, shape: tuple[int, ...], context: Role | None
+    layout: Layout,
+    name: str,
+    start: int,
+    size: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    context: Role | None,
 ) -> None:
     bits = dtype_names.SAFETENSORS_BITS.get(dtype)
     known = dtype_names.SAFETENSORS.get(dtype, "uint8")
     if bits is None and dtype not in dtype_names.SAFETENSORS:
-        layout.notes.add("format", f"has elements of type {dtype[:20]!r}, which is not known", tensor=name)
+        layout.notes.add(
+            "format", f"has elements of type {dtype[:20]!r}, which is not known", tensor=name
+        )
         return
     needed = -(-elements(shape) * bits // 8) if bits else elements(shape) * dtype_names.SIZES[known]
     if needed != size:
-        layout.notes.add("malformed", f"has {size:,} bytes, its shape needs {needed:,}", tensor=name)
+        layout.notes.add(
+            "malformed", f"has {size:,} bytes, its shape needs {needed:,}", tensor=name
+        )
         return
     part, slash, _ = name.partition("/")
     within = context or roles.named(part)

@@ -49,7 +49,9 @@ def scan(window: Window, layout: Layout, advance: Advance) -> None:
 
 @contextmanager
 def _pool() -> Iterator[ThreadPoolExecutor]:
-    """The workers are the parallelism; torch's own threads inside them would only get in each other's way."""
+    """The workers are the parallelism; torch's own threads inside them would only get in each
+    other's way.
+    """
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(WORKERS, "stepguard-verify", torch.set_num_threads, (1,)) as pool:
@@ -58,7 +60,9 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)
 
 
-def _ahead(pool: ThreadPoolExecutor, window: Window, chunks: Iterator[Chunk]) -> Iterator[list[Done]]:
+def _ahead(
+    pool: ThreadPoolExecutor, window: Window, chunks: Iterator[Chunk]
+) -> Iterator[list[Done]]:
     """In the order of the file, with a bounded number on the way."""
     waiting: deque[Future[list[Done]]] = deque()
     for bundle in _bundles(chunks):
@@ -140,5 +144,8 @@ def _compare(layout: Layout, sums: dict[Block, str]) -> None:
         seen = sums.get(block, "00000000")
         if seen != wanted:
             name = "CRC" if is_crc else "digest"
-            detail = f"{block.label}: its {name} is {seen}, it was written with {wanted}: bytes have changed"
+            detail = (
+                f"{block.label}: its {name} is {seen}, it was written with {wanted}: bytes "
+                f"have changed"
+            )
             layout.notes.add("checksum", detail, tensor=block.tensor)

@@ -26,7 +26,9 @@ def check_sealed(folder: Path, notes: Notes, progress: Progress) -> tuple[list[L
         return [], None
     if not seal.health.good:
         notes.add(
-            "seal", "was sealed without being good: it is complete, but its run was in trouble", severity="warning"
+            "seal",
+            "was sealed without being good: it is complete, but its run was in trouble",
+            severity="warning",
         )
     layouts = []
     for name in sorted(seal.files):
@@ -68,14 +70,18 @@ def _compare(layout: Layout, seal: Seal) -> None:
         if known is None:
             layout.notes.add("seal", "is in the file, but not sealed", tensor=look.name)
             continue
-        layout.blocks.append(Block(look.start, look.size, look.name, "xxh3_128", known.digest, look.name))
+        layout.blocks.append(
+            Block(look.start, look.size, look.name, "xxh3_128", known.digest, look.name)
+        )
         if look.segment is not None and known.dtype in dtype_names.SIZES:
             look.segment.dtype = known.dtype
         look.dtype, look.shape = known.dtype, known.shape
 
 
 def check_store(folder: Path) -> list[Problem]:
-    """A folder of sealed checkpoints: its pointer, and folders that have the name of a checkpoint but no seal."""
+    """A folder of sealed checkpoints: its pointer, and folders that have the name of a checkpoint
+    but no seal.
+    """
     problems = []
     try:
         pointed(folder)
@@ -83,5 +89,9 @@ def check_store(folder: Path) -> list[Problem]:
         problems.append(Problem(file=str(folder / LAST_GOOD), kind="seal", detail=str(fault)))
     for damaged in look_into(folder)[1]:
         if not (damaged.path / SEAL).exists():
-            problems.append(Problem(file=str(damaged.path), kind="seal", detail="has no seal: it was never finished"))
+            problems.append(
+                Problem(
+                    file=str(damaged.path), kind="seal", detail="has no seal: it was never finished"
+                )
+            )
     return problems

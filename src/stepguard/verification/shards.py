@@ -1,4 +1,6 @@
-"""Folders of the Hugging Face kind: weights in one or several shards with an index, and the trainer's state beside."""
+"""Folders of the Hugging Face kind: weights in one or several shards with an index, and the
+trainer's state beside.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LOGGED = ("loss", "grad_norm", "eval_loss")
 
 
 def check_sides(folder: Path, layouts: Mapping[str, Layout], notes: Notes) -> int | None:
-    """Indices, shard numbers and JSON files of the folder; returns the step the trainer says it was at."""
+    """Indices, shard numbers and JSON files of the folder; returns the step the trainer says it was
+    at.
+    """
     indices = sorted(folder.glob("*.index.json"))
     for index in indices:
         _check_index(index, layouts)(notes)
@@ -57,7 +61,9 @@ class _check_index:  # noqa: N801 (used as a function)
         if data is None:
             return
         wanted = data.get("weight_map") if isinstance(data, dict) else None
-        if not isinstance(wanted, dict) or not all(isinstance(shard, str) for shard in wanted.values()):
+        if not isinstance(wanted, dict) or not all(
+            isinstance(shard, str) for shard in wanted.values()
+        ):
             notes.add("malformed", f"{self.index.name} has no weight_map of names and shards")
             return
         shards = sorted(set(wanted.values()))
@@ -68,7 +74,11 @@ class _check_index:  # noqa: N801 (used as a function)
 
     def _is_there(self, shard: str, notes: Notes) -> bool:
         if Path(shard).name != shard or shard in ("", ".", ".."):
-            notes.add("hostile", f"{self.index.name} names {shard!r}, which lies outside the folder; it was not opened")
+            notes.add(
+                "hostile",
+                f"{self.index.name} names {shard!r}, which lies outside the folder; it was not "
+                f"opened",
+            )
             return False
         if shard not in self.layouts:
             notes.add("missing", f"{self.index.name} names the shard {shard!r}, which is not there")
@@ -84,12 +94,21 @@ class _check_index:  # noqa: N801 (used as a function)
             if len(shards) > 1:
                 notes.add("duplicate", f"is in {listed(shards)}", tensor=name)
             elif name not in wanted:
-                notes.add("index", f"is in {shards[0]} but not in {self.index.name}", tensor=name, severity="warning")
+                notes.add(
+                    "index",
+                    f"is in {shards[0]} but not in {self.index.name}",
+                    tensor=name,
+                    severity="warning",
+                )
         for name, shard in wanted.items():
             if shard in there and self.layouts[shard].whole and shard not in homes.get(name, ()):
                 other = homes.get(name)
                 where = f"; it is in {other[0]}" if other else ""
-                notes.add("index", f"should be in {shard} by {self.index.name}, but is not{where}", tensor=name)
+                notes.add(
+                    "index",
+                    f"should be in {shard} by {self.index.name}, but is not{where}",
+                    tensor=name,
+                )
 
     def _strangers(self, shards: list[str], notes: Notes) -> None:
         """Shards of the same family that no index names: what an earlier save left behind."""
@@ -102,9 +121,15 @@ class _check_index:  # noqa: N801 (used as a function)
                 and name not in shards
                 and Path(shards[0]).suffix == Path(name).suffix
             ):
-                notes.add("index", f"{name} is a shard that {self.index.name} does not name", severity="warning")
+                notes.add(
+                    "index",
+                    f"{name} is a shard that {self.index.name} does not name",
+                    severity="warning",
+                )
 
-    def _total(self, data: dict[str, Any], there: list[str], shards: list[str], notes: Notes) -> None:
+    def _total(
+        self, data: dict[str, Any], there: list[str], shards: list[str], notes: Notes
+    ) -> None:
         meta = data.get("metadata")
         total = meta.get("total_size") if isinstance(meta, dict) else None
         if not isinstance(total, int | float) or len(there) < len(shards):
@@ -113,7 +138,10 @@ class _check_index:  # noqa: N801 (used as a function)
             return
         size = sum(self.layouts[shard].size for shard in there)
         if total > size:
-            detail = f"{self.index.name} says {int(total):,} bytes of tensors, all shards together have {size:,}"
+            detail = (
+                f"{self.index.name} says {int(total):,} bytes of tensors, all shards together "
+                f"have {size:,}"
+            )
             notes.add("index", detail, severity="warning")
 
 
@@ -122,12 +150,16 @@ def _check_numbers(layouts: Mapping[str, Layout], notes: Notes) -> None:
     families: dict[tuple[str, int], set[int]] = {}
     for name in layouts:
         if match := NUMBERED.match(name):
-            families.setdefault((match["stem"], int(match["total"])), set()).add(int(match["number"]))
+            families.setdefault((match["stem"], int(match["total"])), set()).add(
+                int(match["number"])
+            )
     for (stem, total), numbers in families.items():
         first = min(numbers | {1})
         gone = [str(n) for n in range(first, min(total, 10_000) + first) if n not in numbers]
         if gone:
-            notes.add("missing", f"of the {total} shards of {stem}, number {listed(gone)} is not there")
+            notes.add(
+                "missing", f"of the {total} shards of {stem}, number {listed(gone)} is not there"
+            )
 
 
 def _trainer_state(data: Any, notes: Notes) -> int | None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WIDENED = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
+WIDENED = frozenset(
+    {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}
+)
 """Types that have no minimum of their own."""
 PARTS = {"complex128": torch.float64, "complex64": torch.float32, "complex32": torch.float16}
 
@@ -33,7 +35,9 @@ def view(memory: bytearray, offset: int, size: int, dtype: str) -> Tensor:
 
 
 def look(values: Tensor, dtype: str) -> Values:
-    """Exact for every value; the quick way is one pass, the slow one is taken only where something is not finite."""
+    """Exact for every value; the quick way is one pass, the slow one is taken only where something
+    is not finite.
+    """
     if dtype in WIDENED:
         values = values.to(torch.float32)
     low, high = (float(bound) for bound in torch.aminmax(values))
@@ -59,7 +63,9 @@ class Extremes:
         torch.aminmax(values.to(torch.float32) if self._widen else values, out=self._places[number])
 
     def bounds(self) -> list[tuple[float, float]]:
-        return list(zip(map(float, self._low.tolist()), map(float, self._high.tolist()), strict=True))
+        return list(
+            zip(map(float, self._low.tolist()), map(float, self._high.tolist()), strict=True)
+        )
 
 
 def _closely(values: Tensor, count: int, parts: int) -> Values:

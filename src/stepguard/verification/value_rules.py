@@ -1,4 +1,6 @@
-"""From the statistics of a tensor to what is wrong with it. What healthy checkpoints hold is no problem."""
+"""From the statistics of a tensor to what is wrong with it. What healthy checkpoints hold is no
+problem.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,15 @@ RATE_KEYS = frozenset(
         "alpha",
     }
 )
-"""Settings that must be finite. Others may be infinite: `best` of ReduceLROnPlateau, Prodigy's `growth_rate`."""
+"""Settings that must be finite. Others may be infinite: `best` of ReduceLROnPlateau, Prodigy's
+`growth_rate`.
+"""
 
 
 def judge(layout: Layout, allowed: frozenset[str] = frozenset()) -> None:
-    """Take a note of everything that is wrong with the scanned tensors. `allowed` may be non-finite."""
+    """Take a note of everything that is wrong with the scanned tensors. `allowed` may be
+    non-finite.
+    """
     for look in layout.looks:
         if look.segment is not None and look.segment.seen.count:
             if look.segment.seen.bad and look.name not in allowed:
@@ -76,7 +82,13 @@ def _not_finite(notes: Notes, look: Look, seen: Statistics) -> None:
         role = "buffer"
     must = role in STRICT or bool(roles.NORM_STATISTICS.search(look.name))
     kind: ProblemKind = "nan" if seen.nan else "inf"
-    notes.add(kind, _count(look, seen), tensor=look.name, severity="error" if must else "warning", role=role)
+    notes.add(
+        kind,
+        _count(look, seen),
+        tensor=look.name,
+        severity="error" if must else "warning",
+        role=role,
+    )
 
 
 def _count(look: Look, seen: Statistics) -> str:
@@ -115,14 +127,20 @@ def _magnitude(notes: Notes, look: Look, seen: Statistics) -> None:
     if largest >= 0.99 * edge and seen.high <= 0:
         return  # a mask that is filled with the lowest number there is
     if edge > ABSURD and largest > ABSURD and not constant:
-        detail = f"reaches {largest:.3g}; no trained weight does (range {seen.low:.3g} to {seen.high:.3g})"
+        detail = (
+            f"reaches {largest:.3g}; no trained weight does (range {seen.low:.3g} to "
+            f"{seen.high:.3g})"
+        )
         notes.add("magnitude", detail, tensor=look.name, role=look.role)
     elif largest > min(SUSPICIOUS, edge / 2):
         detail = f"reaches {largest:.3g} in {look.dtype} (range {seen.low:.3g} to {seen.high:.3g})"
         notes.add("magnitude", detail, tensor=look.name, severity="warning", role=look.role)
     elif _has_outlier(seen):
         share = largest * largest / seen.squares
-        detail = f"one element of {seen.count:,}, {largest:.4g}, carries {share:.1%} of the sum of squares"
+        detail = (
+            f"one element of {seen.count:,}, {largest:.4g}, carries {share:.1%} of the sum of "
+            f"squares"
+        )
         notes.add("outlier", detail, tensor=look.name, severity="warning", role=look.role)
 
 

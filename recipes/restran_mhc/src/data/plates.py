@@ -1,4 +1,6 @@
-"""Licence plates ABC1234 and ABC1D23 as short tracks of noisy frames, drawn in a 5x7 font or rendered in real ones."""
+"""Licence plates ABC1234 and ABC1D23 as short tracks of noisy frames, drawn in a 5x7 font or
+rendered in real ones.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ GLYPHS = """
 def font() -> Tensor:
     """[36, 7, 5] of 0 and 1."""
     rows = [[int(glyph[2 * r : 2 * r + 2], 16) for r in range(7)] for glyph in GLYPHS]
-    return torch.tensor([[[(bits >> (4 - k)) & 1 for k in range(5)] for bits in glyph] for glyph in rows]).float()
+    return torch.tensor(
+        [[[(bits >> (4 - k)) & 1 for k in range(5)] for bits in glyph] for glyph in rows]
+    ).float()
 
 
 class Plates:
@@ -82,8 +86,12 @@ class Plates:
         theta = torch.eye(2, 3).repeat(number, 1, 1)
         theta[:, 0, 1] = (torch.rand(number, generator=g) - 0.5) * 0.06 * strength
         theta[:, :, 2] = (torch.rand(number, 2, generator=g) - 0.5) * 0.08 * strength
-        moved = F.grid_sample(sharp, F.affine_grid(theta, list(sharp.shape), align_corners=False), align_corners=False)
-        low = F.interpolate(F.avg_pool2d(moved, (2, 1)), size=sharp.shape[-2:], mode="bilinear", align_corners=False)
+        moved = F.grid_sample(
+            sharp, F.affine_grid(theta, list(sharp.shape), align_corners=False), align_corners=False
+        )
+        low = F.interpolate(
+            F.avg_pool2d(moved, (2, 1)), size=sharp.shape[-2:], mode="bilinear", align_corners=False
+        )
         contrast = 0.6 + 0.4 * torch.rand(number, 1, 1, 1, generator=g)
         return (low * contrast + 0.1 * torch.randn(low.shape, generator=g) - 0.3) / 0.5
 

@@ -1,4 +1,6 @@
-"""Plates rendered in real fonts by Pillow: those that matplotlib carries, or a folder of .ttf files."""
+"""Plates rendered in real fonts by Pillow: those that matplotlib carries, or a folder of .ttf
+files.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,20 @@ class Renderer:
         from PIL import ImageFont
 
         paths = sorted((folder or _matplotlib_fonts()).glob("DejaVuSans*.ttf"))
-        paths = [path for path in paths if "Display" not in path.name] or sorted(folder.glob("*.ttf") if folder else [])
+        paths = [path for path in paths if "Display" not in path.name] or sorted(
+            folder.glob("*.ttf") if folder else []
+        )
         if not paths:
-            raise SystemExit(f"no .ttf font in {folder}; install fonts-dejavu-core, or leave DATA at toy.")
+            raise SystemExit(
+                f"no .ttf font in {folder}; install fonts-dejavu-core, or leave DATA at toy."
+            )
         self._fonts = [ImageFont.truetype(str(path), 40) for path in paths]
 
     def draw(self, texts: Tensor, size: tuple[int, int]) -> Tensor:
         """[n, 1, h, w] in 0..1."""
-        return torch.stack([self._plate(number, row, size) for number, row in enumerate(texts.tolist())])
+        return torch.stack(
+            [self._plate(number, row, size) for number, row in enumerate(texts.tolist())]
+        )
 
     def _plate(self, number: int, row: list[int], size: tuple[int, int]) -> Tensor:
         from PIL import Image, ImageDraw

@@ -1,4 +1,6 @@
-"""Residual blocks, hyper-connections around them, the spatial transformer and the fusion over frames."""
+"""Residual blocks, hyper-connections around them, the spatial transformer and the fusion over
+frames.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class BasicBlock(nn.Module):
 
     def __init__(self, given: int, made: int, stride: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(given, made, 3, stride, 1, bias=False), nn.BatchNorm2d(made)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(given, made, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(made),
+        )
         self.conv2, self.bn2 = nn.Conv2d(made, made, 3, 1, 1, bias=False), nn.BatchNorm2d(made)
         same = stride == (1, 1) and given == made
         self.skip = (
@@ -57,24 +62,42 @@ def project(scores: Tensor, kind: Sinkhorn) -> Tensor:
     """Scores [b, n, n] to (nearly) doubly stochastic matrices."""
     if kind == "exp":
         return sinkhorn_exp(scores)
-    return sinkhorn_clamp(scores) if kind == "clamp" else sinkhorn(scores, iterations=ITERATIONS).matrix
+    return (
+        sinkhorn_clamp(scores)
+        if kind == "clamp"
+        else sinkhorn(scores, iterations=ITERATIONS).matrix
+    )
 
 
 class HyperConnection(nn.Module):
     """Routes n streams [b, n, c, h, w] around a block: read-out, block, write-in, mixing."""
 
     def __init__(
-        self, channels: int, n: int, *, name: str, kind: Sinkhorn, mix: Mixing, eps: float, probes: Probes
+        self,
+        channels: int,
+        n: int,
+        *,
+        name: str,
+        kind: Sinkhorn,
+        mix: Mixing,
+        eps: float,
+        probes: Probes,
     ) -> None:
         super().__init__()
         self.n, self.name, self.kind, self.mix, self.eps = n, name, kind, mix, eps
         self.phi = nn.Linear(n * channels, 2 * n + n * n)
         self.weight = nn.Parameter(torch.ones(n * channels))
-        self.alpha_pre, self.alpha_post, self.alpha_res = (nn.Parameter(torch.full((1,), 0.01)) for _ in range(3))
+        self.alpha_pre, self.alpha_post, self.alpha_res = (
+            nn.Parameter(torch.full((1,), 0.01)) for _ in range(3)
+        )
         self._probes = probes
 
     def alphas(self) -> dict[str, Tensor]:
-        return {"Alpha pre": self.alpha_pre, "Alpha post": self.alpha_post, "Alpha res": self.alpha_res}
+        return {
+            "Alpha pre": self.alpha_pre,
+            "Alpha post": self.alpha_post,
+            "Alpha res": self.alpha_res,
+        }
 
     def coefficients(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """H_pre [b, n], H_post [b, n] and H_res [b, n, n] from the pooled streams."""
@@ -97,7 +120,8 @@ class HyperConnection(nn.Module):
 def apply_mhc(mhc: HyperConnection, streams: Tensor, block: nn.Module, probes: Probes) -> Tensor:
     """One block under hyper-connections, with the five probes of the report.
 
-    No value is replaced, except with the report's own fix (`clamp`): its "safe exit" gives the input back.
+    No value is replaced, except with the report's own fix (`clamp`): its "safe exit" gives the
+    input back.
     """
     pre, post, matrix = mhc.coefficients(streams)
     h_in = read_out(streams, pre)
@@ -131,7 +155,9 @@ class SpatialTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         theta = self.move(self.look(x)).view(-1, 2, 3)
-        return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
+        return F.grid_sample(
+            x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False
+        )
 
 
 class FrameFusion(nn.Module):
@@ -139,7 +165,9 @@ class FrameFusion(nn.Module):
 
     def __init__(self, features: int) -> None:
         super().__init__()
-        self.score = nn.Sequential(nn.Conv2d(features, features // 8, 1), nn.ReLU(), nn.Conv2d(features // 8, 1, 1))
+        self.score = nn.Sequential(
+            nn.Conv2d(features, features // 8, 1), nn.ReLU(), nn.Conv2d(features // 8, 1, 1)
+        )
 
     def forward(self, x: Tensor, frames: int) -> Tensor:
         weights = self.score(x).view(-1, frames, 1, 1, x.shape[-1]).softmax(dim=1)

@@ -1,7 +1,7 @@
 """Five probes in every hyper-connection: what was bad, in the order in which it became so.
 
-A probe only looks. It never replaces a value: returning the input instead of a NaN leaves BatchNorm's statistics
-poisoned and hides the cause.
+A probe only looks. It never replaces a value: returning the input instead of a NaN leaves
+BatchNorm's statistics poisoned and hides the cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-PLACES = ("INPUT (pooled)", "READ-OUT (h_in)", "SUBLAYER OUTPUT (h_out)", "WRITE-IN + RESIDUAL", "FINAL OUTPUT")
+PLACES = (
+    "INPUT (pooled)",
+    "READ-OUT (h_in)",
+    "SUBLAYER OUTPUT (h_out)",
+    "WRITE-IN + RESIDUAL",
+    "FINAL OUTPUT",
+)
 REMEMBERED = 100
 """Forward passes whose routing scores are kept."""
 
@@ -42,7 +48,8 @@ class Sighting:
 class Probes:
     """What one step's first bad forward pass showed, and how large the routing scores have been.
 
-    A guard that replays the step runs the model again; only the first bad pass since `clear` is kept.
+    A guard that replays the step runs the model again; only the first bad pass since `clear` is
+    kept.
     """
 
     on: bool = True
@@ -59,12 +66,19 @@ class Probes:
         """A forward pass begins."""
         self._pass += 1
 
-    def look(self, module: str, place: int, tensor: Tensor, label: str, **facts: Tensor | str) -> None:
-        """Note a tensor of a hyper-connection if it is not finite, with its statistics and those of `facts`."""
+    def look(
+        self, module: str, place: int, tensor: Tensor, label: str, **facts: Tensor | str
+    ) -> None:
+        """Note a tensor of a hyper-connection if it is not finite, with its statistics and those of
+        `facts`.
+        """
         if not self.on or bool(torch.isfinite(tensor.detach()).all()):
             return
         lines = [f"Module: {module}", f"Shape: {list(tensor.shape)}"]
-        lines += [f"{name}: {value if isinstance(value, str) else summary(value)}" for name, value in facts.items()]
+        lines += [
+            f"{name}: {value if isinstance(value, str) else summary(value)}"
+            for name, value in facts.items()
+        ]
         self._note(f"in mHC {PLACES[place]}", (*lines, *statistics(tensor, label)))
 
     def predictions(self, tensor: Tensor) -> None:
@@ -72,7 +86,10 @@ class Probes:
         if not self.on or bool(torch.isfinite(tensor.detach()).all()):
             return
         lines = (f"Pred shape: {tensor.shape}", *statistics(tensor, "Pred"))
-        self._note("detected in MODEL PREDICTIONS", (*lines, "This indicates NaN originated in forward pass"))
+        self._note(
+            "detected in MODEL PREDICTIONS",
+            (*lines, "This indicates NaN originated in forward pass"),
+        )
 
     def _note(self, title: str, lines: tuple[str, ...]) -> None:
         if not self.sightings:
@@ -94,14 +111,19 @@ class Probes:
         """The sightings, origin first, then how the routing scores came there."""
         yield from map(str, self.sightings)
         for module, seen in self.ranges.items():
-            yield f"   routing scores of {module}: {' '.join(f'{value:.3g}' for value in list(seen)[-40::8])}"
+            yield (
+                f"   routing scores of {module}: "
+                f"{' '.join(f'{value:.3g}' for value in list(seen)[-40::8])}"
+            )
 
 
 def statistics(tensor: Tensor, label: str) -> tuple[str, ...]:
     """NaN and Inf counts, and the range of the rest."""
     plain = tensor.detach().float()
     rest = plain[torch.isfinite(plain)]
-    span = f"min={rest.min():.6g}, max={rest.max():.6g}" if rest.numel() else "nothing finite is left"
+    span = (
+        f"min={rest.min():.6g}, max={rest.max():.6g}" if rest.numel() else "nothing finite is left"
+    )
     return (
         f"NaN count: {int(torch.isnan(plain).sum())}",
         f"Inf count: {int(torch.isinf(plain).sum())}",

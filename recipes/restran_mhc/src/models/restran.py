@@ -1,4 +1,6 @@
-"""The reader: spatial transformer, residual stages (with hyper-connections), frame fusion, transformer, CTC head."""
+"""The reader: spatial transformer, residual stages (with hyper-connections), frame fusion,
+transformer, CTC head.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,30 @@ class ResTran(nn.Module):
         self.probes = Probes()
         self.persistent = config.STREAMS == "persistent"
         self.stn = SpatialTransformer() if config.USE_STN else nn.Identity()
-        self.stem = nn.Sequential(nn.Conv2d(1, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()
+        )
         given, strides = (widths[0], *widths[:-1]), ((1, 1), *[(2, 2)] * (len(widths) - 1))
-        self.enter = nn.ModuleList(BasicBlock(g, w, s) for g, w, s in zip(given, widths, strides, strict=True))
+        self.enter = nn.ModuleList(
+            BasicBlock(g, w, s) for g, w, s in zip(given, widths, strides, strict=True)
+        )
         self.blocks = nn.ModuleList(BasicBlock(width, width) for width in widths)
-        self.mhc = nn.ModuleList(self._connections(config, width, f"mhc.{i}") for i, width in enumerate(widths))
+        self.mhc = nn.ModuleList(
+            self._connections(config, width, f"mhc.{i}") for i, width in enumerate(widths)
+        )
         features = widths[-1]
         self.fusion = FrameFusion(features)
         layer = nn.TransformerEncoderLayer(
-            features, config.TRANSFORMER_HEADS, 4 * features, 0.0, activation="gelu", batch_first=True
+            features,
+            config.TRANSFORMER_HEADS,
+            4 * features,
+            0.0,
+            activation="gelu",
+            batch_first=True,
         )
-        self.reader = nn.TransformerEncoder(layer, config.TRANSFORMER_LAYERS, enable_nested_tensor=False)
+        self.reader = nn.TransformerEncoder(
+            layer, config.TRANSFORMER_LAYERS, enable_nested_tensor=False
+        )
         self.places = nn.Parameter(torch.randn(1, config.WIDTH, features) * 0.02)
         self.head = nn.Linear(features, CLASSES)
 
@@ -66,7 +81,9 @@ class ResTran(nn.Module):
         if not isinstance(connection, HyperConnection):
             return block(x)  # type: ignore[no-any-return]
         streams = x.unsqueeze(1).expand(-1, connection.n, -1, -1, -1)
-        passes = 2 if self.persistent else 1  # persistent streams differ from each other only from the second pass on
+        passes = (
+            2 if self.persistent else 1
+        )  # persistent streams differ from each other only from the second pass on
         for _ in range(passes):
             streams = connection(streams, block)
         return streams.mean(1)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """`<experiment>_best.pth` (a bare state dict), `<experiment>_last.pth` (everything), `history_<experiment>.csv`."""
+    """`<experiment>_best.pth` (a bare state dict), `<experiment>_last.pth` (everything),
+    `history_<experiment>.csv`.
+    """
 
     folder: Path
     experiment: str
@@ -33,7 +35,9 @@ class Files:
 
     def history(self, epochs: Sequence[dict[str, float]]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"history_{self.experiment}.csv").open("w", newline="", encoding="utf-8") as file:
+        with (self.folder / f"history_{self.experiment}.csv").open(
+            "w", newline="", encoding="utf-8"
+        ) as file:
             writer = csv.DictWriter(file, list(epochs[0]))
             writer.writeheader()
             writer.writerows(epochs)
@@ -62,5 +66,11 @@ def not_finite(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of parameters, buffers and optimizer state that hold NaN or Inf."""
     named = dict(model.state_dict())
     for index, state in enumerate(optimizer.state.values()):
-        named.update({f"optimizer.{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)})
+        named.update(
+            {
+                f"optimizer.{index}.{key}": value
+                for key, value in state.items()
+                if isinstance(value, Tensor)
+            }
+        )
     return [name for name, tensor in named.items() if not bool(torch.isfinite(tensor).all())]

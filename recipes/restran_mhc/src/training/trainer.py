@@ -24,7 +24,9 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class History:
-    """What a run leaves behind in memory, one entry a step that was run (steps before a rewind included)."""
+    """What a run leaves behind in memory, one entry a step that was run (steps before a rewind
+    included).
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -44,7 +46,9 @@ class Trainer:
             self.model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY
         )
         self.total_steps = config.EPOCHS * config.STEPS_PER_EPOCH
-        self.scheduler = OneCycleLR(self.optimizer, config.LEARNING_RATE, total_steps=self.total_steps)
+        self.scheduler = OneCycleLR(
+            self.optimizer, config.LEARNING_RATE, total_steps=self.total_steps
+        )
         self.plates = Plates(config, config.SEED)
         self.history = History()
         self.best = -1.0
@@ -68,10 +72,12 @@ class Trainer:
         return self.guard.steps if self.guard is not None else self._steps
 
     def resume(self, path: Path, rate: float | None = None) -> str:
-        """Go on from a `_last.pth`: model, optimizer, schedule, position. Says whose learning rate counts.
+        """Go on from a `_last.pth`: model, optimizer, schedule, position. Says whose learning rate
+        counts.
 
-        The optimizer's groups carry OneCycleLR's `max_lr`, so loading them brings the old rate back whatever the
-        configuration says. `rate` puts another one in its place, at the same point of the schedule.
+        The optimizer's groups carry OneCycleLR's `max_lr`, so loading them brings the old rate back
+        whatever the configuration says. `rate` puts another one in its place, at the same point of
+        the schedule.
         """
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
@@ -112,10 +118,16 @@ class Trainer:
             self.guard.close()
 
     def check_parameters(self, epoch: int) -> list[str]:
-        """Parameters, buffers and optimizer state before an epoch; the names of those that are not finite."""
+        """Parameters, buffers and optimizer state before an epoch; the names of those that are not
+        finite.
+        """
         tqdm.write(f"🔍 Checking model parameters before epoch {epoch}...")
         bad = not_finite(self.model, self.optimizer)
-        tqdm.write(f"🔴 {len(bad)} tensors are not finite, first {bad[0]}" if bad else "✅ Model parameters OK")
+        tqdm.write(
+            f"🔴 {len(bad)} tensors are not finite, first {bad[0]}"
+            if bad
+            else "✅ Model parameters OK"
+        )
         return bad
 
     def one_epoch(self, epoch: int, *, bar: bool) -> dict[str, float]:
@@ -123,7 +135,9 @@ class Trainer:
         config = self.config
         begin, end = (epoch - 1) * config.STEPS_PER_EPOCH, epoch * config.STEPS_PER_EPOCH
         seen = len(self.history.losses)
-        with tqdm(total=config.STEPS_PER_EPOCH, desc=f"Ep {epoch}/{config.EPOCHS}", disable=not bar) as shown:
+        with tqdm(
+            total=config.STEPS_PER_EPOCH, desc=f"Ep {epoch}/{config.EPOCHS}", disable=not bar
+        ) as shown:
             while self.step < end:
                 loss = self.one_step(self.plates.draw(config.BATCH_SIZE))
                 shown.n = max(0, self.step - begin)  # a rewind takes it back
@@ -133,7 +147,13 @@ class Trainer:
         if self.guard is not None:
             self.guard.follow("val_acc", accuracy)  # stands beside the next step
         mean = sum(losses) / max(1, len(losses))
-        facts = {"epoch": float(epoch), "train_loss": mean, "val_loss": value, "val_acc": accuracy, "lr": self.rate}
+        facts = {
+            "epoch": float(epoch),
+            "train_loss": mean,
+            "val_loss": value,
+            "val_acc": accuracy,
+            "lr": self.rate,
+        }
         self.history.epochs.append(facts)
         return facts
 
@@ -144,7 +164,9 @@ class Trainer:
     def one_step(self, batch: Batch) -> float:
         """Guarded, or as the original has it."""
         self.model.probes.clear()
-        loss, norm = self._guarded_step(batch) if self.guard is not None else self._original_step(batch)
+        loss, norm = (
+            self._guarded_step(batch) if self.guard is not None else self._original_step(batch)
+        )
         self.history.losses.append(loss)
         self.history.norms.append(norm)
         self.history.alphas.append(self.model.largest_alpha())
@@ -155,7 +177,12 @@ class Trainer:
         try:
             result = self.guard.step(self._followed_loss, batch)
         except TrainingHalted as halted:
-            story = "\n".join([*map(str, self.model.probes.sightings), "   Stopping training to prevent corruption..."])
+            story = "\n".join(
+                [
+                    *map(str, self.model.probes.sightings),
+                    "   Stopping training to prevent corruption...",
+                ]
+            )
             raise NonFiniteForward(f"{story}\n{NonFiniteForward.REASON}") from halted
         if result.incident is not None and not self._told:
             for line in self.model.probes.story():

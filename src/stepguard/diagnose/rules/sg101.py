@@ -10,14 +10,19 @@ from stepguard.records import Operand, Remedy
 
 def _evidence(case: Case) -> Proof | None:
     named = case.tensor.startswith("batch:")
-    if case.origin is not None and (case.phase == "input" or (named and case.tensor in case.reading.bad_inputs)):
+    if case.origin is not None and (
+        case.phase == "input" or (named and case.tensor in case.reading.bad_inputs)
+    ):
         which = case.tensor or ", ".join(case.reading.bad_inputs) or "an input"
         return Proof(confidence=CERTAIN, evidence=(_holds(case, which), case.confirmed_samples))
     number = case.note("number")
     if number is not None and not case.unselected:
         return Proof(confidence=0.95, evidence=_number(case, number))
     if case.note("constant") is not None and case.note("attribute") is None:
-        text = f"a tensor from outside model and batch was already {case.note('constant')} when {case.place} read it"
+        text = (
+            f"a tensor from outside model and batch was already {case.note('constant')} when "
+            f"{case.place} read it"
+        )
         return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
     if not case.reading.bad_inputs:
         return None
@@ -25,13 +30,19 @@ def _evidence(case: Case) -> Proof | None:
     if case.origin is None:
         return Proof(confidence=STRONG, evidence=(listed, case.verdict.summary))
     if case.verdict.kind == "nonfinite_input":
-        return Proof(confidence=HINT, evidence=(listed, f"but the first harmful value was born in {case.place}"))
+        return Proof(
+            confidence=HINT,
+            evidence=(listed, f"but the first harmful value was born in {case.place}"),
+        )
     return None
 
 
 def _number(case: Case, number: str) -> tuple[str, ...]:
     argument, _, value = number.partition(":")
-    first = f"{case.place} was given the number {argument}={value}: a Python number from outside model and batch"
+    first = (
+        f"{case.place} was given the number {argument}={value}: a Python number from outside "
+        f"model and batch"
+    )
     kept_as = case.note("attribute")
     where = f"the attribute `{kept_as}` of the model is {value}" if kept_as else ""
     return first, where, "every tensor that went in is finite" if case.finite_inputs else ""
@@ -43,7 +54,9 @@ def _holds(case: Case, which: str) -> str:
         number = case.note("bad_elements")
         amount = f"holds {number} non-finite elements" if number else "was non-finite"
         return f"`{which}` {amount} before the model saw it"
-    amount = ", ".join(part for part in (counts(bad, kind) for kind in ("nan", "posinf", "neginf")) if part)
+    amount = ", ".join(
+        part for part in (counts(bad, kind) for kind in ("nan", "posinf", "neginf")) if part
+    )
     return f"`{which}` holds {amount} before the model saw it{_where(bad)}"
 
 
@@ -89,7 +102,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Impute before the model; replacing NaN in the loss or the output is too late for the gradient",
+            title="Impute before the model; replacing NaN in the loss or the output is too late "
+            "for the gradient",
             snippet=code(
                 """
                 known = batch.isfinite()

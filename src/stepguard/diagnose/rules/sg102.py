@@ -9,7 +9,9 @@ from stepguard.diagnose.rule import CERTAIN, STRONG, Proof, Rule, code, prose
 from stepguard.diagnose.wording import describe, spell
 from stepguard.records import Operand, Remedy
 
-NLL = words("nll_loss_forward nll_loss2d_forward nll_loss nll_loss2d nll_loss_nd cross_entropy_loss")
+NLL = words(
+    "nll_loss_forward nll_loss2d_forward nll_loss nll_loss2d nll_loss_nd cross_entropy_loss"
+)
 NLL_BACKWARD = frozenset({"nll_loss_backward", "nll_loss2d_backward"})
 REDUCTIONS = words(
     """
@@ -26,7 +28,10 @@ def _evidence(case: Case) -> Proof | None:
 def _no_label(case: Case) -> Proof | None:
     total = case.argument("total_weight", 6)
     if case.op in NLL_BACKWARD and total is not None and reach(total) == 0:
-        return Proof(confidence=STRONG, evidence=(f"{case.place} divides by the weight of all targets, which is 0",))
+        return Proof(
+            confidence=STRONG,
+            evidence=(f"{case.place} divides by the weight of all targets, which is 0",),
+        )
     if case.op not in NLL or not case.makes_nan or not case.finite_inputs:
         return None
     return _all_left_out(case) or _weightless(case)
@@ -40,13 +45,18 @@ def _all_left_out(case: Case) -> Proof | None:
     first = f"0 of {elements(target)} targets count" if target is not None else "no target counts"
     if target is not None and same:
         first += f": every one is {spell(low(target))}, the ignore_index"
-    return Proof(confidence=CERTAIN, evidence=(first, f"{case.place} took the mean over none: 0 / 0"))
+    return Proof(
+        confidence=CERTAIN, evidence=(first, f"{case.place} took the mean over none: 0 / 0")
+    )
 
 
 def _weightless(case: Case) -> Proof:
     weight = case.argument("weight", 2)
     if weight is not None and low(weight) == 0:
-        text = f"{describe(weight)}: the classes in this batch all weigh 0, so {case.place} divides by 0"
+        text = (
+            f"{describe(weight)}: the classes in this batch all weigh 0, so {case.place} "
+            f"divides by 0"
+        )
     else:
         text = f"{case.place} made NaN from finite scores: no target of the batch counts"
     return Proof(confidence=STRONG, evidence=(text,))
@@ -55,19 +65,26 @@ def _weightless(case: Case) -> Proof:
 def _all_ignored(target: Operand, ignored: Operand | None) -> bool:
     if not elements(target) or low(target) != high(target):
         return False
-    return low(target) == (ignored.value if ignored is not None and ignored.value is not None else -100)
+    return low(target) == (
+        ignored.value if ignored is not None and ignored.value is not None else -100
+    )
 
 
 def _nothing_reduced(case: Case) -> Proof | None:
     lengths = case.argument("lengths", 1)
     if case.op == "segment_reduce" and case.makes_nan and lengths is not None and lengths.zeros:
-        text = f"{lengths.zeros} of {elements(lengths)} segments have length 0: {case.place} took the mean of none"
+        text = (
+            f"{lengths.zeros} of {elements(lengths)} segments have length 0: {case.place} took "
+            f"the mean of none"
+        )
         return Proof(confidence=CERTAIN, evidence=(text,))
     empty = next((o for o in case.inputs if o.dtype and o.shape and elements(o) == 0), None)
     if case.op not in REDUCTIONS or not (empty is not None or case.has("reduced", "0")):
         return None
     what = (
-        f"`{empty.name or 'self'}` has shape {empty.shape}" if empty is not None else "the reduced dimension is empty"
+        f"`{empty.name or 'self'}` has shape {empty.shape}"
+        if empty is not None
+        else "the reduced dimension is empty"
     )
     return Proof(confidence=CERTAIN, evidence=(f"{what}: {case.place} reduced 0 elements",))
 
@@ -77,7 +94,11 @@ def _count_is_zero(case: Case) -> Proof | None:
     if divisor is None or not case.forward or case.unselected or not counts_nothing(case, divisor):
         return None
     made_by = case.note("denominator_from")
-    source = f"the divisor comes from {made_by}" if made_by else "the divisor takes whole values only, as a count does"
+    source = (
+        f"the divisor comes from {made_by}"
+        if made_by
+        else "the divisor takes whole values only, as a count does"
+    )
     said = source if elements(divisor) > 1 or made_by else ""
     numbers = f"{case.place} divided by a count of valid elements that is 0: {describe(divisor)}"
     return Proof(confidence=0.93, evidence=(numbers, said, case.confirmed_samples))
@@ -108,7 +129,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Sum, and divide by the count but at least by 1: an empty batch gives loss 0 with gradient 0",
+            title="Sum, and divide by the count but at least by 1: an empty batch gives loss 0 "
+            "with gradient 0",
             snippet=code(
                 """
                 token_loss = torch.nn.functional.cross_entropy(logits, labels, reduction='sum')

@@ -21,15 +21,20 @@ EXTREME_OPERAND = 1e15
 
 
 def _evidence(case: Case) -> Proof | None:
-    if not (case.forward or case.phase == "backward") or not (overflow(case) or case.op in EXPONENTIALS):
+    if not (case.forward or case.phase == "backward") or not (
+        overflow(case) or case.op in EXPONENTIALS
+    ):
         return None
     batch_max = case.number("sample_max") or case.number("batch_max")
     numbers = (
-        f"{case.place} overflowed: its operands reach {spell(case.magnitude)}, the limit is {limit_of(case.dtype)}"
+        f"{case.place} overflowed: its operands reach {spell(case.magnitude)}, the limit is "
+        f"{limit_of(case.dtype)}"
     )
     others = case.number("others_max")
     stands_out = bool(batch_max and others is not None and batch_max >= OUTLIER * max(others, 1.0))
-    if batch_max is not None and (stands_out or batch_max >= min(EXTREME_INPUT, largest(case.dtype))):
+    if batch_max is not None and (
+        stands_out or batch_max >= min(EXTREME_INPUT, largest(case.dtype))
+    ):
         first = f"the batch is finite but holds {spell(batch_max)}"
         first += f"; all other samples stay within {spell(others)}" if others is not None else ""
         return Proof(confidence=0.94, evidence=(first, numbers, case.confirmed_samples))
@@ -41,7 +46,9 @@ def _evidence(case: Case) -> Proof | None:
 
 
 def _extreme(case: Case) -> bool:
-    """Compared as logarithms, for a higher power overflows on less: a cube on what a square still holds."""
+    """Compared as logarithms, for a higher power overflows on less: a cube on what a square still
+    holds.
+    """
     power = case.argument("exponent", 1) if case.op == "pow" else None
     times = max(1.0, high(power) / 2) if power is not None else 1.0
     return math.log(max(case.magnitude, 1.0)) * times >= math.log(EXTREME_OPERAND)

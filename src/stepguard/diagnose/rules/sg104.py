@@ -10,7 +10,9 @@ from stepguard.diagnose.rules.sg102 import NLL
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Remedy
 
-CURVES = words("cos sin tan exp exp2 expm1 sigmoid tanh erf erfc softmax _softmax softplus acos asin atan")
+CURVES = words(
+    "cos sin tan exp exp2 expm1 sigmoid tanh erf erfc softmax _softmax softplus acos asin atan"
+)
 """What comes out of these is no target any more: its range is theirs, and they round."""
 BCE = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 
@@ -25,12 +27,16 @@ def _evidence(case: Case) -> Proof | None:
 def _noted(case: Case) -> Proof | None:
     if not case.has("target_out_of_domain"):
         return None
-    operand = next((o for o in case.inputs if o.value is not None), case.inputs[0] if case.inputs else None)
+    operand = next(
+        (o for o in case.inputs if o.value is not None), case.inputs[0] if case.inputs else None
+    )
     numbers = f"{case.place} got a target it is not defined for"
     if operand is not None:
         numbers += f": {describe(operand)}"
         numbers += (
-            f"; the offending one is {spell(operand.value)}{at_index(operand)}" if operand.value is not None else ""
+            f"; the offending one is {spell(operand.value)}{at_index(operand)}"
+            if operand.value is not None
+            else ""
         )
     worst = case.number("target_out_of_domain")
     numbers += f" ({spell(worst)})" if worst is not None else ""
@@ -43,9 +49,12 @@ def _ctc(case: Case) -> Proof | None:
     inputs, targets = case.argument("input_lengths", 2), case.argument("target_lengths", 3)
     lengths = ""
     if inputs is not None and targets is not None:
-        lengths = f"inputs are {spell(low(inputs))} long or more, targets up to {spell(high(targets))}"
+        lengths = (
+            f"inputs are {spell(low(inputs))} long or more, targets up to {spell(high(targets))}"
+        )
     numbers = (
-        f"{case.place} is infinite: a target cannot be aligned with an input that short (repeats need a blank each)"
+        f"{case.place} is infinite: a target cannot be aligned with an input that short "
+        f"(repeats need a blank each)"
     )
     how_many = case.note("ctc_infeasible")
     short = f"{how_many} targets of the batch are too long" if how_many else ""
@@ -60,10 +69,18 @@ def _class_index(case: Case) -> Proof | None:
         return None
     classes = scores.shape[1] if len(scores.shape) > 1 else 0
     if classes and high(target) >= classes:
-        text = f"a target is {spell(high(target))}, but there are {classes} classes (0 to {classes - 1})"
+        text = (
+            f"a target is {spell(high(target))}, but there are {classes} classes (0 to "
+            f"{classes - 1})"
+        )
         return Proof(confidence=0.95, evidence=(text,))
-    if case.has("target_probability", "zero") or (scores.neginf and case.makes_inf and not scores.nan):
-        text = f"a target names a class whose score is -inf ({scores.neginf} scores are): its probability is exactly 0"
+    if case.has("target_probability", "zero") or (
+        scores.neginf and case.makes_inf and not scores.nan
+    ):
+        text = (
+            f"a target names a class whose score is -inf ({scores.neginf} scores are): its "
+            f"probability is exactly 0"
+        )
         return Proof(confidence=STRONG, evidence=(text, case.confirmed_samples))
     return None
 
@@ -84,24 +101,42 @@ def _probability(case: Case) -> Proof | None:
 def _ruled_out(case: Case) -> Proof | None:
     """A loss that adds up what a mask has set to -inf, such as label smoothing over all classes."""
     masked = next((o for o in case.inputs if o.neginf and not o.nan and not o.posinf), None)
-    if masked is None or case.phase != "loss" or not case.has("tame_inf") or case.output is None or case.output.nan:
+    if (
+        masked is None
+        or case.phase != "loss"
+        or not case.has("tame_inf")
+        or case.output is None
+        or case.output.nan
+    ):
         return None
-    text = f"{case.place} counts {masked.neginf} entries that were set to -inf on purpose: their loss is infinite"
+    text = (
+        f"{case.place} counts {masked.neginf} entries that were set to -inf on purpose: their "
+        f"loss is infinite"
+    )
     return Proof(confidence=0.8, evidence=(text, describe(masked), case.confirmed_samples))
 
 
 def _from_batch(case: Case) -> Proof | None:
     """A logarithm, root or division in the loss whose operand is computed from the batch alone."""
     root = case.note("argument_root") or case.note("denominator_root")
-    broken = log_argument(case) is not None or negative_root(case) is not None or zero_divisor(case) is not None
+    broken = (
+        log_argument(case) is not None
+        or negative_root(case) is not None
+        or zero_divisor(case) is not None
+    )
     if case.phase != "loss" or not root or not broken:
         return None
     divisor = zero_divisor(case)
     if divisor is not None and counts_nothing(case, divisor):
         return None
     value = divisor or next((o for o in case.inputs if o.index is not None), case.inputs[0])
-    text = f"{case.place} got {spell(met(value)[0])}{at_index(value)}, which is computed from `{root}` alone"
-    rounded = case.short and any(o.zeros for o in case.inputs)  # more likely 0 by rounding than in the data
+    text = (
+        f"{case.place} got {spell(met(value)[0])}{at_index(value)}, which is computed from "
+        f"`{root}` alone"
+    )
+    rounded = case.short and any(
+        o.zeros for o in case.inputs
+    )  # more likely 0 by rounding than in the data
     confidence = 0.94 if log_argument(case) is not None and not rounded else 0.8
     if (case.note("argument_from") or "").removeprefix("aten.") in CURVES:
         confidence = 0.7

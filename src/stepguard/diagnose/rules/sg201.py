@@ -28,8 +28,16 @@ def _evidence(case: Case) -> Proof | None:
         return None
     divisor = zero_divisor(case)
     if divisor is not None:
-        confidence = HINT if counts_nothing(case, divisor) else LIKELY if case.absorbed and case.makes_inf else STRONG
-        return Proof(confidence=confidence, evidence=(*_numbers(case, divisor), case.confirmed_samples))
+        confidence = (
+            HINT
+            if counts_nothing(case, divisor)
+            else LIKELY
+            if case.absorbed and case.makes_inf
+            else STRONG
+        )
+        return Proof(
+            confidence=confidence, evidence=(*_numbers(case, divisor), case.confirmed_samples)
+        )
     return _no_epsilon(case) or _inside(case) or _singular(case) or _tiny(case)
 
 
@@ -43,7 +51,11 @@ def _own_optimizer(case: Case) -> Proof | None:
 
 def _numbers(case: Case, divisor: Operand) -> tuple[str, str]:
     above = case.argument("self", 0)
-    form = "0 / 0 = NaN" if case.op == "div" and has_zero(above) and case.makes_nan else "x / 0 is infinite"
+    form = (
+        "0 / 0 = NaN"
+        if case.op == "div" and has_zero(above) and case.makes_nan
+        else "x / 0 is infinite"
+    )
     made_by = case.note("denominator_from")
     source = f"the divisor comes from {made_by}" if made_by else ""
     return f"{case.place} divided by zero{at_index(divisor)} ({form}): {describe(divisor)}", source
@@ -51,19 +63,32 @@ def _numbers(case: Case, divisor: Operand) -> tuple[str, str]:
 
 def _no_epsilon(case: Case) -> Proof | None:
     eps = case.argument("eps", 7)
-    if case.op not in NORM_LAYERS or not case.finite_inputs or eps is None or eps.value is None or eps.value >= TINY:
+    if (
+        case.op not in NORM_LAYERS
+        or not case.finite_inputs
+        or eps is None
+        or eps.value is None
+        or eps.value >= TINY
+    ):
         return None
-    text = f"{case.place} has eps={spell(eps.value)}: where all elements are equal the variance is 0 and is divided by"
+    text = (
+        f"{case.place} has eps={spell(eps.value)}: where all elements are equal the variance is "
+        f"0 and is divided by"
+    )
     return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
 
 
 def _inside(case: Case) -> Proof | None:
-    """An operator that divides by something it computes itself, such as weight normalisation by a norm."""
+    """An operator that divides by something it computes itself, such as weight normalisation by a
+    norm.
+    """
     if not case.has("denominator", "zero") or case.op in DIVISIONS:
         return None
     what = (case.note("denominator_from") or "value").removeprefix("aten.")
     text = f"{case.place} divides by a {what} that is 0"
-    return Proof(confidence=STRONG, evidence=(text, *map(describe, case.inputs[:2]), case.confirmed_samples))
+    return Proof(
+        confidence=STRONG, evidence=(text, *map(describe, case.inputs[:2]), case.confirmed_samples)
+    )
 
 
 def _singular(case: Case) -> Proof | None:
@@ -71,28 +96,42 @@ def _singular(case: Case) -> Proof | None:
     matrix = case.argument("self", 0) or case.argument("A", 0)
     if case.op not in SOLVES or matrix is None or not case.finite_inputs:
         return None
-    text = f"{case.place} divides by the diagonal or pivots of a matrix that is singular: {describe(matrix)}"
+    text = (
+        f"{case.place} divides by the diagonal or pivots of a matrix that is singular: "
+        f"{describe(matrix)}"
+    )
     return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
 
 
 def _tiny(case: Case) -> Proof | None:
     divisor = case.argument("other", 1) if case.op == "div" else case.argument("self", 0)
     exponent = case.argument("exponent", 1) if case.op in ("pow", "float_power") else None
-    divides = case.op in ("div", "reciprocal", "rsqrt") or (exponent is not None and low(exponent) < 0)
+    divides = case.op in ("div", "reciprocal", "rsqrt") or (
+        exponent is not None and low(exponent) < 0
+    )
     if not divides or divisor is None or case.short or not case.finite_inputs:
         return None
     small = divisor.value if divisor.value is not None else low(divisor)
     least = TINY if exponent is None else TINY ** (-1 / low(exponent))
     if math.isnan(small) or not (abs(small) < least or _tiny_number(case, divisor)):
         return None
-    text = f"{case.place} divided by {spell(small)}{at_index(divisor)}: so small that the quotient overflows"
+    text = (
+        f"{case.place} divided by {spell(small)}{at_index(divisor)}: so small that the quotient "
+        f"overflows"
+    )
     return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
 
 
 def _tiny_number(case: Case, divisor: Operand) -> bool:
     """A Python number, such as a temperature annealed to almost 0, that outweighs what it divides."""
     above = case.argument("self", 0)
-    if case.op != "div" or above is None or divisor.shape or divisor.dtype != "float" or not divisor.value:
+    if (
+        case.op != "div"
+        or above is None
+        or divisor.shape
+        or divisor.dtype != "float"
+        or not divisor.value
+    ):
         return False
     return abs(divisor.value) <= TINY_NUMBER and 1 / abs(divisor.value) >= reach(above)
 

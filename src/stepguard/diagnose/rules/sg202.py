@@ -13,7 +13,9 @@ from stepguard.records import Remedy
 
 LOG_NODES = words("Log Log1P Log2 Log10 Logit")
 DETERMINANTS = words("_linalg_slogdet linalg_slogdet _linalg_det linalg_det")
-SATURATING = words("exp erf tanh sigmoid atan clamp clamp_max clamp_min reciprocal div softmax _softmax")
+SATURATING = words(
+    "exp erf tanh sigmoid atan clamp clamp_max clamp_min reciprocal div softmax _softmax"
+)
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -23,16 +25,28 @@ def _evidence(case: Case) -> Proof | None:
         return _gradient(case)
     found = log_argument(case)
     if case.op in ("_linalg_slogdet", "linalg_slogdet", "logdet") and case.makes_inf:
-        return Proof(confidence=STRONG, evidence=(f"{case.place} took the logarithm of a determinant that is 0",))
+        return Proof(
+            confidence=STRONG,
+            evidence=(f"{case.place} took the logarithm of a determinant that is 0",),
+        )
     if case.op == "where" and (case.note("chosen_by") or "").removeprefix("aten.") in DETERMINANTS:
-        return Proof(confidence=STRONG, evidence=(f"{case.place}: the determinant is negative and has no logarithm",))
+        return Proof(
+            confidence=STRONG,
+            evidence=(f"{case.place}: the determinant is negative and has no logarithm",),
+        )
     if found is None or not case.computes:
         return None
     operand, least, most = found
     swallowed = (case.note("absorbed_by") or "").removeprefix("aten.").rstrip("_") in SATURATING
-    allowed = f"above {spell(least)}" if math.isinf(most) else f"between {spell(least)} and {spell(most)}"
+    allowed = (
+        f"above {spell(least)}" if math.isinf(most) else f"between {spell(least)} and {spell(most)}"
+    )
     numbers = f"{case.place} needs a value {allowed}: {describe(operand)}"
-    wrong = f"the value that broke it is {spell(operand.value)}{at_index(operand)}" if operand.index is not None else ""
+    wrong = (
+        f"the value that broke it is {spell(operand.value)}{at_index(operand)}"
+        if operand.index is not None
+        else ""
+    )
     confidence = LIKELY if swallowed else 0.92
     return Proof(confidence=confidence, evidence=(numbers, wrong, case.confirmed_samples))
 
@@ -41,7 +55,10 @@ def _gradient(case: Case) -> Proof | None:
     zero = next((o for o in case.inputs if has_zero(o) or low(o) < 0), None)
     if case.node not in LOG_NODES or zero is None:
         return None
-    numbers = f"{case.place} divides the gradient by the logarithm's argument, which is 0: {describe(zero)}"
+    numbers = (
+        f"{case.place} divides the gradient by the logarithm's argument, which is 0: "
+        f"{describe(zero)}"
+    )
     return Proof(confidence=0.86, evidence=(numbers, case.confirmed_samples))
 
 
@@ -72,7 +89,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Stay in log space: log_softmax, logsigmoid, cross_entropy on logits never form the zero",
+            title="Stay in log space: log_softmax, logsigmoid, cross_entropy on logits never form "
+            "the zero",
             snippet=code(
                 """
                 log_p = torch.nn.functional.log_softmax(logits, dim=-1)
@@ -81,7 +99,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Clamp the argument; 1e-8 beside 1 does nothing, a floor on the argument itself does",
+            title="Clamp the argument; 1e-8 beside 1 does nothing, a floor on the argument itself "
+            "does",
             snippet=code(
                 """
                 p = torch.softmax(logits, dim=-1).clamp_min(torch.finfo(logits.dtype).tiny)

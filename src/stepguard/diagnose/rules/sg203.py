@@ -31,24 +31,39 @@ def _exponential(case: Case, exponent: Operand) -> Proof | None:
         return None
     confidence = LIKELY if case.absorbed or case.narrow else STRONG
     grows = "which grows as " if case.op in EVEN else ""
-    numbers = f"{case.place}: {grows}exp({spell(largest)}){at_index(exponent)} exceeds what {case.dtype} can hold"
+    numbers = (
+        f"{case.place}: {grows}exp({spell(largest)}){at_index(exponent)} exceeds what "
+        f"{case.dtype} can hold"
+    )
     bound = f"in {case.dtype} the exponent may be at most {limit:.2f}; {describe(exponent)}"
     return Proof(confidence=confidence, evidence=(numbers, bound, case.confirmed_samples))
 
 
 def _power(case: Case) -> Proof | None:
     base, exponent = case.argument("self", 0), case.argument("exponent", 1)
-    if case.op in ("prod", "cumprod", "_linalg_matrix_exp", "linalg_matrix_exp", "matrix_exp") and base is not None:
+    if (
+        case.op in ("prod", "cumprod", "_linalg_matrix_exp", "linalg_matrix_exp", "matrix_exp")
+        and base is not None
+    ):
         text = (
-            f"{case.place}: repeated products of numbers up to {spell(reach(base))} exceed what {case.dtype} can hold"
+            f"{case.place}: repeated products of numbers up to {spell(reach(base))} exceed what "
+            f"{case.dtype} can hold"
         )
         found = Proof(confidence=0.7, evidence=(text, describe(base), case.confirmed_samples))
         return found if base.finite and case.wider and not case.narrow else None
-    if case.op not in ("pow", "float_power") or base is None or exponent is None or singular_inputs(case):
+    if (
+        case.op not in ("pow", "float_power")
+        or base is None
+        or exponent is None
+        or singular_inputs(case)
+    ):
         return None
     if case.narrow or reach(exponent) <= POLYNOMIAL or low(exponent) < 0:
         return None
-    text = f"{case.place}: {spell(reach(base))} to the power {spell(high(exponent))} exceeds what {case.dtype} can hold"
+    text = (
+        f"{case.place}: {spell(reach(base))} to the power {spell(high(exponent))} exceeds what "
+        f"{case.dtype} can hold"
+    )
     return Proof(confidence=PLAUSIBLE + 0.05, evidence=(text, case.confirmed_samples))
 
 
@@ -90,7 +105,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Bound what is exponentiated with a soft limit that keeps its gradient (for a log-variance)",
+            title="Bound what is exponentiated with a soft limit that keeps its gradient (for a "
+            "log-variance)",
             snippet=code(
                 """
                 limit = 20.0

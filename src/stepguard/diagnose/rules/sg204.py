@@ -26,9 +26,16 @@ def _softmax(case: Case) -> Proof | None:
     rows = case.note("masked_rows")
     if scores is None and rows is None:
         return None
-    if scores is not None and rows is None and (scores.posinf or scores.neginf < min(scores.shape, default=1)):
+    if (
+        scores is not None
+        and rows is None
+        and (scores.posinf or scores.neginf < min(scores.shape, default=1))
+    ):
         return None
-    return Proof(confidence=0.96, evidence=(_rows(case, rows, scores), _scores(scores), case.confirmed_samples))
+    return Proof(
+        confidence=0.96,
+        evidence=(_rows(case, rows, scores), _scores(scores), case.confirmed_samples),
+    )
 
 
 def _masked(case: Case) -> Operand | None:
@@ -40,7 +47,10 @@ def _rows(case: Case, rows: str | None, scores: Operand | None) -> str:
     how_many = f"{rows} row{'s' if rows != '1' else ''}" if rows else "a row"
     where = at_index(case.output) if case.output is not None else ""
     total = f" of {_total(case, scores)}" if scores is not None and rows else ""
-    return f"{case.place}: {how_many}{total} with every entry -inf{where}; exp(-inf) sums to 0 and 0 / 0 is NaN"
+    return (
+        f"{case.place}: {how_many}{total} with every entry -inf{where}; exp(-inf) sums to 0 and "
+        f"0 / 0 is NaN"
+    )
 
 
 def _total(case: Case, scores: Operand) -> str:
@@ -56,14 +66,22 @@ def _pair(case: Case) -> Proof | None:
     both = [operand for operand in case.inputs if operand.neginf]
     if len(both) < 2 or not case.makes_nan:
         return None
-    text = f"{case.place}: both terms of a log-sum are -inf{at_index(both[0])}: its value is -inf, its slope is 0 / 0"
+    text = (
+        f"{case.place}: both terms of a log-sum are -inf{at_index(both[0])}: its value is -inf, "
+        f"its slope is 0 / 0"
+    )
     return Proof(confidence=0.95, evidence=(text, *map(describe, both), case.confirmed_samples))
 
 
 def _row_maximum(case: Case) -> Proof | None:
     """A hand-written softmax: the row's maximum, itself -inf, is subtracted from the row."""
     scores, top = case.argument("self", 0), case.argument("other", 1)
-    if case.op != "sub" or scores is None or top is None or not (scores.neginf and top.neginf and case.makes_nan):
+    if (
+        case.op != "sub"
+        or scores is None
+        or top is None
+        or not (scores.neginf and top.neginf and case.makes_nan)
+    ):
         return None
     reduced = len(top.shape) == len(scores.shape) and any(
         small == 1 < size for small, size in zip(top.shape, scores.shape, strict=True)
@@ -71,7 +89,8 @@ def _row_maximum(case: Case) -> Proof | None:
     if not reduced and case.note("masked_rows") is None:
         return None
     text = (
-        f"{case.place}: {top.neginf} row maxima are -inf, so every entry of those rows is masked and -inf - -inf is NaN"
+        f"{case.place}: {top.neginf} row maxima are -inf, so every entry of those rows is "
+        f"masked and -inf - -inf is NaN"
     )
     return Proof(confidence=0.94, evidence=(text, describe(scores), case.confirmed_samples))
 
@@ -112,7 +131,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Use scaled_dot_product_attention: it returns 0 for fully masked rows, with finite gradients",
+            title="Use scaled_dot_product_attention: it returns 0 for fully masked rows, with "
+            "finite gradients",
             snippet=code(
                 """
                 out = torch.nn.functional.scaled_dot_product_attention(

@@ -24,7 +24,10 @@ def _evidence(case: Case) -> Proof | None:
     confidence = 0.96 if one or _single(data) else LIKELY
     divisor = case.argument("correction", 2)
     correction = divisor.value if divisor is not None and divisor.value is not None else 1.0
-    numbers = f"{case.place} reduced 1 element with correction={spell(correction)}: it divides by n - correction = 0"
+    numbers = (
+        f"{case.place} reduced 1 element with correction={spell(correction)}: it divides by "
+        f"n - correction = 0"
+    )
     return Proof(confidence=confidence, evidence=(numbers, describe(data), case.confirmed_samples))
 
 
@@ -68,7 +71,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Use the biased statistic; its backward at 0 is finite only with the epsilon inside the root",
+            title="Use the biased statistic; its backward at 0 is finite only with the epsilon "
+            "inside the root",
             snippet=code(
                 """
                 deviation = (reward.var(correction=0) + 1e-8).sqrt()

@@ -9,7 +9,9 @@ from stepguard.diagnose.wording import counts, describe
 from stepguard.records import Operand, Remedy
 
 TIMES = words("mul multiply mm bmm addmm baddbmm matmul dot mv addcmul linear convolution einsum")
-SUMS = words("add sub rsub sum mean cumsum lerp addmm logaddexp addcmul nansum index_add scatter_add")
+SUMS = words(
+    "add sub rsub sum mean cumsum lerp addmm logaddexp addcmul nansum index_add scatter_add"
+)
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -32,7 +34,10 @@ def _evidence(case: Case) -> Proof | None:
 def _form(case: Case, infinite: list[Operand]) -> tuple[str, float]:
     zero = next((o for o in case.inputs if has_zero(o)), None)
     if case.op in TIMES and zero is not None:
-        return "0 * inf is NaN, a mask of 0 does not hide an infinity", 0.85 if case.phase == "backward" else STRONG
+        return (
+            "0 * inf is NaN, a mask of 0 does not hide an infinity",
+            0.85 if case.phase == "backward" else STRONG,
+        )
     if case.op in SUMS and (len(infinite) > 1 or any(o.posinf and o.neginf for o in infinite)):
         return "inf - inf is NaN", STRONG
     if case.op == "div" and len(infinite) > 1:
@@ -43,7 +48,9 @@ def _form(case: Case, infinite: list[Operand]) -> tuple[str, float]:
 
 
 def _infinities(operand: Operand) -> str:
-    amount = ", ".join(part for part in (counts(operand, kind) for kind in ("posinf", "neginf", "zeros")) if part)
+    amount = ", ".join(
+        part for part in (counts(operand, kind) for kind in ("posinf", "neginf", "zeros")) if part
+    )
     return f"`{operand.name or 'operand'}` has {amount}" if amount else describe(operand)
 
 
@@ -71,7 +78,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Select instead of multiplying: masked_fill or where on the operand, not on the product",
+            title="Select instead of multiplying: masked_fill or where on the operand, not on the "
+            "product",
             snippet=code(
                 """
                 kept = log_ratio.masked_fill(~mask, 0.0)

@@ -18,7 +18,11 @@ def _evidence(case: Case) -> Proof | None:
         return None
     operand, what = found
     numbers = f"{case.place} asked for the {what}: {describe(operand)}"
-    wrong = f"the value that broke it is {spell(operand.value)}{at_index(operand)}" if operand.index is not None else ""
+    wrong = (
+        f"the value that broke it is {spell(operand.value)}{at_index(operand)}"
+        if operand.index is not None
+        else ""
+    )
     near = ""
     if case.op in ("sqrt", "rsqrt") and -ROUNDING < low(operand) < 0:
         near = f"{spell(low(operand))} is a rounding error below 0, as E[x*x] - E[x]*E[x] gives"

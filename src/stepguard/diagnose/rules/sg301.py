@@ -39,12 +39,21 @@ def _evidence(case: Case) -> Proof | None:
 
 def _backward(case: Case) -> bool:
     """Gradients of any operation overflow half precision as long as nothing was divided by zero."""
-    return case.phase == "backward" and case.finite_inputs and zero_divisor(case) is None and bool(case.wider)
+    return (
+        case.phase == "backward"
+        and case.finite_inputs
+        and zero_divisor(case) is None
+        and bool(case.wider)
+    )
 
 
 def _result(case: Case) -> Proof:
-    parts = [describe(operand) for operand in case.inputs if operand.dtype and operand.max is not None][:3]
-    limit = f"{case.place} has finite operands but a result beyond {limit_of(case.dtype)}{_sum(case)}"
+    parts = [
+        describe(operand) for operand in case.inputs if operand.dtype and operand.max is not None
+    ][:3]
+    limit = (
+        f"{case.place} has finite operands but a result beyond {limit_of(case.dtype)}{_sum(case)}"
+    )
     wider = f"computed in {case.wider} the same operation is finite" if case.wider else ""
     return Proof(confidence=HALF_SCORE, evidence=(limit, *parts, wider, case.confirmed_samples))
 
@@ -59,8 +68,15 @@ def _sum(case: Case) -> str:
 
 
 def _accumulated(case: Case) -> Proof:
-    which = f" of micro-batch {case.origin.micro_batch}" if case.origin and case.origin.micro_batch is not None else ""
-    text = f"adding the gradient{which} to those before it exceeds {limit_of(case.dtype)}; each of them is finite"
+    which = (
+        f" of micro-batch {case.origin.micro_batch}"
+        if case.origin and case.origin.micro_batch is not None
+        else ""
+    )
+    text = (
+        f"adding the gradient{which} to those before it exceeds {limit_of(case.dtype)}; each of "
+        f"them is finite"
+    )
     return Proof(confidence=HALF_SCORE, evidence=(text, *map(describe, case.inputs[:2])))
 
 
@@ -68,7 +84,11 @@ def _static_scale(case: Case) -> Proof:
     scale = spell(case.reading.scale)
     text = f"the gradients overflow at loss scale {scale} and are finite at scale 1"
     static = case.facts.scaling == "static" or case.verdict.kind == "nonfinite_gradient"
-    stays = "the scale is static: skipping the step cures nothing, the next one overflows too" if static else ""
+    stays = (
+        "the scale is static: skipping the step cures nothing, the next one overflows too"
+        if static
+        else ""
+    )
     confidence = PLAUSIBLE if case.verdict.kind == "scaler_collapse" else 0.95
     return Proof(confidence=confidence, evidence=(text, stays), remedies=(DYNAMIC_SCALE,))
 
@@ -121,7 +141,8 @@ RULE = Rule(
             safety="changes-numbers",
         ),
         Remedy(
-            title="Divide the loss by the number of micro-batches before backward, not the gradients after",
+            title="Divide the loss by the number of micro-batches before backward, not the "
+            "gradients after",
             snippet=code(
                 """
                 micro_batches = x.float().split(1)

@@ -22,26 +22,48 @@ def _evidence(case: Case) -> Proof | None:
         eps = case.number("eps_underflow") or case.number("eps")
         which = f"eps={spell(eps)}" if eps is not None else "the epsilon"
         first = f"{which} is 0 in {case.dtype}, whose smallest positive number is {_smallest(case)}"
-        return Proof(confidence=0.96, evidence=(first, _consequence(case, zero), case.confirmed_samples))
+        return Proof(
+            confidence=0.96, evidence=(first, _consequence(case, zero), case.confirmed_samples)
+        )
     eps_operand = next((o for o in case.inputs if o.name == "eps" and o.value is not None), None)
-    if case.op in NORM_LAYERS and eps_operand is not None and rounds_to_zero(eps_operand.value or 0.0, case.dtype):
+    if (
+        case.op in NORM_LAYERS
+        and eps_operand is not None
+        and rounds_to_zero(eps_operand.value or 0.0, case.dtype)
+    ):
         first = f"{case.place} has eps={spell(eps_operand.value)}, which is 0 in {case.dtype}"
-        return Proof(confidence=0.9, evidence=(first, f"the smallest positive number there is {_smallest(case)}"))
+        return Proof(
+            confidence=0.9,
+            evidence=(first, f"the smallest positive number there is {_smallest(case)}"),
+        )
     if zero is None:
         return None
     vanished = case.number("eps_vanished")
     if vanished is not None:
         first = (
-            f"{spell(vanished)}, on the way to this operand, is 0 in {case.dtype}: {_smallest(case)} is its smallest"
+            f"{spell(vanished)}, on the way to this operand, is 0 in {case.dtype}: "
+            f"{_smallest(case)} is its smallest"
         )
-        return Proof(confidence=0.96, evidence=(first, _consequence(case, zero), case.confirmed_samples))
+        return Proof(
+            confidence=0.96, evidence=(first, _consequence(case, zero), case.confirmed_samples)
+        )
     rounded = (
-        f"in {case.dtype} everything up to {_smallest(case)} / 2 is 0, and next to 1 everything below {_ulp(case)}"
+        f"in {case.dtype} everything up to {_smallest(case)} / 2 is 0, and next to 1 "
+        f"everything below {_ulp(case)}"
     )
-    made_by = (case.note("denominator_from") or case.note("argument_from") or "").removeprefix("aten.").rstrip("_")
-    guarded = f"the 0 comes from {made_by}, which was to keep it above 0" if made_by in GUARDS else ""
+    made_by = (
+        (case.note("denominator_from") or case.note("argument_from") or "")
+        .removeprefix("aten.")
+        .rstrip("_")
+    )
+    guarded = (
+        f"the 0 comes from {made_by}, which was to keep it above 0" if made_by in GUARDS else ""
+    )
     confidence = 0.94 if case.wider or guarded else PLAUSIBLE
-    return Proof(confidence=confidence, evidence=(_consequence(case, zero), guarded, rounded, case.confirmed_samples))
+    return Proof(
+        confidence=confidence,
+        evidence=(_consequence(case, zero), guarded, rounded, case.confirmed_samples),
+    )
 
 
 def _zero(case: Case) -> Operand | None:

@@ -32,7 +32,17 @@ SINGULAR = {
     "CosineSimilarity": "the cosine similarity of a zero vector has no slope",
 }
 SINGULAR |= dict.fromkeys(
-    ["Norm", "LinalgVectorNorm", "LinalgNorm", "LinalgMatrixNorm", "Dist", "Cdist", "Pdist", "EuclideanDist", "Renorm"],
+    [
+        "Norm",
+        "LinalgVectorNorm",
+        "LinalgNorm",
+        "LinalgMatrixNorm",
+        "Dist",
+        "Cdist",
+        "Pdist",
+        "EuclideanDist",
+        "Renorm",
+    ],
     "the norm of a zero vector has no slope: it divides by the norm",
 )
 SINGULAR |= dict.fromkeys(
@@ -53,9 +63,12 @@ SINGULAR |= dict.fromkeys(
     "the slope divides by a diagonal or pivot that is 0: the matrix is singular",
 )
 SINGULAR |= dict.fromkeys(
-    ("Std", "StdMean"), "the slope of a standard deviation of 0 is infinite: it divides by the deviation"
+    ("Std", "StdMean"),
+    "the slope of a standard deviation of 0 is infinite: it divides by the deviation",
 )
-SINGULAR |= dict.fromkeys(LOG_NODES | {"Lgamma"}, "the slope of a logarithm is 1 / x, which is infinite at 0")
+SINGULAR |= dict.fromkeys(
+    LOG_NODES | {"Lgamma"}, "the slope of a logarithm is 1 / x, which is infinite at 0"
+)
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -67,7 +80,11 @@ def _evidence(case: Case) -> Proof | None:
     if zero is None and case.short and case.wider:
         return None
     reason = SINGULAR[case.node]
-    numbers = f"{case.place} met it{at_index(zero)}: {describe(zero)}" if zero is not None else f"born in {case.place}"
+    numbers = (
+        f"{case.place} met it{at_index(zero)}: {describe(zero)}"
+        if zero is not None
+        else f"born in {case.place}"
+    )
     confidence = 0.93 if zero is not None else 0.7
     if not case.finite_inputs:
         confidence = PLAUSIBLE
@@ -79,11 +96,15 @@ def _evidence(case: Case) -> Proof | None:
 
 def _singular_operand(case: Case) -> Operand | None:
     """The zero the gradient is divided by, rather than a gradient that happens to be zero."""
-    return zero_divisor(case) or next((o for o in reversed(case.inputs) if o.dtype and has_zero(o)), None)
+    return zero_divisor(case) or next(
+        (o for o in reversed(case.inputs) if o.dtype and has_zero(o)), None
+    )
 
 
 def _divides(case: Case) -> Proof | None:
-    """A gradient that is divided by 0 in a node without a rule of its own, such as a custom autograd Function."""
+    """A gradient that is divided by 0 in a node without a rule of its own, such as a custom
+    autograd Function.
+    """
     zero = zero_divisor(case)
     if zero is None or not case.finite_inputs:
         return None
@@ -94,7 +115,10 @@ def _divides(case: Case) -> Proof | None:
 def _explodes(case: Case) -> Proof | None:
     if not overflow(case) or case.narrow:
         return None
-    text = f"{case.place}: the gradient grew beyond {case.dtype} on its way back; operands reach {case.magnitude:.3g}"
+    text = (
+        f"{case.place}: the gradient grew beyond {case.dtype} on its way back; operands reach "
+        f"{case.magnitude:.3g}"
+    )
     return Proof(confidence=HINT, evidence=(text, case.confirmed_samples))
 
 
@@ -124,7 +148,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Double where: give the root a harmless argument where it is 0, and choose 0 afterwards",
+            title="Double where: give the root a harmless argument where it is 0, and choose 0 "
+            "afterwards",
             snippet=code(
                 """
                 power = spectrum.pow(2).sum(-1)
@@ -135,7 +160,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Use the built-in with a defined subgradient: torch.linalg.vector_norm, or abs of a complex tensor",
+            title="Use the built-in with a defined subgradient: torch.linalg.vector_norm, or abs "
+            "of a complex tensor",
             snippet=code(
                 """
                 magnitude = torch.linalg.vector_norm(spectrum, dim=-1)

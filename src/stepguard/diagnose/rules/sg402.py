@@ -8,7 +8,10 @@ from stepguard.diagnose.rules.sg204 import PAIR_NODES, SOFTMAX_NODES
 from stepguard.diagnose.wording import describe
 from stepguard.records import Operand, Remedy
 
-SENTENCE = "the branch was not selected, but its gradient is 0 times the local slope, and 0 * inf = 0 * NaN = NaN"
+SENTENCE = (
+    "the branch was not selected, but its gradient is 0 times the local slope, and 0 * inf "
+    "= 0 * NaN = NaN"
+)
 
 
 def _evidence(case: Case) -> Proof | None:
@@ -18,7 +21,9 @@ def _evidence(case: Case) -> Proof | None:
         # the slope of a log-sum over nothing but -inf is NaN whatever gradient comes in
         by_itself = case.node in SOFTMAX_NODES | PAIR_NODES
         confidence = LIKELY if by_itself else CERTAIN
-        return Proof(confidence=confidence, evidence=(numbers, SENTENCE, *operands, case.confirmed_samples))
+        return Proof(
+            confidence=confidence, evidence=(numbers, SENTENCE, *operands, case.confirmed_samples)
+        )
     if case.phase != "backward" or not case.loss_finite or case.note("absorbed") is not None:
         return None
     return _discarded(case)
@@ -30,12 +35,19 @@ def _discarded(case: Case) -> Proof | None:
     gradient = next((o for o in case.inputs if o is not saved and has_zero(o)), None)
     if saved is None or gradient is None:
         return None
-    numbers = f"{case.place} multiplied a gradient of 0 by a value that was NaN in forward although the loss is finite"
+    numbers = (
+        f"{case.place} multiplied a gradient of 0 by a value that was NaN in forward "
+        f"although the loss is finite"
+    )
     return Proof(confidence=0.85, evidence=(numbers, SENTENCE, describe(saved), _zeros(gradient)))
 
 
 def _zeros(gradient: Operand) -> str:
-    return f"{gradient.zeros} elements of the incoming gradient are exactly 0" if gradient.zeros else ""
+    return (
+        f"{gradient.zeros} elements of the incoming gradient are exactly 0"
+        if gradient.zeros
+        else ""
+    )
 
 
 RULE = Rule(

@@ -21,23 +21,36 @@ def _evidence(case: Case) -> Proof | None:
     if not case.absorbed or not case.forward or not case.makes_inf:
         return None
     swallowed_by = (case.note("absorbed_by") or "").removeprefix("aten.").rstrip("_")
-    if (case.op in POLES and not (case.short and overflow(case))) or (case.op in LOGS and swallowed_by in SATURATING):
+    if (case.op in POLES and not (case.short and overflow(case))) or (
+        case.op in LOGS and swallowed_by in SATURATING
+    ):
         confidence = 0.94
     elif case.note("absorbed") is not None:
         confidence = PLAUSIBLE + 0.1
     else:
         return None
-    return Proof(confidence=confidence, evidence=(*_numbers(case, swallowed_by), case.confirmed_samples))
+    return Proof(
+        confidence=confidence, evidence=(*_numbers(case, swallowed_by), case.confirmed_samples)
+    )
 
 
 def _numbers(case: Case, swallowed_by: str) -> tuple[str, ...]:
     made = ""
     if case.output is not None:
-        made = ", ".join(part for part in (counts(case.output, kind) for kind in ("posinf", "neginf")) if part)
+        made = ", ".join(
+            part for part in (counts(case.output, kind) for kind in ("posinf", "neginf")) if part
+        )
     by = f" ({swallowed_by})" if swallowed_by else ""
-    cause = next((describe(o) for o in case.inputs if has_zero(o)), describe(case.inputs[0]) if case.inputs else "")
+    cause = next(
+        (describe(o) for o in case.inputs if has_zero(o)),
+        describe(case.inputs[0]) if case.inputs else "",
+    )
     first = f"{case.place} makes an infinity in forward" + (f": {made}" if made else "")
-    return first, f"a later operation{by} turns it into a finite number, backward multiplies it by 0", cause
+    return (
+        first,
+        f"a later operation{by} turns it into a finite number, backward multiplies it by 0",
+        cause,
+    )
 
 
 def _in_backward(case: Case) -> Proof | None:
@@ -49,7 +62,9 @@ def _in_backward(case: Case) -> Proof | None:
         return None
     detail = describe(infinite) if infinite is not None else ""
     text = f"{case.place} met a value that was infinite in forward although the loss is finite"
-    return Proof(confidence=0.95 if noted else 0.86, evidence=(text, detail, case.confirmed_samples))
+    return Proof(
+        confidence=0.95 if noted else 0.86, evidence=(text, detail, case.confirmed_samples)
+    )
 
 
 RULE = Rule(
@@ -77,7 +92,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Use the built-in that has this limit built in (sigmoid, softplus, expm1, logaddexp)",
+            title="Use the built-in that has this limit built in (sigmoid, softplus, expm1, "
+            "logaddexp)",
             snippet="loss = torch.sigmoid(x).sum()",
         ),
         Remedy(

@@ -23,12 +23,19 @@ def _evidence(case: Case) -> Proof | None:
     largest = f"; the largest gradient element is {case.magnitude:.3g}" if case.magnitude else ""
     true_norm = case.number("finite_norm")
     wide = f"in float64 the norm is {true_norm:.3g}" if true_norm is not None else ""
-    clip = f"clip_grad_norm_ to {case.facts.clip_norm:g}" if case.facts.clip_norm else "clip_grad_norm_"
+    clip = (
+        f"clip_grad_norm_ to {case.facts.clip_norm:g}"
+        if case.facts.clip_norm
+        else "clip_grad_norm_"
+    )
     silent = (
-        f"{clip} would multiply every gradient by {case.facts.clip_norm or 1:g} / inf = 0: a step that learns nothing"
+        f"{clip} would multiply every gradient by {case.facts.clip_norm or 1:g} / inf = 0: a "
+        f"step that learns nothing"
     )
     ran_away = rising(case) or lr_jump(case) is not None
-    return Proof(confidence=LIKELY if ran_away else CERTAIN, evidence=(first, limit + largest, wide, silent))
+    return Proof(
+        confidence=LIKELY if ran_away else CERTAIN, evidence=(first, limit + largest, wide, silent)
+    )
 
 
 RULE = Rule(
@@ -63,7 +70,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Find the term that is that large: use means instead of sums, and weights of order 1",
+            title="Find the term that is that large: use means instead of sums, and weights of "
+            "order 1",
             snippet=code(
                 """
                 (weight * x).mean().backward()

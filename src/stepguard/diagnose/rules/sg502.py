@@ -21,7 +21,10 @@ def _evidence(case: Case) -> Proof | None:
     underflows = eps is not None and (eps == 0.0 or rounds_to_zero(eps, dtype))
     if case.phase == "optimizer" and case.op:
         return _located(case, dtype, underflows)
-    born = case.reading.state_born and case.verdict.kind in ("nonfinite_parameter", "nonfinite_optimizer_state")
+    born = case.reading.state_born and case.verdict.kind in (
+        "nonfinite_parameter",
+        "nonfinite_optimizer_state",
+    )
     if (case.phase == "optimizer" or case.origin is None) and born and underflows:
         first = f"finite gradients became non-finite weights in the update: {case.verdict.summary}"
         return Proof(confidence=0.91, evidence=(first, _epsilon(case, dtype)))
@@ -36,7 +39,11 @@ def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
     numerator = case.argument("tensor1", 1)
     zero_over_zero = numerator is not None and met(numerator) == (0.0, 0.0)
     shown = f": {describe(divisor)}" if divisor is not None else ""
-    form = "0 / 0 for every element without gradient" if zero_over_zero else "a moment divided by an exact 0"
+    form = (
+        "0 / 0 for every element without gradient"
+        if zero_over_zero
+        else "a moment divided by an exact 0"
+    )
     made_by = (case.note("denominator_from") or "").removeprefix("aten.")
     normed = made_by in NORMS and case.facts.eps is None
     what = (
@@ -52,7 +59,11 @@ def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
 
 
 def _epsilon(case: Case, dtype: str) -> str:
-    eps = case.facts.eps if case.facts.eps is not None else case.number("eps_underflow") or case.number("eps")
+    eps = (
+        case.facts.eps
+        if case.facts.eps is not None
+        else case.number("eps_underflow") or case.number("eps")
+    )
     if eps is None or dtype not in FORMATS:
         return ""
     owner = f"{case.facts.optimizer} " if case.facts.optimizer else ""
@@ -86,7 +97,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Keep the weights in float32 and let autocast choose half precision for the arithmetic",
+            title="Keep the weights in float32 and let autocast choose half precision for the "
+            "arithmetic",
             snippet=code(
                 """
                 model.float()

@@ -27,17 +27,27 @@ def _outlier(case: Case) -> str:
     if case.facts.outlier is None:
         return ""
     step, name, times = case.facts.outlier
-    memory = 1.0 / (1.0 - max(case.facts.betas)) if case.facts.betas and max(case.facts.betas) < 1.0 else MEMORY
+    memory = (
+        1.0 / (1.0 - max(case.facts.betas))
+        if case.facts.betas and max(case.facts.betas) < 1.0
+        else MEMORY
+    )
     if not 0 < case.reading.step - step <= memory:
         return ""
-    return f"moments poisoned by step {step}: the gradient of `{name}` was {times:.3g} times its usual largest"
+    return (
+        f"moments poisoned by step {step}: the gradient of `{name}` was {times:.3g} times its "
+        f"usual largest"
+    )
 
 
 def _after_outlier(case: Case, outlier: str) -> Proof | None:
     """Finite, and worse since: the outlier is still part of every update."""
     if not outlier or case.verdict.kind not in FINITE_ANOMALIES:
         return None
-    why = "an update divides by the root of the second moment, which keeps the outlier while the first one forgets it"
+    why = (
+        "an update divides by the root of the second moment, which keeps the outlier while the "
+        "first one forgets it"
+    )
     return Proof(confidence=0.6, evidence=(case.verdict.summary, outlier, why))
 
 
@@ -47,29 +57,40 @@ def _without_squares(case: Case) -> Proof | None:
     if not lost or case.verdict.kind not in FINITE_ANOMALIES:
         return None
     text = (
-        f"{lost} element{'s' if lost > 1 else ''} of exp_avg {'have' if lost > 1 else 'has'} an exp_avg_sq of exactly 0"
+        f"{lost} element{'s' if lost > 1 else ''} of exp_avg {'have' if lost > 1 else 'has'} an "
+        f"exp_avg_sq of exactly 0"
     )
-    why = "such an element moves by lr * exp_avg / eps; squares below 6e-08 vanish in a float16 checkpoint"
+    why = (
+        "such an element moves by lr * exp_avg / eps; squares below 6e-08 vanish in a float16 "
+        "checkpoint"
+    )
     return Proof(confidence=0.95, evidence=(case.verdict.summary, text, why))
 
 
 def _not_finite(case: Case) -> Proof | None:
     stored = [name for name in case.reading.bad_state if name.startswith("opt:")]
     named = case.tensor.startswith("opt:")
-    if not named and (not stored or (case.origin is not None and case.phase not in ("state", "optimizer"))):
+    if not named and (
+        not stored or (case.origin is not None and case.phase not in ("state", "optimizer"))
+    ):
         return None
     which = case.tensor if named else stored[0]
     if case.reading.state_born:
         text = f"`{which}` became non-finite in this step's update, from finite gradients"
         born_by_op = bool(case.origin and case.origin.op)
-        return Proof(confidence=PLAUSIBLE + 0.1 if born_by_op else 0.85, evidence=(text, _operand(case)))
+        return Proof(
+            confidence=PLAUSIBLE + 0.1 if born_by_op else 0.85, evidence=(text, _operand(case))
+        )
     text = f"`{which}` was non-finite before this step, while the gradients of this step are " + (
         "finite" if case.reading.grads_finite else "not looked at"
     )
     params = [name for name in case.reading.bad_state if name.startswith("param:")]
     weights = "the parameters themselves are finite: they were restored without it"
     if params:
-        weights = f"it took {len(params)} parameters along, first `{params[0]}`: no committed gradient was non-finite"
+        weights = (
+            f"it took {len(params)} parameters along, first `{params[0]}`: no committed "
+            f"gradient was non-finite"
+        )
     return Proof(confidence=0.95, evidence=(text, weights, _operand(case)))
 
 

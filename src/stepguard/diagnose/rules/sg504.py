@@ -16,11 +16,17 @@ FINITE_ANOMALIES = ("spike", "drift")
 def _evidence(case: Case) -> Proof | None:
     group = lr_not_a_number(case)
     if group is not None:
-        return Proof(confidence=CERTAIN, evidence=(f"group {group} runs with lr {case.reading.lr[group]}",))
+        return Proof(
+            confidence=CERTAIN, evidence=(f"group {group} runs with lr {case.reading.lr[group]}",)
+        )
     jump = lr_jump(case)
     if jump is None and not case.has("lr_jump"):
         return None
-    said = jump.sentence if jump is not None else f"the learning rate jumped: {case.note('lr_jump') or 'no numbers'}"
+    said = (
+        jump.sentence
+        if jump is not None
+        else f"the learning rate jumped: {case.note('lr_jump') or 'no numbers'}"
+    )
     return Proof(confidence=_confidence(case), evidence=(said, *_consequence(case)))
 
 
@@ -29,7 +35,9 @@ def _confidence(case: Case) -> float:
         return 0.96
     if case.verdict.kind == "lr_mismatch":
         return LIKELY if case.facts.resumed else 0.95
-    if (overflow(case) or case.op in EXPONENTIALS) and not case.short:  # past exp(709) float64 overflows as well
+    if (
+        overflow(case) or case.op in EXPONENTIALS
+    ) and not case.short:  # past exp(709) float64 overflows as well
         return 0.92
     if case.phase in ("", "optimizer") and not (case.origin and case.origin.op):
         return 0.9
@@ -39,7 +47,11 @@ def _confidence(case: Case) -> float:
 def _consequence(case: Case) -> tuple[str, ...]:
     update, climb = case.facts.update_ratio, lr_climb(case)
     grown = climb.sentence if climb is not None and climb.runaway else ""
-    ratio = f"the last update changed the weights by {update:.3g} of their norm" if update is not None else ""
+    ratio = (
+        f"the last update changed the weights by {update:.3g} of their norm"
+        if update is not None
+        else ""
+    )
     return grown, case.verdict.summary, ratio
 
 
@@ -68,7 +80,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Save and restore optimizer and scheduler together, in that order, after both were built",
+            title="Save and restore optimizer and scheduler together, in that order, after both "
+            "were built",
             snippet=code(
                 """
                 optimizer.load_state_dict(saved['optimizer'])

@@ -39,11 +39,15 @@ STILL = 1e-5
 def _stood_still(case: Case) -> bool:
     """The last update hardly changed the weights, so it is not what made this loss."""
     ratio = (case.verdict.evidence or {}).get("update_ratio", case.facts.update_ratio)
-    return case.verdict.kind in FINITE_ANOMALIES and isinstance(ratio, int | float) and ratio < STILL
+    return (
+        case.verdict.kind in FINITE_ANOMALIES and isinstance(ratio, int | float) and ratio < STILL
+    )
 
 
 def _shown(case: Case) -> bool:
-    """Something was measured that speaks for the weights: an earlier batch, older weights, the update, the rate."""
+    """Something was measured that speaks for the weights: an earlier batch, older weights, the
+    update, the rate.
+    """
     said = case.verdict.evidence or {}
     measured = any(key in said for key in ("repeat_loss", "older_loss", "update_ratio", "moved"))
     climb = lr_climb(case)
@@ -55,8 +59,12 @@ EXTREME_NUMBER = 1e6
 
 
 def _number_explains(case: Case) -> bool:
-    """A Python number that went in is extreme by itself: it, and not the weights, may be what ran away."""
-    numbers = [abs(o.value) for o in case.inputs if not o.shape and o.value and o.dtype in ("float", "int")]
+    """A Python number that went in is extreme by itself: it, and not the weights, may be what ran
+    away.
+    """
+    numbers = [
+        abs(o.value) for o in case.inputs if not o.shape and o.value and o.dtype in ("float", "int")
+    ]
     return any(value >= EXTREME_NUMBER or value <= 1 / EXTREME_NUMBER for value in numbers)
 
 
@@ -82,21 +90,31 @@ def _numbers(case: Case) -> tuple[str, ...]:
     losses, norms, facts = case.facts.losses, case.facts.grad_norms, case.facts
     said = [case.verdict.summary]
     if growth(losses) > 1:
-        said.append(f"over the last {len(losses)} steps the loss went from {spell(min(losses))} to {spell(losses[-1])}")
+        said.append(
+            f"over the last {len(losses)} steps the loss went from {spell(min(losses))} to "
+            f"{spell(losses[-1])}"
+        )
     if growth(norms) > 1:
         said.append(f"the gradient norm went from {spell(min(norms))} to {spell(norms[-1])}")
     if case.reading.repeat_loss is not None and "older_loss" not in (case.verdict.evidence or {}):
         said.append(
-            f"an earlier batch, evaluated again on the present weights, gives {spell(case.reading.repeat_loss)}"
+            f"an earlier batch, evaluated again on the present weights, gives "
+            f"{spell(case.reading.repeat_loss)}"
         )
     if facts.update_ratio is not None:
-        said.append(f"the last update changed the weights by {facts.update_ratio:.3g} of their norm; 0.001 is usual")
+        said.append(
+            f"the last update changed the weights by {facts.update_ratio:.3g} of their norm; 0.001 "
+            f"is usual"
+        )
     said.append(_rates(case))
     if case.impure:
         moved = ", ".join(case.notes("moves")) or "its losses differ"
         said.append(f"but the loss function changes by itself ({moved})")
     if overflow(case):
-        said.append(f"{case.place} overflowed on operands up to {case.magnitude:.3g}, which no sample explains")
+        said.append(
+            f"{case.place} overflowed on operands up to {case.magnitude:.3g}, which no sample "
+            f"explains"
+        )
     return tuple(said)
 
 
@@ -104,7 +122,11 @@ def _rates(case: Case) -> str:
     climb = lr_climb(case)
     if climb is not None:
         return climb.sentence
-    return f"lr is {', '.join(spell(rate) for rate in case.reading.lr)} and did not jump" if case.reading.lr else ""
+    return (
+        f"lr is {', '.join(spell(rate) for rate in case.reading.lr)} and did not jump"
+        if case.reading.lr
+        else ""
+    )
 
 
 RULE = Rule(

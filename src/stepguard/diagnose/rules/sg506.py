@@ -14,7 +14,10 @@ def _evidence(case: Case) -> Proof | None:
     if not collapsed and (scale is None or scale >= 1.0 or case.reading.grads_finite):
         return None
     first = f"the loss scale is {spell(scale)}, below 1, and the gradients are still not finite"
-    second = "the scale is therefore not what makes them overflow: every step is skipped and the weights never move"
+    second = (
+        "the scale is therefore not what makes them overflow: every step is skipped and the "
+        "weights never move"
+    )
     located = bool(case.origin and (case.origin.op or case.tensor))
     confidence = PLAUSIBLE if located or not collapsed else 0.93
     return Proof(confidence=confidence, evidence=(first, second))
@@ -44,7 +47,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Find the NaN with the scaler out of the way: the finding beside this one names it. Then stop on low "
+            title="Find the NaN with the scaler out of the way: the finding beside this one names "
+            "it. Then stop on low "
             "scale",
             snippet=code(
                 """
@@ -60,7 +64,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="In bfloat16 no loss scale is needed: leave GradScaler out, and every NaN shows at once",
+            title="In bfloat16 no loss scale is needed: leave GradScaler out, and every NaN shows "
+            "at once",
             snippet=code(
                 """
                 x = x[x.isfinite().all(dim=1)]

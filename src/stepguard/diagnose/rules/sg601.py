@@ -14,29 +14,46 @@ def _evidence(case: Case) -> Proof | None:
         return Proof(confidence=0.95, evidence=(text, _amount(case)))
     if case.has("huge") and case.facts.committed == 0:
         text = f"`{case.note('huge')}` holds values of 1e15 and more before the first update"
-        more = f"{case.place} overflowed on it; no initialisation gives such values, memory that nobody filled does"
+        more = (
+            f"{case.place} overflowed on it; no initialisation gives such values, memory that "
+            f"nobody filled does"
+        )
         return Proof(confidence=0.93, evidence=(text, more))
     stored = [name for name in case.reading.bad_state if name.startswith("param:")]
     named = case.tensor.startswith("param:") and case.phase == "state"
-    if case.reading.state_born or not (named or (stored and (case.origin is None or case.phase == "state"))):
+    if case.reading.state_born or not (
+        named or (stored and (case.origin is None or case.phase == "state"))
+    ):
         return None
     if not named and case.tensor and not case.tensor.startswith("param:"):
         return None
     which = case.tensor if named else stored[0]
     early = case.facts.committed == 0 or case.reading.step == 0
-    when = "before the first step: it was never initialised, or loaded that way" if early else "before this step"
+    when = (
+        "before the first step: it was never initialised, or loaded that way"
+        if early
+        else "before this step"
+    )
     more = f"{len(stored)} parameters are non-finite in all" if len(stored) > 1 else ""
     by_optimizer = not early and any(name.startswith("opt:") for name in case.reading.bad_state)
     confidence = 0.9 if by_optimizer else 0.96
-    return Proof(confidence=confidence, evidence=(f"`{which}` was non-finite {when}", _amount(case), more))
+    return Proof(
+        confidence=confidence, evidence=(f"`{which}` was non-finite {when}", _amount(case), more)
+    )
 
 
 def _amount(case: Case) -> str:
     bad = next((o for o in (*case.inputs, case.output) if o is not None and not o.finite), None)
     if bad is None:
         return ""
-    kinds = ", ".join(part for part in (counts(bad, kind) for kind in ("nan", "posinf", "neginf")) if part)
-    return f"it holds {kinds}, the first{at_index(bad)}" if bad.index is not None else f"it holds {kinds}"
+    kinds = ", ".join(
+        part for part in (counts(bad, kind) for kind in ("nan", "posinf", "neginf")) if part
+    )
+    return (
+        f"it holds {kinds}, the first{at_index(bad)}"
+        if bad.index is not None
+        else f"it holds {kinds}"
+    )
 
 
 RULE = Rule(

@@ -22,22 +22,32 @@ def _kept_outside(case: Case) -> Proof | None:
     first = f"`self.{name}` of {which} was already non-finite when {case.place} read it"
     bad = next((operand for operand in case.inputs if not operand.finite), None)
     amount = describe(bad, f"self.{name}") if bad is not None else ""
-    kept = f"it is a tensor kept by {which} outside its buffers: no checkpoint holds it and no gradient repairs it"
+    kept = (
+        f"it is a tensor kept by {which} outside its buffers: no checkpoint holds it and no "
+        f"gradient repairs it"
+    )
     return Proof(confidence=0.95, evidence=(first, amount, kept))
 
 
 def _buffer(case: Case) -> Proof | None:
     stored = [name for name in case.reading.bad_state if name.startswith("buffer:")]
     named = case.tensor.startswith("buffer:")
-    if not named and (not stored or case.tensor or (case.origin is not None and case.phase != "state")):
+    if not named and (
+        not stored or case.tensor or (case.origin is not None and case.phase != "state")
+    ):
         return None
     which = case.tensor if named else stored[0]
     bad = next((o for o in (*case.inputs, case.output) if o is not None and not o.finite), None)
     amount = ""
     if bad is not None:
-        kinds = ", ".join(part for part in (counts(bad, kind) for kind in ("nan", "posinf", "neginf")) if part)
+        kinds = ", ".join(
+            part for part in (counts(bad, kind) for kind in ("nan", "posinf", "neginf")) if part
+        )
         amount = f"it holds {kinds}: {describe(bad, which)}"
-    hidden = "training does not read running statistics, so its loss looks healthy; evaluation will be NaN"
+    hidden = (
+        "training does not read running statistics, so its loss looks healthy; evaluation "
+        "will be NaN"
+    )
     statistics = "running_" in which and case.loss_finite
     text = f"`{which}` is non-finite; no gradient ever repairs a buffer"
     made_here = case.reading.state_born and bool(case.origin and case.origin.op)

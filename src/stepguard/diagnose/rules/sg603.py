@@ -11,7 +11,11 @@ from stepguard.records import Remedy
 def _evidence(case: Case) -> Proof | None:
     if case.phase != "checkpoint":
         return _brought_in(case)
-    which = f"`{case.tensor}` in the checkpoint is not usable" if case.tensor else "the checkpoint is not usable"
+    which = (
+        f"`{case.tensor}` in the checkpoint is not usable"
+        if case.tensor
+        else "the checkpoint is not usable"
+    )
     bad = next((o for o in (*case.inputs, case.output) if o is not None and not o.finite), None)
     problem = case.note("problem")
     said = f"{problem}" if problem else case.verdict.summary
@@ -19,11 +23,16 @@ def _evidence(case: Case) -> Proof | None:
 
 
 def _brought_in(case: Case) -> Proof | None:
-    """State that was loaded in this process and is bad before its first step has come out of the checkpoint so."""
+    """State that was loaded in this process and is bad before its first step has come out of the
+    checkpoint so.
+    """
     fresh = case.facts.resumed and case.facts.committed == 0
     if not fresh or case.phase != "state" or not case.tensor or case.reading.state_born:
         return None
-    text = f"`{case.tensor}` is non-finite before the first step of a run whose state was loaded from a checkpoint"
+    text = (
+        f"`{case.tensor}` is non-finite before the first step of a run whose state was loaded "
+        f"from a checkpoint"
+    )
     return Proof(confidence=LIKELY, evidence=(text, "no step of this process has changed it"))
 
 
@@ -52,7 +61,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Save through the guard: checked, written beside, synced, renamed. By hand the least is",
+            title="Save through the guard: checked, written beside, synced, renamed. By hand the "
+            "least is",
             snippet=code(
                 """
                 import os
@@ -65,7 +75,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Resume from the last sealed checkpoint: guard.restore(); by hand, the newest that is finite",
+            title="Resume from the last sealed checkpoint: guard.restore(); by hand, the newest "
+            "that is finite",
             snippet=code(
                 """
                 torch.save(model.state_dict(), path)

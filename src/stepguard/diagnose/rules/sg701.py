@@ -13,7 +13,10 @@ def _evidence(case: Case) -> Proof | None:
     if not ranks or world < 2 or len(ranks) >= world:
         return None
     which = ", ".join(map(str, ranks))
-    first = f"rank {which} of {world} had a non-finite loss or gradient before any reduction; the others were finite"
+    first = (
+        f"rank {which} of {world} had a non-finite loss or gradient before any reduction; the "
+        f"others were finite"
+    )
     second = "the all-reduce then spread it to every rank"
     known = bool(case.origin and (case.origin.op or case.tensor))
     return Proof(confidence=PLAUSIBLE - 0.05 if known else 0.8, evidence=(first, second))
@@ -44,7 +47,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Agree on the skip: reduce one flag with MAX before anyone decides (stepguard does)",
+            title="Agree on the skip: reduce one flag with MAX before anyone decides (stepguard "
+            "does)",
             snippet=code(
                 """
                 bad = [float(not shard.isfinite().all()) for shard in shards]
@@ -56,7 +60,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Look at the shard and the device of that rank; a graph-connected zero keeps the collective in step",
+            title="Look at the shard and the device of that rank; a graph-connected zero keeps the "
+            "collective in step",
             snippet=code(
                 """
                 for shard in shards:

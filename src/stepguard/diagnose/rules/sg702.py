@@ -8,20 +8,32 @@ from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
-    if case.origin is None or case.has("compiled_only") or case.phase in ("input", "state", "checkpoint"):
+    if (
+        case.origin is None
+        or case.has("compiled_only")
+        or case.phase in ("input", "state", "checkpoint")
+    ):
         return None
     if case.origin.reproduced is not False and not case.has("not_reproduced"):
         return None
     if case.impure:
         return _not_a_function(case)
     departs = case.note("departs")
-    first = "the same step, replayed with the same weights, batch, buffers and random numbers, is finite"
+    first = (
+        "the same step, replayed with the same weights, batch, buffers and random numbers, is "
+        "finite"
+    )
     if departs is not None:
-        first = f"replayed with the same weights, batch, buffers and random numbers, it is bad otherwise: {departs}"
+        first = (
+            f"replayed with the same weights, batch, buffers and random numbers, it is bad "
+            f"otherwise: {departs}"
+        )
     ranks = ", ".join(map(str, case.reading.bad_ranks))
     where = f"it was seen on rank {ranks} only: look at that device first" if ranks else ""
     grads = (
-        f"non-finite gradients were seen in {', '.join(case.reading.bad_grads[:3])}" if case.reading.bad_grads else ""
+        f"non-finite gradients were seen in {', '.join(case.reading.bad_grads[:3])}"
+        if case.reading.bad_grads
+        else ""
     )
     unsteady = "run again, it gives different bits each time: the step itself is nondeterministic"
     steady = "run again three times, it gives the same bits each time: the fault came from outside"
@@ -33,8 +45,15 @@ def _not_a_function(case: Case) -> Proof:
     """Nothing else need be wrong than that the second call of the loss function was not the first."""
     moved = ", ".join(case.notes("moves"))
     shown = case.note("losses") is not None or case.note("departs") is not None
-    first = f"not reproduced: the loss function is {'' if shown else 'probably '}not a function of its batch"
-    seen = f"running the step again changes {moved}, which no replay can put back to before the step" if moved else ""
+    first = (
+        f"not reproduced: the loss function is {'' if shown else 'probably '}not a function of "
+        f"its batch"
+    )
+    seen = (
+        f"running the step again changes {moved}, which no replay can put back to before the step"
+        if moved
+        else ""
+    )
     losses = case.note("losses")
     differ = f"two replays of the same step give the losses {losses}" if losses else ""
     departs = case.note("departs") or ""
@@ -43,8 +62,14 @@ def _not_a_function(case: Case) -> Proof:
         confidence=LIKELY,
         evidence=(first, seen, differ, departs, case.verdict.summary, rest),
         remedies=(
-            Remedy(title="Draw from torch's, numpy's or Python's global generator: those are restored for a replay"),
-            Remedy(title="Keep counters and running values in buffers of a module, and advance them after the step"),
+            Remedy(
+                title="Draw from torch's, numpy's or Python's global generator: those are restored "
+                "for a replay"
+            ),
+            Remedy(
+                title="Keep counters and running values in buffers of a module, and advance them "
+                "after the step"
+            ),
         ),
     )
 
@@ -80,7 +105,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Do not touch the batch after handing it over: keep your own copy of what a worker may overwrite",
+            title="Do not touch the batch after handing it over: keep your own copy of what a "
+            "worker may overwrite",
             snippet=code(
                 """
                 batch = shared.clone()
@@ -90,7 +116,8 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Repeat a step twice and compare bit by bit; a device that disagrees with itself has to go",
+            title="Repeat a step twice and compare bit by bit; a device that disagrees with itself "
+            "has to go",
             snippet=code(
                 """
                 batch = shared.clone()

@@ -10,7 +10,10 @@ from stepguard.records import Remedy
 def _evidence(case: Case) -> Proof | None:
     if not case.has("compiled_only"):
         return None
-    first = "the compiled step is non-finite again; the same step run eagerly on the same weights and batch is finite"
+    first = (
+        "the compiled step is non-finite again; the same step run eagerly on the same weights "
+        "and batch is finite"
+    )
     return Proof(confidence=CERTAIN, evidence=(first, case.verdict.summary))
 
 
@@ -51,11 +54,14 @@ RULE = Rule(
             ),
         ),
         Remedy(
-            title="Narrow it down: backend='eager', then 'aot_eager', then 'inductor' shows which stage does it",
-            snippet="loss = torch.compile(lambda x: (x / x.abs().amax()).sum(), backend='eager')(x)",
+            title="Narrow it down: backend='eager', then 'aot_eager', then 'inductor' shows which "
+            "stage does it",
+            snippet="loss = torch.compile(lambda x: (x / x.abs().amax()).sum(), "
+            "backend='eager')(x)",
         ),
         Remedy(
-            title="Make fused kernels round as eager does: torch._inductor.config.emulate_precision_casts = True",
+            title="Make fused kernels round as eager does: "
+            "torch._inductor.config.emulate_precision_casts = True",
             safety="changes-numbers",
         ),
     ),

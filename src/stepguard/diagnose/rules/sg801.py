@@ -9,7 +9,11 @@ from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
-    said = tuple(sentence for sentence in (_disagrees(case), _unscaled(case), _half_weights(case)) if sentence)
+    said = tuple(
+        sentence
+        for sentence in (_disagrees(case), _unscaled(case), _half_weights(case))
+        if sentence
+    )
     if not said:
         return None
     alone = case.origin is None and not case.verdict.bad
@@ -25,7 +29,10 @@ def _disagrees(case: Case) -> str:
     wanted, real = case.facts.configured_dtype, _real(case)
     if wanted is None or plain(wanted) == plain(real or "float32"):
         return ""
-    return f"{plain(wanted)} is configured, but inside the step autocast gives {plain(real or 'float32')}"
+    return (
+        f"{plain(wanted)} is configured, but inside the step autocast gives "
+        f"{plain(real or 'float32')}"
+    )
 
 
 def _unscaled(case: Case) -> str:
@@ -39,7 +46,10 @@ def _half_weights(case: Case) -> str:
     half = [name for name in case.facts.param_dtypes if plain(name) in NARROW]
     if not half or case.facts.scaling != "dynamic":
         return ""
-    return f"parameters are {', '.join(half)} under a GradScaler, which refuses to unscale half-precision gradients"
+    return (
+        f"parameters are {', '.join(half)} under a GradScaler, which refuses to unscale "
+        f"half-precision gradients"
+    )
 
 
 RULE = Rule(

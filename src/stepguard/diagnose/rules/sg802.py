@@ -19,8 +19,12 @@ def _evidence(case: Case) -> Proof | None:
     mismatch = case.verdict.kind == "lr_mismatch"
     if not case.facts.resumed or not (said or mismatch):
         return None
-    loaded = "optimizer or scheduler state was loaded in this process: it carries the old run's rates"
-    return Proof(confidence=0.93 if mismatch else HINT + 0.1, evidence=(*said, case.verdict.summary, loaded))
+    loaded = (
+        "optimizer or scheduler state was loaded in this process: it carries the old run's rates"
+    )
+    return Proof(
+        confidence=0.93 if mismatch else HINT + 0.1, evidence=(*said, case.verdict.summary, loaded)
+    )
 
 
 RULE = Rule(

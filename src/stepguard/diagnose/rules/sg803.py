@@ -40,7 +40,8 @@ RULE = Rule(
     evidence=_evidence,
     remedies=(
         Remedy(
-            title="Truncate the prompt, not the answer, and count samples without a label before training",
+            title="Truncate the prompt, not the answer, and count samples without a label before "
+            "training",
             snippet=code(
                 """
                 room = max_length - answer.numel()
@@ -53,7 +54,8 @@ RULE = Rule(
             safety="changes-training",
         ),
         Remedy(
-            title="Do not clamp or replace the loss: above the bound its gradient is 0; use a smooth limit",
+            title="Do not clamp or replace the loss: above the bound its gradient is 0; use a "
+            "smooth limit",
             snippet=code(
                 """
                 ids = torch.cat([prompt, answer])

@@ -1,4 +1,6 @@
-"""Optimizers that call the loss several times a step (LBFGS, SAM): each evaluation is read, the step can be undone."""
+"""Optimizers that call the loss several times a step (LBFGS, SAM): each evaluation is read, the
+step can be undone.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,20 @@ def needs_closure(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, LBFGS):
         return True
     closure = _closure_parameter(optimizer)
-    return closure is not None and closure.default is closure.empty and not evaluates_again(optimizer)
+    return (
+        closure is not None and closure.default is closure.empty and not evaluates_again(optimizer)
+    )
 
 
 def evaluates_again(optimizer: Optimizer) -> bool:
-    """Does `step` move along the gradients that are there, and then evaluate the loss once more (SAM and its kin)?"""
+    """Does `step` move along the gradients that are there, and then evaluate the loss once more
+    (SAM and its kin)?
+    """
     if type(optimizer).__module__.startswith("torch.optim."):
         return False
-    if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
+    if callable(getattr(optimizer, "first_step", None)) and callable(
+        getattr(optimizer, "second_step", None)
+    ):
         return True
     return _closure_parameter(optimizer) is not None and _insists(type(optimizer).step)
 
@@ -62,7 +70,9 @@ def _insists(step: Callable[..., Any]) -> bool:
     """Does it refuse to work without a closure? Only its text tells."""
     with contextlib.suppress(OSError, TypeError):
         text = inspect.getsource(inspect.unwrap(step))
-        return re.search(r"assert closure\b(?! is None)|if closure is None:\s+raise", text) is not None
+        return (
+            re.search(r"assert closure\b(?! is None)|if closure is None:\s+raise", text) is not None
+        )
     return False
 
 
@@ -77,8 +87,14 @@ def calls_of_step(optimizer: Optimizer) -> int:
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
-    """The one optimizer inside another that updates the same parameters; None where there is none, or several."""
-    found = [item for item in vars(optimizer).values() if isinstance(item, Optimizer) and item is not optimizer]
+    """The one optimizer inside another that updates the same parameters; None where there is none,
+    or several.
+    """
+    found = [
+        item
+        for item in vars(optimizer).values()
+        if isinstance(item, Optimizer) and item is not optimizer
+    ]
     if len(found) != 1:
         return None
     ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -87,7 +103,9 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
 
 
 class ClosureStepper(Stepper):
-    """`guard.step` for LBFGS, and for SAM, whose first gradients are there before its closure is called."""
+    """`guard.step` for LBFGS, and for SAM, whose first gradients are there before its closure is
+    called.
+    """
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
         step = self.shield.call(None, self.begin, loss_fn, micro_batches)
@@ -119,11 +137,15 @@ class ClosureStepper(Stepper):
             self._after(step, reading, went_through=True)
         return StepResult().resolve(reading, committed=True)
 
-    def _undone(self, step: Step, undo: UndoCopy | None, evaluations: Evaluations, reading: Reading) -> StepResult:
+    def _undone(
+        self, step: Step, undo: UndoCopy | None, evaluations: Evaluations, reading: Reading
+    ) -> StepResult:
         context, incident = self.context, evaluations.incident
         unknown = undo.restore() if undo is not None else ()
         if unknown:
-            self.recovery.say("veto", f"the update was vetoed, but {', '.join(unknown)} cannot be compared")
+            self.recovery.say(
+                "veto", f"the update was vetoed, but {', '.join(unknown)} cannot be compared"
+            )
         context.buffers.restore()
         for parameter, gradient in evaluations.bad_gradients:
             parameter.grad = gradient
@@ -190,7 +212,9 @@ class Evaluations:
         if verdict.bad:
             if verdict.kind not in FINITE_KINDS:
                 self._step.buffers.restore()  # before the replay, which starts from what is there
-            self.incident = stepper.shield.call(None, stepper.pipeline.respond, self._step, reading, verdict)
+            self.incident = stepper.shield.call(
+                None, stepper.pipeline.respond, self._step, reading, verdict
+            )
             if not let_through(verdict, self.incident):
                 self.first, self.vetoed = reading, True
                 self.bad_gradients = [(p, p.grad) for p in context.parameters]
@@ -198,7 +222,9 @@ class Evaluations:
                 return
             self.incident = None
         if context.config.clip_norm is not None and pending.norm is not None:
-            clip(context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
+            clip(
+                context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm
+            )
 
     def _judge(self, reading: Reading) -> tuple[Reading, Verdict]:
         """Later evaluations lie along a line search: their losses say nothing about the run."""
@@ -238,7 +264,9 @@ class Evaluated(Protocol):
 class Repeated:
     """The user's closure for LBFGS: every evaluation is checked, and a bad one silences the rest."""
 
-    def __init__(self, watcher: Evaluated, closure: Callable[[], Any], *, again: bool = False) -> None:
+    def __init__(
+        self, watcher: Evaluated, closure: Callable[[], Any], *, again: bool = False
+    ) -> None:
         """`again`: the step has been evaluated once already."""
         self._watcher, self._closure = watcher, closure
         self._last: Any = None

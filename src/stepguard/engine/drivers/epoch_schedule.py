@@ -10,12 +10,16 @@ from stepguard.state.resumable_loader import Feed
 
 
 class EpochSchedule:
-    """Drives the schedule of one guard by passes. A plateau scheduler gets the mean loss of the pass."""
+    """Drives the schedule of one guard by passes. A plateau scheduler gets the mean loss of the
+    pass.
+    """
 
     def __init__(self, context: Context, feed: Feed) -> None:
         self._context, self._feed = context, feed
         scheduler = context.scheduler
-        self._schedulers = scheduler._schedulers if isinstance(scheduler, SeveralSchedules) else [scheduler]
+        self._schedulers = (
+            scheduler._schedulers if isinstance(scheduler, SeveralSchedules) else [scheduler]
+        )
         self._ahead = self._count() - feed.epoch
         """How far the schedule was when the first pass began."""
         self._sum, self._losses = 0.0, 0
@@ -46,5 +50,9 @@ class EpochSchedule:
                 advance(scheduler)
 
     def _count(self) -> int:
-        counts = [getattr(s, "last_epoch", 0) for s in self._schedulers if not isinstance(s, ReduceLROnPlateau)]
+        counts = [
+            getattr(s, "last_epoch", 0)
+            for s in self._schedulers
+            if not isinstance(s, ReduceLROnPlateau)
+        ]
         return max(counts, default=self._feed.epoch)

@@ -1,4 +1,6 @@
-"""Fused optimizers: the veto happens on the device through `found_inf`, and the host learns of it one step later."""
+"""Fused optimizers: the veto happens on the device through `found_inf`, and the host learns of it
+one step later.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ def found_inf(optimizer: Optimizer) -> Tensor | None:
 
 
 def read_later(context: Context) -> bool:
-    """Outliers have to be known before the update, so it is read at once; a scaler's flag is left to the kernel."""
+    """Outliers have to be known before the update, so it is read at once; a scaler's flag is left
+    to the kernel.
+    """
     optimizer = context.optimizer
-    return takes_found_inf(optimizer) and (context.outliers is None or found_inf(optimizer) is not None)
+    return takes_found_inf(optimizer) and (
+        context.outliers is None or found_inf(optimizer) is not None
+    )
 
 
 class LateUpdate:
@@ -42,10 +48,18 @@ class LateUpdate:
         self.step, self.pending, self.result = step, pending, result
         self.flag = pending.suspect()
         """On the device: not 0 where the kernel leaves everything alone."""
-        self._schedule = ScheduleCopy(context.scheduler, context.optimizer) if context.scheduler is not None else None
+        self._schedule = (
+            ScheduleCopy(context.scheduler, context.optimizer)
+            if context.scheduler is not None
+            else None
+        )
         self._scaler = step_end.scaler_copy(context)
         known = context.optimizer.state
-        self._new = [p for p in context.parameters if p not in known] if len(known) < len(context.parameters) else []
+        self._new = (
+            [p for p in context.parameters if p not in known]
+            if len(known) < len(context.parameters)
+            else []
+        )
         self._grads: GradientMark | None = None
 
     def issued(self, context: Context) -> None:
@@ -68,8 +82,15 @@ class LateUpdate:
 
     @staticmethod
     def vetoed(reading: Reading) -> bool:
-        """Did the device leave the parameters alone? The same test as `Pending.suspect`, on the host."""
-        watched = (reading.loss, reading.grad_norm, *reading.micro_losses, *reading.components.values())
+        """Did the device leave the parameters alone? The same test as `Pending.suspect`, on the
+        host.
+        """
+        watched = (
+            reading.loss,
+            reading.grad_norm,
+            *reading.micro_losses,
+            *reading.components.values(),
+        )
         finite = all(value is None or math.isfinite(value) for value in watched)
         return reading.alarm or bool(reading.bad_state) or not finite
 

@@ -1,4 +1,6 @@
-"""A watched loop with a fused optimizer: the kernel takes the verdict from the device, the host reads it later."""
+"""A watched loop with a fused optimizer: the kernel takes the verdict from the device, the host
+reads it later.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,19 @@ class LateWatching(Watching):
     def _flag(self, pending: Pending) -> None:
         """Fused: tell the kernel, read later. A scaler's own flag is kept and joined."""
         optimizer = self.context.optimizer
-        late, theirs = LateUpdate(self.context, self._step(None), pending, StepResult()), found_inf(optimizer)
+        late, theirs = (
+            LateUpdate(self.context, self._step(None), pending, StepResult()),
+            found_inf(optimizer),
+        )
         if theirs is not None:
             late.flag = torch.maximum(theirs, late.flag.to(theirs))
         optimizer.found_inf = late.flag  # type: ignore[attr-defined]
         self._own_flag, self._late = theirs is None, late
 
     def _issued(self, late: LateUpdate) -> None:
-        """A fused update is on its way. Changed buffers cannot wait: the next forward needs them put back."""
+        """A fused update is on its way. Changed buffers cannot wait: the next forward needs them
+        put back.
+        """
         self.shield.call(None, self.reader.after_update)
         self.shield.call(None, late.issued, self.context)
         try:
@@ -42,7 +49,8 @@ class LateWatching(Watching):
             self._end_step()
 
     def settle(self, *, inside: bool = False) -> bool:
-        """Read a fused step whose verdict is still on the device; `inside` optimizer.step() or later.
+        """Read a fused step whose verdict is still on the device; `inside` optimizer.step() or
+        later.
 
         True when it had been vetoed, and what the loop has done since has been taken back.
         """
@@ -65,15 +73,24 @@ class LateWatching(Watching):
             late.take_back(self.context, calibrating=False, schedule=self.hold.every_step)
         self._finish_late(late, reading, verdict, vetoed=vetoed, inside=inside)
         if vetoed and self._commits in self._averaged.values():
-            self.recovery.say("veto", "an AveragedModel took in the weights once more after the vetoed update")
+            self.recovery.say(
+                "veto", "an AveragedModel took in the weights once more after the vetoed update"
+            )
         if together and not verdict.bad:
-            self.recovery.say("veto", "update dropped: another optimizer of the same backward pass found a bad step")
+            self.recovery.say(
+                "veto",
+                "update dropped: another optimizer of the same backward pass found a bad step",
+            )
         return vetoed and (verdict.bad or together)
 
-    def _finish_late(self, late: LateUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool) -> None:
+    def _finish_late(
+        self, late: LateUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool
+    ) -> None:
         if not verdict.bad:
             self._book(late.step, reading, went_through=not vetoed)
             return
-        incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
+        incident = self.shield.call(
+            None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed
+        )
         self._book(late.step, reading, went_through=not vetoed)
         self._apply(incident, hold=vetoed and inside)

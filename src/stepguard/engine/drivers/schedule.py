@@ -1,4 +1,6 @@
-"""The schedule advances only when the optimizer really stepped: a step found bad afterwards takes it back."""
+"""The schedule advances only when the optimizer really stepped: a step found bad afterwards takes
+it back.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def one_schedule(given: Any) -> Any:
 
 
 def advance(scheduler: Any) -> list[str]:
-    """One step of every scheduler that needs nothing for it; the names of those that do, which stay where they are."""
+    """One step of every scheduler that needs nothing for it; the names of those that do, which stay
+    where they are.
+    """
     if isinstance(scheduler, SeveralSchedules):
         return [name for one in scheduler._schedulers for name in advance(one)]
     if wants_a_value(scheduler):
@@ -50,7 +54,9 @@ def advance(scheduler: Any) -> list[str]:
 
 
 def wants_a_value(scheduler: Any) -> bool:
-    """Can it not be stepped without an argument? `ReduceLROnPlateau` wants a metric, timm's schedulers an epoch."""
+    """Can it not be stepped without an argument? `ReduceLROnPlateau` wants a metric, timm's
+    schedulers an epoch.
+    """
     try:
         parameters = inspect.signature(scheduler.step).parameters.values()
     except (TypeError, ValueError):
@@ -90,7 +96,10 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 def members(scheduler: Any) -> list[Any]:
     """SequentialLR and ChainedScheduler hold further ones."""
-    return [scheduler, *(m for inner in getattr(scheduler, "_schedulers", ()) for m in members(inner))]
+    return [
+        scheduler,
+        *(m for inner in getattr(scheduler, "_schedulers", ()) for m in members(inner)),
+    ]
 
 
 def put_setting(group: dict[str, Any], key: str, value: Any) -> None:

@@ -19,7 +19,11 @@ from stepguard.engine.incident.outlier_step import keep_out_outliers
 from stepguard.engine.incident.presumed_verdict import assess_or_presume
 from stepguard.engine.protect import Shield
 from stepguard.engine.reader import MicroLoss, Pending, Reader, micro_loss
-from stepguard.engine.recover.partial_step import good_micro_batches, micro_batch_words, without_samples
+from stepguard.engine.recover.partial_step import (
+    good_micro_batches,
+    micro_batch_words,
+    without_samples,
+)
 from stepguard.engine.recover.rerun import run_again
 from stepguard.engine.recover.snapshots import Recovery
 from stepguard.engine.result import StepResult
@@ -65,7 +69,9 @@ class Stepper:
 
     def left_out(self, incident: Incident) -> StepResult:
         """The policy goes on after an exception, without this step."""
-        self.shield.spare(None, step_end.recorded, self.context, incident.reading, went_through=False)
+        self.shield.spare(
+            None, step_end.recorded, self.context, incident.reading, went_through=False
+        )
         self.context.step += 1
         return StepResult().resolve(incident.reading, committed=False, incident=incident)
 
@@ -138,7 +144,9 @@ class Stepper:
             late.result.resolve(reading, committed=not vetoed)
             self._after(late.step, reading, went_through=not vetoed)
             return
-        incident = self.shield.call(None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed)
+        incident = self.shield.call(
+            None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed
+        )
         late.result.resolve(reading, committed=not (vetoed or rewinds(incident)), incident=incident)
         if vetoed and self._went_on_without(late, incident):
             return
@@ -146,7 +154,9 @@ class Stepper:
         if incident is not None:
             decided = skipped_after_all(incident)
             incident = self.shield.call(decided, step_end.apply, context, self.recovery, decided)
-            late.result.resolve(reading, committed=not (vetoed or rewinds(incident)), incident=incident)
+            late.result.resolve(
+                reading, committed=not (vetoed or rewinds(incident)), incident=incident
+            )
             again = run_again(self, late.step, incident, late=True)
             if again is not None:
                 late.result.take_over(again)
@@ -188,10 +198,15 @@ class Stepper:
         give_back = self.shield.spare(None, keep_out_outliers, context)
         norm, known = pending.norm, reading.grad_norm
         if give_back is not None:
-            norm, known = gradient_norm([p.grad for p in context.parameters if p.grad is not None]), None
+            norm, known = (
+                gradient_norm([p.grad for p in context.parameters if p.grad is not None]),
+                None,
+            )
         if context.config.clip_norm is not None and norm is not None:
             clip(context.parameters, context.config.clip_norm, norm, known=known)
-        risky = self.shield.spare(False, risky_update, context.optimizer, context.lr_ceiling, reading.least_norm)
+        risky = self.shield.spare(
+            False, risky_update, context.optimizer, context.lr_ceiling, reading.least_norm
+        )
         undo = self.shield.spare(None, UndoCopy, context.optimizer) if risky else None
         context.optimizer.step()
         if give_back is not None:
@@ -210,7 +225,9 @@ class Stepper:
             incident = self.shield.call(incident, step_end.apply, context, self.recovery, incident)
         return result.resolve(reading, committed=True, incident=incident)
 
-    def _refused(self, step: Step, pending: Pending, reading: Reading, verdict: Verdict) -> StepResult:
+    def _refused(
+        self, step: Step, pending: Pending, reading: Reading, verdict: Verdict
+    ) -> StepResult:
         """An incident before the update: finite anomalies may be let through, all else is vetoed."""
         if verdict.kind not in FINITE_KINDS:
             return self._vetoed(step, reading, verdict)
@@ -244,8 +261,12 @@ class Stepper:
         again = run_again(self, step, incident)
         return again or StepResult().resolve(reading, committed=False, incident=incident)
 
-    def _from_the_rest(self, step: Step, incident: Incident, result: StepResult | None = None) -> StepResult | None:
-        """Update from what is left without the guilty samples, else without the bad micro-batches; None if neither."""
+    def _from_the_rest(
+        self, step: Step, incident: Incident, result: StepResult | None = None
+    ) -> StepResult | None:
+        """Update from what is left without the guilty samples, else without the bad micro-batches;
+        None if neither.
+        """
         rest = self.shield.call(None, without_samples, step, incident)
         if rest is not None:
             return self._commit_rest(rest, range(len(rest.micro_batches)), incident, result)
@@ -256,7 +277,9 @@ class Stepper:
         if not good or len(good) == count:
             return None
         bad = [index for index in range(count) if index not in good]
-        return self._commit_rest(step, good, left_out(incident, micro_batch_words(bad, count)), result)
+        return self._commit_rest(
+            step, good, left_out(incident, micro_batch_words(bad, count)), result
+        )
 
     def _commit_rest(
         self, step: Step, only: Sequence[int], incident: Incident, result: StepResult | None
@@ -268,7 +291,9 @@ class Stepper:
         if len(only) < len(step.micro_batches):
             scale_gradients(context.parameters, len(step.micro_batches) / len(only))
         pending = self.shield.call(None, self.reader.issue, losses)
-        left = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
+        left = (
+            self.shield.call(None, self.reader.complete, pending) if pending is not None else None
+        )
         if pending is None or left is None:
             return None
         left, verdict = self.assess(step, left)
@@ -298,7 +323,9 @@ class Stepper:
         self._scaler_update()
         self.context.advance_schedule()
 
-    def _after(self, step: Step, reading: Reading, *, went_through: bool, incident: Incident | None = None) -> None:
+    def _after(
+        self, step: Step, reading: Reading, *, went_through: bool, incident: Incident | None = None
+    ) -> None:
         context = self.context
         if went_through:
             self._run_commit_hooks()
@@ -310,7 +337,9 @@ class Stepper:
         if step.index == context.step:
             context.step += 1
 
-    def _keep(self, step: Step, reading: Reading, went_through: bool, incident: Incident | None) -> None:
+    def _keep(
+        self, step: Step, reading: Reading, went_through: bool, incident: Incident | None
+    ) -> None:
         """What went as it should can be run again; what a bad step left behind cannot."""
         if incident is None:
             self.recovery.keep(step, reading.loss)
@@ -370,7 +399,11 @@ class Stepper:
 
 
 def rewinds(incident: Incident | None) -> bool:
-    return incident is not None and incident.decision is not None and incident.decision.action == "rewind"
+    return (
+        incident is not None
+        and incident.decision is not None
+        and incident.decision.action == "rewind"
+    )
 
 
 def leaves_out(incident: Incident) -> bool:
@@ -388,4 +421,6 @@ def skipped_after_all(incident: Incident) -> Incident:
     if not leaves_out(incident):
         return incident
     assert incident.decision is not None
-    return replace(incident, decision=replace(incident.decision, action="skip", left_out="the step"))
+    return replace(
+        incident, decision=replace(incident.decision, action="skip", left_out="the step")
+    )

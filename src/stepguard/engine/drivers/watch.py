@@ -1,8 +1,8 @@
 """`watch`: the loop stays as it is, and the guard reads and vetoes inside `optimizer.step()`.
 
-A pre-hook on the optimizer reads the gradients and, if they are bad, hides them, so that the update has nothing to do;
-a post-hook gives them back and undoes what the update did all the same. The loss and the pre-clip norm are overheard
-(sentinel/torch_patches).
+A pre-hook on the optimizer reads the gradients and, if they are bad, hides them, so that the update
+has nothing to do; a post-hook gives them back and undoes what the update did all the same. The loss
+and the pre-clip norm are overheard (sentinel/torch_patches).
 """
 
 from __future__ import annotations
@@ -46,20 +46,28 @@ from stepguard.sentinel.torch_patches import Update, inside_backward, listen
 from stepguard.state.step import LossFn, Step, unwrapped
 from stepguard.state.undo import UndoCopy
 
-IN_BACKWARD = "its optimizer steps inside the backward pass: a guard for each parameter would keep the whole model"
+IN_BACKWARD = (
+    "its optimizer steps inside the backward pass: a guard for each parameter would keep "
+    "the whole model"
+)
 
 
 class Watcher(LateWatching):
     """Hooks of one guard on one optimizer, and its ear at the taps."""
 
-    def __init__(self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring) -> None:
+    def __init__(
+        self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring
+    ) -> None:
         super().__init__(context, shield, recovery, wiring)
         self._stepping = 0
-        """Calls of the optimizer's step that are running: one that calls `super().step()` runs the hooks twice."""
+        """Calls of the optimizer's step that are running: one that calls `super().step()` runs the
+        hooks twice.
+        """
         self._follows = False
         """One that has already been refused this step was why."""
         self._with: Watching | None = None
-        """Another optimizer of the same backward pass, whose incident this update is dropped for."""
+        """Another optimizer of the same backward pass, whose incident this update is dropped for.
+        """
         optimizer, resources = context.optimizer, context.resources
         resources.callback(self.capture.close)
         resources.callback(listen(self))
@@ -72,10 +80,13 @@ class Watcher(LateWatching):
             resources.callback(inner.register_step_pre_hook(outside(self._before_inner)).remove)
             resources.callback(inner.register_step_post_hook(outside(self._after_inner)).remove)
 
-    # --- taps --------------------------------------------------------------------------------------------------
+    # --- taps
+    # --------------------------------------------------------------------------------------------------
 
     def begin_micro(self, loss_fn: LossFn, batch: Any) -> None:
-        """A framework is about to run one micro-batch; the calls of the model need not be remembered then."""
+        """A framework is about to run one micro-batch; the calls of the model need not be
+        remembered then.
+        """
         self.capture.off = True
         self.shield.call(None, self.threshold.root_called)
         self.shield.spare(None, self.micro.add, loss_fn, batch)
@@ -116,7 +127,9 @@ class Watcher(LateWatching):
             self.hold.scaler = False
 
     def before_scaled_step(self, scaler: GradScaler, optimizer: Any) -> None:
-        """The loop has a scaler that nobody handed over: without it the loss and the gradients carry its factor."""
+        """The loop has a scaler that nobody handed over: without it the loss and the gradients
+        carry its factor.
+        """
         context = self.context
         if context.scaler is None and optimizer is context.optimizer and scaler.is_enabled():
             self.shield.call(None, self._adopt, scaler)
@@ -126,7 +139,9 @@ class Watcher(LateWatching):
         self.heard.divide(scaler._get_scale_async())
 
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool:
-        """An average of this model has taken in these very weights already: its loop does not know of the veto."""
+        """An average of this model has taken in these very weights already: its loop does not know
+        of the veto.
+        """
         if not isinstance(model, nn.Module) or unwrapped(model) is not self.peers.root:
             return False
         if self._late is None and self.dropped and self._averaged.get(average) == self._commits:
@@ -134,7 +149,8 @@ class Watcher(LateWatching):
         self._averaged[average] = self._commits
         return False
 
-    # --- hooks -------------------------------------------------------------------------------------------------
+    # --- hooks
+    # -------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._stepping and calls_of_step(optimizer) < 2:
@@ -148,7 +164,9 @@ class Watcher(LateWatching):
             self._after(optimizer)
 
     def _before_inner(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The optimizer inside steps by itself: SAM's `second_step`, which calls no `step` of its own."""
+        """The optimizer inside steps by itself: SAM's `second_step`, which calls no `step` of its
+        own.
+        """
         return None if self._stepping else self._before(optimizer, args, kwargs)
 
     def _after_inner(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
@@ -157,7 +175,8 @@ class Watcher(LateWatching):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._hidden.hidden:
-            self._vetoed()  # an exception of the optimizer's own ended that step: nothing has been put back yet
+            # an exception of the optimizer's own ended that step: nothing has been put back yet
+            self._vetoed()
         self._begin()
         if inside_backward():
             self.recovery.do_without(IN_BACKWARD)
@@ -171,7 +190,11 @@ class Watcher(LateWatching):
         if closure is None:
             return None
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (args[0], _nothing if self.vetoing else self._checked(optimizer, closure), *args[2:]), rest
+        return (
+            args[0],
+            _nothing if self.vetoing else self._checked(optimizer, closure),
+            *args[2:],
+        ), rest
 
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, with a look at what each evaluation leaves."""
@@ -201,14 +224,19 @@ class Watcher(LateWatching):
             self._committed()
 
     def _bad_already(self) -> bool:
-        """It moves along the gradients that are there before it evaluates anything, so they are looked at first."""
+        """It moves along the gradients that are there before it evaluates anything, so they are
+        looked at first.
+        """
         self.check()
         return self.vetoing
 
-    # --- the parts of a step -----------------------------------------------------------------------------------
+    # --- the parts of a step
+    # -----------------------------------------------------------------------------------
 
     def check(self, *, again: bool = False) -> None:
-        """Gradients are there and nothing has been updated yet. `again`: a further evaluation of the same step."""
+        """Gradients are there and nothing has been updated yet. `again`: a further evaluation of
+        the same step.
+        """
         self._end_trace()
         late = read_later(self.context)
         peers = [] if again else self.peers.due()
@@ -233,7 +261,9 @@ class Watcher(LateWatching):
             known = (self.context.optimizer, self.context.lr_ceiling, reading.least_norm)
             self._hidden.give_back_later(self.shield.spare(None, keep_out_outliers, self.context))
             risky = self.shield.spare(False, risky_update, *known)
-            self._undo = self.shield.spare(None, UndoCopy, self.context.optimizer) if risky else None
+            self._undo = (
+                self.shield.spare(None, UndoCopy, self.context.optimizer) if risky else None
+            )
 
     def _issue_with(self, peers: list[Watching]) -> Pending:
         self.reader.start()
@@ -243,12 +273,18 @@ class Watcher(LateWatching):
         return pending
 
     def _hurt(self, peers: list[Watching], reading: Reading) -> Watcher | None:
-        """The one whose weights are damaged, where a step is bad and this guard's own are not: it knows what to do."""
+        """The one whose weights are damaged, where a step is bad and this guard's own are not: it
+        knows what to do.
+        """
         if not peers or not alarming(reading) or stored_trouble(self.context):
             return None
-        return next((p for p in peers if isinstance(p, Watcher) and stored_trouble(p.context)), None)
+        return next(
+            (p for p in peers if isinstance(p, Watcher) and stored_trouble(p.context)), None
+        )
 
-    def _decide_together(self, peers: list[Watching], pending: Pending, hurt: Watcher | None) -> None:
+    def _decide_together(
+        self, peers: list[Watching], pending: Pending, hurt: Watcher | None
+    ) -> None:
         """What one optimizer of a backward pass finds bad is dropped by all."""
         if self.vetoing:
             for peer in peers:
@@ -257,7 +293,9 @@ class Watcher(LateWatching):
         if not pending.others_bad and hurt is None:
             return
         asked = [hurt] if hurt is not None else peers
-        self._with = next((peer for peer in asked if isinstance(peer, Watcher) and peer.found_bad()), None)
+        self._with = next(
+            (peer for peer in asked if isinstance(peer, Watcher) and peer.found_bad()), None
+        )
         for peer in peers if self._with is not None else ():
             if peer is not self._with:
                 peer.peers.drop(counts=True)
@@ -270,7 +308,9 @@ class Watcher(LateWatching):
         self._begin()
         self._end_trace()
         pending = self.shield.call(None, self._issue)
-        reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
+        reading = (
+            self.shield.call(None, self.reader.complete, pending) if pending is not None else None
+        )
         if reading is not None:
             self._judge(self._step(reading), reading, hide=False)
         return self.vetoing
@@ -280,7 +320,9 @@ class Watcher(LateWatching):
         self._hidden.hide(self._undo)
         self.vetoing = True
 
-    def _judge(self, step: Step, reading: Reading, *, again: bool = False, hide: bool = True) -> None:
+    def _judge(
+        self, step: Step, reading: Reading, *, again: bool = False, hide: bool = True
+    ) -> None:
         reading, verdict = self._assess(step, reading)
         if again and verdict.kind in FINITE_KINDS:
             verdict = OK  # along a line search: such losses say nothing about the run
@@ -292,7 +334,9 @@ class Watcher(LateWatching):
             if hide:
                 self._hidden.hide(self._undo)
             if verdict.kind not in FINITE_KINDS:
-                self.shield.always(None, self.restore_buffers)  # before the replay, which starts from what is there
+                self.shield.always(
+                    None, self.restore_buffers
+                )  # before the replay, which starts from what is there
             self._incident = self.shield.call(None, self.pipeline.respond, step, reading, verdict)
             self.vetoing = not let_through(verdict, self._incident)
             if not self.vetoing:
@@ -301,11 +345,17 @@ class Watcher(LateWatching):
     def _vetoed(self) -> None:
         incident, peer, dropped = self._incident, self._with, self.peers.is_dropped
         self.dropped, self._with = True, None
-        left = [self.shield.always("", self._hidden.put_back), self.shield.always("", self.restore_buffers)]
+        left = [
+            self.shield.always("", self._hidden.put_back),
+            self.shield.always("", self.restore_buffers),
+        ]
         incident = self._told(incident, "; ".join(words for words in left if words))
         self._book(self._step(self._reading), self._reading, went_through=False)
         if dropped or peer is not None or self._follows:
-            self.recovery.say("veto", "update dropped: another optimizer of the same backward pass found a bad step")
+            self.recovery.say(
+                "veto",
+                "update dropped: another optimizer of the same backward pass found a bad step",
+            )
         self._follows = False
         self._end_step(counts=not dropped or self.peers.counts)
         self._apply(incident, hold=True)
@@ -324,7 +374,11 @@ class Watcher(LateWatching):
 
     def _committed(self) -> None:
         context, reading, step = self.context, self._reading, self._step(self._reading)
-        born = self.shield.spare([], born_in_update, context) if self._undo is not None and reading is not None else []
+        born = (
+            self.shield.spare([], born_in_update, context)
+            if self._undo is not None and reading is not None
+            else []
+        )
         if born and self._undo is not None and reading is not None:
             self._undo.restore()
             reading = replace(reading, bad_state=tuple(born), state_born=True)
@@ -343,14 +397,17 @@ class Watcher(LateWatching):
         self.settle()
         self.shield.call(None, self.hold.take_back)
 
-    # --- veto --------------------------------------------------------------------------------------------------
+    # --- veto
+    # --------------------------------------------------------------------------------------------------
 
     def _scaler_skipped(self, update: Update) -> None:
         """The scaler skipped by itself: the optimizer's hooks were never called."""
         self._begin()
         self._end_trace()
         pending = self.shield.call(None, self._issue)
-        reading = self.shield.call(None, self.reader.complete, pending) if pending is not None else None
+        reading = (
+            self.shield.call(None, self.reader.complete, pending) if pending is not None else None
+        )
         if reading is not None:
             self._judge(self._step(reading), reading, hide=False)
         if not self.vetoing:

@@ -36,10 +36,15 @@ from stepguard.state.undo import UndoCopy
 class Watching:
     """The parts of one watcher, and the parts of its step."""
 
-    def __init__(self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring) -> None:
+    def __init__(
+        self, context: Context, shield: Shield, recovery: Recovery, wiring: Wiring
+    ) -> None:
         self.context, self.shield, self.recovery, self.wiring = context, shield, recovery, wiring
         self.arming = Arming(context)
-        self.reader, self.pipeline = Reader(context), Pipeline(context, recovery, self.arming.locate, reruns=False)
+        self.reader, self.pipeline = (
+            Reader(context),
+            Pipeline(context, recovery, self.arming.locate, reruns=False),
+        )
         self._assess = partial(assess_or_presume, context, shield, self.pipeline.assess)
         self.exceptions = Exceptions(context, shield, self.pipeline)
         recovery.after_rewind.append(self.reader.rewound)
@@ -62,24 +67,31 @@ class Watching:
         self._remembered = False
         """Buffers are known as they were before this step."""
         self._timeline = 0
-        """Rewinds before this step began: gradients from before a rewind belong to weights that are gone."""
+        """Rewinds before this step began: gradients from before a rewind belong to weights that are
+        gone.
+        """
         self._commits = 0
         """Updates that went through."""
         self._averaged: weakref.WeakKeyDictionary[AveragedModel, int] = weakref.WeakKeyDictionary()
-        """Averages of this model, and how many updates had gone through when each was last brought up to date."""
+        """Averages of this model, and how many updates had gone through when each was last brought
+        up to date.
+        """
         context.resources.callback(self.threshold.close)
         context.resources.callback(self.peers.leave)
         self.remember()
         context.buffers.mark()
 
-    # --- a step begins -----------------------------------------------------------------------------------------
+    # --- a step begins
+    # -----------------------------------------------------------------------------------------
 
     def _model_called(self, arguments: dict[str, Any]) -> None:
         self.threshold.root_called()
         self.arming.model_called(arguments)
 
     def _step_begins(self) -> None:
-        """Before anything of the next step has run; what the loop did since the last update is its own."""
+        """Before anything of the next step has run; what the loop did since the last update is its
+        own.
+        """
         with self.arming.paused():
             self.between()
             if self.context.buffers.norms_ran():
@@ -102,7 +114,10 @@ class Watching:
     def restore_buffers(self) -> str:
         """As they were before this step; in words where its beginning was not seen and they stay."""
         if not self._remembered:
-            return "buffers stay as the step left them, because no call of the model was seen to begin it"
+            return (
+                "buffers stay as the step left them, because no call of the model was seen to "
+                "begin it"
+            )
         self.context.buffers.restore()
         return ""
 
@@ -120,7 +135,8 @@ class Watching:
             taken_back = self.settle()
         self.shield.call(None, self.hold.take_back, None if taken_back else moved)
 
-    # --- what it is made of ------------------------------------------------------------------------------------
+    # --- what it is made of
+    # ------------------------------------------------------------------------------------
 
     @contextmanager
     def _deaf(self) -> Iterator[None]:
@@ -141,14 +157,17 @@ class Watching:
 
     def _step(self, reading: Reading | None) -> Step:
         context = self.context
-        step = Step(context.step, context.model, context.optimizer, context.modules, context.buffers)
+        step = Step(
+            context.step, context.model, context.optimizer, context.modules, context.buffers
+        )
         if self.micro.complete(step, len(self.heard.losses)):
             step.clip_norm, step.grads_gone = context.config.clip_norm, self.heard.clipped
             step.scale = (reading.scale if reading is not None else None) or 1.0
             return step
         calls, step.model_fn = self.capture.calls, self.capture.model_fn()
         if step.model_fn is not None:
-            # the gradients of the outputs already carry the loss scale, so the step's own scale stays 1
+            # the gradients of the outputs already carry the loss scale, so the step's own scale
+            # stays 1
             step.micro_batches = tuple(call.as_batch() for call in calls)
             step.rng, step.lines = [call.rng for call in calls], tuple(call.line for call in calls)
         elif reading is not None:
@@ -161,7 +180,8 @@ class Watching:
             with self.arming.paused(), self._deaf():
                 self.exceptions.in_loop(self._step(None), error, attempt)
 
-    # --- it is closed ------------------------------------------------------------------------------------------
+    # --- it is closed
+    # ------------------------------------------------------------------------------------------
 
     def _apply(self, incident: Incident | None, *, hold: bool) -> None:
         """What was decided may change the schedule, so it is held as it is afterwards."""

@@ -1,4 +1,5 @@
-"""A suspicious but finite step: what can be said of it, and with `anomalies="act"`, what can be proven.
+"""A suspicious but finite step: what can be said of it, and with `anomalies="act"`, what can be
+proven.
 
 By default none of the user's code is run again for it: only the optimizer's own numbers are read.
 """
@@ -26,7 +27,9 @@ class Suspicion:
     """Weighs the finite anomalies of one guard."""
 
     def __init__(self, context: Context, recovery: Recovery, *, clips_itself: bool) -> None:
-        """`clips_itself`: the guard clips, so it knows how much of a gradient an update was made of."""
+        """`clips_itself`: the guard clips, so it knows how much of a gradient an update was made
+        of.
+        """
         self._context = context
         self._recovery = recovery
         self._clips_itself = clips_itself
@@ -37,12 +40,15 @@ class Suspicion:
         """The last incident may be acted upon: the signs agree that the weights are hurt."""
 
     def weigh(self, step: Step, reading: Reading, verdict: Verdict) -> tuple[Reading, Verdict]:
-        """A note, or an incident: a loss that runs away is told as one, and acted upon only where that is asked for."""
+        """A note, or an incident: a loss that runs away is told as one, and acted upon only where
+        that is asked for.
+        """
         context = self._context
         self.proven = False
         self._count(reading.step)
         if context.agreement.mode == "spread":
-            # every rank sees its own loss only, and asking the others takes a collective that they do not join
+            # every rank sees its own loss only, and asking the others takes a collective that they
+            # do not join
             return reading, replace(verdict, severity="note")
         if worth_measuring(reading, context.history):
             reading = self._measured(reading)
@@ -63,14 +69,20 @@ class Suspicion:
         return self._told_at is not None and 0 <= step - self._told_at < TOLD_FOR
 
     def _measured(self, reading: Reading) -> Reading:
-        """How large the last update was and how far the weights have come; the largest over the ranks."""
+        """How large the last update was and how far the weights have come; the largest over the
+        ranks.
+        """
         told = self._context.agreement.together(self._measure)
-        return replace(reading, update_ratio=_largest(told, "ratio"), weights_moved=_largest(told, "moved"))
+        return replace(
+            reading, update_ratio=_largest(told, "ratio"), weights_moved=_largest(told, "moved")
+        )
 
     def _measure(self) -> dict[str, Any]:
         context = self._context
         rates = context.history.rates
-        ratio = update_ratio(context.optimizer, rates[-1], self._last_used_norm()) if rates else None
+        ratio = (
+            update_ratio(context.optimizer, rates[-1], self._last_used_norm()) if rates else None
+        )
         return {"ratio": ratio, "moved": self._recovery.moved_since_good()}
 
     def _last_used_norm(self) -> float | None:
@@ -92,7 +104,9 @@ class Suspicion:
         return reading, verdict  # a runaway loss is told, whatever could be proven
 
     def _signs(self, step: Step, reading: Reading, verdict: Verdict) -> Signs:
-        """What the user's own code says when it is run again; only where the loss itself asks for it."""
+        """What the user's own code says when it is run again; only where the loss itself asks for
+        it.
+        """
         signs = Signs(lasting=self._in_a_row)
         history = self._context.history
         loss = reading.judged_loss
@@ -114,7 +128,9 @@ class Suspicion:
         )
 
     def earlier_batch_now(self) -> tuple[float, float] | None:
-        """The loss of an earlier healthy batch on the present weights and when it was new; the worst over the ranks."""
+        """The loss of an earlier healthy batch on the present weights and when it was new; the
+        worst over the ranks.
+        """
         context = self._context
         anchor = context.anchor
         sign = -1.0 if context.climbs else 1.0

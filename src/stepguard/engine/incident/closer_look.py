@@ -1,4 +1,6 @@
-"""The closer look, once the cheap reading is alarming: which tensors are bad, and is it only the loss scale."""
+"""The closer look, once the cheap reading is alarming: which tensors are bad, and is it only the
+loss scale.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,15 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
     if reading.state_born:
         return reading  # found after the update, which has been undone since
-    if not reading.grads_finite and _losses_finite(reading) and overflows_by_scale(context, step, reading):
+    if (
+        not reading.grads_finite
+        and _losses_finite(reading)
+        and overflows_by_scale(context, step, reading)
+    ):
         return replace(reading, overflow=True, bad_state=())
-    buffers_after = [name for name in bad_buffers(context.roots) if name not in context.on_purpose()]
+    buffers_after = [
+        name for name in bad_buffers(context.roots) if name not in context.on_purpose()
+    ]
     with kept_buffers(context.roots.values()):
         step.buffers.restore()
         before = stored_trouble(context)
@@ -66,21 +74,31 @@ def stored_trouble(context: Context) -> list[str]:
 
 
 def _elsewhere(context: Context) -> set[int]:
-    """Ids of parameters that somebody else trains: data to this guard, but for a look before its first update."""
+    """Ids of parameters that somebody else trains: data to this guard, but for a look before its
+    first update.
+    """
     return context.ownership.elsewhere() if context.history.committed else set()
 
 
 def somebody_elses(context: Context, origin: Origin | None) -> Origin | None:
-    """A parameter that another optimizer trains has gone bad: data to this guard, and going back cures nothing."""
+    """A parameter that another optimizer trains has gone bad: data to this guard, and going back
+    cures nothing.
+    """
     if origin is None or origin.phase != "state" or not (origin.tensor or "").startswith("param:"):
         return origin
     elsewhere = _elsewhere(context)
-    names = {f"param:{name}" for p, name in parameter_names(context.roots, context.optimizer) if id(p) in elsewhere}
+    names = {
+        f"param:{name}"
+        for p, name in parameter_names(context.roots, context.optimizer)
+        if id(p) in elsewhere
+    }
     return replace(origin, notes=(*origin.notes, "as_data")) if origin.tensor in names else origin
 
 
 def born_in_update(context: Context) -> list[str]:
-    """What an update has just made non-finite. A finite norm of it all proves that there is nothing to look for."""
+    """What an update has just made non-finite. A finite norm of it all proves that there is nothing
+    to look for.
+    """
     stored = (*context.parameters, *state_tensors(context.optimizer))
     looked = [dense_real(t).detach() for t in stored if id(t) not in context.ignored]
     norm = gradient_norm([t for t in looked if t.is_floating_point()])
@@ -91,7 +109,11 @@ def bad_tensors(model: nn.Module) -> tuple[str, ...]:
     """Non-finite parameters and norm statistics of a model that nothing else is known of."""
     statistics = {id(buffer) for buffer in norm_statistics({"": model})}
     parameters = [f"param:{name}" for name, p in model.named_parameters() if not finite(p)]
-    buffers = [f"buffer:{name}" for name, b in model.named_buffers() if id(b) in statistics and not finite(b)]
+    buffers = [
+        f"buffer:{name}"
+        for name, b in model.named_buffers()
+        if id(b) in statistics and not finite(b)
+    ]
     return tuple(parameters + buffers)
 
 
@@ -109,12 +131,18 @@ def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
 def accept(context: Context, names: Iterable[str]) -> None:
     """The policy goes on with state that was bad from the start: it is not looked at again."""
     context.accepted.update(names)
-    stored = [*context.parameters, *norm_statistics(context.roots), *state_tensors(context.optimizer)]
+    stored = [
+        *context.parameters,
+        *norm_statistics(context.roots),
+        *state_tensors(context.optimizer),
+    ]
     context.ignored.update(id(tensor) for tensor in stored if not finite(tensor))
 
 
 def leave_out_sentinels(context: Context) -> None:
-    """Buffers that are non-finite on purpose and are written again and again: the cheap look need not see them."""
+    """Buffers that are non-finite on purpose and are written again and again: the cheap look need
+    not see them.
+    """
     written = context.buffers.written()
     context.ignored.update(id(buffer) for buffer in written if not finite(buffer))
 
@@ -129,10 +157,11 @@ def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
 
 
 def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> bool:
-    """A scaler that tries a higher scale overflows now and then: a healthy run is not run again for that.
+    """A scaler that tries a higher scale overflows now and then: a healthy run is not run again for
+    that.
 
-    An overflow leaves infinities, so the norm is infinite. A NaN may have been born as one, so it is looked into, and
-    so is a scale that keeps falling.
+    An overflow leaves infinities, so the norm is infinite. A NaN may have been born as one, so it
+    is looked into, and so is a scale that keeps falling.
     """
     if context.overflows_in_a_row >= LOOK_CLOSER_AFTER:
         return False
@@ -145,7 +174,8 @@ def _finite_at_a_lower_scale(context: Context, step: Step, scale: float) -> bool
     if not context.scaling():
         return step.scale != 1.0 and step.whole and rerun(step, scale=1.0).grads_finite
     if step.model_only:
-        # the loss's own backward cannot be run again: gradients that come back from it infinite are the scale's
+        # the loss's own backward cannot be run again: gradients that come back from it infinite are
+        # the scale's
         return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
     if not step.whole:
         return True  # cannot be run again: a scaler that still falls is presumed to be calibrating
@@ -153,7 +183,9 @@ def _finite_at_a_lower_scale(context: Context, step: Step, scale: float) -> bool
 
 
 def working_scale(step: Step) -> float:
-    """Half the largest power-of-two fraction of the static scale at which this step is finite: others may be larger."""
+    """Half the largest power-of-two fraction of the static scale at which this step is finite:
+    others may be larger.
+    """
     scale = step.scale / 2
     while scale > LOWEST_SCALE and not rerun(step, scale=scale).grads_finite:
         scale /= 2
@@ -172,10 +204,15 @@ def _only_buffers(context: Context, reading: Reading) -> bool:
 
 
 def _bad_gradients(context: Context, step: Step) -> list[str]:
-    """Names of parameters whose gradient is non-finite, from a second run where the first ones are gone or clipped."""
+    """Names of parameters whose gradient is non-finite, from a second run where the first ones are
+    gone or clipped.
+    """
     gradients = {id(p): p.grad for p in context.parameters}
     if step.grads_gone:
         given = [id(p) for group in context.optimizer.param_groups for p in group["params"]]
         gradients = dict(zip(given, rerun(step).gradients, strict=True)) if step.whole else {}
-    found = [(name, gradients.get(id(p))) for p, name in parameter_names(context.roots, context.optimizer)]
+    found = [
+        (name, gradients.get(id(p)))
+        for p, name in parameter_names(context.roots, context.optimizer)
+    ]
     return [name for name, gradient in found if gradient is not None and not finite(gradient)]

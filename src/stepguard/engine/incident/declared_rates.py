@@ -1,7 +1,8 @@
 """Learning rates that groups and schedules declare, so that a warm-up is not taken for a jump.
 
-Groups say `initial_lr` and `max_lr`, schedulers their bases, peaks and the rate they have just set; their future is
-worked out on a copy. None of that is asked on a healthy step: a glance at the groups now and then is all.
+Groups say `initial_lr` and `max_lr`, schedulers their bases, peaks and the rate they have just set;
+their future is worked out on a copy. None of that is asked on a healthy step: a glance at the
+groups now and then is all.
 """
 
 from __future__ import annotations
@@ -37,11 +38,16 @@ def group_rates(optimizer: Optimizer) -> tuple[float, ...]:
 
 
 def declared_rates(optimizer: Optimizer, scheduler: Any = None) -> tuple[float, ...]:
-    """For each group the highest rate that is declared anywhere: by the group, by its schedule, or in its future."""
+    """For each group the highest rate that is declared anywhere: by the group, by its schedule, or
+    in its future.
+    """
     found = [_stated(optimizer)]
     for one in members(scheduler):
         if one is not None:
-            found += [_per_group(getattr(one, key, None), len(optimizer.param_groups)) for key in SCHEDULE_KEYS]
+            found += [
+                _per_group(getattr(one, key, None), len(optimizer.param_groups))
+                for key in SCHEDULE_KEYS
+            ]
             found.append(_linear_end(one))
     found.append(_future(optimizer, scheduler))
     return _highest(found)
@@ -57,7 +63,9 @@ class DeclaredRates:
         self._looks = 0
 
     def known(self, rates: tuple[float, ...], step: int, *, suspicious: bool) -> tuple[float, ...]:
-        """The highest declared rate of each group, looked up anew where that is due; empty where it is as before."""
+        """The highest declared rate of each group, looked up anew where that is due; empty where it
+        is as before.
+        """
         if suspicious:
             return self._look_closely(rates)
         if step < GLANCE_FIRST or step % GLANCE_EVERY == 0:
@@ -88,15 +96,19 @@ class DeclaredRates:
         return [self._scheduler] if self._scheduler is not None else []
 
     def _overridden(self, schedules: list[Any]) -> bool:
-        """Was a state loaded into the schedule since? Then what it declares is not what this program configured.
+        """Was a state loaded into the schedule since? Then what it declares is not what this
+        program configured.
 
-        Of one that nobody handed over the bases were never seen: they must be among what the groups declared.
+        Of one that nobody handed over the bases were never seen: they must be among what the groups
+        declared.
         """
         for key, bases in self._schedule_bases(schedules).items():
             seen = self._bases.get(key)
             if seen is not None and seen != bases:
                 return True
-            if seen is None and any(base > known * (1 + 1e-9) for base, known in zip(bases, self._known, strict=False)):
+            if seen is None and any(
+                base > known * (1 + 1e-9) for base, known in zip(bases, self._known, strict=False)
+            ):
                 return True
         return False
 
@@ -109,7 +121,8 @@ def _stated(optimizer: Optimizer) -> tuple[float, ...]:
     """What the groups themselves say, and what the optimizer was built with."""
     built_with = _number(optimizer.defaults.get("lr")) or 0.0
     return tuple(
-        max([built_with, *(_number(group.get(key)) or 0.0 for key in GROUP_KEYS)]) for group in optimizer.param_groups
+        max([built_with, *(_number(group.get(key)) or 0.0 for key in GROUP_KEYS)])
+        for group in optimizer.param_groups
     )
 
 
@@ -117,22 +130,30 @@ def _peaks(optimizer: Optimizer, schedules: list[Any]) -> tuple[float, ...]:
     """Bases and peaks that schedulers hold as plain numbers."""
     every = [one for scheduler in schedules for one in members(scheduler)]
     count = len(optimizer.param_groups)
-    return _highest([_per_group(getattr(one, key, None), count) for one in every for key in SCHEDULE_KEYS])
+    return _highest(
+        [_per_group(getattr(one, key, None), count) for one in every for key in SCHEDULE_KEYS]
+    )
 
 
 def _linear_end(scheduler: Any) -> tuple[float, ...]:
     """LinearLR and ConstantLR may end above their base."""
-    factors = [_number(getattr(scheduler, key, None)) for key in ("start_factor", "end_factor", "factor")]
+    factors = [
+        _number(getattr(scheduler, key, None)) for key in ("start_factor", "end_factor", "factor")
+    ]
     top = max((factor for factor in factors if factor is not None), default=0.0)
     return tuple(base * top for base in _per_group(getattr(scheduler, "base_lrs", None)))
 
 
 def _future(optimizer: Optimizer, scheduler: Any) -> tuple[float, ...]:
-    """The highest rates of the next steps, on a copy with an optimizer that stands in for the real one."""
+    """The highest rates of the next steps, on a copy with an optimizer that stands in for the real
+    one.
+    """
     if scheduler is None or wants_a_value(scheduler):
         return ()
     stand_in = SimpleNamespace(
-        param_groups=[{k: _copied(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        param_groups=[
+            {k: _copied(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+        ],
         step=_nothing,
         state={},
         defaults=dict(optimizer.defaults),
@@ -153,8 +174,12 @@ def _future(optimizer: Optimizer, scheduler: Any) -> tuple[float, ...]:
 
 
 def _length(scheduler: Any) -> int:
-    lengths = [_number(getattr(scheduler, key, None)) for key in ("total_steps", "T_max", "total_iters")]
-    return min(FORESEEN, int(max((length for length in lengths if length is not None), default=FORESEEN)))
+    lengths = [
+        _number(getattr(scheduler, key, None)) for key in ("total_steps", "T_max", "total_iters")
+    ]
+    return min(
+        FORESEEN, int(max((length for length in lengths if length is not None), default=FORESEEN))
+    )
 
 
 def _schedules_of(optimizer: Optimizer) -> list[Any]:
@@ -197,6 +222,8 @@ def _highest(found: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
     lists = [rates for rates in found if rates]
     length = max(map(len, lists), default=0)
     return tuple(
-        max((rates[g] for rates in lists if g < len(rates) and math.isfinite(rates[g])), default=0.0)
+        max(
+            (rates[g] for rates in lists if g < len(rates) and math.isfinite(rates[g])), default=0.0
+        )
         for g in range(length)
     )

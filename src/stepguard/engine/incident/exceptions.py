@@ -1,4 +1,6 @@
-"""Exceptions of the user's code are incidents: recorded with their place and sample, and raised again unchanged."""
+"""Exceptions of the user's code are incidents: recorded with their place and sample, and raised
+again unchanged.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,26 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.incident_record import record
 from stepguard.engine.protect import Shield
 from stepguard.engine.transaction import Pipeline
-from stepguard.locate.exception_origin import Attempt, place_exception, traceback_origin, whole_attempt
+from stepguard.locate.exception_origin import (
+    Attempt,
+    place_exception,
+    traceback_origin,
+    whole_attempt,
+)
 from stepguard.policy import Budget
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step
 
 MARK = "_stepguard_incident"
-"""Attribute of an exception that is on record. Holding on to it would keep its frames and their tensors alive."""
+"""Attribute of an exception that is on record. Holding on to it would keep its frames and their
+tensors alive.
+"""
 MOST_WORDS = 300
 MOST_PLACED = 3
-"""Exceptions of one type and line that are run again; a loop that lives with them is left alone from then on."""
+"""Exceptions of one type and line that are run again; a loop that lives with them is left alone
+from then on.
+"""
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "HIP error")
 
@@ -36,9 +47,11 @@ class Exceptions:
         self._seen: dict[tuple[str, str | None], int] = {}
 
     def in_step(self, step: Step, error: Exception) -> Incident | None:
-        """The user's code raised inside `guard.step`. The incident where the policy skips the step, else None.
+        """The user's code raised inside `guard.step`. The incident where the policy skips the step,
+        else None.
 
-        Buffers, counters and random numbers are put back as they were before the step; its gradients are dropped.
+        Buffers, counters and random numbers are put back as they were before the step; its
+        gradients are dropped.
         """
         if isinstance(error, StepguardError) or not self._shield.armed:
             return None
@@ -50,9 +63,15 @@ class Exceptions:
             return None
         return incident
 
-    def in_loop(self, step: Step, error: BaseException | None, attempt: Attempt | None = None) -> None:
-        """One passes through a watched loop, whose own business it is: it is told, and nothing is changed."""
-        ours = type(error).__module__.partition(".")[0] == "stepguard"  # a replay of another guard that was cut short
+    def in_loop(
+        self, step: Step, error: BaseException | None, attempt: Attempt | None = None
+    ) -> None:
+        """One passes through a watched loop, whose own business it is: it is told, and nothing is
+        changed.
+        """
+        ours = (
+            type(error).__module__.partition(".")[0] == "stepguard"
+        )  # a replay of another guard that was cut short
         if isinstance(error, Exception) and not ours and not recorded(error):
             self._shield.spare(None, self._record, step, error, attempt, may_skip=False)
 
@@ -61,7 +80,9 @@ class Exceptions:
         for parameter in self._context.parameters:
             parameter.grad = None
 
-    def _record(self, step: Step, error: Exception, attempt: Attempt | None, *, may_skip: bool) -> Incident:
+    def _record(
+        self, step: Step, error: Exception, attempt: Attempt | None, *, may_skip: bool
+    ) -> Incident:
         context = self._context
         verdict = Verdict(
             kind="exception",
@@ -75,13 +96,17 @@ class Exceptions:
         origin = self._shield.spare(origin, self._placed, origin, step, error, attempt)
         decision = self._decide(step, error, may_skip=may_skip)
         _complete(step)
-        kept = step if repeatable(error) else replace(step, loss_fn=None)  # no memory to write a capsule with
+        kept = (
+            step if repeatable(error) else replace(step, loss_fn=None)
+        )  # no memory to write a capsule with
         incident = record(self._context, replace(incident, origin=origin, decision=decision), kept)
         with contextlib.suppress(Exception):
             setattr(error, MARK, incident.id)
         return incident
 
-    def _placed(self, origin: Origin, step: Step, error: Exception, attempt: Attempt | None) -> Origin:
+    def _placed(
+        self, origin: Origin, step: Step, error: Exception, attempt: Attempt | None
+    ) -> Origin:
         context, key = self._context, (type(error).__name__, origin.source)
         self._seen[key] = self._seen.get(key, 0) + 1
         if not (step.whole or attempt is not None) or not step.rng or not repeatable(error):
@@ -89,7 +114,9 @@ class Exceptions:
         if not context.config.locate or context.agreement.size > 1 or self._seen[key] > MOST_PLACED:
             return origin
         attempt = attempt or whole_attempt(step, origin)
-        return place_exception(origin, error, step, len(step.rng) - 1, attempt, context.config.locate_budget)
+        return place_exception(
+            origin, error, step, len(step.rng) - 1, attempt, context.config.locate_budget
+        )
 
     def _decide(self, step: Step, error: Exception, *, may_skip: bool) -> Decision:
         context, policy = self._context, self._context.config.policy
@@ -131,7 +158,9 @@ def repeatable(error: BaseException) -> bool:
 def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NO_MEMORY)
+    return isinstance(error, RuntimeError) and any(
+        words in str(error).lower() for words in NO_MEMORY
+    )
 
 
 def ending(error: BaseException | None) -> str:

@@ -1,4 +1,6 @@
-"""What an origin says about the weights: an overflow in float32 may only be where exploded ones surface."""
+"""What an origin says about the weights: an overflow in float32 may only be where exploded ones
+surface.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,24 @@ LOST = 1e6
 
 
 def surfaces_only(origin: Origin | None) -> bool:
-    """A wide number format overflowed on huge finite operands that no sample and no stored tensor explains."""
-    if origin is None or origin.phase not in ("forward", "loss", "backward") or origin.samples or origin.tensor:
+    """A wide number format overflowed on huge finite operands that no sample and no stored tensor
+    explains.
+    """
+    if (
+        origin is None
+        or origin.phase not in ("forward", "loss", "backward")
+        or origin.samples
+        or origin.tensor
+    ):
         return False
     if "half" in origin.notes or not any(note.startswith("finite_in=") for note in origin.notes):
         return False
-    sizes = [abs(v) for o in origin.inputs for v in (o.min, o.max, o.value) if v is not None and math.isfinite(v)]
+    sizes = [
+        abs(v)
+        for o in origin.inputs
+        for v in (o.min, o.max, o.value)
+        if v is not None and math.isfinite(v)
+    ]
     return all(o.finite for o in origin.inputs) and max(sizes, default=0.0) >= EXTREME
 
 
@@ -31,7 +45,9 @@ def stored_culprit(origin: Origin | None) -> bool:
     stored = ("param:", "buffer:")
     if origin is not None and "as_data" in origin.notes:
         return False
-    return origin is not None and origin.phase == "state" and (origin.tensor or "").startswith(stored)
+    return (
+        origin is not None and origin.phase == "state" and (origin.tensor or "").startswith(stored)
+    )
 
 
 def ruined(again: tuple[float, float]) -> bool:

@@ -1,7 +1,8 @@
-"""Gradients of single parameters far above all they have been, before they enter the optimizer's moments. Opt-in.
+"""Gradients of single parameters far above all they have been, before they enter the optimizer's
+moments. Opt-in.
 
-Each tensor is compared with its own history: the logarithm of its norm over the last committed steps. The norms travel
-in the step's one packet, so nothing waits for the device once more.
+Each tensor is compared with its own history: the logarithm of its norm over the last committed
+steps. The norms travel in the step's one packet, so nothing waits for the device once more.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SIGMAS = 10.0
 TIMES = 10.0
 """And times the largest norm of the window."""
 GROWTH = 2.0
-"""What is clipped or skipped counts as so many times the largest: a level that stays is let through after a while."""
+"""What is clipped or skipped counts as so many times the largest: a level that stays is let through
+after a while.
+"""
 LEAST_SIGMA = 0.02
 MAD_TO_SIGMA = 1.4826
 MOST_NAMED = 3
@@ -76,7 +79,10 @@ class Outliers:
                 self._found[id(parameter)] = Outlier(step, "", norm, usual)
         if self._found:
             names = {id(p): name for p, name in parameter_names(self._roots, self._optimizer)}
-            self._found = {k: Outlier(o.step, names.get(k, "?"), o.norm, o.usual) for k, o in self._found.items()}
+            self._found = {
+                k: Outlier(o.step, names.get(k, "?"), o.norm, o.usual)
+                for k, o in self._found.items()
+            }
 
     def _exceeds(self, key: int, norm: float) -> float | None:
         """The usual largest norm, where this one is far outside."""
@@ -92,7 +98,9 @@ class Outliers:
         return math.exp(largest) if math.log(norm) - float(middle) > SIGMAS * sigma else None
 
     def act(self) -> Callable[[], None] | None:
-        """Keep the outliers out of this update; gives the call that puts skipped gradients back, None if none are."""
+        """Keep the outliers out of this update; gives the call that puts skipped gradients back,
+        None if none are.
+        """
         if not self._found or self._mode == "note":
             return None
         ours = [p for p, _ in self._present if id(p) in self._found]
@@ -115,7 +123,8 @@ class Outliers:
             "skip": "left out of this update",
         }
         named = [
-            f"{o.name} {o.norm:.4g} (usually up to {o.usual:.4g})" for o in list(self._found.values())[:MOST_NAMED]
+            f"{o.name} {o.norm:.4g} (usually up to {o.usual:.4g})"
+            for o in list(self._found.values())[:MOST_NAMED]
         ]
         more = f" and {len(self._found) - MOST_NAMED} more" if len(self._found) > MOST_NAMED else ""
         return f"gradient far above all before it: {', '.join(named)}{more}; {done[self._mode]}"
@@ -142,14 +151,20 @@ class Outliers:
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """One foreach pass for each device and dtype, in the order of the gradients; half precision adds up in fp32."""
+    """One foreach pass for each device and dtype, in the order of the gradients; half precision
+    adds up in fp32.
+    """
     norms: list[Tensor | None] = [None] * len(gradients)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, gradient in enumerate(gradients):
         groups.setdefault((gradient.device, gradient.dtype), []).append(index)
     for (_, dtype), members in groups.items():
         chosen = [gradients[index].detach() for index in members]
-        found = torch._foreach_norm(chosen, 2, dtype=torch.float32) if dtype in HALVES else torch._foreach_norm(chosen)
+        found = (
+            torch._foreach_norm(chosen, 2, dtype=torch.float32)
+            if dtype in HALVES
+            else torch._foreach_norm(chosen)
+        )
         for index, norm in zip(members, found, strict=True):
             norms[index] = norm
     return [norm for norm in norms if norm is not None]

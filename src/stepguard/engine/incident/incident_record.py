@@ -1,4 +1,6 @@
-"""Putting an incident on record: its folder, the capsule, the journal, the readable log, the terminal."""
+"""Putting an incident on record: its folder, the capsule, the journal, the readable log, the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,13 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
 def _write_folder(context: Context, incident: Incident) -> None:
     try:
         write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
-    except Exception as fault:  # a full disk must not cost the veto, nor what else is told of the incident
-        summary = f"the folder of incident {incident.id} could not be written: {type(fault).__name__}: {fault}"
+    except (
+        Exception
+    ) as fault:  # a full disk must not cost the veto, nor what else is told of the incident
+        summary = (
+            f"the folder of incident {incident.id} could not be written: "
+            f"{type(fault).__name__}: {fault}"
+        )
         context.say("output", summary)
 
 
@@ -77,10 +84,15 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             limit_bytes=config.capsule_limit,
         )
     except Exception as fault:  # a full disk or an odd tensor must not cost the incident
-        context.say("capsule", f"no capsule of incident {incident.id}: {type(fault).__name__}: {fault}")
+        context.say(
+            "capsule", f"no capsule of incident {incident.id}: {type(fault).__name__}: {fault}"
+        )
         return incident
     if not kept:
-        summary = f"no capsule: the step is larger than {config.capsule_limit} bytes (GuardConfig.capsule_limit)"
+        summary = (
+            f"no capsule: the step is larger than {config.capsule_limit} bytes "
+            f"(GuardConfig.capsule_limit)"
+        )
         context.say("capsule", summary)
         return incident
     return replace(incident, capsule=str(folder.relative_to(Path(str(config.run_dir)))))

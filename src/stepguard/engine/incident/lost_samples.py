@@ -1,4 +1,6 @@
-"""What a bad step cost: its line in the ledger of bad samples, and what of the ledger counts after a resume."""
+"""What a bad step cost: its line in the ledger of bad samples, and what of the ledger counts after
+a resume.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from stepguard.state.skipped_batches import Place
 from stepguard.state.step import Step
 
 LOSING = ("leave_out", "skip", "undo", "lower_lr")
-"""Actions after which samples have had no part in an update. A stop counts as well, where the data brought it about."""
+"""Actions after which samples have had no part in an update. A stop counts as well, where the data
+brought it about.
+"""
 _MICRO_BATCHES = re.compile(r"micro-batch(?:es)? ([\d, ]+) of")
 
 
@@ -35,12 +39,17 @@ def note_lost(context: Context, step: Step, incident: Incident) -> None:
     except Exception as fault:
         if not context.ledger.failed:
             context.ledger.failed = True
-            summary = f"the ledger of bad samples misses step {incident.step}: {type(fault).__name__}: {fault}"
+            summary = (
+                f"the ledger of bad samples misses step {incident.step}: "
+                f"{type(fault).__name__}: {fault}"
+            )
             context.note("note", {"step": incident.step, "kind": "ledger", "summary": summary})
             context.terminal.line(f"step {incident.step}: {summary}")
 
 
-def naming(context: Context, find: Callable[[Step, Reading], Origin]) -> Callable[[Step, Reading], Origin]:
+def naming(
+    context: Context, find: Callable[[Step, Reading], Origin]
+) -> Callable[[Step, Reading], Origin]:
     """The same search, with the samples it proves named by their place in the data set."""
 
     def found(step: Step, reading: Reading) -> Origin:
@@ -62,20 +71,28 @@ def known_bad(run_dir: Path, rank: int = 0) -> list[BadSamples]:
 
 
 def honour_ledger(context: Context) -> None:
-    """After a restore: batches that were left out as a step, by what the data did, are not delivered again.
+    """After a restore: batches that were left out as a step, by what the data did, are not
+    delivered again.
 
-    Ranks must deliver the same number of batches: they pass over only what all of them have on record, and only in the
-    pass whose order is known.
+    Ranks must deliver the same number of batches: they pass over only what all of them have on
+    record, and only in the pass whose order is known.
     """
     feed, run_dir, agreement = context.feed, context.config.run_dir, context.agreement
     entries: list[BadSamples] = []
     if feed is not None and run_dir is not None:
-        # every process has drawn a run id of its own: the one of rank 0 is in the checkpoint, and speaks for all
+        # every process has drawn a run id of its own: the one of rank 0 is in the checkpoint, and
+        # speaks for all
         run_id = context.run_id if agreement.rank == 0 else None
-        entries = [entry for entry in known_bad(Path(run_dir), agreement.rank) if _passed_over(entry, run_id)]
+        entries = [
+            entry
+            for entry in known_bad(Path(run_dir), agreement.rank)
+            if _passed_over(entry, run_id)
+        ]
     if agreement.size > 1:
         present = feed.epoch if feed is not None else -1
-        told = agreement.together(lambda: {"lost": [_moment(e) for e in entries if e.epoch == present]})
+        told = agreement.together(
+            lambda: {"lost": [_moment(e) for e in entries if e.epoch == present]}
+        )
         common = set.intersection(*({tuple(moment) for moment in facts["lost"]} for facts in told))
         entries = [entry for entry in entries if tuple(_moment(entry)) in common]
     lost: dict[Place, list[BadSamples]] = {}
@@ -98,7 +115,10 @@ def _passed_over(entry: BadSamples, run_id: str | None) -> bool:
 
 
 def _indices(lost: dict[Place, list[BadSamples]]) -> dict[Place, list[Identity]]:
-    return {place: [i for entry in entries for i in entry.indices or ()] for place, entries in lost.items()}
+    return {
+        place: [i for entry in entries for i in entry.indices or ()]
+        for place, entries in lost.items()
+    }
 
 
 def _loses(incident: Incident) -> bool:
@@ -136,8 +156,14 @@ def _entries(context: Context, step: Step, incident: Incident) -> list[BadSample
     return found
 
 
-def _entry(part: Part, micro: int | None, innocent: bool, origin: Origin | None, shared: dict[str, Any]) -> BadSamples:
-    samples = () if innocent or origin is None or (micro or 0) != (origin.micro_batch or 0) else origin.samples
+def _entry(
+    part: Part, micro: int | None, innocent: bool, origin: Origin | None, shared: dict[str, Any]
+) -> BadSamples:
+    samples = (
+        ()
+        if innocent or origin is None or (micro or 0) != (origin.micro_batch or 0)
+        else origin.samples
+    )
     epoch, batch = part.place or (None, None)
     return BadSamples(
         **shared,

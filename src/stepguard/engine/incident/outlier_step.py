@@ -8,7 +8,9 @@ from stepguard.engine.context import Context
 
 
 def keep_out_outliers(context: Context) -> Callable[[], None] | None:
-    """The call that puts skipped gradients back after the update; None where the gradients are as they were."""
+    """The call that puts skipped gradients back after the update; None where the gradients are as
+    they were.
+    """
     if context.outliers is None:
         return None
     words = context.outliers.words()

@@ -1,7 +1,7 @@
 """Has a run lost what it learned? Its loss says so first, and its weights must confirm it.
 
-A new task, a policy or a generator raises the loss as much, on weights that move as they always did. Asked where a
-state is to be called good, never on a healthy step.
+A new task, a policy or a generator raises the loss as much, on weights that move as they always
+did. Asked where a state is to be called good, never on a healthy step.
 """
 
 from __future__ import annotations

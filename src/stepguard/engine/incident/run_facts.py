@@ -25,12 +25,16 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         lost_squares=lost_squares(optimizer),
         losses=tuple(history.losses),
         grad_norms=tuple(history.norms),
-        param_dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in context.parameters})),
+        param_dtypes=tuple(
+            sorted({str(p.dtype).removeprefix("torch.") for p in context.parameters})
+        ),
         optimizer=type(optimizer).__name__,
         eps=float(eps) if isinstance(eps, int | float) else None,
         betas=tuple(float(b) for b in betas) if isinstance(betas, tuple | list) else (),
         clip_norm=context.config.clip_norm,
-        scaling="dynamic" if context.scaling() else ("static" if context.loss_scale != 1.0 else "none"),
+        scaling="dynamic"
+        if context.scaling()
+        else ("static" if context.loss_scale != 1.0 else "none"),
         world_size=context.agreement.size,
         committed=history.committed,
         resumed=context.resumed,

@@ -1,4 +1,6 @@
-"""From the rows of a step's micro-batches to the samples of the data set: their indices, their ids, their batch."""
+"""From the rows of a step's micro-batches to the samples of the data set: their indices, their ids,
+their batch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Part:
     size: int | None = None
     """Samples in it."""
     indices: tuple[Identity, ...] | None = None
-    """In the data set: one for each sample, or a single one where the data set delivers whole batches."""
+    """In the data set: one for each sample, or a single one where the data set delivers whole
+    batches.
+    """
     ids: tuple[Identity, ...] | None = None
     place: tuple[int, int] | None = None
     """Pass over the data and number in it of the batch, where all of that batch is in this step."""
@@ -41,13 +45,16 @@ class Part:
 
 
 def parts_of(step: Step, feed: Feed | None, id_key: str | None) -> list[Part]:
-    """One for each micro-batch; for each batch the loader delivered, where the step is not known by micro-batches."""
+    """One for each micro-batch; for each batch the loader delivered, where the step is not known by
+    micro-batches.
+    """
     delivered = feed.of_step(step.index) if feed is not None else []
     if not step.micro_batches:
         return [_whole(each) for each in delivered]
     sizes = [samples_in(batch) for batch in step.micro_batches]
     parts = [
-        Part(size=size, ids=_ids(batch, id_key, size)) for size, batch in zip(sizes, step.micro_batches, strict=True)
+        Part(size=size, ids=_ids(batch, id_key, size))
+        for size, batch in zip(sizes, step.micro_batches, strict=True)
     ]
     if feed is None:
         return parts
@@ -101,12 +108,17 @@ def _known_again(found: list[Found], parts: list[Part]) -> list[Part]:
 
 
 def _by_order(delivered: list[Delivered], parts: list[Part], batches: Sequence[Any]) -> list[Part]:
-    """The loop has made new tensors of them (moved to a device): the order tells, where numbers and values agree."""
+    """The loop has made new tensors of them (moved to a device): the order tells, where numbers and
+    values agree.
+    """
     if len(delivered) == len(parts):
         if any(_contradicts(each, batch) for each, batch in zip(delivered, batches, strict=True)):
             return parts
         pairs = zip(parts, delivered, strict=True)
-        return [replace(part, indices=each.indices, place=(each.epoch, each.number)) for part, each in pairs]
+        return [
+            replace(part, indices=each.indices, place=(each.epoch, each.number))
+            for part, each in pairs
+        ]
     if len(delivered) != 1 or any(part.size is None for part in parts):
         return parts
     (whole,), indices = delivered, delivered[0].indices
@@ -123,12 +135,16 @@ def _by_order(delivered: list[Delivered], parts: list[Part], batches: Sequence[A
 
 
 def _contradicts(delivered: Delivered, batch: Any, start: int = 0) -> bool:
-    """Are there tensors that could be the same, and is none of them? Then the loop trains on something else."""
+    """Are there tensors that could be the same, and is none of them? Then the loop trains on
+    something else.
+    """
     looks_alike = [
         (whole[start : start + len(tensor)], tensor)
         for whole in delivered.tensors
         for tensor in first_tensors(batch)
-        if tensor.dim() and whole.dim() and (tensor.dtype, tensor.shape[1:]) == (whole.dtype, whole.shape[1:])
+        if tensor.dim()
+        and whole.dim()
+        and (tensor.dtype, tensor.shape[1:]) == (whole.dtype, whole.shape[1:])
     ]
     return bool(looks_alike) and not any(_equal(whole, tensor) for whole, tensor in looks_alike)
 

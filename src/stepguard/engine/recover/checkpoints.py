@@ -1,4 +1,6 @@
-"""Sealed checkpoints: saved only when good, restored over damaged ones, and taken by themselves where asked for."""
+"""Sealed checkpoints: saved only when good, restored over damaged ones, and taken by themselves
+where asked for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.incident.lost_samples import honour_ledger
 from stepguard.engine.interception import borrowing
-from stepguard.engine.recover.past_attempts import SAME_PLACE, Attempt, attempts_in, failed_starts, past_of
+from stepguard.engine.recover.past_attempts import (
+    SAME_PLACE,
+    Attempt,
+    attempts_in,
+    failed_starts,
+    past_of,
+)
 from stepguard.engine.recover.resume_lr import compare_rates, scale_rates
 from stepguard.engine.recover.snapshots import Recovery
 from stepguard.policy.budget import budget_from
@@ -37,7 +45,9 @@ class Saving:
         self._context, self._recovery = context, recovery
         self._store: Store | None = None
         self._pending: Snapshot | int | None = None
-        """The checkpoint that waits for its probation: the snapshot, or its step where this rank has none."""
+        """The checkpoint that waits for its probation: the snapshot, or its step where this rank
+        has none.
+        """
         self._lent: Snapshot | None = None
         self._seen = -1
         recovery.after_commit.append(self.committed)
@@ -55,7 +65,8 @@ class Saving:
     def has_store(self) -> bool:
         return self._store is not None
 
-    # --- by hand -----------------------------------------------------------------------------------------------
+    # --- by hand
+    # -----------------------------------------------------------------------------------------------
 
     def save(self) -> Path | None:
         """The present state, now; None where it is not good."""
@@ -68,7 +79,11 @@ class Saving:
             except StateError as fault:
                 why = str(fault)
         told = self._context.agreement.together(lambda: {"why": why, "own": self._own(state)})
-        refused = [f"rank {r}: {t['why']}" if len(told) > 1 else t["why"] for r, t in enumerate(told) if t["why"]]
+        refused = [
+            f"rank {r}: {t['why']}" if len(told) > 1 else t["why"]
+            for r, t in enumerate(told)
+            if t["why"]
+        ]
         if refused or state is None:
             self._say(f"NOT saved, the state is not good: {refused[0].removesuffix('.')}")
             return None
@@ -83,7 +98,11 @@ class Saving:
                 return {}
             self._complete(state, told)
             try:
-                return {"path": str(store.save(context.step, state.tensors, state.facts, self._health()))}
+                return {
+                    "path": str(
+                        store.save(context.step, state.tensors, state.facts, self._health())
+                    )
+                }
             except Exception as fault:
                 self._say(f"checkpoint of step {context.step} NOT saved, training goes on: {fault}")
                 return {"path": None}
@@ -100,16 +119,22 @@ class Saving:
             return f"{bad[0]} is not finite"
         hurt = self._recovery.hurt_at
         if hurt is not None and context.step - hurt <= context.config.probation:
-            return f"the weights were hurt at step {hurt} and have not been good for {context.config.probation} steps"
+            return (
+                f"the weights were hurt at step {hurt} and have not been good for "
+                f"{context.config.probation} steps"
+            )
         if self._recovery.ruined:
             reached = f"{history.best:.6g} was reached before step {history.ruined_at}"
             return (
-                f"the loss has risen to {history.level:.6g}, {reached} (GuardConfig(anomalies='off') judges no losses)"
+                f"the loss has risen to {history.level:.6g}, {reached} "
+                f"(GuardConfig(anomalies='off') judges no losses)"
             )
         return ""
 
     def restore(self, which: str | Path) -> int:
-        """Load a checkpoint; damaged ones are passed over and named. Returns the optimizer steps done."""
+        """Load a checkpoint; damaged ones are passed over and named. Returns the optimizer steps
+        done.
+        """
         store = self._needed("guard.restore()")
         self._background.wait()
         context = self._context
@@ -140,7 +165,9 @@ class Saving:
         journal = self._context.journal
         return attempts_in(journal.path)[:-1] if journal is not None else []
 
-    def _not_the_same_wall(self, store: Store, which: str | Path, attempts: list[Attempt]) -> str | Path:
+    def _not_the_same_wall(
+        self, store: Store, which: str | Path, attempts: list[Attempt]
+    ) -> str | Path:
         """An older checkpoint, where the last good one has led to a stop again and again."""
         if which == NEWEST:
             newest = next(iter(store.list()), None)
@@ -153,16 +180,24 @@ class Saving:
             return which
         worn = good[0].path.name
         starts = failed_starts(attempts, worn)
-        self._say(f"{worn} has led to a stop {starts} times: going back to {fresh[0].path.name}, which has not")
+        self._say(
+            f"{worn} has led to a stop {starts} times: going back to {fresh[0].path.name}, which "
+            f"has not"
+        )
         return fresh[0].path
 
     def _tell_newer(self, store: Store, opened: Opened) -> None:
-        """A newer state that is whole and finite is not taken silently, and not passed over silently either."""
+        """A newer state that is whole and finite is not taken silently, and not passed over
+        silently either.
+        """
         newer = [entry for entry in store.list() if not entry.good and entry.step > opened.step]
         if newer:
-            level = f", loss {newer[0].health.level:.6g}" if newer[0].health.level is not None else ""
+            level = (
+                f", loss {newer[0].health.level:.6g}" if newer[0].health.level is not None else ""
+            )
             self._say(
-                f"{newer[0].path.name} is newer, whole and finite{level}, and not called good because the run had lost "
+                f"{newer[0].path.name} is newer, whole and finite{level}, and not called good "
+                f"because the run had lost "
                 f"what it learned; guard.restore('newest') takes it"
             )
 
@@ -201,7 +236,8 @@ class Saving:
         self._pending = None
         recovery.forget()
 
-    # --- for going back ----------------------------------------------------------------------------------------
+    # --- for going back
+    # ----------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Steps of the good checkpoints on disk."""
@@ -210,7 +246,9 @@ class Saving:
         return sorted({e.step for e in self._own_good() if e.step <= self._context.step})
 
     def _own_good(self) -> list[Entry]:
-        """Good checkpoints of this run. Ranks share a folder, and the first one knows the run's name."""
+        """Good checkpoints of this run. Ranks share a folder, and the first one knows the run's
+        name.
+        """
         assert self._store is not None
         entries = [entry for entry in self._store.list() if entry.good]
         if self._context.agreement.rank:
@@ -226,9 +264,14 @@ class Saving:
         except StepguardError as fault:
             self._say(str(fault))
             return None
-        return State(opened.tensors, opened.facts) if opened is not None and opened.step == step else None
+        return (
+            State(opened.tensors, opened.facts)
+            if opened is not None and opened.step == step
+            else None
+        )
 
-    # --- by itself ---------------------------------------------------------------------------------------------
+    # --- by itself
+    # ---------------------------------------------------------------------------------------------
 
     def due(self) -> bool:
         every, step = self._context.config.checkpoint_every, self._context.step
@@ -237,7 +280,9 @@ class Saving:
         return step > 0 and step % every == 0 and self._pending is None
 
     def do(self) -> None:
-        """A checkpoint is due: its snapshot is written once it has proved good. One at a time, so memory is bounded."""
+        """A checkpoint is due: its snapshot is written once it has proved good. One at a time, so
+        memory is bounded.
+        """
         self._seen = self._context.step
         snapshot = self._recovery.at(self._seen) or self._recovery.take(must=True)
         if snapshot is not None:
@@ -267,13 +312,19 @@ class Saving:
         kept = snapshot is not None and self._recovery.worth_keeping(snapshot)
         good = kept and snapshot is not None and snapshot.standing == "good"
         state = snapshot.state if snapshot is not None and kept else None
-        told = self._context.agreement.together(lambda: {"kept": kept, "good": good, "own": self._own(state)})
+        told = self._context.agreement.together(
+            lambda: {"kept": kept, "good": good, "own": self._own(state)}
+        )
         if not all(t["kept"] for t in told):
-            self._say(f"the state of step {_step(pending)} has not proved good: no checkpoint of it")
+            self._say(
+                f"the state of step {_step(pending)} has not proved good: no checkpoint of it"
+            )
         elif self._context.agreement.rank == 0 and snapshot is not None:
             self._complete(snapshot.state, told)
             health = replace(self._health(), good=all(t["good"] for t in told))
-            snapshot.lent = self._background.offer(snapshot.step, snapshot.state.tensors, snapshot.state.facts, health)
+            snapshot.lent = self._background.offer(
+                snapshot.step, snapshot.state.tensors, snapshot.state.facts, health
+            )
             self._lent = snapshot if snapshot.lent else None
 
     def rewound(self) -> None:
@@ -282,7 +333,9 @@ class Saving:
             self._pending = None
 
     def stopping(self, incident: Incident) -> Path | None:
-        """The policy stops the run: its newest good state goes to disk, so that a new start goes on from there."""
+        """The policy stops the run: its newest good state goes to disk, so that a new start goes on
+        from there.
+        """
         if self._store is None:
             return None
         saved = None
@@ -294,7 +347,9 @@ class Saving:
         return saved or next((entry.path for entry in self._own_good()), None)
 
     def leave(self) -> Path | None:
-        """The process is about to end: save what is good. With several ranks only what is under way is finished."""
+        """The process is about to end: save what is good. With several ranks only what is under way
+        is finished.
+        """
         if self._store is None:
             return None
         self._background.wait()
@@ -308,19 +363,29 @@ class Saving:
         saved, good = self.save(), self._recovery.ring.good()
         if saved is None and good:
             self._complete(good[0].state, [])
-            self._background.offer(good[0].step, good[0].state.tensors, good[0].state.facts, self._health())
+            self._background.offer(
+                good[0].step, good[0].state.tensors, good[0].state.facts, self._health()
+            )
             saved = self._background.wait()
         return saved
 
-    # --- what goes into a file ---------------------------------------------------------------------------------
+    # --- what goes into a file
+    # ---------------------------------------------------------------------------------
 
     def _own(self, state: State | None) -> dict[str, Any]:
         """The part of a state that only this rank has."""
         if state is None or self._context.agreement.size == 1:
             return {}
         rank = str(self._context.agreement.rank)
-        tensors = {name: t for name, t in state.tensors.items() if name.startswith(tuple(f"{k}/" for k in RANKED))}
-        return {"facts": {kind: state.facts.get(kind, {}).get(rank) for kind in RANKED}, "tensors": tensors}
+        tensors = {
+            name: t
+            for name, t in state.tensors.items()
+            if name.startswith(tuple(f"{k}/" for k in RANKED))
+        }
+        return {
+            "facts": {kind: state.facts.get(kind, {}).get(rank) for kind in RANKED},
+            "tensors": tensors,
+        }
 
     def _complete(self, state: State, told: list[dict[str, Any]]) -> None:
         for rank, own in enumerate(t["own"] for t in told if t["own"]):

@@ -15,12 +15,16 @@ MOST_STEPS = 512
 RANDOM_NUMBERS = 32 * 1024
 """What the states of the generators take, roughly, for each micro-batch."""
 SAME_LOSS = 1e-3
-"""Relative difference up to which two losses of one step are the same but for the order of additions."""
+"""Relative difference up to which two losses of one step are the same but for the order of
+additions.
+"""
 
 
 @dataclass(slots=True)
 class Kept:
-    """A step that went through, its loss, and marks that show whether its batch has been written to since."""
+    """A step that went through, its loss, and marks that show whether its batch has been written to
+    since.
+    """
 
     step: Step
     loss: float | None
@@ -53,7 +57,9 @@ class Window:
             self.broken(step.index)
             return
         tensors = [t for batch in step.micro_batches for _, t in named_tensors(batch)]
-        size = sum(t.numel() * t.element_size() for t in tensors) + RANDOM_NUMBERS * len(step.micro_batches)
+        size = sum(t.numel() * t.element_size() for t in tensors) + RANDOM_NUMBERS * len(
+            step.micro_batches
+        )
         self._kept.append(Kept(step, loss, size, tensors, [t._version for t in tensors]))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):

@@ -19,8 +19,9 @@ def samples_in(micro_batch: Any) -> int | None:
 def without_samples(micro_batch: Any, rows: Collection[int]) -> Any | None:
     """The micro-batch without these samples, in new tensors; the given one stays as it is.
 
-    None where it cannot be cut safely: its parts have no common first dimension (a graph, a packed sequence, a sparse
-    tensor), a class whose parts nobody knows, a row it does not have, or nothing left.
+    None where it cannot be cut safely: its parts have no common first dimension (a graph, a packed
+    sequence, a sparse tensor), a class whose parts nobody knows, a row it does not have, or nothing
+    left.
     """
     count, bad = samples_in(micro_batch), set(rows)
     if count is None or not bad or min(bad) < 0 or max(bad) >= count or len(bad) == count:

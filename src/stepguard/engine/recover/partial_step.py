@@ -1,4 +1,6 @@
-"""What of a bad step is proven guilty, and the rest of the step: rows or micro-batches that can be trained on."""
+"""What of a bad step is proven guilty, and the rest of the step: rows or micro-batches that can be
+trained on.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from stepguard.state.step import Step
 
 
 def proven_guilty(step: Step, incident: Incident) -> str:
-    """What the step could go on without, in words (people count micro-batches from 1); empty where it is all of it."""
+    """What the step could go on without, in words (people count micro-batches from 1); empty where
+    it is all of it.
+    """
     reading = incident.reading
     if reading.bad_state or reading.overflow:
         return ""
@@ -52,14 +56,20 @@ def share_of(step: Step, incident: Incident) -> float:
     """Share of the step's samples that is lost without what is proven guilty."""
     origin = incident.origin
     counts = [max(sample_count(batch), 1) for batch in step.micro_batches]
-    if origin is not None and origin.samples and _can_go(step.micro_batches[origin.micro_batch or 0], origin.samples):
+    if (
+        origin is not None
+        and origin.samples
+        and _can_go(step.micro_batches[origin.micro_batch or 0], origin.samples)
+    ):
         return len(origin.samples) / sum(counts)
     guilty = incident.reading.bad_micro_batches or (0,)
     return sum(counts[index] for index in guilty) / sum(counts)
 
 
 def without_samples(step: Step, incident: Incident) -> Step | None:
-    """The step without its guilty rows, if it is finite then; None where it is not or cannot be cut."""
+    """The step without its guilty rows, if it is finite then; None where it is not or cannot be
+    cut.
+    """
     origin = incident.origin
     if origin is None or not origin.samples:
         return None

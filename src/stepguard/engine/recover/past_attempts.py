@@ -1,6 +1,8 @@
-"""What the journal of a run folder says about earlier attempts: where they started from, and how they ended.
+"""What the journal of a run folder says about earlier attempts: where they started from, and how
+they ended.
 
-Read at `restore`, so that a run which is started again by a launcher does not run into the same wall for ever.
+Read at `restore`, so that a run which is started again by a launcher does not run into the same
+wall for ever.
 """
 
 from __future__ import annotations

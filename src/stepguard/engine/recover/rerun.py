@@ -24,8 +24,11 @@ class Runs(Protocol):
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult: ...
 
 
-def run_again(runs: Runs, step: Step, incident: Incident | None, *, late: bool = False) -> StepResult | None:
-    """What the decision asks for after the state has been put back; the bad step's new result, if it got one.
+def run_again(
+    runs: Runs, step: Step, incident: Incident | None, *, late: bool = False
+) -> StepResult | None:
+    """What the decision asks for after the state has been put back; the bad step's new result, if
+    it got one.
 
     `late`: the loop has gone on since, so its random numbers are put back afterwards.
     """
@@ -68,12 +71,16 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
 
 
 def _not_exact(runs: Runs, kept: Kept, result: StepResult, start: Snapshot) -> None:
-    """The loss function depends on more than its batch: what was run again is something else, so it is undone."""
+    """The loss function depends on more than its batch: what was run again is something else, so it
+    is undone.
+    """
     recovery = runs.recovery
     recovery.say(
         "rewind",
-        f"step {kept.step.index} gave loss {kept.loss} and gives {result.loss} when run again: its loss function "
-        f"depends on more than the batch it is given, so the steps since {start.step} are left behind instead",
+        f"step {kept.step.index} gave loss {kept.loss} and gives {result.loss} when run again: its "
+        f"loss function "
+        f"depends on more than the batch it is given, so the steps since {start.step} are left "
+        f"behind instead",
     )
     recovery.put_back(start)
 

@@ -31,12 +31,15 @@ class RateDifference:
     def story(self, *, applied: bool) -> str:
         pairs = zip(self.configured, self.restored, strict=True)
         said = [
-            f"group {g} is configured with lr {c:.4g} and the checkpoint brings {r:.4g}" for g, (c, r) in _odd(pairs)
+            f"group {g} is configured with lr {c:.4g} and the checkpoint brings {r:.4g}"
+            for g, (c, r) in _odd(pairs)
         ]
         done = (
-            "the configured one is applied, at the same place of the schedule (GuardConfig.resume_lr='config')"
+            "the configured one is applied, at the same place of the schedule "
+            "(GuardConfig.resume_lr='config')"
             if applied
-            else "the checkpoint's is used; GuardConfig(resume_lr='config') applies the configured one"
+            else "the checkpoint's is used; GuardConfig(resume_lr='config') applies the configured "
+            "one"
         )
         return f"{'; '.join(said)}: {done}; see `stepguard explain SG802`"
 
@@ -48,7 +51,10 @@ def compare_rates(
     settings = [put_together(group["settings"], tensors) for group in saved]
     if len(settings) != len(optimizer.param_groups):
         return None
-    pairs = [(_base(live), _base(kept)) for live, kept in zip(optimizer.param_groups, settings, strict=True)]
+    pairs = [
+        (_base(live), _base(kept))
+        for live, kept in zip(optimizer.param_groups, settings, strict=True)
+    ]
     found = RateDifference(tuple(c for c, _ in pairs), tuple(r for _, r in pairs))
     return found if list(_odd(pairs)) else None
 
@@ -61,7 +67,9 @@ def scale_rates(optimizer: Optimizer, scheduler: Any, factors: Sequence[float]) 
                 put_setting(group, key, group[key] * factor)
     for member in members(scheduler):
         if hasattr(member, "base_lrs"):
-            member.base_lrs = [lr * factor for lr, factor in zip(member.base_lrs, factors, strict=False)]
+            member.base_lrs = [
+                lr * factor for lr, factor in zip(member.base_lrs, factors, strict=False)
+            ]
 
 
 def _base(group: Mapping[str, Any]) -> float:

@@ -1,4 +1,6 @@
-"""Where a rewind would go: the places that every rank can go back to, and the next remedy that has not been tried."""
+"""Where a rewind would go: the places that every rank can go back to, and the next remedy that has
+not been tried.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ class Planning:
     """Chooses with the other ranks, and remembers what has been tried."""
 
     def __init__(
-        self, context: Context, whole: Whole, ring: Ring, window: Window, sound: Callable[[Snapshot], bool]
+        self,
+        context: Context,
+        whole: Whole,
+        ring: Ring,
+        window: Window,
+        sound: Callable[[Snapshot], bool],
     ) -> None:
         self._context, self._whole, self._ring, self._window = context, whole, ring, window
         self._sound = sound
@@ -39,15 +46,22 @@ class Planning:
     def plan(self, *, transient: bool, visible: bool) -> tuple[Remedy | None, str]:
         """The next remedy, the same on every rank; or why there is none.
 
-        `visible`: the damage is NaN or Inf. Any snapshot without is from before, so the newest of them loses least.
-        Damage that cannot be seen asks for one that has proved good, else for one on probation from a good level.
+        `visible`: the damage is NaN or Inf. Any snapshot without is from before, so the newest of
+        them loses least. Damage that cannot be seen asks for one that has proved good, else for one
+        on probation from a good level.
         """
         everybody = self._context.agreement.together(partial(self._offer, visible))
         tried: list[Place] = []
         for standing in ("good", "young"):
-            common = set.intersection(*({tuple(place) for place in told[standing]} for told in everybody))
+            common = set.intersection(
+                *({tuple(place) for place in told[standing]} for told in everybody)
+            )
             places = [Place(step=s, kind=k, timeline=t) for s, k, t in sorted(common, reverse=True)]
-            exact = transient and bool(places) and all(places[0].step in told["repeatable"] for told in everybody)
+            exact = (
+                transient
+                and bool(places)
+                and all(places[0].step in told["repeatable"] for told in everybody)
+            )
             self._chosen = self._choose(places, exact)
             if self._chosen is not None:
                 return self._chosen, ""
@@ -56,7 +70,9 @@ class Planning:
         return None, f"every remedy has been tried at step {steps}" if tried else NOTHING_GOOD
 
     def take(self) -> tuple[Remedy, Snapshot]:
-        """The remedy of the last plan, which counts as tried from now on, and the state it goes back to."""
+        """The remedy of the last plan, which counts as tried from now on, and the state it goes
+        back to.
+        """
         remedy, self._chosen = self._chosen, None
         assert remedy is not None, "a rewind is decided with a plan only"
         self._tried.append(remedy)
@@ -64,14 +80,18 @@ class Planning:
         if place.kind == "checkpoint" and fetched is not None:
             return remedy, fetched
         here = (place.step, place.timeline)
-        return remedy, next(s for s in self._ring.snapshots if (s.step, s.memory["timeline"]) == here)
+        return remedy, next(
+            s for s in self._ring.snapshots if (s.step, s.memory["timeline"]) == here
+        )
 
     def forget(self) -> None:
         """Another run begins."""
         self._tried.clear()
 
     def _choose(self, places: list[Place], exact: bool) -> Remedy | None:
-        """The next remedy whose place can really be had: a checkpoint is read before it is counted on."""
+        """The next remedy whose place can really be had: a checkpoint is read before it is counted
+        on.
+        """
         policy, rewinds = self._context.config.policy, self._context.budget.rewinds
         while True:
             remedy = choose(places, self._tried, policy, repeatable=exact, rewinds=rewinds)
@@ -87,7 +107,9 @@ class Planning:
         there = state is not None and not self._whole.misfit(state, own_only=True)
         self._fetched = None
         if state is not None and there:
-            self._fetched = Snapshot(step, 0, state, {"anchor": None, "ruined": False, "level": None})
+            self._fetched = Snapshot(
+                step, 0, state, {"anchor": None, "ruined": False, "level": None}
+            )
         return {"there": there}
 
     def _offer(self, visible: bool) -> dict[str, Any]:
@@ -98,7 +120,9 @@ class Planning:
         places = [_place(s) for s in good if self._sound(s)]
         if self.archive is not None:
             taken = {step for step, *_ in places}
-            places += [(step, "checkpoint", 0) for step in self.archive.steps() if step not in taken]
+            places += [
+                (step, "checkpoint", 0) for step in self.archive.steps() if step not in taken
+            ]
         on_probation = [_place(s) for s in young if self._sound(s)]
         # with parameters that came later, the steps from there on cannot be run again as they were
         grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}

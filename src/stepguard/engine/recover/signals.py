@@ -1,7 +1,8 @@
-"""SIGTERM and Ctrl+C: the step under way ends, a good state is saved, and then the signal has its usual effect.
+"""SIGTERM and Ctrl+C: the step under way ends, a good state is saved, and then the signal has its
+usual effect.
 
-One handler serves every guard of the process; it only sets a mark, and each guard acts on it between two of its steps.
-A second signal has its effect at once.
+One handler serves every guard of the process; it only sets a mark, and each guard acts on it
+between two of its steps. A second signal has its effect at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _before: dict[int, Any] = {}
 class Signals:
     """One guard's part. One of the duties between two steps."""
 
-    def __init__(self, save: Callable[[int], None], close: Callable[[], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, save: Callable[[int], None], close: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
         self._save, self._close, self._say = save, close, say
         self.waiting: int | None = None
         """The signal that this guard has not acted upon yet."""
@@ -59,7 +62,10 @@ class Signals:
     def mark(self, number: int) -> None:
         self.waiting = number
         name = signal.Signals(number).name
-        self._say(f"{name}: the state is saved when this step is over; a second {name} ends the process at once")
+        self._say(
+            f"{name}: the state is saved when this step is over; a second {name} ends the process "
+            f"at once"
+        )
 
 
 def _heard(number: int, frame: FrameType | None) -> None:

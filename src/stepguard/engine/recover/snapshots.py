@@ -99,11 +99,14 @@ class Recovery:
         """A policy that never rewinds needs no snapshots."""
         return "rewind" in self._context.config.policy.actions
 
-    # --- taking ------------------------------------------------------------------------------------------------
+    # --- taking
+    # ------------------------------------------------------------------------------------------------
 
     def due(self) -> bool:
         """Is there something to do between these two steps? Then the last one must be closed first."""
-        return not self._replaying and (self._snapshot_due() or any(duty.due() for duty in self.duties))
+        return not self._replaying and (
+            self._snapshot_due() or any(duty.due() for duty in self.duties)
+        )
 
     def between(self) -> None:
         """One step is wholly over and the next has not begun."""
@@ -119,7 +122,8 @@ class Recovery:
     def before_update(self) -> None:
         """The last moment before a step's update, for a loop that showed none before its forward.
 
-        Weights, optimizer and schedule are still those from between the steps; the buffers are taken as remembered.
+        Weights, optimizer and schedule are still those from between the steps; the buffers are
+        taken as remembered.
         """
         self._midstep = True
         try:
@@ -139,14 +143,17 @@ class Recovery:
         return next((s for s in self.ring.snapshots if s.step == step), None)
 
     def take(self, *, must: bool = False) -> Snapshot | None:
-        """A snapshot of the present state; `must` gives up a young one for it. None where there is no room."""
+        """A snapshot of the present state; `must` gives up a young one for it. None where there is
+        no room.
+        """
         if self._off:
             return None
         context, began = self._context, self._cadence.clock()
         try:
             state = self.present()
             why = self.ring.too_small(state)
-        except Exception as fault:  # of the user's objects, or a state that cannot be kept: training goes on without
+        # of the user's objects, or a state that cannot be kept: training goes on without
+        except Exception as fault:
             why = str(fault) or type(fault).__name__
         if why:
             self._turn_off(why)
@@ -205,12 +212,16 @@ class Recovery:
         if self.wanted:
             self.window.keep(step, loss)
 
-    # --- judging -----------------------------------------------------------------------------------------------
+    # --- judging
+    # -----------------------------------------------------------------------------------------------
 
     def committed(self, done: int) -> None:
         """So many steps are done: has a snapshot come through its probation?"""
         for snapshot in self.ring.snapshots:
-            if snapshot.standing == "young" and done - snapshot.watched_from >= self._context.config.probation:
+            if (
+                snapshot.standing == "young"
+                and done - snapshot.watched_from >= self._context.config.probation
+            ):
                 snapshot.standing = "bad" if self.ruined or snapshot.memory["ruined"] else "good"
                 self.ring.keep_best()
         for tell in self.after_commit:
@@ -239,10 +250,14 @@ class Recovery:
 
     def worth_keeping(self, snapshot: Snapshot) -> bool:
         """Can it be gone on from? Finite, and no incident found the weights hurt since."""
-        return snapshot.standing == "good" or (self._sound(snapshot) and not snapshot.memory.get("hurt"))
+        return snapshot.standing == "good" or (
+            self._sound(snapshot) and not snapshot.memory.get("hurt")
+        )
 
     def moved_since_good(self) -> float | None:
-        """How far the weights are from the newest good snapshot, over their norm; None where there is none."""
+        """How far the weights are from the newest good snapshot, over their norm; None where there
+        is none.
+        """
         good = next((s for s in self.ring.good() if self._sound(s)), None)
         return self.whole.distance(good.state) if good is not None else None
 
@@ -251,12 +266,16 @@ class Recovery:
         return step in self.past.lost_steps
 
     def leave(self, incident: Incident) -> Path | None:
-        """The policy stops the run: whoever keeps states on disk saves the newest good one, and says where."""
+        """The policy stops the run: whoever keeps states on disk saves the newest good one, and
+        says where.
+        """
         places = [tell(incident) for tell in self.before_stop]
         return next((place for place in places if place is not None), None)
 
     def leave_good_in_memory(self) -> int | None:
-        """The run stops on damaged state: the newest state without the damage is put back, and its step told."""
+        """The run stops on damaged state: the newest state without the damage is put back, and its
+        step told.
+        """
         sound = [snapshot for snapshot in reversed(self.ring.snapshots) if self._sound(snapshot)]
         if not sound or self._context.agreement.size > 1:
             return None
@@ -270,15 +289,22 @@ class Recovery:
             bad = {name for name, tensor in snapshot.state.tensors.items() if not finite(tensor)}
             snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad)
         # asked anew each time: parameters may have been added or taken away since
-        return bool(snapshot.memory["sound"]) and not self.whole.misfit(snapshot.state, own_only=True)
+        return bool(snapshot.memory["sound"]) and not self.whole.misfit(
+            snapshot.state, own_only=True
+        )
 
     def meant_nonfinite(self, names: set[str]) -> set[str]:
-        """Those of the tensors that have been accepted as they are: sentinels, and what `bad_start` let pass."""
-        labels = {label.partition(":")[2] for label in self._context.on_purpose()} if names else set()
+        """Those of the tensors that have been accepted as they are: sentinels, and what `bad_start`
+        let pass.
+        """
+        labels = (
+            {label.partition(":")[2] for label in self._context.on_purpose()} if names else set()
+        )
         return {name for name in names if any(_ends_in(name, label) for label in labels)}
 
     def loss_function_changed(self) -> bool:
-        """Does no earlier step give what it gave, on the weights it had? False where none can be asked.
+        """Does no earlier step give what it gave, on the weights it had? False where none can be
+        asked.
 
         One snapshot that does is enough: another one may have been taken after the damage.
         """
@@ -295,9 +321,13 @@ class Recovery:
         return asked
 
     def compared_with_best(self, step: Step) -> Compared | None:
-        """An earlier step and this one on the best weights this run had, and that step on the present ones."""
+        """An earlier step and this one on the best weights this run had, and that step on the
+        present ones.
+        """
         sign = -1.0 if self._context.climbs else 1.0
-        levelled = [s for s in self.ring.good() if s.memory["level"] is not None and not s.memory["ruined"]]
+        levelled = [
+            s for s in self.ring.good() if s.memory["level"] is not None and not s.memory["ruined"]
+        ]
         for snapshot in sorted(levelled, key=lambda s: float(s.memory["level"])):
             kept = self.window.at(snapshot.step) if snapshot.step < step.index else None
             if kept is None or kept.loss is None or not self._sound(snapshot):
@@ -305,10 +335,13 @@ class Recovery:
             with self.whole.lent(snapshot.state):
                 own_now = sign * reevaluate(kept.step)
                 this_then = sign * reevaluate(step)
-            return Compared(snapshot.step, sign * kept.loss, own_now, sign * reevaluate(kept.step), this_then)
+            return Compared(
+                snapshot.step, sign * kept.loss, own_now, sign * reevaluate(kept.step), this_then
+            )
         return None
 
-    # --- going back --------------------------------------------------------------------------------------------
+    # --- going back
+    # --------------------------------------------------------------------------------------------
 
     def plan(self, *, transient: bool, visible: bool) -> tuple[Remedy | None, str]:
         """Where to go back to, the same on every rank; or why that is not possible."""
@@ -318,7 +351,9 @@ class Recovery:
         return remedy, f"{why_not} ({self._off})" if self._off else why_not
 
     def rewind(self) -> None:
-        """Go where the last plan said. The random numbers go on: else a step would fail again by what it draws."""
+        """Go where the last plan said. The random numbers go on: else a step would fail again by
+        what it draws.
+        """
         context = self._context
         came_from = context.step
         remedy, self.start = self.planning.take()
@@ -338,7 +373,9 @@ class Recovery:
         self._keep_rates_sane()
         self.left = self.window.rewound(snapshot.step)
         self.ring.drop(lambda s: s.step > snapshot.step)
-        if snapshot.standing == "bad":  # the incident took every young one for bad; this one is put to the test
+        if (
+            snapshot.standing == "bad"
+        ):  # the incident took every young one for bad; this one is put to the test
             snapshot.standing, snapshot.watched_from = "young", snapshot.step
         self._settle_in()
 
@@ -357,7 +394,11 @@ class Recovery:
         ceilings = self._context.lr_ceiling
         for group, ceiling in zip(self._context.optimizer.param_groups, ceilings, strict=True):
             if group.get("lr") is not None and float(group["lr"]) > LR_JUMP * ceiling:
-                group["lr"] = torch.full_like(group["lr"], ceiling) if isinstance(group["lr"], Tensor) else ceiling
+                group["lr"] = (
+                    torch.full_like(group["lr"], ceiling)
+                    if isinstance(group["lr"], Tensor)
+                    else ceiling
+                )
 
     def forget(self) -> None:
         """Another state has been loaded: everything in memory belongs to a run that is gone."""
@@ -370,7 +411,9 @@ class Recovery:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Steps are run again: the loop and its data are already further on, so no snapshot is taken."""
+        """Steps are run again: the loop and its data are already further on, so no snapshot is
+        taken.
+        """
         self._replaying = True
         try:
             yield
@@ -379,8 +422,15 @@ class Recovery:
 
 
 def _story(came_from: int, remedy: Remedy) -> str:
-    done = {"repeat": "run again as they were", "skip": "left behind", "reorder": "run again in another order"}
-    return f"rewound from step {came_from} to {remedy.place.step}; the steps since are {done[remedy.data]}"
+    done = {
+        "repeat": "run again as they were",
+        "skip": "left behind",
+        "reorder": "run again in another order",
+    }
+    return (
+        f"rewound from step {came_from} to {remedy.place.step}; the steps since are "
+        f"{done[remedy.data]}"
+    )
 
 
 def _ends_in(name: str, label: str) -> bool:

@@ -1,9 +1,11 @@
-"""The moment between two steps: the last update is over, and nothing of the next forward pass has run.
+"""The moment between two steps: the last update is over, and nothing of the next forward pass has
+run.
 
-What the loop did since the update (pruned a mask, annealed a temperature, averaged weights) is its own and stays, so
-buffers are remembered at the first call of the model, not at the end of the update. A model whose root is never called
-itself (only its methods or its parts are) is found out after one step; then a hook of torch that sees every module
-waits for the first call of a part, and takes itself away.
+What the loop did since the update (pruned a mask, annealed a temperature, averaged weights) is its
+own and stays, so buffers are remembered at the first call of the model, not at the end of the
+update. A model whose root is never called itself (only its methods or its parts are) is found out
+after one step; then a hook of torch that sees every module waits for the first call of a part, and
+takes itself away.
 """
 
 from __future__ import annotations

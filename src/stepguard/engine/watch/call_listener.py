@@ -1,8 +1,9 @@
 """Hearing the calls of a module without a hook on it.
 
-`Module.__call__` looks for `_compiled_call_impl` on the instance before it runs hooks and forward, and torch itself
-leaves that attribute out of pickles and copies. So a watched model is saved, deep-copied, scripted and exported as if
-nobody listened, and its calls keep torch's fast path for modules without hooks.
+`Module.__call__` looks for `_compiled_call_impl` on the instance before it runs hooks and forward,
+and torch itself leaves that attribute out of pickles and copies. So a watched model is saved,
+deep-copied, scripted and exported as if nobody listened, and its calls keep torch's fast path for
+modules without hooks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class HeardCall:
         return output
 
     def _called(self) -> Any:
-        """The module that was called: a twin with the same attributes (a replica of DataParallel) must run itself."""
+        """The module that was called: a twin with the same attributes (a replica of DataParallel)
+        must run itself.
+        """
         caller = sys._getframe(2).f_locals.get("self")
         if isinstance(caller, nn.Module) and vars(caller).get(ATTRIBUTE) is self:
             return caller
@@ -80,7 +83,9 @@ def hear_calls(module: nn.Module, hearer: Hearer) -> Callable[[], None]:
 
 
 def hear_again(module: nn.Module, hearer: Hearer, stop: Callable[[], None]) -> Callable[[], None]:
-    """`module.compile()` has put its own there since: listen around that. Gives the call that stops it."""
+    """`module.compile()` has put its own there since: listen around that. Gives the call that stops
+    it.
+    """
     heard = vars(module).get(ATTRIBUTE)
     if isinstance(heard, HeardCall):
         return stop

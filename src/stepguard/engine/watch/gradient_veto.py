@@ -1,7 +1,9 @@
-"""An update that must not happen: its gradients are hidden, and what the optimizer does all the same is undone.
+"""An update that must not happen: its gradients are hidden, and what the optimizer does all the
+same is undone.
 
-torch's own optimizers leave a parameter without a gradient alone. Others fill in zeros, insist on gradients, count
-steps or pull in slow weights: they get gradients of zero, and a copy of everything from just before is put back.
+torch's own optimizers leave a parameter without a gradient alone. Others fill in zeros, insist on
+gradients, count steps or pull in slow weights: they get gradients of zero, and a copy of everything
+from just before is put back.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ class HiddenGradients:
         if copy is None and foreign(context.optimizer):
             self._undo = self._copy()
         for parameter, gradient in self._kept:
-            parameter.grad = torch.zeros_like(gradient) if self._undo is not None and gradient is not None else None
+            parameter.grad = (
+                torch.zeros_like(gradient)
+                if self._undo is not None and gradient is not None
+                else None
+            )
         self._versions = [p._version for p, _ in self._kept]
 
     def give_back(self) -> None:
@@ -56,7 +62,9 @@ class HiddenGradients:
             self._later = None
 
     def put_back(self) -> str:
-        """Undo what the update moved without a reason; in words what cannot be undone, empty if nothing."""
+        """Undo what the update moved without a reason; in words what cannot be undone, empty if
+        nothing.
+        """
         kept, undo, versions = self._kept, self._undo, self._versions
         self._kept, self._undo, self._versions = [], None, []
         if undo is not None:
@@ -65,9 +73,15 @@ class HiddenGradients:
         moved = [p for (p, _), version in zip(kept, versions, strict=True) if p._version != version]
         if not moved:
             return ""
-        ids, names = {id(p) for p in moved}, parameter_names(self._context.roots, self._context.optimizer)
+        ids, names = (
+            {id(p) for p in moved},
+            parameter_names(self._context.roots, self._context.optimizer),
+        )
         told = ", ".join([name for p, name in names if id(p) in ids][:3])
-        return f"{type(self._context.optimizer).__name__} moved {told} without a gradient{self._why_no_copy}"
+        return (
+            f"{type(self._context.optimizer).__name__} moved {told} without a "
+            f"gradient{self._why_no_copy}"
+        )
 
     def release(self) -> None:
         """The update goes on after all."""
@@ -77,6 +91,8 @@ class HiddenGradients:
     def _copy(self) -> UndoCopy | None:
         try:
             return UndoCopy(self._context.optimizer)
-        except Exception as fault:  # of the user's objects, or no memory: hiding is all that is left
+        except (
+            Exception
+        ) as fault:  # of the user's objects, or no memory: hiding is all that is left
             self._why_no_copy = f", and no copy could be taken ({type(fault).__name__}: {fault})"
             return None

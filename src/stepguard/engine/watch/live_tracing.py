@@ -1,4 +1,6 @@
-"""After a bad step that could not be placed, a watched loop runs under the tracer, so that the next one can be."""
+"""After a bad step that could not be placed, a watched loop runs under the tracer, so that the next
+one can be.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,23 @@ from stepguard.records import Origin, Reading
 from stepguard.state.step import Step
 
 ARMED_STEPS = 200
-"""Steps after the last bad one during which the loop is traced, each of the first ones, then some."""
+"""Steps after the last bad one during which the loop is traced, each of the first ones, then some.
+"""
 IN_A_ROW, THEN_EVERY = 20, 10
 MOST_FUTILE = 3
 """Traced bad steps whose place the trace did not show either, after which no more are traced."""
 COMPILED = "compiled code runs in this process, and tracing would replace it by other arithmetic"
 WATCH_THE_COMPILED = (
-    ". No call of the model was heard: give stepguard.watch what torch.compile returned, and bad values born in the "
+    ". No call of the model was heard: give stepguard.watch what torch.compile returned, and bad "
+    "values born in the "
     "model are placed by a replay"
 )
 SETTLED_PHASES = ("state", "optimizer", "checkpoint")
 
 
 class Arming:
-    """Says which steps of one watcher are traced, and tells their trace about calls of the model and backward passes.
+    """Says which steps of one watcher are traced, and tells their trace about calls of the model
+    and backward passes.
 
     The tracer itself is one for all guards of the process (locate/shared_tracer).
     """
@@ -44,7 +49,8 @@ class Arming:
         self._running: LiveTrace | None = None
         self._finished: LiveTrace | None = None
 
-    # --- locating ----------------------------------------------------------------------------------------------
+    # --- locating
+    # ----------------------------------------------------------------------------------------------
 
     def locate(self, step: Step, reading: Reading) -> Origin:
         """The replay's answer if it is complete, else that of the live trace; if neither is, arm."""
@@ -76,14 +82,17 @@ class Arming:
         if _anything_compiled():
             return COMPILED + (WATCH_THE_COMPILED if unheard else "")
         if self._futile >= MOST_FUTILE:
-            return f"{self._futile} bad steps were traced, and none of them showed where it was born"
+            return (
+                f"{self._futile} bad steps were traced, and none of them showed where it was born"
+            )
         return ""
 
     def _say(self, step: int, summary: str) -> None:
         self._context.note("note", {"step": step, "kind": "tracing", "summary": summary})
         self._context.terminal.note(summary, step, "tracing")
 
-    # --- around the user's code --------------------------------------------------------------------------------
+    # --- around the user's code
+    # --------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """An update is done: everything up to the next one is the next step."""
@@ -133,7 +142,9 @@ class Arming:
         return recorder.work(id(self), on=on) if recorder is not None else False
 
     def finish(self) -> None:
-        """The gradients are there: this step's trace is complete, and that of the step before is of no more use."""
+        """The gradients are there: this step's trace is complete, and that of the step before is of
+        no more use.
+        """
         self._let_go()
         self._finished, self._running = self._running, None
         if self._finished is not None:

@@ -1,4 +1,5 @@
-"""What a framework that runs its own loop tells the guard: the micro-batches of the step, and how to compute each loss.
+"""What a framework that runs its own loop tells the guard: the micro-batches of the step, and how
+to compute each loss.
 
 With that a watched step is as whole as one of `guard.step`: it can be replayed from batch to loss.
 """
@@ -37,7 +38,8 @@ class MicroBatches:
         self._kept = []
 
     def complete(self, step: Step, backwards: int) -> bool:
-        """Make `step` whole, if every backward that was heard has its micro-batch. False leaves it as it is.
+        """Make `step` whole, if every backward that was heard has its micro-batch. False leaves it
+        as it is.
 
         Earlier ones belong to gradients that the loop has dropped since.
         """

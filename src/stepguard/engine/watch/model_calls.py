@@ -1,7 +1,8 @@
-"""What a watched model was called with, and the gradient its output got: enough to run the model's part again.
+"""What a watched model was called with, and the gradient its output got: enough to run the model's
+part again.
 
-No hook is put on the module (engine/watch/call_listener.py). While torch compiles, exports, traces or transforms a
-function, nothing is remembered.
+No hook is put on the module (engine/watch/call_listener.py). While torch compiles, exports, traces
+or transforms a function, nothing is remembered.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MOST_CALLS = 64
-"""Forward calls of one step that are remembered; a loop that calls the model more often is not run again."""
+"""Forward calls of one step that are remembered; a loop that calls the model more often is not run
+again.
+"""
 
 Told = Callable[[dict[str, Any]], None]
 Failed = Callable[[BaseException, Callable[[Any], object] | None], None]
@@ -37,7 +40,9 @@ Failed = Callable[[BaseException, Callable[[Any], object] | None], None]
 
 @dataclass(slots=True)
 class OutputGradients:
-    """Gradient of each differentiable output, by its position: held, not copied, which costs a step nothing."""
+    """Gradient of each differentiable output, by its position: held, not copied, which costs a step
+    nothing.
+    """
 
     held: dict[int, Tensor] = field(default_factory=dict)
     _marks: dict[int, int] = field(default_factory=dict)
@@ -76,7 +81,9 @@ class Capture:
         self._on_call, self._on_error = on_call, on_error
         self._deaf = False
         self.off = False
-        """A framework tells the micro-batches, so the whole step can be run again and calls need not be remembered."""
+        """A framework tells the micro-batches, so the whole step can be run again and calls need
+        not be remembered.
+        """
         self.calls: list[ModelCall] = []
         self._stop = hear_calls(model, self)
 
@@ -91,10 +98,16 @@ class Capture:
     def model_fn(self) -> ModelFn | None:
         """Runs the model on one of the calls so far; None where it cannot be run as it was."""
         counts = {call.positional for call in self.calls}
-        known = len(counts) == 1 and len(self.calls) < MOST_CALLS and all(call.gradients.intact for call in self.calls)
+        known = (
+            len(counts) == 1
+            and len(self.calls) < MOST_CALLS
+            and all(call.gradients.intact for call in self.calls)
+        )
         return partial(self._run, counts.pop()) if known else None
 
-    def _run(self, positional: int, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _run(
+        self, positional: int, batch: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         arguments = {name: value for name, value in batch.items() if name != OUTPUT_GRADIENT}
         args = [arguments.pop(name) for name in list(arguments)[:positional]]
         with self._not_listening():
@@ -104,7 +117,9 @@ class Capture:
 
     def _attempt(self) -> Callable[[Any], object] | None:
         """The call that is under way again, on other arguments."""
-        return partial(self._run, self.calls[-1].positional) if self.calls and not self.off else None
+        return (
+            partial(self._run, self.calls[-1].positional) if self.calls and not self.off else None
+        )
 
     @contextmanager
     def _not_listening(self) -> Iterator[None]:
@@ -121,7 +136,12 @@ class Capture:
 
     def raised(self, module: nn.Module, error: Exception) -> None:
         """The model has raised instead."""
-        if module.training and not self._deaf and torch.is_grad_enabled() and not _being_transformed():
+        if (
+            module.training
+            and not self._deaf
+            and torch.is_grad_enabled()
+            and not _being_transformed()
+        ):
             self._on_error(error, self._attempt())
 
     def returned(self, module: nn.Module, output: Any) -> None:
@@ -152,8 +172,12 @@ class Capture:
         self._shield.call(None, gradients.keep, index, gradient)
 
 
-def _received(capture: weakref.ref[Capture], gradients: OutputGradients, index: int, gradient: Tensor) -> None:
-    """Weak: whoever keeps a loss keeps its graph, and with it this hook, in C++ where no collector looks."""
+def _received(
+    capture: weakref.ref[Capture], gradients: OutputGradients, index: int, gradient: Tensor
+) -> None:
+    """Weak: whoever keeps a loss keeps its graph, and with it this hook, in C++ where no collector
+    looks.
+    """
     if (listening := capture()) is not None:
         listening.keep(gradients, index, gradient)
 

@@ -1,4 +1,6 @@
-"""What a watched loop lets slip: the root of every backward (the loss) and the norm its clipping takes."""
+"""What a watched loop lets slip: the root of every backward (the loss) and the norm its clipping
+takes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Overheard:
             value = value / scale if scale is not None else value
         self._at_start = self._gradient_marks()
         if self.losses and self._at_start != self._at_end:
-            self.losses = []  # their gradients have been dropped since, so they are part of no update
+            # their gradients have been dropped since, so they are part of no update
+            self.losses = []
         self.losses.append(MicroLoss(value, labels=self.labels))
         self._announce(value)
 
@@ -76,7 +79,9 @@ class Overheard:
             self._at_norm = self._gradient_marks()
 
     def norm(self) -> GradientNorm | None:
-        """The norm before clipping, unless the gradients were touched by anything but clipping since."""
+        """The norm before clipping, unless the gradients were touched by anything but clipping
+        since.
+        """
         if self._norm is None:
             return self._taken_norm() or self._scaled_norm()
         grown = [
@@ -86,7 +91,9 @@ class Overheard:
         return GradientNorm(self._norm, self._norm) if all(grown) else self._scaled_norm()
 
     def take_norm(self) -> Tensor | None:
-        """The norm now, for another optimizer of the same step; used again if nothing is written in between."""
+        """The norm now, for another optimizer of the same step; used again if nothing is written in
+        between.
+        """
         found = self.norm()
         if found is None:
             grads = [p.grad for p in self._context.parameters if p.grad is not None]

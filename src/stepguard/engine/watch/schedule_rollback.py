@@ -1,4 +1,6 @@
-"""A watched loop advances its schedule and its scaler whether or not the update was vetoed; this takes that back."""
+"""A watched loop advances its schedule and its scaler whether or not the update was vetoed; this
+takes that back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ class Hold:
         self._copy: ScheduleCopy | None = None
         self._seen: tuple[int, ...] | None = None
         self.every_step = True
-        """False for a schedule that moves once an epoch: it does not count updates and is left alone."""
+        """False for a schedule that moves once an epoch: it does not count updates and is left
+        alone.
+        """
         self.scaler = False
         """The scaler's next update must leave it as it is."""
         self._went_through = True
@@ -24,12 +28,15 @@ class Hold:
         context = self._context
         if context.scheduler is not None:
             self._copy = ScheduleCopy(context.scheduler, context.optimizer)
-            # where the scaler never called it: torch would warn of a schedule that moves before the first update
+            # where the scaler never called it: torch would warn of a schedule that moves before the
+            # first update
             context.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.scaler = context.scaling()
 
     def scaler_skipped(self) -> None:
-        """Careful loops leave their schedule where it is after that: nothing can be learned from it."""
+        """Careful loops leave their schedule where it is after that: nothing can be learned from
+        it.
+        """
         self._went_through = False
 
     def moved(self) -> bool:
@@ -38,7 +45,9 @@ class Hold:
         return scheduler is None or self._seen is None or position(scheduler) != self._seen
 
     def take_back(self, moved: bool | None = None) -> None:
-        """What the loop did after a vetoed update; after a committed one, learn from whether it `moved`."""
+        """What the loop did after a vetoed update; after a committed one, learn from whether it
+        `moved`.
+        """
         if self._copy is None and moved is not None and self._went_through:
             self.every_step = moved
         if self._copy is not None and self.every_step:

@@ -1,9 +1,11 @@
-"""Several optimizers that step from one backward pass take one decision: all of them update, or none does.
+"""Several optimizers that step from one backward pass take one decision: all of them update, or
+none does.
 
-Nobody says which optimizers belong together, so it is seen: two that step after the same backward, with none in
-between. From then on the first one to step tests the gradients of the others as well (one more number in its packet,
-and they use the norm again), a veto of one drops the updates of all, and their snapshots are taken at the same moments,
-so that a rewind takes all of them back. A GAN's two halves step from backward passes of their own and stay apart.
+Nobody says which optimizers belong together, so it is seen: two that step after the same backward,
+with none in between. From then on the first one to step tests the gradients of the others as well
+(one more number in its packet, and they use the norm again), a veto of one drops the updates of
+all, and their snapshots are taken at the same moments, so that a rewind takes all of them back. A
+GAN's two halves step from backward passes of their own and stay apart.
 """
 
 from __future__ import annotations
@@ -68,26 +70,38 @@ class Peers:
         if self.serial < 0:
             return []
         fresh = [] if self.partners or self.spent >= 0 else self._strangers()
-        waiting = [p for p in (*self.partners, *fresh) if p.serial == self.serial and p.spent != p.serial]
+        waiting = [
+            p for p in (*self.partners, *fresh) if p.serial == self.serial and p.spent != p.serial
+        ]
         return [p.watcher for p in waiting if p.watcher is not None and p.dropped != p.serial]
 
     def _strangers(self) -> list[Peers]:
         """Before the first update of all: others on the same model are presumed to belong to it."""
         known = [ref() for ref in _everybody]
-        return [p for p in known if p is not None and p is not self and p.root is self.root and p.spent < 0]
+        return [
+            p
+            for p in known
+            if p is not None and p is not self and p.root is self.root and p.spent < 0
+        ]
 
     def norm_of_others(self, due: list[Watching]) -> Tensor | None:
-        """Of those that will step from the same backward, and of those that have; still on the device."""
+        """Of those that will step from the same backward, and of those that have; still on the
+        device.
+        """
         norms = [watcher.heard.take_norm() for watcher in due]
         norms += [p.norm for p in self.partners if self.serial >= 0 and p.spent == self.serial]
         found = [norm for norm in norms if norm is not None]
         if len(found) < 2:
             return found[0] if found else None
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.float().to(found[0].device) for norm in found]))
+        total: Tensor = torch.linalg.vector_norm(
+            torch.stack([norm.float().to(found[0].device) for norm in found])
+        )
         return total
 
     def refused_before(self) -> bool:
-        """Was one that has stepped from the same backward refused for its gradients? Waits for the device."""
+        """Was one that has stepped from the same backward refused for its gradients? Waits for the
+        device.
+        """
         norms = [p.norm for p in self.partners if p.spent == self.serial and p.norm is not None]
         return any(not bool(torch.isfinite(norm)) for norm in norms)
 
@@ -141,14 +155,22 @@ class Following(Cadence):
 
 
 def follow(follower: Watching, leader: Watching) -> None:
-    """From now on both have snapshots of the same moments, and where one goes back the other goes with it."""
-    if isinstance(follower.recovery._cadence, Following) or isinstance(leader.recovery._cadence, Following):
+    """From now on both have snapshots of the same moments, and where one goes back the other goes
+    with it.
+    """
+    if isinstance(follower.recovery._cadence, Following) or isinstance(
+        leader.recovery._cadence, Following
+    ):
         return  # with a third one: both follow the first
     cadence = Following(leader)
     follower.recovery._cadence = cadence
     follower.recovery.ring.drop(lambda _: True)  # of moments that the leader has no snapshot of
-    leader.recovery.after_rewind.append(_Along(leader, follower, lambda step: cadence.together.get(step)))
-    follower.recovery.after_rewind.append(_Along(follower, leader, lambda step: _key(cadence.together, step)))
+    leader.recovery.after_rewind.append(
+        _Along(leader, follower, lambda step: cadence.together.get(step))
+    )
+    follower.recovery.after_rewind.append(
+        _Along(follower, leader, lambda step: _key(cadence.together, step))
+    )
 
 
 class _Along:
@@ -162,19 +184,28 @@ class _Along:
 
     def __call__(self) -> None:
         mover, other, moving = self._mover(), self._other(), _Along.moving
-        if mover is None or other is None or id(other) in moving or mover.recovery.at(mover.context.step) is None:
+        if (
+            mover is None
+            or other is None
+            or id(other) in moving
+            or mover.recovery.at(mover.context.step) is None
+        ):
             return
         step = self._same(mover.context.step)
         snapshot = other.recovery.at(step) if step is not None else None
         if snapshot is None:
             name = type(other.context.optimizer).__name__
-            other.recovery.say("rewind", f"{name} has no snapshot of the same moment: its state stays as it is")
+            other.recovery.say(
+                "rewind", f"{name} has no snapshot of the same moment: its state stays as it is"
+            )
             return
         first = not moving
         moving |= {id(mover), id(other)}
         try:
             other.recovery.put_back(snapshot)
-            other.peers.counts = False  # the update it is about to drop belongs to the time that is gone
+            other.peers.counts = (
+                False  # the update it is about to drop belongs to the time that is gone
+            )
         finally:
             if first:
                 moving.clear()

@@ -1,4 +1,6 @@
-"""Loggers: one file a backend, each a Sink to give to `GuardConfig(sinks=...)`. `Sink` is the base for your own."""
+"""Loggers: one file a backend, each a Sink to give to `GuardConfig(sinks=...)`. `Sink` is the base
+for your own.
+"""
 
 from stepguard.records.sink import Sink
 

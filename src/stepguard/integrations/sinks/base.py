@@ -16,15 +16,21 @@ class ScalarSink(Sink):
     """Sends every step, or every few, as named numbers; a bad or skipped one always."""
 
     keeps_nonfinite = False
-    """Can the backend store NaN and Inf as they are? Otherwise they are left out, and `nonfinite` says so."""
+    """Can the backend store NaN and Inf as they are? Otherwise they are left out, and `nonfinite`
+    says so.
+    """
 
     def __init__(self, *, every: int = 1) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"{type(self).__name__}: every={every!r} must be a whole number of at least 1.")
+            raise ConfigError(
+                f"{type(self).__name__}: every={every!r} must be a whole number of at least 1."
+            )
         self.every = every
         self._incidents = 0
         self._held: tuple[int, dict[str, float]] | None = None
-        """A step that did not go through: its incident is told after it, and is to be counted in it."""
+        """A step that did not go through: its incident is told after it, and is to be counted in
+        it.
+        """
 
     def step(self, reading: Reading, committed: bool) -> None:
         self._send_held()
@@ -66,4 +72,6 @@ def backend(module: str, extra: str, sink: str) -> Any:
     try:
         return import_module(module)
     except ImportError as missing:
-        raise ConfigError(f"{sink} needs {missing.name or module}: pip install 'stepguard[{extra}]'.") from missing
+        raise ConfigError(
+            f"{sink} needs {missing.name or module}: pip install 'stepguard[{extra}]'."
+        ) from missing

@@ -11,13 +11,17 @@ from stepguard.report.scalars import INCIDENTS
 
 
 class OpenTelemetrySink(ScalarSink):
-    """Gauges and a counter of one meter. `meter_provider` is by default the process's own; exporting stays yours."""
+    """Gauges and a counter of one meter. `meter_provider` is by default the process's own;
+    exporting stays yours.
+    """
 
     def __init__(self, meter_provider: Any | None = None, *, every: int = 1) -> None:
         super().__init__(every=every)
         module = backend("opentelemetry.metrics", "otel", "OpenTelemetrySink")
         self._meter = module.get_meter("stepguard", meter_provider=meter_provider)
-        self._counter = self._meter.create_counter("stepguard.incidents", description="Bad steps so far")
+        self._counter = self._meter.create_counter(
+            "stepguard.incidents", description="Bad steps so far"
+        )
         self._gauges: dict[str, Any] = {}
 
     def send(self, values: dict[str, float], step: int) -> None:

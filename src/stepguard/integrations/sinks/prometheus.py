@@ -1,4 +1,6 @@
-"""Prometheus. A gauge holds NaN and Inf as they are; leaving one out would go on showing the last good value."""
+"""Prometheus. A gauge holds NaN and Inf as they are; leaving one out would go on showing the last
+good value.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class PrometheusSink(ScalarSink):
     def tell(self, incident: Incident) -> None:
         if self._counter is None:
             self._counter = self._module.Counter(
-                "stepguard_incidents", "Bad steps so far", ("kind", "code", "action"), registry=self._registry
+                "stepguard_incidents",
+                "Bad steps so far",
+                ("kind", "code", "action"),
+                registry=self._registry,
             )
         code = incident.findings[0].code if incident.findings else ""
         action = incident.decision.action if incident.decision is not None else ""
@@ -39,7 +44,9 @@ class PrometheusSink(ScalarSink):
     def _gauge(self, name: str) -> Any:
         plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)
         if plain not in self._gauges:
-            self._gauges[plain] = self._module.Gauge(plain, f"{name} of the last step", registry=self._registry)
+            self._gauges[plain] = self._module.Gauge(
+                plain, f"{name} of the last step", registry=self._registry
+            )
         return self._gauges[plain]
 
     def close(self) -> None:

@@ -17,11 +17,17 @@ class TensorBoardSink(ScalarSink):
     keeps_nonfinite = True
 
     def __init__(
-        self, log_dir: str | PathLike[str] | None = None, *, writer: Any | None = None, every: int = 1
+        self,
+        log_dir: str | PathLike[str] | None = None,
+        *,
+        writer: Any | None = None,
+        every: int = 1,
     ) -> None:
         super().__init__(every=every)
         if (log_dir is None) == (writer is None):
-            raise ConfigError("TensorBoardSink: give either log_dir=... or writer=SummaryWriter(...).")
+            raise ConfigError(
+                "TensorBoardSink: give either log_dir=... or writer=SummaryWriter(...)."
+            )
         self._module = backend("torch.utils.tensorboard", "tensorboard", "TensorBoardSink")
         self._folder, self._given = log_dir, writer
         self._own: Any | None = None

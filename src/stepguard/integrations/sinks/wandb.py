@@ -15,7 +15,9 @@ TITLE_LIMIT = 60
 
 
 class WandbSink(ScalarSink):
-    """Logs to `run`, or to the active `wandb.run`. The run stays yours: it is never started or finished here."""
+    """Logs to `run`, or to the active `wandb.run`. The run stays yours: it is never started or
+    finished here.
+    """
 
     def __init__(self, run: Any | None = None, *, every: int = 1) -> None:
         super().__init__(every=every)
@@ -27,9 +29,12 @@ class WandbSink(ScalarSink):
     def _run(self) -> Any:
         run = self._given if self._given is not None else self._module.run
         if run is None:
-            raise ConfigError("WandbSink found no active run: call wandb.init() first, or give WandbSink(run).")
+            raise ConfigError(
+                "WandbSink found no active run: call wandb.init() first, or give WandbSink(run)."
+            )
         if run is not self._prepared:
-            # an axis of its own: `step=` would fight with the steps that the user's own run.log calls count
+            # an axis of its own: `step=` would fight with the steps that the user's own run.log
+            # calls count
             run.define_metric(STEP, hidden=True)
             run.define_metric(f"{PREFIX}*", step_metric=STEP)
             self._prepared = run

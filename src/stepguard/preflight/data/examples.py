@@ -1,7 +1,7 @@
 """Examples by name from whatever the subject has: a dataset, a loader, a batch, a file or a folder.
 
-The program's generators are left alone by the caller; the loader's own ones are put back here. A map-style dataset is
-read by index, so its loader is not touched at all.
+The program's generators are left alone by the caller; the loader's own ones are put back here. A
+map-style dataset is read by index, so its loader is not touched at all.
 """
 
 from __future__ import annotations
@@ -82,7 +82,11 @@ def validation_of(subject: Subject) -> Source | None:
 
 
 def is_map(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, dict)
+    return (
+        hasattr(dataset, "__len__")
+        and hasattr(dataset, "__getitem__")
+        and not isinstance(dataset, dict)
+    )
 
 
 def from_dataset(dataset: Any, most: int | None) -> Source:
@@ -109,7 +113,8 @@ def from_path(path: Path, most: int | None) -> Source:
     found = find_files(path)
     if not found.files:
         raise ConfigError(
-            f"data {path} holds no file that can be read; known kinds are npy, npz, safetensors, csv, "
+            f"data {path} holds no file that can be read; known kinds are npy, npz, safetensors, "
+            f"csv, "
             "tsv, jsonl, parquet, png and jpg."
         )
     what = f"{'folder' if path.is_dir() else 'file'} {path.name}"
@@ -176,7 +181,11 @@ def first_batch(loader: Any) -> Any:
 def kept_generators(loader: Any) -> Iterator[None]:
     owners = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
-    kept = [(generator, generator.get_state()) for generator in found if isinstance(generator, torch.Generator)]
+    kept = [
+        (generator, generator.get_state())
+        for generator in found
+        if isinstance(generator, torch.Generator)
+    ]
     try:
         yield
     finally:
@@ -187,7 +196,11 @@ def kept_generators(loader: Any) -> Iterator[None]:
 def _rows(batch: Any, name: str) -> Iterator[Example]:
     """A collated batch row by row, as far as its tensors share the first dimension."""
     parts = (
-        dict(batch) if hasattr(batch, "items") else dict(enumerate(batch)) if isinstance(batch, list | tuple) else {}
+        dict(batch)
+        if hasattr(batch, "items")
+        else dict(enumerate(batch))
+        if isinstance(batch, list | tuple)
+        else {}
     )
     if not parts and isinstance(batch, Tensor):
         parts = {"": batch}

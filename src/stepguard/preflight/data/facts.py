@@ -1,4 +1,6 @@
-"""Everything one pass over the data tells: counts, and the names of the first examples of each kind."""
+"""Everything one pass over the data tells: counts, and the names of the first examples of each
+kind.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def gather(source: Source, labels: LabelFacts, progress: Progress | None = None)
         try:
             _take(facts, example)
         except (TypeError, ValueError, RuntimeError, OverflowError) as fault:
-            facts.unreadable.add(f"{example.name} ({type(fault).__name__}: {' '.join(str(fault).split())[:100]})")
+            facts.unreadable.add(
+                f"{example.name} ({type(fault).__name__}: {' '.join(str(fault).split())[:100]})"
+            )
     facts.remarks = source.remarks
     return facts
 
@@ -143,7 +147,10 @@ def _bad_place(name: str, key: str, tensor: Tensor) -> str:
     kind = "NaN" if math.isnan(value) else "Inf"
     if tensor.numel() == 1:
         return f"{name}{_of(key)} is {kind}"
-    return f"{name}{_of(key)}: {kind} at {list(first)}, {int(bad.sum()):,} of {tensor.numel():,} values"
+    return (
+        f"{name}{_of(key)}: {kind} at {list(first)}, {int(bad.sum()):,} of {tensor.numel():,} "
+        f"values"
+    )
 
 
 def _of(key: str) -> str:
@@ -157,7 +164,11 @@ def _fingerprint(facts: DataFacts, example: Example, tensors: dict[str, Tensor])
         if key.lower() not in _IDENTITIES:
             tensor = tensors[key].contiguous()
             digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+            digest.update(
+                tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+                if tensor.numel()
+                else b""
+            )
     if hasattr(example.values, "items"):
         for key, value in sorted(example.values.items(), key=lambda pair: str(pair[0])):
             if isinstance(value, str) and str(key).lower() not in _IDENTITIES:
@@ -167,7 +178,9 @@ def _fingerprint(facts: DataFacts, example: Example, tensors: dict[str, Tensor])
         facts.duplicates.add(f"{example.name} = {first}")
 
 
-_IDENTITIES = frozenset({"id", "idx", "uid", "index", "name", "file", "file_name", "filename", "path"})
+_IDENTITIES = frozenset(
+    {"id", "idx", "uid", "index", "name", "file", "file_name", "filename", "path"}
+)
 
 
 def overlap(first: DataFacts, second: DataFacts) -> Named:

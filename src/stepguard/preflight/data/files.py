@@ -46,7 +46,9 @@ def find_files(path: Path) -> Found:
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
-    """The examples of one file. Raises whatever its reader raises on damage, and Skipped without the library."""
+    """The examples of one file. Raises whatever its reader raises on damage, and Skipped without
+    the library.
+    """
     return READERS[file.suffix.lower()](file, name)
 
 
@@ -60,7 +62,14 @@ def _npz(file: Path, name: str) -> Iterator[Row]:
     import numpy
 
     with numpy.load(file, allow_pickle=False) as arrays:
-        yield name, {key: torch.from_numpy(_numeric(arrays[key])) for key in arrays.files if _is_number(arrays[key])}
+        yield (
+            name,
+            {
+                key: torch.from_numpy(_numeric(arrays[key]))
+                for key in arrays.files
+                if _is_number(arrays[key])
+            },
+        )
 
 
 def _is_number(array: Any) -> bool:
@@ -90,7 +99,10 @@ def _csv(file: Path, name: str) -> Iterator[Row]:
         for number, cells in enumerate(lines, start=2):
             if cells and len(cells) != len(header):
                 raise ValueError(f"line {number} has {len(cells)} cells, the header {len(header)}")
-            yield f"{name}:{number}", {key: _cell(cell) for key, cell in zip(header, cells, strict=False)}
+            yield (
+                f"{name}:{number}",
+                {key: _cell(cell) for key, cell in zip(header, cells, strict=False)},
+            )
 
 
 def _cell(text: str) -> Any:
@@ -133,7 +145,9 @@ def _library(module: str, package: str, file: Path) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise Skipped(f"{file.suffix} files need {package}: pip install {package.lower()}") from None
+        raise Skipped(
+            f"{file.suffix} files need {package}: pip install {package.lower()}"
+        ) from None
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {

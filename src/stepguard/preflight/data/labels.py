@@ -1,4 +1,6 @@
-"""Statistics of targets and lengths: examples without a label, classes out of range, texts cut at the end."""
+"""Statistics of targets and lengths: examples without a label, classes out of range, texts cut at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class LabelFacts:
         if self.high is None or high > self.high[0]:
             self.high = high, name
 
-    def _lengths(self, name: str, labels: Tensor, tensors: dict[str, Tensor], supervised: bool) -> None:
+    def _lengths(
+        self, name: str, labels: Tensor, tensors: dict[str, Tensor], supervised: bool
+    ) -> None:
         tokens = next((tensors[key].reshape(-1) for key in TOKEN_KEYS if key in tensors), None)
         attended = tensors.get("attention_mask")
         length, end = _extent(labels, attended)
@@ -80,12 +84,18 @@ class LabelFacts:
             self.empty.append(name)
             self.empty_lengths.append(length)
         elif labels.numel() > 1 and int(labels[end]) != self.ignore_index:
-            last = int(tokens[end]) if tokens is not None and tokens.numel() == labels.numel() else None
+            last = (
+                int(tokens[end])
+                if tokens is not None and tokens.numel() == labels.numel()
+                else None
+            )
             self.cuts.append(Cut(name, length, last))
 
 
 def _extent(labels: Tensor, attended: Tensor | None) -> tuple[int, int]:
-    """How many tokens are no padding, and where the last of them is; padding may stand on either side."""
+    """How many tokens are no padding, and where the last of them is; padding may stand on either
+    side.
+    """
     if attended is None or attended.numel() != labels.numel() or not bool(attended.any()):
         return labels.numel(), -1
     return int((attended != 0).sum()), int(attended.reshape(-1).nonzero().max())

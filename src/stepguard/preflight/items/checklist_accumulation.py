@@ -19,16 +19,29 @@ def _look(seen: Inspection) -> Seen:
         return warned(f"{setting} is read by nothing", fix="Use it in the loop, or remove it.")
     value = int(steps if steps is not None else real or 1)
     size = seen.number("batch_size")
-    batch = f", effective batch {value * int(size)} = {value} x {int(size)} on each rank" if size else ""
+    batch = (
+        f", effective batch {value * int(size)} = {value} x {int(size)} on each rank"
+        if size
+        else ""
+    )
     if value == 1:
         raise Pointless(f"accumulation is 1{batch}")
     inside = "within" if USUAL[0] <= value <= USUAL[1] else "outside"
-    return passed(f"{value} micro-batches a step, {inside} the usual 2 to 4{batch}; it enlarges the batch, not memory")
+    return passed(
+        f"{value} micro-batches a step, {inside} the usual 2 to 4{batch}; it enlarges the batch, "
+        f"not memory"
+    )
 
 
 def _nowhere(seen: Inspection, key: str) -> bool:
     tracked = seen.place.tracked
-    return tracked is not None and key in unread(tracked) and key.rpartition(".")[2] not in seen.project.mentions
+    return (
+        tracked is not None
+        and key in unread(tracked)
+        and key.rpartition(".")[2] not in seen.project.mentions
+    )
 
 
-ITEM = Item(id="checklist.accumulation", title="gradient accumulation (2 to 4) is in effect", look=_look)
+ITEM = Item(
+    id="checklist.accumulation", title="gradient accumulation (2 to 4) is in effect", look=_look
+)

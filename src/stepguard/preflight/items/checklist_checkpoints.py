@@ -22,12 +22,19 @@ def _look(seen: Inspection) -> Seen:
     if every is None or every <= 0:
         if seen.subject.config is None and seen.subject.guard is None:
             raise Missing("give --config FILE, or return `guard`")
-        return warned("no interval between checkpoints is configured", fix=f"checkpoint_every={MOST} or less.")
+        return warned(
+            "no interval between checkpoints is configured", fix=f"checkpoint_every={MOST} or less."
+        )
     steps = seen.steps
     run = f" of {steps:,}" if steps else ""
     if every <= MOST and not (steps and every > steps):
         return passed(f"{said}: a crash costs at most {int(every):,} steps{run}")
-    return warned(f"{said}: a crash costs up to {int(every):,} steps{run}", fix=f"checkpoint_every={MOST} or less.")
+    return warned(
+        f"{said}: a crash costs up to {int(every):,} steps{run}",
+        fix=f"checkpoint_every={MOST} or less.",
+    )
 
 
-ITEM = Item(id="checklist.checkpoints", title="checkpoints every 1000 steps or more often", look=_look)
+ITEM = Item(
+    id="checklist.checkpoints", title="checkpoints every 1000 steps or more often", look=_look
+)

@@ -24,14 +24,20 @@ def _look(seen: Inspection) -> Seen:
         if seen.subject.config is None and seen.subject.guard is None:
             raise Missing("give --config FILE, or return `guard`")
         return warned(
-            "no clipping norm is configured", fix="GuardConfig(clip_norm=1.0), or clip_grad_norm_ in the loop."
+            "no clipping norm is configured",
+            fix="GuardConfig(clip_norm=1.0), or clip_grad_norm_ in the loop.",
         )
     if value <= LIMIT:
         return passed(said)
     name = type(seen.subject.optimizer).__name__ if seen.subject.optimizer is not None else ""
     if "adam" in name.lower():
-        return passed(f"{said}; above 0.5, but {name}'s update does not depend on the gradient's scale")
-    return warned(f"{said} with {name or 'an unknown optimizer'}", fix="0.5, or a threshold from the run's own norms.")
+        return passed(
+            f"{said}; above 0.5, but {name}'s update does not depend on the gradient's scale"
+        )
+    return warned(
+        f"{said} with {name or 'an unknown optimizer'}",
+        fix="0.5, or a threshold from the run's own norms.",
+    )
 
 
 ITEM = Item(id="checklist.clip", title="gradients are clipped (0.5 or lower)", look=_look)

@@ -18,8 +18,14 @@ def _look(seen: Inspection) -> Seen:
         raise Pointless("the step divides by nothing")
     least, dtype, source = live.divisor.least, live.divisor.dtype, live.divisor.source
     lost = tuple(f"the eps {what} has no effect at {place}" for place, what in live.lost.items())
-    said = f"{count(live.divisions, 'division')}, smallest divisor {least:.3g} ({dtype}, {source or 'torch'})"
-    fix = "Select before dividing, or clamp the divisor: x / y.clamp_min(1e-6); an eps below the dtype's step is lost."
+    said = (
+        f"{count(live.divisions, 'division')}, smallest divisor {least:.3g} ({dtype}, "
+        f"{source or 'torch'})"
+    )
+    fix = (
+        "Select before dividing, or clamp the divisor: x / y.clamp_min(1e-6); an eps below the "
+        "dtype's step is lost."
+    )
     if least == 0:
         return failed(said, *lost, fix=fix)
     if least < SMALL and dtype in FORMATS:

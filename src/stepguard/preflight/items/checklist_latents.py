@@ -19,9 +19,12 @@ def _look(seen: Inspection) -> Seen:
         return passed(said)
     return warned(
         said,
-        fix="Standardise the data once (subtract its mean, divide by its deviation); normalising each vector inside "
+        fix="Standardise the data once (subtract its mean, divide by its deviation); normalising "
+        "each vector inside "
         "the loss loses the scale.",
     )
 
 
-ITEM = Item(id="checklist.latents", title="latents are normalised before the squared error", look=_look)
+ITEM = Item(
+    id="checklist.latents", title="latents are normalised before the squared error", look=_look
+)

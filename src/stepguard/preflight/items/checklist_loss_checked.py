@@ -32,9 +32,18 @@ def _look(seen: Inspection) -> Seen:
     if found and found[0][0] == "isfinite":
         return passed(f"isfinite at {found[0][1]}")
     said = [f"{name} at {place}" for name, place in found]
-    why = f"only {', '.join(said)}: an infinite loss passes isnan" if said else "nothing tests the loss"
+    why = (
+        f"only {', '.join(said)}: an infinite loss passes isnan"
+        if said
+        else "nothing tests the loss"
+    )
     files = f"{seen.project.files} source files"
-    return warned(f"{why} in {files}", fix="guard = stepguard.watch(model, optimizer), one line before the loop.")
+    return warned(
+        f"{why} in {files}",
+        fix="guard = stepguard.watch(model, optimizer), one line before the loop.",
+    )
 
 
-ITEM = Item(id="checklist.loss_checked", title="the loss is validated before the update", look=_look)
+ITEM = Item(
+    id="checklist.loss_checked", title="the loss is validated before the update", look=_look
+)

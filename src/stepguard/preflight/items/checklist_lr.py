@@ -1,4 +1,6 @@
-"""`checklist.lr`: the report's first point, a learning rate of at most 5e-5, for models of the size it speaks of."""
+"""`checklist.lr`: the report's first point, a learning rate of at most 5e-5, for models of the size
+it speaks of.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from stepguard.preflight.schedule import peak_rates
 
 LIMIT = 5e-5
 LARGE = 100_000_000
-"""Parameters. The point comes from a model of 892 million; small ones take rates a hundred times higher."""
+"""Parameters. The point comes from a model of 892 million; small ones take rates a hundred times
+higher.
+"""
 
 
 def _look(seen: Inspection) -> Seen:
@@ -21,10 +25,14 @@ def _look(seen: Inspection) -> Seen:
     if rate <= LIMIT * 1.001:
         return passed(f"lr {rate:.3g} with {size:,} parameters")
     if size < LARGE:
-        raise Pointless(f"lr {rate:.3g} is above 5e-5, which is meant for models above {LARGE:,}; this has {size:,}")
+        raise Pointless(
+            f"lr {rate:.3g} is above 5e-5, which is meant for models above {LARGE:,}; this has "
+            f"{size:,}"
+        )
     return warned(
         f"lr {rate:.3g} with {size:,} parameters",
-        fix="Start at 5e-5 or with a longer warmup, and raise it while the gradient norm stays calm.",
+        fix="Start at 5e-5 or with a longer warmup, and raise it while the gradient norm stays "
+        "calm.",
     )
 
 

@@ -21,14 +21,23 @@ def _look(seen: Inspection) -> Seen:
         raise Pointless(f"{type(seen.optimizer).__name__} has no second moment that has to settle")
     total = seen.steps
     wanted = min(STEPS, SHARE * total) if total else STEPS
-    fix = f"Warm up over {wanted:.0f} steps or more: LinearLR before the schedule, or OneCycleLR(pct_start=...)."
+    fix = (
+        f"Warm up over {wanted:.0f} steps or more: LinearLR before the schedule, or "
+        f"OneCycleLR(pct_start=...)."
+    )
     if "metrics" in inspect.signature(getattr(seen.subject.scheduler, "step", len)).parameters:
-        raise Pointless(f"{type(seen.subject.scheduler).__name__} follows a metric and knows no warmup")
+        raise Pointless(
+            f"{type(seen.subject.scheduler).__name__} follows a metric and knows no warmup"
+        )
     try:
         course = seen.course
     except Missing:
         setting = seen.setting("warmup")
-        configured = f"{setting} is configured but there is no scheduler" if setting else "there is no scheduler"
+        configured = (
+            f"{setting} is configured but there is no scheduler"
+            if setting
+            else "there is no scheduler"
+        )
         return warned(f"{configured}: the first step takes the full rate", fix=fix)
     warm = course.peak_step if course.first < 0.5 * course.peak else 0
     said = f"{warm:,} steps from {course.first:.3g} to {course.peak:.3g}"

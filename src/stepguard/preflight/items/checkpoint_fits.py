@@ -13,19 +13,33 @@ def _look(seen: Inspection) -> Seen:
     stored = seen.stored
     if not stored.shapes:
         raise Pointless(
-            f"{stored.path.name} holds no model state that can be read ({some(stored.unread, 1) or 'empty'})"
+            f"{stored.path.name} holds no model state that can be read "
+            f"({some(stored.unread, 1) or 'empty'})"
         )
-    wanted = {name: tuple(tensor.shape) for name, tensor in seen.model.state_dict().items() if hasattr(tensor, "shape")}
+    wanted = {
+        name: tuple(tensor.shape)
+        for name, tensor in seen.model.state_dict().items()
+        if hasattr(tensor, "shape")
+    }
     had = {_bare(name): shape for name, shape in stored.shapes.items()}
     wanted = {_bare(name): shape for name, shape in wanted.items()}
     missing, extra = sorted(wanted.keys() - had.keys()), sorted(had.keys() - wanted.keys())
     other = sorted(name for name in wanted.keys() & had.keys() if wanted[name] != had[name])
     said = [f"missing: {some(missing)}"] if missing else []
     said += [f"not in the model: {some(extra)}"] if extra else []
-    said += [f"{some([f'{name} {had[name]} for {wanted[name]}' for name in other], 2)}: other shape"] if other else []
+    said += (
+        [f"{some([f'{name} {had[name]} for {wanted[name]}' for name in other], 2)}: other shape"]
+        if other
+        else []
+    )
     if said:
-        return failed(*said, fix="Build the model with the settings of the checkpoint; strict=False hides this.")
-    return passed(f"{count(len(wanted), 'tensor')} of {stored.path.name} match the model in name and shape")
+        return failed(
+            *said,
+            fix="Build the model with the settings of the checkpoint; strict=False hides this.",
+        )
+    return passed(
+        f"{count(len(wanted), 'tensor')} of {stored.path.name} match the model in name and shape"
+    )
 
 
 def _bare(name: str) -> str:

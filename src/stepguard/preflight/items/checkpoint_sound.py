@@ -13,7 +13,8 @@ def _look(seen: Inspection) -> Seen:
     said = f"{found.format}: {count(found.tensors, 'tensor')}, {gigabytes(found.bytes)}"
     if found.errors:
         return failed(
-            f"{said}; {count(len(found.errors), 'problem')}: {some([str(problem) for problem in found.errors], 2)}",
+            f"{said}; {count(len(found.errors), 'problem')}: "
+            f"{some([str(problem) for problem in found.errors], 2)}",
             fix=f"Do not resume from it; stepguard verify {given} lists everything.",
         )
     if found.warnings:

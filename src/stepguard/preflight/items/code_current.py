@@ -1,4 +1,6 @@
-"""`code.current`: which code, versions and operations would run, against those the checkpoint was made with."""
+"""`code.current`: which code, versions and operations would run, against those the checkpoint was
+made with.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from stepguard.preflight.item import Item
 
 
 def _look(seen: Inspection) -> Seen:
-    now = {"python": platform.python_version(), "torch": str(torch.__version__), "stepguard": __version__}
+    now = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "stepguard": __version__,
+    }
     said = [", ".join(f"{name} {version}" for name, version in now.items())]
     try:
         operations = ", ".join(f"{name} ({times})" for name, times in sorted(seen.live.ops.items()))
@@ -24,9 +30,16 @@ def _look(seen: Inspection) -> Seen:
         then = seen.stored.versions
     except Missing:
         then = {}
-    other = [f"{name} {then[name]} -> {now[name]}" for name in now if name in then and str(then[name]) != now[name]]
+    other = [
+        f"{name} {then[name]} -> {now[name]}"
+        for name in now
+        if name in then and str(then[name]) != now[name]
+    ]
     if other:
-        fix = "Resume with the versions of the checkpoint, or start with a short comparison of the loss."
+        fix = (
+            "Resume with the versions of the checkpoint, or start with a short comparison of the "
+            "loss."
+        )
         return warned(*said, f"since the checkpoint: {', '.join(other)}", fix=fix)
     return passed(*said)
 

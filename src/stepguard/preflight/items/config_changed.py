@@ -9,7 +9,15 @@ from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.settings.keys import as_number, flat
 
-OUTSIDE = ("output_dir", "run_dir", "logging_dir", "resume", "resume_from_checkpoint", "checkpoint", "run_name")
+OUTSIDE = (
+    "output_dir",
+    "run_dir",
+    "logging_dir",
+    "resume",
+    "resume_from_checkpoint",
+    "checkpoint",
+    "run_name",
+)
 """Keys that differ between any two starts of one run."""
 
 
@@ -30,7 +38,11 @@ def _look(seen: Inspection) -> Seen:
     said += [f"new: {some(added)}"] if added else []
     if not said:
         return passed(f"{len(new)} values equal those stored in {stored.path.name}")
-    return warned(*said, fix="Make sure that each change is meant, and that loading the checkpoint does not undo it.")
+    return warned(
+        *said,
+        fix="Make sure that each change is meant, and that loading the checkpoint does not undo "
+        "it.",
+    )
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -9,13 +9,27 @@ from stepguard.preflight.settings.keys import flat, spells_number
 
 SWITCHES = ("true", "false")
 """Only these: a `no` in quotes is often the name of a strategy."""
-TEXTS = ("mixed_precision", "precision", "save_strategy", "eval_strategy", "version", "id", "name", "seed_name", "tag")
+TEXTS = (
+    "mixed_precision",
+    "precision",
+    "save_strategy",
+    "eval_strategy",
+    "version",
+    "id",
+    "name",
+    "seed_name",
+    "tag",
+)
 """Last parts of keys that are texts by right: `mixed_precision: "no"`, `precision: "16"`."""
 
 
 def _look(seen: Inspection) -> Seen:
     leaves = list(flat(seen.needed_config()))
-    texts = [leaf for leaf in leaves if isinstance(leaf.value, str) and leaf.key.rpartition(".")[2] not in TEXTS]
+    texts = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf.value, str) and leaf.key.rpartition(".")[2] not in TEXTS
+    ]
     numbers = [leaf for leaf in texts if spells_number(leaf.value)]
     switches = [leaf for leaf in texts if leaf.value.strip().lower() in SWITCHES]
     if not numbers and not switches:

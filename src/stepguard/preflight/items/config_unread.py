@@ -10,7 +10,9 @@ from stepguard.preflight.tracking import plain, unread
 
 
 def _look(seen: Inspection) -> Seen:
-    """Read by the program while it was built and run once, or named somewhere in its source (a training loop)."""
+    """Read by the program while it was built and run once, or named somewhere in its source (a
+    training loop).
+    """
     tracked = seen.place.tracked
     if tracked is None:
         raise Missing(seen.place.why_untracked)
@@ -20,9 +22,13 @@ def _look(seen: Inspection) -> Seen:
     nowhere = [key for key in left if key.rpartition(".")[2] not in mentions]
     elsewhere = len(left) - len(nowhere)
     if not nowhere:
-        return passed(f"{total - len(left)} of {total} keys were read, {elsewhere} are named elsewhere in the source")
+        return passed(
+            f"{total - len(left)} of {total} keys were read, {elsewhere} are named elsewhere in "
+            f"the source"
+        )
     return warned(
-        f"{count(len(nowhere), 'key')} of {total} not read, nor named in {count(seen.project.files, 'source file')}: "
+        f"{count(len(nowhere), 'key')} of {total} not read, nor named in "
+        f"{count(seen.project.files, 'source file')}: "
         f"{some(nowhere, 8)}",
         fix="Remove them, or correct their names: changing them has no effect.",
     )

@@ -10,11 +10,21 @@ from stepguard.preflight.item import Item
 from stepguard.preflight.settings.keys import Setting, as_number, flat, last_part, names
 
 POSITIVE = names(
-    "lr learning_rate max_lr peak_lr base_lr batch_size train_batch_size gradient_accumulation_steps eps adam_epsilon "
+    "lr learning_rate max_lr peak_lr base_lr batch_size train_batch_size "
+    "gradient_accumulation_steps eps adam_epsilon "
     "epochs num_epochs num_train_epochs hidden_size num_layers"
 )
 """Keys that must be above 0."""
-SHARES = ("beta1", "beta2", "adam_beta1", "adam_beta2", "dropout", "ema_decay", "momentum", "label_smoothing")
+SHARES = (
+    "beta1",
+    "beta2",
+    "adam_beta1",
+    "adam_beta2",
+    "dropout",
+    "ema_decay",
+    "momentum",
+    "label_smoothing",
+)
 """Keys that must lie in [0, 1]."""
 
 

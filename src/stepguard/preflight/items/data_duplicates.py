@@ -13,7 +13,8 @@ def _look(seen: Inspection) -> Seen:
         return passed(f"{data.scope}, all different")
     share = 100 * data.duplicates.number / data.seen
     return warned(
-        f"{count(data.duplicates.number, 'repeated example')} ({share:.3g} %): {some(data.duplicates.names)}",
+        f"{count(data.duplicates.number, 'repeated example')} ({share:.3g} %): "
+        f"{some(data.duplicates.names)}",
         fix="Remove the repetitions, or weight them on purpose.",
     )
 

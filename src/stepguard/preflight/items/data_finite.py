@@ -13,7 +13,8 @@ def _look(seen: Inspection) -> Seen:
         return passed(f"no NaN and no Inf in {data.scope}", *data.remarks)
     return failed(
         f"{count(data.nonfinite.number, 'place')} in {data.scope}: {some(data.nonfinite.names)}",
-        fix="Repair or leave out these examples; clean before the model, never after (0 * NaN is NaN).",
+        fix="Repair or leave out these examples; clean before the model, never after (0 * NaN is "
+        "NaN).",
     )
 
 

@@ -13,11 +13,15 @@ def _look(seen: Inspection) -> Seen:
     shared = overlap(seen.data, validation)
     if shared.number:
         return failed(
-            f"{count(shared.number, 'example')} of {validation.seen:,} in the validation data are training examples: "
+            f"{count(shared.number, 'example')} of {validation.seen:,} in the validation data are "
+            f"training examples: "
             f"{some(shared.names)}",
             fix="Split before augmenting, by source and not by row.",
         )
-    return passed(f"none of {validation.seen:,} validation examples is among {seen.data.seen:,} training examples")
+    return passed(
+        f"none of {validation.seen:,} validation examples is among {seen.data.seen:,} training "
+        f"examples"
+    )
 
 
 ITEM = Item(id="data.leak", title="training and validation data are disjoint", look=_look)

@@ -21,14 +21,19 @@ def _look(seen: Inspection) -> Seen:
         raise Pointless("the data has no real numbers")
     outside = _outside(seen)
     if outside:
-        return failed(*outside, fix="Correct the scaling of these examples, or the range that is declared.")
+        return failed(
+            *outside, fix="Correct the scaling of these examples, or the range that is declared."
+        )
     too_large = _beyond_dtype(seen, columns)
     if too_large:
         return failed(*too_large, fix="Scale the inputs, or run in bfloat16 or float32.")
     outliers = [sentence for key, column in columns.items() for sentence in _outliers(key, column)]
     if outliers:
         return warned(*outliers[:4], fix="Look at these examples: a wrong unit or a corrupt value.")
-    spans = [f"{key or 'values'} {column.low:.3g} to {column.high:.3g}" for key, column in columns.items()]
+    spans = [
+        f"{key or 'values'} {column.low:.3g} to {column.high:.3g}"
+        for key, column in columns.items()
+    ]
     return passed(some(spans))
 
 
@@ -41,7 +46,8 @@ def _outside(seen: Inspection) -> list[str]:
         elif column.numbers and (column.low < low or column.high > high):
             worst = max(column.largest, default=(0.0, "unknown"))
             said.append(
-                f"{key} spans {column.low:.4g} to {column.high:.4g}, allowed is {low:g} to {high:g}; "
+                f"{key} spans {column.low:.4g} to {column.high:.4g}, allowed is {low:g} to "
+                f"{high:g}; "
                 f"largest in {worst[1]}"
             )
     return said
@@ -56,7 +62,10 @@ def _beyond_dtype(seen: Inspection, columns: dict[str, Column]) -> list[str]:
     for key, column in columns.items():
         value, name = max(column.largest)
         if value > largest(dtype):
-            said.append(f"{key or 'value'} {value:.4g} in {name} is infinite in {dtype}, which the step runs in")
+            said.append(
+                f"{key or 'value'} {value:.4g} in {name} is infinite in {dtype}, which the step "
+                f"runs in"
+            )
     return said
 
 
@@ -64,7 +73,9 @@ def _outliers(key: str, column: Column) -> list[str]:
     if len(column.largest) < LEAST_EXAMPLES:
         return []
     usual = median(value for value, _ in column.largest)
-    far = sorted((pair for pair in column.largest if usual > 0 and pair[0] > OUTLIER * usual), reverse=True)
+    far = sorted(
+        (pair for pair in column.largest if usual > 0 and pair[0] > OUTLIER * usual), reverse=True
+    )
     if not far:
         return []
     names = some([f"{name} ({value:.4g})" for value, name in far], 3)

@@ -11,11 +11,14 @@ def _look(seen: Inspection) -> Seen:
     data = seen.data
     if data.unreadable.number:
         return failed(
-            f"{count(data.unreadable.number, 'example')} of {data.seen:,}: {some(data.unreadable.names, 3)}",
+            f"{count(data.unreadable.number, 'example')} of {data.seen:,}: "
+            f"{some(data.unreadable.names, 3)}",
             fix="Restore these files, or leave them out: the run dies when it comes to them.",
         )
     if not data.seen:
-        return failed(f"the {data.what} gave no example", fix="Give a dataset or path that holds some.")
+        return failed(
+            f"the {data.what} gave no example", fix="Give a dataset or path that holds some."
+        )
     return passed(f"{data.scope} can be read", *data.remarks)
 
 

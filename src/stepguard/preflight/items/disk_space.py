@@ -1,4 +1,6 @@
-"""`disk.space`: the checkpoints that will be kept fit on the disk, with one more while it is written."""
+"""`disk.space`: the checkpoints that will be kept fit on the disk, with one more while it is
+written.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ def _look(seen: Inspection) -> Seen:
     needed = one * (max(keep, 1) + 1)
     free = shutil.disk_usage(folder).free
     said = (
-        f"one checkpoint {gigabytes(one)} ({how}); {keep} kept and one being written need {gigabytes(needed)}",
+        f"one checkpoint {gigabytes(one)} ({how}); {keep} kept and one being written need "
+        f"{gigabytes(needed)}",
         f"{gigabytes(free)} free",
     )
-    fix = "Keep fewer checkpoints, write to another disk, or free space: a full disk ends a run while it saves."
+    fix = (
+        "Keep fewer checkpoints, write to another disk, or free space: a full disk ends a run "
+        "while it saves."
+    )
     if free < needed:
         return failed(*said, fix=fix)
     return warned(*said, fix=fix) if free < TIGHT * needed else passed(*said)

@@ -12,7 +12,11 @@ def labels_of(seen: Inspection) -> LabelFacts:
     """The statistics, for data that has integer targets."""
     labels = seen.data.labels
     if not labels.examples:
-        wanted = f"key {seen.subject.label_key!r}" if seen.subject.label_key else "key labels, label, target or y"
+        wanted = (
+            f"key {seen.subject.label_key!r}"
+            if seen.subject.label_key
+            else "key labels, label, target or y"
+        )
         raise Pointless(f"no integer targets under the {wanted}; --label-key names another")
     return labels
 
@@ -28,11 +32,15 @@ def _look(seen: Inspection) -> Seen:
     ]
     full = sum(length == labels.longest for length in labels.empty_lengths)
     if full and labels.shortest != labels.longest:
-        evidence.append(f"{full} of them fill the whole length of {labels.longest}: the prompt alone was too long")
+        evidence.append(
+            f"{full} of them fill the whole length of {labels.longest}: the prompt alone was too "
+            f"long"
+        )
     return failed(
         *evidence,
         share,
-        fix="Leave these examples out before batching, or cut the prompt and keep the answer (truncation_side='left'); "
+        fix="Leave these examples out before batching, or cut the prompt and keep the answer "
+        "(truncation_side='left'); "
         "see `stepguard explain SG102`.",
     )
 

@@ -16,7 +16,9 @@ def _look(seen: Inspection) -> Seen:
     spans = f"targets span {low} to {high}"
     fix = "Correct the labels, the number of classes, or the ignore_index."
     if low < 0:
-        return failed(f"{spans}: {low} in example {low_name} is no class and not the ignore_index", fix=fix)
+        return failed(
+            f"{spans}: {low} in example {low_name} is no class and not the ignore_index", fix=fix
+        )
     try:
         classes = seen.live.classes
     except Missing:
@@ -24,7 +26,9 @@ def _look(seen: Inspection) -> Seen:
     if classes is None:
         return passed(f"{spans}; the number of classes was not seen in a cross-entropy")
     if high >= classes:
-        return failed(f"{spans}, but the loss has {classes} classes: {high} in example {high_name}", fix=fix)
+        return failed(
+            f"{spans}, but the loss has {classes} classes: {high} in example {high_name}", fix=fix
+        )
     return passed(f"{spans}, the loss has {classes} classes")
 
 

@@ -16,12 +16,19 @@ def _look(seen: Inspection) -> Seen:
         raise Pointless("every token counts: packed text has no end that could be cut off")
     setting, eos = seen.number("max_length"), _eos(seen)
     if setting is None and labels.shortest == labels.longest:
-        raise Pointless(f"all examples are {labels.longest} long, and no max_length is configured to compare with")
+        raise Pointless(
+            f"all examples are {labels.longest} long, and no max_length is configured to compare "
+            f"with"
+        )
     limit = int(setting) if setting is not None else labels.longest
-    cut = [end for end in labels.cuts if end.length >= limit and (eos is None or end.last_token != eos)]
+    cut = [
+        end for end in labels.cuts if end.length >= limit and (eos is None or end.last_token != eos)
+    ]
     lengths = f"lengths {labels.shortest} to {labels.longest}, limit {limit}"
     if setting is None and eos is None:
-        lengths += " (the longest; name max_length and eos_token_id in the configuration to be exact)"
+        lengths += (
+            " (the longest; name max_length and eos_token_id in the configuration to be exact)"
+        )
         cut = cut if len(cut) > 1 else []
     if not cut:
         return passed(f"no answer ends at the limit; {lengths}")
@@ -30,7 +37,8 @@ def _look(seen: Inspection) -> Seen:
         f"{count(len(cut), 'answer')} of {labels.examples:,} run into the limit {end}: "
         f"{some([part.name for part in cut], 8)}",
         lengths,
-        fix="Raise the maximal length, or leave out what is longer: a cut answer teaches to stop nowhere.",
+        fix="Raise the maximal length, or leave out what is longer: a cut answer teaches to stop "
+        "nowhere.",
     )
 
 

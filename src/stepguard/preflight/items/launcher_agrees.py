@@ -1,4 +1,6 @@
-"""`launcher.agrees`: accumulation and process count of the launcher against configuration and framework object."""
+"""`launcher.agrees`: accumulation and process count of the launcher against configuration and
+framework object.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ def _look(seen: Inspection) -> Seen:
         raise Missing("give --launcher FILE, or start the check the way the run is started")
     said: list[str] = []
     bad: list[str] = []
-    accumulation, setting = launcher.number("gradient_accumulation_steps"), seen.setting("accumulation")
+    accumulation, setting = (
+        launcher.number("gradient_accumulation_steps"),
+        seen.setting("accumulation"),
+    )
     configured = seen.number("accumulation")
     if accumulation is not None and configured is not None:
         text = f"{launcher.said('gradient_accumulation_steps')}, configured {setting}"
@@ -24,7 +29,9 @@ def _look(seen: Inspection) -> Seen:
             text = f"{launcher.said(name)}, the object in the program has {real}"
             (said if asked == real else bad).append(text)
     if bad:
-        return failed(*bad, fix="Leave the value to one place, or set both alike; the program's own wins.")
+        return failed(
+            *bad, fix="Leave the value to one place, or set both alike; the program's own wins."
+        )
     shown = ", ".join(launcher.said(name) for name in launcher.values)
     return passed(*(said or [f"nothing contradicts {shown}"]))
 

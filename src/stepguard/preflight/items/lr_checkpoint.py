@@ -10,7 +10,8 @@ from stepguard.preflight.schedule import peak_rates
 from stepguard.records.verification import Rate
 
 FIX = (
-    "After load_state_dict set lr, initial_lr, max_lr and min_lr of every group and the scheduler's base_lrs to the "
+    "After load_state_dict set lr, initial_lr, max_lr and min_lr of every group and the "
+    "scheduler's base_lrs to the "
     "configured rate, or keep the old rate in the configuration."
 )
 
@@ -21,16 +22,22 @@ def _look(seen: Inspection) -> Seen:
     if not found.rates:
         raise Pointless(f"{name} holds neither optimizer nor scheduler state that can be read")
     wanted, said = _wanted(seen)
-    meant = [rates for rates in (_of_the_optimizer(found.rates), _of_the_schedule(found.rates)) if rates]
+    meant = [
+        rates for rates in (_of_the_optimizer(found.rates), _of_the_schedule(found.rates)) if rates
+    ]
     bad = [rates[0] for rates in meant if not any(same_rate(rate.value, wanted) for rate in rates)]
     if bad:
-        return failed(*(f"{name}: {rate.name}={rate.value:.3g} comes back, {said}" for rate in bad), fix=FIX)
+        return failed(
+            *(f"{name}: {rate.name}={rate.value:.3g} comes back, {said}" for rate in bad), fix=FIX
+        )
     shown = meant[0][0] if meant else found.rates[0]
     return passed(f"{name} holds {shown.name}={shown.value:.3g}, {said}")
 
 
 def _of_the_optimizer(rates: tuple[Rate, ...]) -> list[Rate]:
-    """OneCycleLR keeps its peak in the groups, other schedules their base; without a schedule it is the rate itself."""
+    """OneCycleLR keeps its peak in the groups, other schedules their base; without a schedule it is
+    the rate itself.
+    """
     for kind in ("max_lr", "initial_lr", "lr"):
         chosen = [rate for rate in rates if rate.kind == kind]
         if chosen:
@@ -40,7 +47,11 @@ def _of_the_optimizer(rates: tuple[Rate, ...]) -> list[Rate]:
 
 def _of_the_schedule(rates: tuple[Rate, ...]) -> list[Rate]:
     """The base that a LambdaLR and its like multiply; OneCycleLR's is its low start and never used."""
-    return [rate for rate in rates if rate.kind == "base_lr" and not any(r.kind == "max_lr" for r in rates)]
+    return [
+        rate
+        for rate in rates
+        if rate.kind == "base_lr" and not any(r.kind == "max_lr" for r in rates)
+    ]
 
 
 def _wanted(seen: Inspection) -> tuple[float, str]:
@@ -52,4 +63,8 @@ def _wanted(seen: Inspection) -> tuple[float, str]:
     return rate, f"configured is {said}"
 
 
-ITEM = Item(id="lr.checkpoint", title="loading the checkpoint keeps the configured learning rate", look=_look)
+ITEM = Item(
+    id="lr.checkpoint",
+    title="loading the checkpoint keeps the configured learning rate",
+    look=_look,
+)

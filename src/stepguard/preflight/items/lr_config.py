@@ -21,7 +21,9 @@ def configured_rate(seen: Inspection) -> tuple[float, str]:
     if setting is not None and rate is not None:
         return rate, str(setting)
     if seen.around.facts.get("lr") is not None:
-        return float(seen.around.facts["lr"]), f"TrainingArguments.learning_rate={seen.around.facts['lr']:g}"
+        return float(
+            seen.around.facts["lr"]
+        ), f"TrainingArguments.learning_rate={seen.around.facts['lr']:g}"
     raise Missing("give --config FILE that names the learning rate")
 
 
@@ -29,12 +31,16 @@ def _look(seen: Inspection) -> Seen:
     wanted, said = configured_rate(seen)
     rates = peak_rates(seen.optimizer)
     shown = ", ".join(f"{rate:.3g}" for rate in rates[:4])
-    groups = f"{type(seen.optimizer).__name__} runs its {len(rates)} group{'s' if len(rates) > 1 else ''} up to {shown}"
+    groups = (
+        f"{type(seen.optimizer).__name__} runs its {len(rates)} "
+        f"group{'s' if len(rates) > 1 else ''} up to {shown}"
+    )
     if any(same_rate(rate, wanted) for rate in rates):
         return passed(f"{said}; {groups}")
     return failed(
         f"{said}, but {groups}",
-        fix="Pass the configured rate to the optimizer (and to OneCycleLR as max_lr); a literal in the code wins.",
+        fix="Pass the configured rate to the optimizer (and to OneCycleLR as max_lr); a literal in "
+        "the code wins.",
     )
 
 

@@ -14,7 +14,9 @@ from stepguard.state.buffers import keeps_statistics
 
 
 def _stored(seen: Inspection) -> Iterator[tuple[str, Tensor]]:
-    """A buffer that is no statistic may hold -inf or NaN on purpose (a mask, a sentinel), so it does not count."""
+    """A buffer that is no statistic may hold -inf or NaN on purpose (a mask, a sentinel), so it
+    does not count.
+    """
     for name, parameter in seen.model.named_parameters():
         yield f"param:{name}", parameter
     for prefix, module in seen.model.named_modules():
@@ -39,7 +41,8 @@ def _look(seen: Inspection) -> Seen:
     if bad:
         return failed(
             f"{count(len(bad), 'tensor')} of {total:,} not finite: {some(bad)}",
-            fix="Load the last good checkpoint; torch.empty without an initialisation looks like this as well.",
+            fix="Load the last good checkpoint; torch.empty without an initialisation looks like "
+            "this as well.",
         )
     return passed(f"{total:,} tensors of model and optimizer are finite")
 

@@ -1,4 +1,6 @@
-"""`norm.eps`: a norm layer fed with zeros gives finite values and a gradient that a few layers can bear."""
+"""`norm.eps`: a norm layer fed with zeros gives finite values and a gradient that a few layers can
+bear.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,23 @@ from stepguard.preflight.item import Item
 from stepguard.state.rng import capture_rng, restore_rng
 
 CHAIN = 4
-"""Norms in a row that dead inputs must survive: four RMSNorms with eps=1e-20 give an infinite float32 gradient."""
+"""Norms in a row that dead inputs must survive: four RMSNorms with eps=1e-20 give an infinite
+float32 gradient.
+"""
 EPSILONS = ("eps", "variance_epsilon", "epsilon")
 
 
 def _look(seen: Inspection) -> Seen:
-    norms = {name: module for name, module in seen.model.named_modules() if _epsilon(module) is not None}
+    norms = {
+        name: module for name, module in seen.model.named_modules() if _epsilon(module) is not None
+    }
     if not norms:
         raise Pointless("the model has no norm layer with an eps")
     kinds: dict[tuple[str, float, str], list[str]] = {}
     for name, module in norms.items():
-        kinds.setdefault((type(module).__name__, _epsilon(module) or 0.0, _dtype(module)), []).append(name)
+        kinds.setdefault(
+            (type(module).__name__, _epsilon(module) or 0.0, _dtype(module)), []
+        ).append(name)
     bad = []
     for (kind, eps, dtype), names in kinds.items():
         problem = _problem(norms[names[0]], eps, dtype)
@@ -34,7 +42,10 @@ def _look(seen: Inspection) -> Seen:
     if bad:
         return failed(*bad, fix="eps=1e-6 or above in float32 and bfloat16, 1e-5 in float16.")
     least = min(eps for _, eps, _ in kinds)
-    return passed(f"{count(len(norms), 'norm layer')}, smallest eps {least:g}; zeros pass them with finite gradients")
+    return passed(
+        f"{count(len(norms), 'norm layer')}, smallest eps {least:g}; zeros pass them with finite "
+        f"gradients"
+    )
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -58,14 +69,20 @@ def _problem(module: nn.Module, eps: float, dtype: str) -> str:
     if gain != gain or gain == float("inf"):
         return "a row of zeros gives NaN or an infinite gradient"
     if gain > max(1e7, largest(dtype) ** (1 / CHAIN)):
-        return f"a row of zeros multiplies the gradient by {gain:.3g}; {CHAIN} in a row leave {dtype}"
+        return (
+            f"a row of zeros multiplies the gradient by {gain:.3g}; {CHAIN} in a row leave {dtype}"
+        )
     return ""
 
 
 def _measured_gain(module: nn.Module) -> float | None:
-    """The largest gradient a copy passes back from an input of zeros; None when it cannot be called that way."""
+    """The largest gradient a copy passes back from an input of zeros; None when it cannot be called
+    that way.
+    """
     weight = getattr(module, "weight", None)
-    width = weight.numel() if isinstance(weight, torch.Tensor) else getattr(module, "num_features", 8)
+    width = (
+        weight.numel() if isinstance(weight, torch.Tensor) else getattr(module, "num_features", 8)
+    )
     dtype = weight.dtype if isinstance(weight, torch.Tensor) else torch.float32
     device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
     state = capture_rng()
@@ -78,7 +95,10 @@ def _measured_gain(module: nn.Module) -> float | None:
                     nn.init.ones_(alone.weight)
                 value = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
                 out = alone(value)
-                slope = torch.arange(out.numel(), dtype=out.dtype, device=device).reshape(out.shape) / out.numel()
+                slope = (
+                    torch.arange(out.numel(), dtype=out.dtype, device=device).reshape(out.shape)
+                    / out.numel()
+                )
                 (grad,) = torch.autograd.grad(out, value, 2 * slope - 1)
             return float(grad.abs().max()) if bool(torch.isfinite(out).all()) else float("nan")
         except (RuntimeError, ValueError, TypeError, AttributeError):

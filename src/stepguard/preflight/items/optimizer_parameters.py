@@ -15,7 +15,8 @@ def _look(seen: Inspection) -> Seen:
     own = {id(p) for p in named.values()}
     if not held & own:
         return failed(
-            f"none of the model's {count(len(named), 'parameter')} is in the optimizer ({len(held)} others are)",
+            f"none of the model's {count(len(named), 'parameter')} is in the optimizer "
+            f"({len(held)} others are)",
             fix="Build the optimizer from this model, after it was moved, wrapped or replaced.",
         )
     left_out = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
@@ -25,7 +26,11 @@ def _look(seen: Inspection) -> Seen:
             fix="Add them to a group, or set requires_grad=False so that the intent is visible.",
         )
     frozen = sum(not p.requires_grad for p in named.values())
-    return passed(f"{len(named) - frozen} trainable parameters are in the optimizer, {frozen} are frozen")
+    return passed(
+        f"{len(named) - frozen} trainable parameters are in the optimizer, {frozen} are frozen"
+    )
 
 
-ITEM = Item(id="optimizer.parameters", title="the optimizer holds the model's parameters", look=_look)
+ITEM = Item(
+    id="optimizer.parameters", title="the optimizer holds the model's parameters", look=_look
+)

@@ -17,7 +17,10 @@ ADAPTIVE = ("adam", "lion", "adagrad", "rmsprop", "rprop", "adafactor")
 
 def _look(seen: Inspection) -> Seen:
     optimizer = seen.optimizer
-    if not type(optimizer).__name__.lower().endswith(ADAPTIVE) and "adam" not in type(optimizer).__name__.lower():
+    if (
+        not type(optimizer).__name__.lower().endswith(ADAPTIVE)
+        and "adam" not in type(optimizer).__name__.lower()
+    ):
         raise Pointless(f"the step of {type(optimizer).__name__} is not known beforehand")
     weights = lost = 0
     dtypes: set[str] = set()
@@ -30,11 +33,15 @@ def _look(seen: Inspection) -> Seen:
                 lost += int((_half_a_step(parameter, FORMATS[name].bits) > rate).sum())
     if not weights:
         raise Pointless("the weights are kept in float32 or wider")
-    said = f"{lost:,} of {weights:,} weights in {', '.join(sorted(dtypes))} are spaced wider than twice the lr"
+    said = (
+        f"{lost:,} of {weights:,} weights in {', '.join(sorted(dtypes))} are spaced wider than "
+        f"twice the lr"
+    )
     if lost > MOST_LOST * weights:
         return warned(
             f"{said}: an update of lr leaves them as they are",
-            fix="Keep float32 master weights (autocast instead of a cast model), or round stochastically.",
+            fix="Keep float32 master weights (autocast instead of a cast model), or round "
+            "stochastically.",
         )
     return passed(f"{said}; {count(weights - lost, 'weight')} can move")
 
@@ -45,4 +52,6 @@ def _half_a_step(parameter: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - bits - 1)
 
 
-ITEM = Item(id="optimizer.stalled", title="updates of size lr survive the weights' dtype", look=_look)
+ITEM = Item(
+    id="optimizer.stalled", title="updates of size lr survive the weights' dtype", look=_look
+)

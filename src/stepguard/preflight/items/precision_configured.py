@@ -9,7 +9,9 @@ from stepguard.preflight.settings.precision import contradiction, wanted
 
 
 def asked(seen: Inspection) -> dict[str, str | None]:
-    """Every place that asks for a precision, in words -> dtype (None: mixed precision without a dtype)."""
+    """Every place that asks for a precision, in words -> dtype (None: mixed precision without a
+    dtype).
+    """
     found: dict[str, str | None] = {}
     from_config = wanted(seen.config)
     if from_config is not None:
@@ -28,14 +30,22 @@ def _look(seen: Inspection) -> Seen:
         return failed(inside, fix="Keep one of the two settings.")
     if not places:
         raise Missing("give --config FILE or --launcher FILE that names a precision")
-    said = tuple(f"{place} asks for {dtype or 'mixed precision without a dtype'}" for place, dtype in places.items())
+    said = tuple(
+        f"{place} asks for {dtype or 'mixed precision without a dtype'}"
+        for place, dtype in places.items()
+    )
     named = {dtype for dtype in places.values() if dtype is not None}
     if len(named) > 1 or seen.launcher.conflicts:
-        winner = "the code, which wins over the launcher silently" if seen.around.dtype else "one of them, silently"
+        winner = (
+            "the code, which wins over the launcher silently"
+            if seen.around.dtype
+            else "one of them, silently"
+        )
         return failed(
             *said,
             *seen.launcher.conflicts,
-            fix=f"Name one precision in one place and leave it out elsewhere; at present {winner} decides.",
+            fix=f"Name one precision in one place and leave it out elsewhere; at present {winner} "
+            f"decides.",
         )
     return passed(*said)
 

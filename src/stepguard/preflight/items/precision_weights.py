@@ -13,18 +13,32 @@ def _look(seen: Inspection) -> Seen:
     said = ", ".join(f"{size:,} in {name}" for name, size in sizes.items())
     setting = seen.setting("weights")
     asked = meant(setting.value) if setting is not None else None
-    if asked is not None and asked not in sizes and not _by_autocast(seen, setting.key if setting else "", asked):
-        fix = f"Pass the dtype on to the model: model.to(torch.{asked}), or change {setting.key if setting else ''}."
+    if (
+        asked is not None
+        and asked not in sizes
+        and not _by_autocast(seen, setting.key if setting else "", asked)
+    ):
+        fix = (
+            f"Pass the dtype on to the model: model.to(torch.{asked}), or change "
+            f"{setting.key if setting else ''}."
+        )
         return failed(f"{setting} is configured, the parameters are: {said}", fix=fix)
-    trained = {str(p.dtype).removeprefix("torch.") for p in seen.model.parameters() if p.requires_grad}
+    trained = {
+        str(p.dtype).removeprefix("torch.") for p in seen.model.parameters() if p.requires_grad
+    }
     if len(trained) > 1:
-        fix = "Train parameters of one dtype; load adapters and heads in the dtype of the rest, or all in float32."
+        fix = (
+            "Train parameters of one dtype; load adapters and heads in the dtype of the rest, or "
+            "all in float32."
+        )
         return warned(f"trained parameters mix dtypes: {said}", fix=fix)
     return passed(f"parameters: {said or 'none'}")
 
 
 def _by_autocast(seen: Inspection, key: str, asked: str) -> bool:
-    """A plain `dtype` may mean the arithmetic: float32 weights under autocast are then what was asked for."""
+    """A plain `dtype` may mean the arithmetic: float32 weights under autocast are then what was
+    asked for.
+    """
     if key.rpartition(".")[2] != "dtype" or "float32" not in seen.param_dtypes:
         return False
     try:

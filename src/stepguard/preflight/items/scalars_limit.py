@@ -31,9 +31,13 @@ def _look(seen: Inspection) -> Seen:
             elif size / limit >= nearest[1] / nearest[2]:
                 nearest = name, size, limit
     if bad:
-        return failed(some(bad), fix="Look at what drives them: initialisation, lr of their group, a checkpoint.")
+        return failed(
+            some(bad),
+            fix="Look at what drives them: initialisation, lr of their group, a checkpoint.",
+        )
     return passed(
-        f"{count(checked, 'tensor')}; nearest to its limit is {nearest[0]}: {nearest[1]:.4g} of {nearest[2]:g}"
+        f"{count(checked, 'tensor')}; nearest to its limit is {nearest[0]}: {nearest[1]:.4g} of "
+        f"{nearest[2]:g}"
     )
 
 

@@ -20,7 +20,8 @@ def _look(seen: Inspection) -> Seen:
     return failed(
         seen.probe.how,
         "no GradScaler that is switched on was found: gradients below 6e-08 are 0",
-        fix="scaler = torch.amp.GradScaler(device), and return it as `scaler`; or use bfloat16, which needs none.",
+        fix="scaler = torch.amp.GradScaler(device), and return it as `scaler`; or use bfloat16, "
+        "which needs none.",
     )
 
 

@@ -1,4 +1,5 @@
-"""Configuration files as plain dicts: JSON, TOML, YAML where PyYAML is there, and .py files of constants.
+"""Configuration files as plain dicts: JSON, TOML, YAML where PyYAML is there, and .py files of
+constants.
 
 A .py file is parsed, never run: only `NAME = literal` (also inside a class without bases) is taken.
 """
@@ -23,10 +24,15 @@ def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
     """The file as nested dicts. Raises ConfigError that says what is wrong with it."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"{path}: {path.suffix or 'no suffix'} is no {what} file; use one of {', '.join(READERS)}.")
+        raise ConfigError(
+            f"{path}: {path.suffix or 'no suffix'} is no {what} file; use one of "
+            f"{', '.join(READERS)}."
+        )
     try:
         if path.stat().st_size > LARGEST:
-            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes; a {what} file has at most {LARGEST:,}.")
+            raise ConfigError(
+                f"{path} has {path.stat().st_size:,} bytes; a {what} file has at most {LARGEST:,}."
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(f"{path} cannot be read as a {what}: {fault}.") from fault
@@ -35,7 +41,9 @@ def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
     except (ValueError, SyntaxError, RecursionError) as fault:
         raise ConfigError(f"{path} is no valid {path.suffix[1:]}: {_first_line(fault)}.") from fault
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}; a {what} is a mapping of names to values.")
+        raise ConfigError(
+            f"{path} holds a {type(found).__name__}; a {what} is a mapping of names to values."
+        )
     return found
 
 
@@ -47,7 +55,9 @@ def _yaml(text: str) -> Any:
     try:
         yaml: Any = import_module("yaml")
     except ImportError:
-        raise ConfigError("reading YAML needs PyYAML: pip install pyyaml, or give the file as JSON or TOML.") from None
+        raise ConfigError(
+            "reading YAML needs PyYAML: pip install pyyaml, or give the file as JSON or TOML."
+        ) from None
     try:
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as fault:
@@ -66,7 +76,10 @@ def _constants(body: list[ast.stmt]) -> dict[str, Any]:
         elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             for target in targets:
-                if isinstance(target, ast.Name) and (value := _literal(statement.value)) is not _NOT_PLAIN:
+                if (
+                    isinstance(target, ast.Name)
+                    and (value := _literal(statement.value)) is not _NOT_PLAIN
+                ):
                     found[target.id] = value
     return found
 

@@ -18,23 +18,39 @@ NAMES: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate", "lr", "max_lr", "peak_lr", "base_lr"),
     "min_lr": ("min_lr", "min_learning_rate", "lr_min", "final_lr", "eta_min"),
     "clip": names(
-        "clip_norm grad_clip grad_clip_norm clip_grad_norm max_grad_norm gradient_clip_val gradient_clipping "
+        "clip_norm grad_clip grad_clip_norm clip_grad_norm max_grad_norm gradient_clip_val "
+        "gradient_clipping "
         "grad_norm_clip clip_grad"
     ),
     "warmup": ("warmup_steps", "num_warmup_steps", "lr_warmup_steps", "warmup_iters", "warmup"),
-    "steps": names("num_train_steps max_steps train_num_steps total_steps num_steps train_steps max_iters steps"),
+    "steps": names(
+        "num_train_steps max_steps train_num_steps total_steps num_steps train_steps max_iters "
+        "steps"
+    ),
     "epochs": ("num_train_epochs", "max_epochs", "num_epochs", "epochs"),
     "accumulation": names(
-        "gradient_accumulation_steps gradient_accumulate_every accumulate_grad_batches accumulation_steps "
+        "gradient_accumulation_steps gradient_accumulate_every accumulate_grad_batches "
+        "accumulation_steps "
         "grad_accum grad_accum_steps accum_steps"
     ),
     "save_every": names(
-        "checkpoint_every save_every save_steps save_every_n_steps save_interval checkpoint_interval ckpt_every "
+        "checkpoint_every save_every save_steps save_every_n_steps save_interval "
+        "checkpoint_interval ckpt_every "
         "every_n_train_steps save_and_sample_every save_freq checkpointing_steps"
     ),
-    "keep": names("save_total_limit checkpoints_total_limit total_limit keep_last max_checkpoints save_top_k keep"),
-    "batch_size": ("train_batch_size", "per_device_train_batch_size", "micro_batch_size", "batch_size"),
-    "max_length": names("max_length max_seq_length max_seq_len model_max_length block_size context_length seq_len"),
+    "keep": names(
+        "save_total_limit checkpoints_total_limit total_limit keep_last max_checkpoints save_top_k "
+        "keep"
+    ),
+    "batch_size": (
+        "train_batch_size",
+        "per_device_train_batch_size",
+        "micro_batch_size",
+        "batch_size",
+    ),
+    "max_length": names(
+        "max_length max_seq_length max_seq_len model_max_length block_size context_length seq_len"
+    ),
     "mixed_precision": ("mixed_precision", "precision", "amp_dtype", "autocast_dtype"),
     "weights": ("torch_dtype", "model_dtype", "param_dtype", "weights_dtype", "dtype"),
     "fp16": ("fp16", "use_fp16", "half"),
@@ -43,7 +59,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "eos": ("eos_token_id", "eos_id"),
     "ignore_index": ("ignore_index", "label_ignore_index"),
 }
-"""What is meant -> names of the last part of a key, most telling first. Case and hyphens do not matter."""
+"""What is meant -> names of the last part of a key, most telling first. Case and hyphens do not
+matter.
+"""
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 

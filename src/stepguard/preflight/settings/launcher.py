@@ -1,4 +1,6 @@
-"""What the launcher decides: accelerate's file, and the environment accelerate and torchrun leave for the script."""
+"""What the launcher decides: accelerate's file, and the environment accelerate and torchrun leave
+for the script.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,20 @@ ENVIRONMENT = {
     "WORLD_SIZE": "num_processes",
     "CUDA_VISIBLE_DEVICES": "gpu_ids",
 }
-FIELDS = ("mixed_precision", "gradient_accumulation_steps", "distributed_type", "num_processes", "gpu_ids")
+FIELDS = (
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "distributed_type",
+    "num_processes",
+    "gpu_ids",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Values by field, and where each came from. The environment is what the script sees, so it comes first."""
+    """Values by field, and where each came from. The environment is what the script sees, so it
+    comes first.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
@@ -53,6 +63,9 @@ def launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str, str]
         if not environ.get(variable):
             continue
         if name in values and str(values[name]).lower() != environ[variable].lower():
-            conflicts.append(f"{file_name} says {name}={values[name]}, the environment {variable}={environ[variable]}")
+            conflicts.append(
+                f"{file_name} says {name}={values[name]}, the environment "
+                f"{variable}={environ[variable]}"
+            )
         values[name], places[name] = environ[variable], variable
     return Launcher(values, places, tuple(conflicts))

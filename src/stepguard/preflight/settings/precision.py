@@ -33,7 +33,8 @@ WORDS = {
     "float64": "float64",
     "double": "float64",
 }
-"""Spelling in accelerate, Lightning, transformers and plain scripts -> dtype. Case does not matter."""
+"""Spelling in accelerate, Lightning, transformers and plain scripts -> dtype. Case does not matter.
+"""
 
 
 @dataclass(frozen=True, slots=True)

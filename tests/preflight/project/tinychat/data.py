@@ -33,4 +33,10 @@ def _chat(name: str, generator: torch.Generator, most: int, eos: int) -> dict[st
     labels[length:] = -100
     attention = (torch.arange(most) < length).long()
     sound = torch.randn(16, generator=generator)
-    return {"id": name, "input_ids": ids, "labels": labels, "attention_mask": attention, "sound": sound}
+    return {
+        "id": name,
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": attention,
+        "sound": sound,
+    }

@@ -18,9 +18,13 @@ def _with(config: Any, **changes: Any) -> dict[str, Any]:
     return build(config) | changes
 
 
-def _retrained(config: Any, model: nn.Module, dtype: torch.dtype, **settings: Any) -> dict[str, Any]:
+def _retrained(
+    config: Any, model: nn.Module, dtype: torch.dtype, **settings: Any
+) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, **settings)
-    return _with(config, model=model, optimizer=optimizer, scheduler=None, loss_fn=loss_of(model, dtype))
+    return _with(
+        config, model=model, optimizer=optimizer, scheduler=None, loss_fn=loss_of(model, dtype)
+    )
 
 
 class _Accelerator:
@@ -30,7 +34,9 @@ class _Accelerator:
     num_processes = 2
     scaler = None
 
-    def __init__(self, mixed_precision: str, *, native_amp: bool = False, accumulation: int = 2) -> None:
+    def __init__(
+        self, mixed_precision: str, *, native_amp: bool = False, accumulation: int = 2
+    ) -> None:
         self.mixed_precision, self.native_amp = mixed_precision, native_amp
         self.gradient_accumulation_steps = accumulation
 
@@ -51,7 +57,10 @@ def float16_context(config: Any) -> dict[str, Any]:
 
 def fp16_ignored_on_cpu(config: Any) -> dict[str, Any]:
     parts = build(config)
-    return parts | {"loss_fn": loss_of(parts["model"], torch.float32), "autocast": _Accelerator("fp16")}
+    return parts | {
+        "loss_fn": loss_of(parts["model"], torch.float32),
+        "autocast": _Accelerator("fp16"),
+    }
 
 
 def amp_without_a_dtype(config: Any) -> dict[str, Any]:
@@ -60,7 +69,10 @@ def amp_without_a_dtype(config: Any) -> dict[str, Any]:
 
 def launcher_overruled(config: Any) -> dict[str, Any]:
     parts = build(config)
-    return parts | {"loss_fn": loss_of(parts["model"], torch.float32), "autocast": _Accelerator("no")}
+    return parts | {
+        "loss_fn": loss_of(parts["model"], torch.float32),
+        "autocast": _Accelerator("no"),
+    }
 
 
 def other_accumulation(config: Any) -> dict[str, Any]:
@@ -92,7 +104,10 @@ def optimizer_of_another_model(config: Any) -> dict[str, Any]:
 def head_left_out(config: Any) -> dict[str, Any]:
     parts = build(config)
     chosen = [p for name, p in parts["model"].named_parameters() if not name.startswith("head")]
-    return parts | {"optimizer": torch.optim.AdamW(chosen, lr=config.optimizer.lr), "scheduler": None}
+    return parts | {
+        "optimizer": torch.optim.AdamW(chosen, lr=config.optimizer.lr),
+        "scheduler": None,
+    }
 
 
 def bfloat16_weights(config: Any) -> dict[str, Any]:
@@ -127,13 +142,19 @@ def hand_written_norm(config: Any) -> dict[str, Any]:
 
 def literal_rate(config: Any) -> dict[str, Any]:
     parts = build(config)
-    return parts | {"optimizer": torch.optim.AdamW(parts["model"].parameters(), lr=5e-4), "scheduler": None}
+    return parts | {
+        "optimizer": torch.optim.AdamW(parts["model"].parameters(), lr=5e-4),
+        "scheduler": None,
+    }
 
 
 def _lambda(config: Any, factor: Any) -> dict[str, Any]:
     parts = build(config)
     optimizer = torch.optim.AdamW(parts["model"].parameters(), lr=config.optimizer.lr)
-    return parts | {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor)}
+    return parts | {
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+    }
 
 
 def floor_as_a_factor(config: Any) -> dict[str, Any]:
@@ -143,7 +164,9 @@ def floor_as_a_factor(config: Any) -> dict[str, Any]:
 
 def schedule_too_short(config: Any) -> dict[str, Any]:
     parts = build(config)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(parts["optimizer"], max_lr=config.optimizer.lr, total_steps=100)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        parts["optimizer"], max_lr=config.optimizer.lr, total_steps=100
+    )
     return parts | {"scheduler": scheduler}
 
 
@@ -157,7 +180,9 @@ def _changed(config: Any, index: int, **values: Any) -> dict[str, Any]:
 
 
 def no_label_counts(config: Any) -> dict[str, Any]:
-    return _changed(config, 5, labels=torch.full((10,), -100), attention_mask=torch.ones(10, dtype=torch.long))
+    return _changed(
+        config, 5, labels=torch.full((10,), -100), attention_mask=torch.ones(10, dtype=torch.long)
+    )
 
 
 def class_out_of_range(config: Any) -> dict[str, Any]:
@@ -173,7 +198,11 @@ def answers_cut_off(config: Any) -> dict[str, Any]:
         labels = ids.clone()
         labels[: index + 1] = -100
         assert int(ids[-1]) != EOS
-        whole = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones(10, dtype=torch.long)}
+        whole = {
+            "input_ids": ids,
+            "labels": labels,
+            "attention_mask": torch.ones(10, dtype=torch.long),
+        }
         parts["dataset"].rows[index] |= whole
     return parts
 
@@ -253,7 +282,9 @@ def loss_of_zero_over_zero(config: Any) -> dict[str, Any]:
 def infinite_slope(config: Any) -> dict[str, Any]:
     parts = build(config)
     inner, model = parts["loss_fn"], parts["model"]
-    return parts | {"loss_fn": lambda batch: inner(batch)["text"] + (model.alpha - model.alpha.detach()).sqrt()}
+    return parts | {
+        "loss_fn": lambda batch: inner(batch)["text"] + (model.alpha - model.alpha.detach()).sqrt()
+    }
 
 
 def runaway_scalar(config: Any) -> dict[str, Any]:
@@ -279,7 +310,9 @@ def eps_without_effect(config: Any) -> dict[str, Any]:
 
 def policy_without_rewind(config: Any) -> dict[str, Any]:
     policy = stepguard.Policy(actions=("skip", "stop"))
-    return _with(config, guard=stepguard.GuardConfig(clip_norm=0.5, checkpoint_every=100, policy=policy))
+    return _with(
+        config, guard=stepguard.GuardConfig(clip_norm=0.5, checkpoint_every=100, policy=policy)
+    )
 
 
 def rare_checkpoints(config: Any) -> dict[str, Any]:

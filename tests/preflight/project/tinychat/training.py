@@ -35,7 +35,9 @@ def build(config: Any) -> dict[str, Any]:
     model = TinyChat(**config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
     steps = config["training"]["num_train_steps"]
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=config.optimizer.lr, total_steps=steps)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=config.optimizer.lr, total_steps=steps
+    )
     chats = Chats(length=config.max_length, eos=config.eos_token_id)
     loader = DataLoader(chats, batch_size=config.training.batch_size)
     return {
@@ -54,11 +56,15 @@ def build(config: Any) -> dict[str, Any]:
 def train(config: Any) -> None:
     """The loop reads what `build` does not."""
     parts = build(config)
-    guard = stepguard.Guard(parts["model"], parts["optimizer"], scheduler=parts["scheduler"], config=parts["guard"])
+    guard = stepguard.Guard(
+        parts["model"], parts["optimizer"], scheduler=parts["scheduler"], config=parts["guard"]
+    )
     batches = list(parts["loader"])
     accumulation = config.training.gradient_accumulation_steps
     for step in range(config.training.num_train_steps):
-        chosen = [batches[(step * accumulation + part) % len(batches)] for part in range(accumulation)]
+        chosen = [
+            batches[(step * accumulation + part) % len(batches)] for part in range(accumulation)
+        ]
         guard.step(parts["loss_fn"], *chosen)
         if step % config.training.save_every == 0:
             guard.save()
