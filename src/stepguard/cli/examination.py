@@ -73,7 +73,7 @@ def _with_journal(folder: Path, last: Section) -> Section:
 
 def _verified(folder: Path, watch: Sequence[str]) -> Verification:
     from stepguard.cli._checkpoint_results import Bar
-    from stepguard.verification.check import check
+    from stepguard.verification import check_path as check
 
     def wanted(name: str) -> bool:
         return any(fnmatch(name.lower(), pattern.lower()) for pattern in watch)
@@ -121,7 +121,7 @@ def _configuration(
 
 def _other_rate(found: Verification, rates: Sequence[float]) -> list[str]:
     """Does the newest good checkpoint carry a rate the configuration does not know?"""
-    from stepguard.verification.api import with_lr
+    from stepguard.verification import with_lr
 
     best = best_of(found)
     if best is None or not rates:

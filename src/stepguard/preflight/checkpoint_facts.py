@@ -14,9 +14,7 @@ from typing import Any
 
 from stepguard._errors import ConfigError
 from stepguard.preflight.settings.files import read_settings
-from stepguard.verification.damage import Damaged
-from stepguard.verification.pickle_values import Made, TensorRecord
-from stepguard.verification.torch_format import read_inert
+from stepguard.verification import Damaged, PickledObject, TensorRecord, read_content
 
 CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
 MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
@@ -58,7 +56,7 @@ def read_stored(path: Path) -> Stored:
 
 def _load(stored: Stored, file: Path) -> Any:
     try:
-        return read_inert(file)
+        return read_content(file)
     except (Damaged, OSError) as fault:
         return _refuse(stored, file, fault)
 
@@ -96,7 +94,7 @@ def _mapping(value: Any) -> dict[str, Any]:
     """A dict, or what an object such as a Namespace would have as its attributes, as far as it is
     plain.
     """
-    if isinstance(value, Made):
+    if isinstance(value, PickledObject):
         value = value.entries or value.state
     return (
         {str(key): _plain(part) for key, part in value.items() if _known(part)}
@@ -106,7 +104,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict | Made):
+    if isinstance(value, dict | PickledObject):
         return _mapping(value)
     return (
         [_plain(part) for part in value if _known(part)]
@@ -116,7 +114,7 @@ def _plain(value: Any) -> Any:
 
 
 def _known(value: Any) -> bool:
-    if isinstance(value, Made):
+    if isinstance(value, PickledObject):
         return isinstance(value.entries or value.state, dict)
     return value is None or isinstance(value, str | int | float | list | tuple | dict)
 

@@ -32,7 +32,7 @@ from stepguard.preflight.traced_step import Live, run_live
 from stepguard.preflight.tracking import Tracked, plain
 from stepguard.records.verification import Verification
 from stepguard.state.rng import capture_rng, restore_rng
-from stepguard.verification.check import check as verify
+from stepguard.verification import check_path as verify
 
 ON_META = "the weights are on the meta device: there is nothing to run yet"
 BUILD = "give TARGET as module:function whose function returns"

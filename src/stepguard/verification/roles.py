@@ -1,6 +1,4 @@
-"""What a stored value is for: parameter, buffer, optimizer state, ... told by structure first, by
-names second.
-"""
+"""The role of a stored value (parameter, buffer, optimizer, ...), by structure, then by name."""
 
 from __future__ import annotations
 
@@ -56,12 +54,11 @@ USUALLY_ZERO = re.compile(
 
 
 def structural(value: dict[Any, Any]) -> Role | None:
-    """An optimizer, scheduler or scaler by the keys of its state."""
+    """Tell the state of an optimizer, scheduler or scaler by its keys."""
     if "param_groups" in value and "state" in value:
         return "optimizer"
-    if "last_epoch" in value and (
-        "_step_count" in value or "base_lrs" in value or "_last_lr" in value
-    ):
+    is_schedule = any(key in value for key in ("_step_count", "base_lrs", "_last_lr"))
+    if "last_epoch" in value and is_schedule:
         return "scheduler"
     if "growth_factor" in value and "backoff_factor" in value:
         return "scaler"
@@ -69,21 +66,19 @@ def structural(value: dict[Any, Any]) -> Role | None:
 
 
 def named(key: Any) -> Role | None:
-    """By the name of an entry; of a dotted name the first part counts (`model_ema.block.weight`)."""
+    """Tell by the name of an entry; of a dotted name the first part counts (`model_ema.weight`)."""
     if not isinstance(key, str) or not key:
         return None
-    word = key[:100].lower()
-    first = word.partition(".")[0] if "." in word else word
-    return next((role for role, pattern in _WORDS if pattern.search(first)), None)
+    return _first_match(_WORDS, key[:100].lower().partition(".")[0])
 
 
 def of_file(name: str) -> Role | None:
-    """By the name of the file, for formats that spread a state over several."""
-    return next((role for role, pattern in _FILES if pattern.search(name.lower())), None)
+    """Tell by the name of the file, for formats that spread a state over several."""
+    return _first_match(_FILES, name.lower())
 
 
 def of_tensor(context: Role | None, name: str, dtype: str, *, parameter: bool = False) -> Role:
-    """The role of one tensor below a context (None: part of a model)."""
+    """Return the role of one tensor below a context (None: part of a model)."""
     if context is not None:
         return context
     if parameter:
@@ -94,5 +89,12 @@ def of_tensor(context: Role | None, name: str, dtype: str, *, parameter: bool = 
 
 
 def slot(name: str) -> str:
-    """The last part of a name: `optimizer/layer.weight/exp_avg_sq` -> `exp_avg_sq`."""
+    """Return the last part of a name: `exp_avg_sq` of `optimizer/layer.weight/exp_avg_sq`."""
     return re.split(r"[/.]", name)[-1]
+
+
+def _first_match(table: tuple[tuple[Role, re.Pattern[str]], ...], text: str) -> Role | None:
+    for role, pattern in table:
+        if pattern.search(text):
+            return role
+    return None
