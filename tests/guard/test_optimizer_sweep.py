@@ -145,7 +145,7 @@ def veto_of_a_loop(
         bad = index == (0 if first else BAD)
         before = everything(model, optimizer)
         step(model, optimizer, poisoned(batch) if bad else batch)
-        assert guard.dropped is bad
+        assert guard.port.dropped is bad
         after = everything(model, optimizer)
         if (
             bad and step is half_steps
@@ -172,10 +172,10 @@ def test_gradient_that_is_bad_at_the_worst_point_only_is_vetoed() -> None:
     optimizer.zero_grad()
     evaluated(model, DATA[3])
     optimizer.step(lambda: evaluated(model, poisoned(DATA[3])))
-    assert guard.dropped
+    assert guard.port.dropped
     assert difference(everything(model, optimizer), before) == ""
     loop_step(model, optimizer, DATA[4])
-    assert not guard.dropped
+    assert not guard.port.dropped
     guard.close()
 
 
@@ -195,7 +195,7 @@ def test_lbfgs_and_its_history_are_put_back() -> None:
         run(batch)
     before = everything(model, optimizer)
     run(poisoned(DATA[3]))
-    assert guard.dropped
+    assert guard.port.dropped
     assert difference(everything(model, optimizer), before) == ""
     guard.close()
 

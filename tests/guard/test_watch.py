@@ -294,7 +294,7 @@ def test_ear_on_a_watched_model_stays_off_its_copies(watching: tuple[Scene, Guar
         assert _ours(other) == []
         plain_step(_sgd(other), (DATA[1],))
     assert b"stepguard" not in pickle.dumps(model)
-    assert len(watching[1]._watcher.capture.calls) == 0  # nobody listened
+    assert len(watching[1]._driver.model_calls.calls) == 0  # nobody listened
 
 
 def test_stepped_model_carries_no_hook() -> None:

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("verification",),
     ("locate", "preflight"),
     ("engine",),
+    ("port",),
     ("guard",),
     ("run",),
     ("integrations", "cli"),

@@ -83,8 +83,6 @@ class Context:
     """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
     incidents: list[Incident] = field(default_factory=list)
-    unrecorded: tuple[Incident, Step] | None = None
-    """An incident that is decided and neither applied nor on record yet."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     """Names this run in its checkpoints; a restored run goes on under the name it had."""
     attempt: int = 1

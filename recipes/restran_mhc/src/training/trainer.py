@@ -90,7 +90,7 @@ class Trainer:
         if self.guard is None:
             self._steps = state["step"]
         elif self.guard.steps == 0:
-            self.guard.start_at(state["step"])
+            self.guard.port.start_at(state["step"])
         said = f"{path.name}: step {state['step']}, its learning rate is {brought:g} at the peak"
         return said + (f"; {rate:g} is used" if rate is not None and rate != brought else "")
 
