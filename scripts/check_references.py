@@ -295,7 +295,7 @@ def _placed(row: Row, known: References) -> bool:
 
 
 def wrong_followers(text: str) -> list[str]:
-    """Rows that say `as R4` and so stand or fall with that one: it must be there, and not be open."""
+    """Rows that say `as R4` stand or fall with R4: it must be in the page and not be open."""
     every = list(rows(text))
     states = {number: row.state for row in every for number in row.numbers}
     return [

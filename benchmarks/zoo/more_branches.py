@@ -171,7 +171,7 @@ def nan_to_num_after_normalisation(fixed: bool) -> Scene:
     accepted=("SG101",),
 )
 def missing_target_times_zero(fixed: bool) -> Scene:
-    """Missing targets are NaN under a mask of 0, and the loss is multiplied by the mask: NaN * 0."""
+    """Missing targets are NaN under a mask of 0, and the loss is multiplied by it: NaN * 0."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
 

@@ -96,7 +96,7 @@ class WideNorm(nn.Module):
 
 
 class SandwichBlock(nn.Module):
-    """A norm before and after the feed-forward; `gain` makes channel 0 carry a massive activation."""
+    """A norm before and after the feed-forward; `gain` gives channel 0 a massive activation."""
 
     def __init__(self, *, gain: float = 1.0) -> None:
         super().__init__()

@@ -228,7 +228,7 @@ def nan_loss_is_patched_to_zero(fixed: bool) -> Scene:
     accepted=("SG101",),
 )
 def decibel_map_with_unreached_cells(fixed: bool) -> Scene:
-    """A radio map in dB: unreached cells have gain 0, which is -inf in most of the map and no mask."""
+    """A radio map in dB: unreached cells have gain 0, so most of the map is -inf and no mask."""
     torch.manual_seed(0)
     model = chain(
         conv=nn.Conv2d(1, 4, 3),
@@ -254,7 +254,7 @@ def decibel_map_with_unreached_cells(fixed: bool) -> Scene:
     accepted=("SG201",),
 )
 def contrastive_pair_with_a_blank_image(fixed: bool) -> Scene:
-    """CLIP: every image is compared with every text, so one blank image makes the whole matrix NaN."""
+    """CLIP compares every image with every text, so one blank image makes the matrix NaN."""
     torch.manual_seed(0)
 
     class Clip(nn.Module):

@@ -264,7 +264,7 @@ def descriptor_divided_by_its_maximum(fixed: bool) -> Scene:
     accepted=("SG201",),
 )
 def loss_divided_by_its_own_mean(fixed: bool) -> Scene:
-    """Loss terms are weighed by their relative size; an auxiliary hinge term has reached exactly 0."""
+    """Loss terms are weighed by relative size; an auxiliary hinge term has reached exactly 0."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
 

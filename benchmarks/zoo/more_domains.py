@@ -81,7 +81,7 @@ def expert_action_on_the_bound(fixed: bool) -> Scene:
     accepted=("SG207",),
 )
 def rotation_angle_beyond_one(fixed: bool) -> Scene:
-    """acos((trace - 1) / 2) of a predicted rotation that is slightly longer than a rotation may be."""
+    """acos((trace - 1) / 2) of a predicted rotation that is slightly too long for a rotation."""
     torch.manual_seed(0)
     model = eye_linear(size=3)
 

@@ -130,7 +130,7 @@ class SparseProcess(nn.Module):
     accepted=("SG207",),
 )
 def matern_negative_squared_distance(fixed: bool) -> Scene:
-    """A point almost on top of an inducing point: the square of their distance is rounded below 0."""
+    """A point almost on an inducing point: the square of their distance is rounded below 0."""
     torch.manual_seed(0)
     points = torch.tensor(
         [[31.554370, 31.554371, 32.363457], [28.318024, 21.845333, -29.127110], [10.1, -3.3, 7.7]]

@@ -161,7 +161,7 @@ def ok_reward_is_maximised(fixed: bool) -> Scene:
 
 @control()
 def ok_penalty_grows_from_zero(fixed: bool) -> Scene:
-    """The distance to a reference policy is exactly 0 at first and is the whole loss for a while."""
+    """The distance to a reference policy is exactly 0 at first and is the whole loss then."""
     torch.manual_seed(0)
     model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
     reference.load_state_dict(model.state_dict())

@@ -318,7 +318,7 @@ class Denoiser(nn.Module):
     accepted=("SG602", "SG202"),
 )
 def posterior_variance_of_the_first_timestep(fixed: bool) -> Scene:
-    """The posterior variance at t = 0 is 0, its logarithm -inf, and nobody had drawn t = 0 so far."""
+    """The posterior variance at t = 0 is 0 and its log -inf; t = 0 had not been drawn so far."""
     torch.manual_seed(0)
     model = Denoiser(clipped=fixed)
 

@@ -124,7 +124,7 @@ def ok_warmup_then_warm_restarts(fixed: bool) -> Scene:
 
 @control("brjathu/iTAML#10")
 def ok_a_new_task_begins(fixed: bool) -> Scene:
-    """Continual learning: at step 20 the targets change, the loss jumps and is learned down again."""
+    """Continual learning: at step 20 the targets change; the loss jumps and is learned down."""
     model = student()
 
     def batch(step: int) -> Batch:

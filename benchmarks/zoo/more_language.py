@@ -72,7 +72,7 @@ def grpo_group_with_one_scored_answer(fixed: bool) -> Scene:
 
 
 class SmoothedCrossEntropy(nn.Module):
-    """A mixture with the mean over the vocabulary; `skips` leaves out a part that weighs nothing."""
+    """A mixture with the mean over the vocabulary; `skips` leaves out a part of weight 0."""
 
     def __init__(self, share: float, *, skips: bool) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class TwoTasks(nn.Module):
     accepted=("SG102",),
 )
 def multitask_micro_batch_without_task(fixed: bool) -> Scene:
-    """One micro-batch holds no example of the tagging task, whose loss is then a mean over nothing."""
+    """One micro-batch has no example of the tagging task; its loss is a mean over nothing."""
     torch.manual_seed(0)
     model = TwoTasks()
 

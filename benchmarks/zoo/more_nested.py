@@ -336,7 +336,7 @@ class Heads(nn.Module):
     accepted=("SG201",),
 )
 def depth_head_inverts_a_dead_disparity(fixed: bool) -> Scene:
-    """One of two heads, in the second of three micro-batches: the disparity of a blank image is 0."""
+    """One of two heads, second of three micro-batches: the disparity of a blank image is 0."""
     torch.manual_seed(0)
     model = Heads(floor=1e-3 if fixed else 0.0)
 

@@ -1,4 +1,4 @@
-"""Further overflows on finite numbers: exponentials, powers, fill values, weights that are garbage."""
+"""Overflows on finite numbers: exponentials, powers, fill values, weights that are garbage."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def nested_criterion_with_clipping(fixed: bool) -> Scene:
     accepted=("SG201",),
 )
 def perplexity_weight_of_a_perfect_batch(fixed: bool) -> Scene:
-    """Two losses in one: the second is divided by the first, which is exactly 0 on memorised data."""
+    """Two losses in one: the second is divided by the first, which is 0 on memorised data."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(model.weight)

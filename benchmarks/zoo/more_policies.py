@@ -63,7 +63,7 @@ class Agent(nn.Module):
     accepted=("SG202",),
 )
 def sac_action_scale_inside_log(fixed: bool) -> Scene:
-    """log(1 - a^2 + eps) takes the action scaled by 2, which is negative once the policy moves out."""
+    """log(1 - a^2 + eps) takes the action scaled by 2, negative once the policy moves out."""
     torch.manual_seed(0)
     model = Agent(rescaled=not fixed)
 
@@ -177,7 +177,7 @@ class MaskedAgent(nn.Module):
     accepted=("SG204",),
 )
 def policy_with_no_legal_action(fixed: bool) -> Scene:
-    """One environment offers no legal action: its logits are all -inf and the categorical is NaN."""
+    """One environment offers no legal action: all its logits are -inf, the categorical NaN."""
     torch.manual_seed(0)
     model = MaskedAgent(idle=fixed)
 

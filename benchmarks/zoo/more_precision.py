@@ -101,7 +101,7 @@ class HalfAttention(nn.Module):
     accepted=("SG301",),
 )
 def attention_scores_overflow_under_autocast(fixed: bool) -> Scene:
-    """q.k reaches 1e5 before it is divided by sqrt(d): +inf in fp16, and softmax gives inf - inf."""
+    """q.k reaches 1e5 before the division by sqrt(d): +inf in fp16, inf - inf in softmax."""
     torch.manual_seed(0)
     model = HalfAttention(scale=600.0)
 
@@ -127,7 +127,7 @@ def attention_scores_overflow_under_autocast(fixed: bool) -> Scene:
     accepted=("SG302",),
 )
 def log_epsilon_vanishes_in_half(fixed: bool) -> Scene:
-    """log(p + 1e-8) in fp16: the epsilon is 0, and a saturated softmax gives p = 0 for the label."""
+    """log(p + 1e-8) in fp16: the epsilon is 0, and a saturated softmax gives the label p = 0."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False)
     with torch.no_grad():

@@ -71,7 +71,7 @@ def nan_rate_under_adam(fixed: bool) -> Scene:
     accepted=("SG504", "SG505"),
 )
 def warmup_that_never_ends(fixed: bool) -> Scene:
-    """The warm-up counts epochs as steps: the rate goes on growing threefold a step past its peak."""
+    """The warm-up counts epochs as steps: the rate grows threefold a step past its peak."""
     model = student()
     optimizer = sgd(model, 0.001)
 
@@ -121,7 +121,7 @@ def summed_loss_instead_of_mean(fixed: bool) -> Scene:
     accepted=("SG505", "SG103"),
 )
 def images_from_0_to_255(fixed: bool) -> Scene:
-    """Pixels are not divided by 255: activations and steps are four orders of magnitude too large."""
+    """Pixels are not divided by 255: activations and steps are ten thousand times too large."""
     torch.manual_seed(0)
     model = chain(
         conv=nn.Conv2d(1, 4, 3), act=nn.LeakyReLU(0.5), flat=nn.Flatten(), head=nn.Linear(64, 1)

@@ -72,7 +72,7 @@ class TemporalVariance(nn.Module):
     accepted=("SG205",),
 )
 def statistics_pooling_of_one_frame(fixed: bool) -> Scene:
-    """A batch of very short clips has one frame each: the variance over time divides by n - 1 = 0."""
+    """A batch of very short clips has one frame each: variance over time divides by n - 1 = 0."""
     torch.manual_seed(0)
     model = chain(
         frame=nn.Linear(3, 4),

@@ -18,7 +18,7 @@ RING = torch.tensor(
 
 
 def softmax_over_edges(score: Tensor, target: Tensor, nodes: int, *, shifted: bool) -> Tensor:
-    """Weights of the edges that meet in a node; `shifted` subtracts the node's largest score first."""
+    """Weights of the edges that meet in a node; `shifted` subtracts the node's largest score."""
     if shifted:
         largest = torch.full((len(score), nodes), -INF)
         largest = largest.scatter_reduce(1, target.expand_as(score), score.detach(), "amax")

@@ -37,7 +37,7 @@ class Keypoints(nn.Module):
     accepted=("SG504", "SG505"),
 )
 def unfrozen_backbone_gets_head_lr(fixed: bool) -> Scene:
-    """At step 4 the backbone is unfrozen as a new parameter group, with a rate far too high for it."""
+    """At step 4 the backbone is unfrozen as a new parameter group whose rate is far too high."""
     torch.manual_seed(0)
     model = Keypoints()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.02, momentum=0.9)
@@ -231,7 +231,7 @@ def shampoo_root_of_a_rounded_eigenvalue(fixed: bool) -> Scene:
 
 
 class Factored(torch.optim.Optimizer):
-    """Adafactor's second moment; `wide` keeps it in float32 instead of the dtype of the gradient."""
+    """Adafactor's second moment; `wide` keeps it in float32, not in the gradient's dtype."""
 
     def __init__(self, params: Iterable[Tensor], *, wide: bool) -> None:
         super().__init__(params, {"lr": 1e-2, "wide": wide})

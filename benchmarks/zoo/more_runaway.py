@@ -59,7 +59,7 @@ def rate_jumps_until_nothing_fits(fixed: bool) -> Scene:
     accepted=("SG505",),
 )
 def classifier_rate_too_high(fixed: bool) -> Scene:
-    """Cross-entropy of a deep linear stack under SGD with lr 50: logits of 1e30 within three steps."""
+    """Cross-entropy of a deep linear stack under SGD, lr 50: logits of 1e30 in three steps."""
     torch.manual_seed(0)
     model = chain(a=nn.Linear(8, 16), b=nn.Linear(16, 16), c=nn.Linear(16, 4))
 

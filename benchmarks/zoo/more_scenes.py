@@ -264,7 +264,7 @@ class SmallGraph(nn.Module):
     accepted=("SG207",),
 )
 def gcn_negative_edge_weights(fixed: bool) -> Scene:
-    """Correlations as edge weights: the degree of one node is negative, and its inverse root NaN."""
+    """Correlations as edge weights: one node's degree is negative, and its inverse root NaN."""
     torch.manual_seed(0)
     model = SmallGraph(absolute=fixed)
 

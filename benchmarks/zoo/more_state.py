@@ -147,7 +147,7 @@ def frozen_statistics_with_negative_variance(fixed: bool) -> Scene:
     accepted=("SG602", "SG601"),
 )
 def position_table_never_filled(fixed: bool) -> Scene:
-    """register_buffer("position", torch.empty(...)) and the loop that should fill it is not called."""
+    """register_buffer("position", torch.empty(...)); the loop that should fill it is not called."""
     torch.manual_seed(0)
 
     class Net(nn.Module):

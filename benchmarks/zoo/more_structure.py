@@ -269,7 +269,7 @@ class Matcher(nn.Module):
     accepted=("SG201",),
 )
 def sinkhorn_kernel_underflows(fixed: bool) -> Scene:
-    """One pair of clouds is far apart: every entry of its kernel underflows, and the rows sum to 0."""
+    """One pair of clouds is far apart: all of its kernel underflows, and the rows sum to 0."""
     torch.manual_seed(0)
     model = Matcher(eps=1e3 if fixed else 0.5)
 

@@ -232,7 +232,7 @@ class TwoTower(nn.Module):
     accepted=("SG202", "SG104"),
 )
 def new_item_without_popularity(fixed: bool) -> Scene:
-    """The scores of a batch are corrected by log q, and an item listed after the count has q = 0."""
+    """The scores of a batch are corrected by log q; an item listed after the count has q = 0."""
     torch.manual_seed(0)
     model = TwoTower()
     share = torch.arange(1.0, 31.0) / 465

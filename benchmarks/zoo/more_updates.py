@@ -154,7 +154,7 @@ class Sharpness(torch.optim.Optimizer):
     accepted=("SG502", "SG201"),
 )
 def normalised_step_of_a_zero_gradient(fixed: bool) -> Scene:
-    """The hinge of one batch is satisfied, the gradient exactly 0, and the step g / ||g|| is NaN."""
+    """The hinge of one batch is satisfied: the gradient is exactly 0 and g / ||g|| is NaN."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
 

@@ -1,4 +1,4 @@
-"""The two pages on the source reports refer only to what exists, and name every requirement once."""
+"""The two pages on the source reports refer only to what exists and name each requirement once."""
 
 from __future__ import annotations
 
