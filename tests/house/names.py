@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
-BANNED = frozenset(
-    """
+_WORDS = """
     again anew arming birth bits climbs common deaf ear early entry examine feed filling handler
-    handlers helper helpers hidden hold inert late lent machine manager managers micro misc
-    outlet overhear places plain planning runaway settle shield sides spare stuff tame taps things
-    tools util utils volunteers whole wild window written
-    """.split()
-)
+    handlers helper helpers hidden hold inert late lent machine manager managers micro misc outlet
+    overhear places plain planning runaway settle shield sides spare stuff tame taps things tools
+    util utils volunteers whole wild window written
+"""
+BANNED = frozenset(_WORDS.split())
 """Adverbs, metaphors and words that fit every file: nobody finds a module by them."""
 
 
