@@ -166,7 +166,7 @@ class Trainer:
         return model
 
     def save(self, name: str) -> str:
-        """`model-<name>.pt`, whole or not at all; guarded, only if it is good. Returns what to say."""
+        """Write `model-<name>.pt` atomically; guarded, only if it is good. Return what to say."""
         if self.folder is None or not self.accelerator.is_main_process:
             return "nothing is saved"
         bad = self.guard.guards[0].port.trouble() if self.guard is not None else ()
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def start(config: Settings) -> Trainer:
-    """The whole run: settings are looked at, a checkpoint is loaded if wanted, then it is trained."""
+    """The whole run: check the settings, load a checkpoint if one is wanted, train."""
     accelerator = accelerator_for(config)
     trainer = Trainer(config, accelerator)
     try:

@@ -179,7 +179,7 @@ def test_telling_changes_nothing_of_a_healthy_run() -> None:
 
 
 def test_a_vetoed_step_leaves_no_trace_of_its_replay() -> None:
-    """The replay calls model and backward again; neither may be taken for the loop's own next step."""
+    """The replay calls model and backward; neither may be taken for the loop's next step."""
     clean, dirty = batches(6), batches(6)
     zero_scale(dirty[2])
     bare, told = Loop(LOCATED), Loop(LOCATED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,14 +85,16 @@ def built(name: str) -> tuple[nn.Module, Optimizer]:
     return model, OPTIMIZERS[name](model.parameters())
 
 
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
 def test_step_runs_every_optimizer_as_a_loop_does() -> None:
     for name in OPTIMIZERS:
         (model, optimizer), (bare, theirs) = built(name), built(name)
         with Guard(model, optimizer, config=QUIET) as guard:
             for batch in DATA:
-                assert guard.step(
-                    lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch
-                ).committed  # noqa: B023
+                assert guard.step(partial(_loss_of, model), batch).committed
                 loop_step(bare, theirs, batch)
         assert difference(everything(model, optimizer), everything(bare, theirs)) == "", name
 

@@ -1,4 +1,4 @@
-"""`watch` protects a loop that stays as it is, and leaves nothing of itself on the user's objects."""
+"""`watch` protects a loop that stays as it is, and leaves nothing on the user's objects."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_other_scalers_are_left_alone() -> None:
 
 
 # --- several guards
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])

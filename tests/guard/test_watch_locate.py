@@ -39,7 +39,9 @@ def line(mark: str, file: Path = HERE) -> str:
         for n, text in enumerate(file.read_text().splitlines(), start=1)
         if text.endswith(f"# {mark}")
     ]
-    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{numbers[0]}"
+    if file.is_relative_to(Path.cwd()):
+        return f"{file.relative_to(Path.cwd())}:{numbers[0]}"
+    return f"{file.name}:{numbers[0]}"
 
 
 class Net(nn.Module):

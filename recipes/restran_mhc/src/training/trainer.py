@@ -95,7 +95,7 @@ class Trainer:
         return said + (f"; {rate:g} is used" if rate is not None and rate != brought else "")
 
     def train(self, *, bar: bool = True) -> History:
-        """All epochs that are left; ends early when the validation accuracy has stopped improving."""
+        """Train all epochs that are left; end early when validation accuracy stops improving."""
         stale = 0
         try:
             while self.step < self.total_steps and stale < self.config.EARLY_STOPPING:
