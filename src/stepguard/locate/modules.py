@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registry
 
+from stepguard.tensors.names import named_modules, names_by_id
+
 
 class Span(NamedTuple):
     """Autograd nodes numbered `first` up to (not with) `end` were created inside this module."""
@@ -25,10 +27,7 @@ class ModuleSpans:
     """Follows the named modules through forward calls; a context manager that owns its two hooks."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self.names: dict[int, str] = {}
-        for prefix, root in roots.items():
-            for name, module in root.named_modules():
-                self.names[id(module)] = f"{prefix}.{name}".strip(".")
+        self.names = names_by_id(named_modules(roots))
         self.extra = tuple(prefix for prefix in roots if prefix)
         self._stack: list[tuple[str, int]] = []
         self._spans: list[Span] = []

@@ -25,6 +25,7 @@ from stepguard.locate.modules import ModuleSpans, sequence_number
 from stepguard.locate.operators import BLANK, TESTS, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
 from stepguard.state import faked_collectives
+from stepguard.tensors.dtypes import dtype_name
 
 MOST_MEASURED = 32
 """Births whose operands are measured; a torrent of them tells nothing more."""
@@ -249,7 +250,7 @@ def _autocast(entries: list[Entry]) -> str | None:
     device = next((e.value.device.type for e in entries if isinstance(e.value, Tensor)), None)
     if device is None or not torch.is_autocast_enabled(device):
         return None
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return dtype_name(torch.get_autocast_dtype(device))
 
 
 def _partial(tensor: Tensor) -> bool:

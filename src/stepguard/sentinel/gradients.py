@@ -14,14 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-HALVES = (torch.float16, torch.bfloat16)
-PLAIN = (Tensor, nn.Parameter)
-ORDINARY = frozenset({torch.float32, torch.float64, *HALVES})
-"""Floating-point numbers that every operation takes."""
+from stepguard.tensors.values import HALVES, dense_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,66 +114,6 @@ class GradientMark:
             p.grad is None or p.grad is not ref() or p.grad._version != v
             for p, ref, v in self._marks
         )
-
-
-def dense_values(tensor: Tensor) -> Tensor:
-    """The stored values as a plain tensor: sparse values, the local shard of a DTensor."""
-    local = getattr(tensor, "to_local", None)
-    if local is not None:
-        tensor = local()
-    if tensor.layout is not torch.strided:
-        return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
-    return tensor
-
-
-def dense_real(tensor: Tensor) -> Tensor:
-    """As `dense_values`, complex numbers as pairs, eight-bit ones as float32; empty where there is
-    nothing to read.
-    """
-    if _plain(tensor):
-        return tensor
-    if not _readable(tensor):
-        return torch.empty(0)
-    tensor = dense_values(tensor)
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    if tensor.is_floating_point() and tensor.dtype not in ORDINARY:
-        # no reduction takes float8; float4 is not even converted, and has neither Inf nor NaN
-        return tensor.float() if "float4" not in str(tensor.dtype) else torch.empty(0)
-    return tensor
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Nearly every parameter, told with as few questions as possible: asked of all of them at every
-    step.
-    """
-    ordinary = type(tensor) in PLAIN and tensor.dtype in ORDINARY and tensor.layout is torch.strided
-    return ordinary and not (tensor.is_meta or tensor.is_nested)
-
-
-def elements(tensor: Tensor) -> int:
-    """How many; none for a parameter of a lazy module that has not been called yet."""
-    return 0 if is_lazy(tensor) else tensor.numel()
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Lazy parameters have no shape yet, meta tensors no data, quantized and nested ones no values
-    to compare.
-    """
-    if is_lazy(tensor):
-        return False
-    opaque = tensor.layout is torch._mkldnn  # type: ignore[attr-defined]
-    scattered = tensor.is_nested and tensor.layout is torch.strided
-    return not (tensor.is_meta or scattered or tensor.is_quantized or opaque)
-
-
-def finite(tensor: Tensor) -> bool:
-    """Exact, on the host: no NaN and no Inf. For the slow path only."""
-    plain = dense_real(tensor)
-    if not plain.is_floating_point() or plain.numel() == 0:
-        return True
-    plain = plain.detach()
-    return bool(torch.isfinite(plain).all())
 
 
 def _by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

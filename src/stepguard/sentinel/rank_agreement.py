@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepguard.sentinel.gradients import finite
+from stepguard.tensors.values import is_finite
 
 Mode = Literal["alone", "spread", "collective"]
 CARRIERS = 3
@@ -123,7 +123,7 @@ class Agreement:
         """
         if self.mode == "alone":
             return False
-        bad = not all(p.grad is None or finite(p.grad) for p in parameters)
+        bad = not all(p.grad is None or is_finite(p.grad) for p in parameters)
         if self.mode == "spread":
             return bad  # reduced already: the same gradients on every rank
         if self._reduced != step:  # after a rewind it may be a later one

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +41,7 @@ Update = Callable[[Any], None]
 
 
 _listeners: list[Listener] = []
-_originals: list[tuple[Any, str, Any]] = []
+_undo = ExitStack()
 _backwards = [0, 0]
 """Backward passes begun in this process, and those that are running now."""
 
@@ -66,7 +67,7 @@ def _stop(listener: Listener) -> None:
     if listener in _listeners:
         _listeners.remove(listener)
         if not _listeners:
-            _uninstall()
+            _undo.close()
 
 
 def _install() -> None:
@@ -83,14 +84,10 @@ def _install() -> None:
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
-    _originals.append((owner, name, original))
+    # Put back in any case, unlike tensors.wrapping.wrap: a wrapper of ours that stayed below one
+    # of another library would tell every listener twice after the next install.
+    _undo.callback(setattr, owner, name, original)
     setattr(owner, name, make(original))
-
-
-def _uninstall() -> None:
-    while _originals:
-        owner, name, original = _originals.pop()
-        setattr(owner, name, original)
 
 
 def _tapped_backward(original: Any) -> Any:

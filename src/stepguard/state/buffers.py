@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stepguard.state.attributes import AttributeKeeper
 from stepguard.state.kept_values import SMALL, expanded
-from stepguard.state.odd_tensors import is_lazy
+from stepguard.tensors.values import is_lazy
 
 __all__ = ["SMALL", "BufferKeeper", "expanded", "keeps_statistics"]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.state.step import Step
+from stepguard.tensors.names import optimizer_parameters
 
 PLAIN = (int, float, bool, str, type(None))
 
@@ -22,7 +23,7 @@ def state_tensors(step: Step) -> dict[str, Tensor]:
     for prefix, root in step.named_roots().items():
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             tensors[f"state/{prefix}/{name}"] = tensor.detach().clone()
-    for index, parameter in enumerate(_parameters(step.optimizer)):
+    for index, parameter in enumerate(optimizer_parameters(step.optimizer)):
         for slot, value in step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{index}/{slot}"] = value.detach().clone()
@@ -36,7 +37,7 @@ def optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
     ]
     slots = [
         {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, PLAIN)}
-        for p in _parameters(optimizer)
+        for p in optimizer_parameters(optimizer)
     ]
     return {"name": type(optimizer).__name__, "groups": groups, "slots": slots}
 
@@ -81,7 +82,7 @@ def fill_optimizer(
     optimizer: Optimizer,
 ) -> None:
     """Optimizer state, hyperparameters and the modules' training modes."""
-    kept, parameters = facts.get("optimizer", {}), _parameters(optimizer)
+    kept, parameters = facts.get("optimizer", {}), optimizer_parameters(optimizer)
     for name, tensor in tensors.items():
         place, _, rest = name.partition("/")
         index, _, slot = rest.partition("/")
@@ -100,10 +101,6 @@ def fill_optimizer(
     for prefix, root in roots.items():
         for name, module in root.named_modules():
             module.training = f"{prefix}/{name}" not in resting
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _is_plain(value: Any) -> bool:

@@ -23,12 +23,14 @@ from stepguard._errors import StepguardError
 from stepguard.state.buffers import expanded
 from stepguard.state.in_place import Refill, alike
 from stepguard.state.module_counters import ModuleNumbers
-from stepguard.state.odd_tensors import finite, is_lazy, why_not_kept
+from stepguard.state.odd_tensors import why_not_kept
 from stepguard.state.optimizer_state import OptimizerState, ParameterNames
 from stepguard.state.ownership import Ownership
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_apart, rng_together
 from stepguard.state.sharded import why_sharded
 from stepguard.state.tree_json import NotPlainError, put_together, take_apart
+from stepguard.tensors.names import optimizer_parameter_ids
+from stepguard.tensors.values import is_finite, is_lazy
 
 
 class StateError(StepguardError):
@@ -140,7 +142,7 @@ class Whole:
         saved = {name for group in state.facts["groups"] for name in group["params"]}
         if own_only:
             ruined = next(
-                (name for name, p in names.items() if name not in saved and not finite(p)), None
+                (name for name, p in names.items() if name not in saved and not is_finite(p)), None
             )
             if ruined is not None:
                 return f"{ruined} was added since and is not finite"
@@ -239,7 +241,7 @@ class Whole:
         """How far the trained parameters are from those of that moment, over the norm they had
         then.
         """
-        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        trained = optimizer_parameter_ids(self._optimizer)
         moved = then = 0.0
         for prefix, name, parameter in self._names.below():
             kept = state.tensors.get(prefix + name)

@@ -29,6 +29,7 @@ from stepguard.sentinel.gradients import clip
 from stepguard.state.rng import capture_rng
 from stepguard.state.step import LossFn, Step
 from stepguard.state.undo import UndoCopy
+from stepguard.tensors.names import optimizer_parameter_ids
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -97,8 +98,8 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
     ]
     if len(found) != 1:
         return None
-    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    theirs = {id(p) for group in found[0].param_groups for p in group["params"]}
+    ours = optimizer_parameter_ids(optimizer)
+    theirs = optimizer_parameter_ids(found[0])
     return found[0] if ours == theirs else None
 
 

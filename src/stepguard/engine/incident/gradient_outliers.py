@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stepguard.sentinel.gradients import HALVES, dense_values
-from stepguard.sentinel.stored_tensors import parameter_names
+from stepguard.tensors.names import parameter_names
+from stepguard.tensors.values import HALVES, dense_values
 
 Mode = Literal["note", "clip", "skip"]
 FEWEST = 32
