@@ -16,6 +16,7 @@ from stepguard.engine.recover.resume_lr import scale_rates
 from stepguard.engine.recover.snapshots import Recovery
 from stepguard.records import Decision, Incident, Reading
 from stepguard.state.step import Step
+from stepguard.tensors.torch_private import scaler_tensors
 
 ANCHOR_EVERY = 16
 """Committed steps between two remembered healthy batches."""
@@ -147,23 +148,20 @@ def exit_with_code_three() -> None:
 def scaler_copy(context: Context) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Scale and growth counter, on the device."""
     scaler = context.scaler
-    if (
-        scaler is None
-        or not context.scaling()
-        or scaler._scale is None
-        or scaler._growth_tracker is None
-    ):
+    if scaler is None or not context.scaling():
         return None
-    return scaler._scale.clone(), scaler._growth_tracker.clone()
+    live = scaler_tensors(scaler)
+    if live is None:
+        return None
+    scale, growth = live
+    return scale.clone(), growth.clone()
 
 
 def restore_scaler(context: Context, saved: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     scaler = context.scaler
-    if (
-        saved is not None
-        and scaler is not None
-        and scaler._scale is not None
-        and scaler._growth_tracker is not None
-    ):
-        scaler._scale.copy_(saved[0])
-        scaler._growth_tracker.copy_(saved[1])
+    if saved is None or scaler is None:
+        return
+    live = scaler_tensors(scaler)
+    if live is not None:
+        for tensor, before in zip(live, saved, strict=True):
+            tensor.copy_(before)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from stepguard.locate import row_evidence
 from stepguard.locate.bad_op import Birth
@@ -24,6 +23,7 @@ from stepguard.locate.operands import (
     summarise,
 )
 from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.torch_private import tree_map
 from stepguard.tensors.values import is_finite
 
 MOST_OPERANDS = 6

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepguard.locate import batch as batches
 from stepguard.locate import samples
@@ -24,6 +23,7 @@ from stepguard.state.isolation import untouched
 from stepguard.state.rng import restore_rng
 from stepguard.state.step import Step, total_loss
 from stepguard.tensors.names import named_modules, names_by_id, optimizer_parameters
+from stepguard.tensors.torch_private import TorchDispatchMode
 
 Attempt = Callable[[Any], object]
 """Runs one micro-batch as far as the exception came, and raises what the user's code raises."""

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from stepguard.diagnose.ops import words
 from stepguard.preflight.answers import Missing
@@ -27,6 +25,7 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step, total_loss, unwrapped
 from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.torch_private import TorchDispatchMode, compiled_call, tree_map_only
 from stepguard.tensors.values import dense_values, is_finite
 
 MATMULS = words(
@@ -118,7 +117,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and value.is_floating_point()
             and torch.equal(value, out)
         ):
-            self._live.lost[_user_line()] = f"{eps:g} in {str(value.dtype).removeprefix('torch.')}"
+            self._live.lost[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
 
     def _divided(self, args: Any, name: str) -> None:
         below = args[0] if name == "reciprocal" else args[1]
@@ -179,7 +178,7 @@ def run_live(subject: Subject, around: Surroundings, batch: Any) -> Live:
 def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
     """Compiled code runs no dispatch mode, so a compiled model runs as it was written."""
     compiled = any(
-        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()
+        "_orig_mod" in m._modules or compiled_call(m) is not None for m in model.modules()
     )
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from stepguard.tensors.torch_private import foreach_mul_, foreach_norm
 from stepguard.tensors.values import HALVES, dense_values
 
 
@@ -43,7 +44,7 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
     if not any(g.dtype in HALVES for g in dense):
         if each and len({(g.device, g.dtype) for g in dense}) == 1:
             every = torch.stack(
-                list(torch._foreach_norm(dense))
+                list(foreach_norm(dense))
             )  # as get_total_norm does it, so the total is the same
             total = torch.linalg.vector_norm(every)
             return GradientNorm(total, total, every.min())
@@ -55,9 +56,9 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
         # CPU and CUDA kernels accumulate half precision in fp32 and round at the end, so this is
         # torch's own number
         norms = (
-            torch._foreach_norm(group, 2, dtype=torch.float32)
+            foreach_norm(group, 2, dtype=torch.float32)
             if group[0].dtype in HALVES
-            else torch._foreach_norm(group)
+            else foreach_norm(group)
         )
         wide += [n.to(device) for n in norms]
         rounded += [n.to(device=device, dtype=group[0].dtype) for n in norms]
@@ -86,14 +87,14 @@ def clip(
     # nothing waits
     factor = torch.where(torch.isfinite(norm.clip), factor.to(wide.dtype), wide)
     for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
-        torch._foreach_mul_(group, factor.to(group[0].device))
+        foreach_mul_(group, factor.to(group[0].device))
 
 
 @torch.no_grad()
 def scale_gradients(params: Iterable[Tensor], factor: float) -> None:
     """Multiply every gradient in place."""
     for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
-        torch._foreach_mul_(group, factor)
+        foreach_mul_(group, factor)
 
 
 def _factor(max_norm: float, norm: Tensor) -> Tensor:

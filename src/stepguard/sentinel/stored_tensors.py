@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stepguard.tensors.names import named_buffers, parameter_names
+from stepguard.tensors.torch_private import foreach_max
 from stepguard.tensors.values import dense_real, elements, is_finite
 
 CHEAP_LOOK = 2**20
@@ -37,7 +38,7 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     if not plain:
         return None
     if len({(t.device, t.dtype) for t in plain}) == 1:
-        return torch.stack(list(torch._foreach_max(plain))).float().max()
+        return torch.stack(list(foreach_max(plain))).float().max()
     device = plain[0].device
     return torch.stack([t.max().to(device=device, dtype=torch.float32) for t in plain]).max()
 

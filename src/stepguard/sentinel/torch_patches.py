@@ -22,6 +22,8 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 
+from stepguard.tensors.torch_private import CLIP_NORM
+
 
 class Listener(Protocol):
     """Told about every backward and every clipping in the process; decides for itself what concerns
@@ -76,10 +78,9 @@ def _install() -> None:
     _wrap(GradScaler, "update", _tapped_update)
     _wrap(GradScaler, "step", _tapped_scaled_step)
     _wrap(AveragedModel, "update_parameters", _tapped_average)
-    # private, but the only place every spelling of clip_grad_norm_ passes; without it the guard
-    # takes its own norm
-    if hasattr(clip_grad, "_get_total_norm"):
-        _wrap(clip_grad, "_get_total_norm", _tapped_norm)
+    # Without it the guard takes its own norm.
+    if hasattr(clip_grad, CLIP_NORM):
+        _wrap(clip_grad, CLIP_NORM, _tapped_norm)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.state.step import Step
+from stepguard.tensors.dtypes import dtype_and_shape
 from stepguard.tensors.names import optimizer_parameters
 
 PLAIN = (int, float, bool, str, type(None))
@@ -69,7 +70,7 @@ def fill_modules(
             return f"{odd[0]!r} is in {'the capsule' if odd[0] in stored else 'the model'} only"
         for name, tensor in stored.items():
             if name in own and (own[name].shape, own[name].dtype) != (tensor.shape, tensor.dtype):
-                return f"{name!r} is {_kind(own[name])}, in the capsule {_kind(tensor)}"
+                return f"{name!r} is {dtype_and_shape(own[name])}, in the capsule {dtype_and_shape(tensor)}"
         if not dry:
             _copy(root, stored, own)
     return ""
@@ -111,10 +112,6 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _empty_place(root: nn.Module, name: str) -> nn.Module | None:
