@@ -14,19 +14,20 @@ from torch import nn
 from stepguard.engine.context import Context
 from stepguard.locate.impurity import own_state
 from stepguard.records import Origin, Reading
-from stepguard.sentinel.gradients import dense_real, finite, gradient_norm
+from stepguard.sentinel.gradients import gradient_norm
 from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.sentinel.stored_tensors import (
     bad_buffers,
     bad_parameters,
     bad_slots,
     norm_statistics,
-    parameter_names,
     state_tensors,
 )
 from stepguard.state.batch import bad_batch_tensors
 from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.step import Step
+from stepguard.tensors.names import optimizer_parameters, parameter_names
+from stepguard.tensors.values import dense_real, is_finite
 
 LOWEST_SCALE = 2.0**-24
 LOOK_CLOSER_AFTER = 4
@@ -108,11 +109,11 @@ def born_in_update(context: Context) -> list[str]:
 def bad_tensors(model: nn.Module) -> tuple[str, ...]:
     """Non-finite parameters and norm statistics of a model that nothing else is known of."""
     statistics = {id(buffer) for buffer in norm_statistics({"": model})}
-    parameters = [f"param:{name}" for name, p in model.named_parameters() if not finite(p)]
+    parameters = [f"param:{name}" for name, p in model.named_parameters() if not is_finite(p)]
     buffers = [
         f"buffer:{name}"
         for name, b in model.named_buffers()
-        if id(b) in statistics and not finite(b)
+        if id(b) in statistics and not is_finite(b)
     ]
     return tuple(parameters + buffers)
 
@@ -136,7 +137,7 @@ def accept(context: Context, names: Iterable[str]) -> None:
         *norm_statistics(context.roots),
         *state_tensors(context.optimizer),
     ]
-    context.ignored.update(id(tensor) for tensor in stored if not finite(tensor))
+    context.ignored.update(id(tensor) for tensor in stored if not is_finite(tensor))
 
 
 def leave_out_sentinels(context: Context) -> None:
@@ -144,7 +145,7 @@ def leave_out_sentinels(context: Context) -> None:
     not see them.
     """
     written = context.buffers.written()
-    context.ignored.update(id(buffer) for buffer in written if not finite(buffer))
+    context.ignored.update(id(buffer) for buffer in written if not is_finite(buffer))
 
 
 def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
@@ -209,10 +210,10 @@ def _bad_gradients(context: Context, step: Step) -> list[str]:
     """
     gradients = {id(p): p.grad for p in context.parameters}
     if step.grads_gone:
-        given = [id(p) for group in context.optimizer.param_groups for p in group["params"]]
+        given = [id(p) for p in optimizer_parameters(context.optimizer)]
         gradients = dict(zip(given, rerun(step).gradients, strict=True)) if step.whole else {}
     found = [
         (name, gradients.get(id(p)))
         for p, name in parameter_names(context.roots, context.optimizer)
     ]
-    return [name for name, gradient in found if gradient is not None and not finite(gradient)]
+    return [name for name, gradient in found if gradient is not None and not is_finite(gradient)]

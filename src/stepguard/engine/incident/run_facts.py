@@ -9,6 +9,7 @@ from stepguard.diagnose import RunFacts
 from stepguard.engine.context import Context
 from stepguard.engine.incident.update_facts import lost_squares, update_ratio
 from stepguard.records import Reading
+from stepguard.tensors.dtypes import dtype_name
 
 
 def run_facts(context: Context, reading: Reading) -> RunFacts:
@@ -25,9 +26,7 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         lost_squares=lost_squares(optimizer),
         losses=tuple(history.losses),
         grad_norms=tuple(history.norms),
-        param_dtypes=tuple(
-            sorted({str(p.dtype).removeprefix("torch.") for p in context.parameters})
-        ),
+        param_dtypes=tuple(sorted({dtype_name(p.dtype) for p in context.parameters})),
         optimizer=type(optimizer).__name__,
         eps=float(eps) if isinstance(eps, int | float) else None,
         betas=tuple(float(b) for b in betas) if isinstance(betas, tuple | list) else (),

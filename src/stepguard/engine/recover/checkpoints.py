@@ -26,10 +26,10 @@ from stepguard.engine.recover.resume_lr import compare_rates, scale_rates
 from stepguard.engine.recover.snapshots import Recovery
 from stepguard.policy.budget import budget_from
 from stepguard.records import Incident
-from stepguard.sentinel.gradients import finite
 from stepguard.state.run_state import State, StateError
 from stepguard.state.snapshot import Snapshot
 from stepguard.state.tree_json import put_together
+from stepguard.tensors.values import is_finite
 
 RANKED = ("rng", "loader")
 """Facts that every rank has its own of."""
@@ -393,7 +393,7 @@ class Saving:
             for kind, facts in own["facts"].items():
                 if facts is not None:
                     state.facts.setdefault(kind, {})[str(rank)] = facts
-        bad = {name for name, tensor in state.tensors.items() if not finite(tensor)}
+        bad = {name for name, tensor in state.tensors.items() if not is_finite(tensor)}
         state.facts["nonfinite_ok"] = sorted(self._recovery.meant_nonfinite(bad))
 
     def _health(self) -> Health:

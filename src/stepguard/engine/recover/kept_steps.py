@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import Step
+from stepguard.tensors.versions import versions, written_since
 
 MOST_STEPS = 512
 RANDOM_NUMBERS = 32 * 1024
@@ -34,7 +35,7 @@ class Kept:
 
     @property
     def intact(self) -> bool:
-        return self.marks == [t._version for t in self.tensors]
+        return not written_since(self.tensors, self.marks)
 
     def same(self, loss: float | None) -> bool:
         """Is this the loss it had the first time?"""
@@ -60,7 +61,7 @@ class Window:
         size = sum(t.numel() * t.element_size() for t in tensors) + RANDOM_NUMBERS * len(
             step.micro_batches
         )
-        self._kept.append(Kept(step, loss, size, tensors, [t._version for t in tensors]))
+        self._kept.append(Kept(step, loss, size, tensors, versions(tensors)))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):
             self._whole_from = self._drop_oldest() + 1

@@ -21,12 +21,12 @@ from stepguard.engine.recover.rewind_planner import Planning
 from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import Remedy
 from stepguard.records import Incident
-from stepguard.sentinel.gradients import finite
 from stepguard.state.replay import reevaluate
 from stepguard.state.run_state import State, Whole
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 from stepguard.state.step import Step
 from stepguard.state.tree_json import put_together, take_apart
+from stepguard.tensors.values import is_finite
 
 
 class Duty(Protocol):
@@ -286,7 +286,7 @@ class Recovery:
         """Finite, but for what was never meant to be; looked at once, when it is needed."""
         if "sound" not in snapshot.memory:
             _wait()
-            bad = {name for name, tensor in snapshot.state.tensors.items() if not finite(tensor)}
+            bad = {name for name, tensor in snapshot.state.tensors.items() if not is_finite(tensor)}
             snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad)
         # asked anew each time: parameters may have been added or taken away since
         return bool(snapshot.memory["sound"]) and not self.whole.misfit(
