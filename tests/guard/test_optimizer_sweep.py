@@ -91,7 +91,7 @@ def test_step_runs_every_optimizer_as_a_loop_does() -> None:
             for batch in DATA:
                 assert guard.step(
                     lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch
-                ).committed  # noqa: B023
+                ).committed
                 loop_step(bare, theirs, batch)
         assert difference(everything(model, optimizer), everything(bare, theirs)) == "", name
 

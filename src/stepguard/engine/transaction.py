@@ -41,8 +41,8 @@ from stepguard.engine.recover.partial_step import proven_guilty, share_of
 from stepguard.engine.recover.snapshots import Recovery
 from stepguard.locate import locate
 from stepguard.policy import decide
-from stepguard.policy.decide import Fault, Situation, goes_on
-from stepguard.policy.rewind_choice import Remedy
+from stepguard.policy.decide import Fault, Situation, allows_continuing
+from stepguard.policy.rewind_choice import RewindPlan
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
@@ -274,7 +274,7 @@ class Pipeline:
         situation = Situation(
             step=incident.step,
             fault=fault,
-            remedy=remedy,
+            rewind=remedy,
             may_act=may_act,
             no_rewind=why_not,
             can_retry=by_chance and again and fault == "data" and recovery.retried != step.index,
@@ -297,11 +297,11 @@ class Pipeline:
 
     def _way_back(
         self, fault: Fault, *, may_act: bool, visible: bool, repeats: bool
-    ) -> tuple[Remedy | None, str]:
+    ) -> tuple[RewindPlan | None, str]:
         """Where a rewind would go, or why it cannot; asked only for faults that a rewind answers."""
         if fault == "anomaly":
             return self._recovery.plan(transient=False, visible=False) if may_act else (None, "")
-        if fault != "state" and goes_on(self._context.config.policy):
+        if fault != "state" and allows_continuing(self._context.config.policy):
             return None, ""
         return self._recovery.plan(
             transient=repeats and visible and fault == "state", visible=visible

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.detect import judge
-from stepguard.detect.anomalies import LASTING, Signs, weights_did_it, worth_measuring
+from stepguard.detect.anomalies import worth_measuring
+from stepguard.detect.weights_blame import LASTING, Signs, blame_weights
 from stepguard.engine.context import Context
 from stepguard.engine.incident.update_facts import update_ratio
 from stepguard.engine.recover.snapshots import Recovery
@@ -95,7 +96,7 @@ class Suspicion:
     def _prove(self, step: Step, reading: Reading, verdict: Verdict) -> tuple[Reading, Verdict]:
         context = self._context
         signs = self._signs(step, reading, verdict)
-        proven = weights_did_it(verdict, reading, context.history, signs)
+        proven = blame_weights(verdict, reading, context.history, signs)
         reading = replace(reading, repeat_loss=signs.earlier_now, repeat_before=signs.earlier_then)
         self.proven = proven.bad
         if proven.bad or not verdict.bad or self._told_lately(reading.step):

@@ -17,9 +17,9 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.ruined_run import Ruin
 from stepguard.engine.recover.kept_steps import Kept, Window
 from stepguard.engine.recover.past_attempts import Past
-from stepguard.engine.recover.rewind_planner import Planning
+from stepguard.engine.recover.rewind_planner import RewindPlanner
 from stepguard.policy.decide import NOTHING_GOOD
-from stepguard.policy.rewind_choice import Remedy
+from stepguard.policy.rewind_choice import RewindPlan
 from stepguard.records import Incident
 from stepguard.sentinel.gradients import finite
 from stepguard.state.replay import reevaluate
@@ -75,7 +75,7 @@ class Recovery:
         self._replaying = False
         self._midstep = False
         """A forward pass has run since the buffers were remembered."""
-        self.planning = Planning(context, self.whole, self.ring, self.window, self._sound)
+        self.planning = RewindPlanner(context, self.whole, self.ring, self.window, self._sound)
         self._ruin = Ruin(context, self._moved_lately)
         self.start: Snapshot | None = None
         """Where the last rewind went."""
@@ -343,7 +343,7 @@ class Recovery:
     # --- going back
     # --------------------------------------------------------------------------------------------
 
-    def plan(self, *, transient: bool, visible: bool) -> tuple[Remedy | None, str]:
+    def plan(self, *, transient: bool, visible: bool) -> tuple[RewindPlan | None, str]:
         """Where to go back to, the same on every rank; or why that is not possible."""
         if not self.wanted:
             return None, NOTHING_GOOD
@@ -421,14 +421,14 @@ class Recovery:
             self._replaying, self._seen = False, self._context.step
 
 
-def _story(came_from: int, remedy: Remedy) -> str:
+def _story(came_from: int, remedy: RewindPlan) -> str:
     done = {
         "repeat": "run again as they were",
         "skip": "left behind",
         "reorder": "run again in another order",
     }
     return (
-        f"rewound from step {came_from} to {remedy.place.step}; the steps since are "
+        f"rewound from step {came_from} to {remedy.target.step}; the steps since are "
         f"{done[remedy.data]}"
     )
 
