@@ -31,9 +31,9 @@ from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.incident.incident_record import record
 from stepguard.engine.interception import offer
 from stepguard.engine.protect import Shield
-from stepguard.engine.recover.checkpoints import Saving
+from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.signals import Signals
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.step_end import apply
 from stepguard.engine.wiring import (
@@ -76,7 +76,7 @@ class Guard:
         stepper = ClosureStepper if takes_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
         self._stepper = stepper(self._context, self._shield, self._recovery)
-        self._saving = Saving(self._context, self._recovery)
+        self._saving = Checkpoints(self._context, self._recovery)
         if loader is not None:
             self._context.feed = Feed(
                 loader,

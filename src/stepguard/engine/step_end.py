@@ -10,10 +10,10 @@ import torch
 
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.incident.exit_line import Restart, exit_line
 from stepguard.engine.incident.incident_record import record
-from stepguard.engine.recover.resume_lr import scale_rates
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.records import Decision, Incident, Reading
 from stepguard.state.step import Step
 

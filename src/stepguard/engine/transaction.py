@@ -38,7 +38,7 @@ from stepguard.engine.incident.presumed_verdict import presumed_reading
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.protect import spare
 from stepguard.engine.recover.partial_step import proven_guilty, share_of
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.locate import locate
 from stepguard.policy import decide
 from stepguard.policy.decide import Fault, Situation, allows_continuing

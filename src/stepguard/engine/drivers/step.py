@@ -25,7 +25,7 @@ from stepguard.engine.recover.partial_step import (
     without_samples,
 )
 from stepguard.engine.recover.rerun import run_again
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.transaction import FINITE_KINDS, Pipeline, let_through
 from stepguard.records import Incident, Reading

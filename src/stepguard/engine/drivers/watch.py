@@ -35,7 +35,7 @@ from stepguard.engine.incident.closer_look import born_in_update, stored_trouble
 from stepguard.engine.incident.outlier_step import keep_out_outliers
 from stepguard.engine.protect import Shield
 from stepguard.engine.reader import Pending, count_labels
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.transaction import FINITE_KINDS, let_through
 from stepguard.engine.watch.shared_backward import Watching
 from stepguard.engine.wiring import Wiring

@@ -16,7 +16,7 @@ from stepguard.engine.incident.exceptions import Exceptions
 from stepguard.engine.incident.presumed_verdict import assess_or_presume
 from stepguard.engine.protect import Shield
 from stepguard.engine.reader import Pending, Reader
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.transaction import Pipeline
 from stepguard.engine.watch.between_steps import Threshold
 from stepguard.engine.watch.gradient_veto import HiddenGradients

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from stepguard.engine.context import Context
-from stepguard.engine.recover.kept_steps import Window
+from stepguard.engine.recover.snapshots import Snapshots
 from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import RewindPlan, RewindTarget, next_rewind
-from stepguard.state.run_state import State, Whole
-from stepguard.state.snapshot import Ring, Snapshot
+from stepguard.state.run_state import State
+from stepguard.state.snapshot import Snapshot
 
 Offer = list[Any]
 """Step, kind and timeline of a state: what one rank tells the others of a rewind target."""
@@ -27,19 +27,11 @@ class Archive(Protocol):
 class RewindPlanner:
     """Chooses with the other ranks where to go back to, and remembers what has been tried."""
 
-    def __init__(
-        self,
-        context: Context,
-        whole: Whole,
-        ring: Ring,
-        window: Window,
-        sound: Callable[[Snapshot], bool],
-    ) -> None:
+    def __init__(self, context: Context, snapshots: Snapshots) -> None:
         self._context = context
-        self._whole = whole
-        self._ring = ring
-        self._window = window
-        self._sound = sound
+        self._snapshots = snapshots
+        self._ring = snapshots.ring
+        self._whole = snapshots.whole
         self.archive: Archive | None = None
         """Checkpoints, for going further back than memory does."""
         self._tried: list[RewindPlan] = []
@@ -123,7 +115,8 @@ class RewindPlanner:
         return {"good": offered, "young": on_probation, "repeatable": self._repeatable(steps)}
 
     def _sound_ones(self, snapshots: Iterable[Snapshot]) -> list[Offer]:
-        return [_offer_of(snapshot) for snapshot in snapshots if self._sound(snapshot)]
+        probation = self._snapshots.probation
+        return [_offer_of(snapshot) for snapshot in snapshots if probation.sound(snapshot)]
 
     def _checkpoints(self, beside: set[int]) -> list[Offer]:
         if self.archive is None:
@@ -134,7 +127,7 @@ class RewindPlanner:
         """Those from which on every step can be run again as it was."""
         # not where parameters came later: the first steps had no use for them
         grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}
-        return [s for s in steps if s not in grown and self._window.since(s) is not None]
+        return [s for s in steps if s not in grown and self._snapshots.kept.since(s) is not None]
 
     def _level_was_good(self, snapshot: Snapshot) -> bool:
         """Was the loss near this run's best when the snapshot was taken?"""
