@@ -30,9 +30,9 @@ from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.interception import offer
 from stepguard.engine.optimizer_kinds import takes_closure
 from stepguard.engine.protect import Protection, in_words
-from stepguard.engine.recover.checkpoints import Saving
+from stepguard.engine.recover.checkpoints import Checkpoints
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.recover.signals import Signals
-from stepguard.engine.recover.snapshots import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.wiring import (
     Wiring,
@@ -77,7 +77,7 @@ class Guard:
         self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._recovery)
         self.port = Port(self._context, self._recovery, self._driver)
         """What framework integrations ask of this guard."""
-        self._saving = Saving(self._context, self._recovery)
+        self._saving = Checkpoints(self._context, self._recovery)
         if loader is not None:
             self._context.feed = Feed(
                 loader,

@@ -158,8 +158,8 @@ class Context:
         return group_rates(self.optimizer)
 
     @property
-    def climbs(self) -> bool:
-        """Every parameter group is to maximise what the loss function returns."""
+    def maximizes(self) -> bool:
+        """True where every parameter group maximizes what the loss function returns."""
         return all(group.get("maximize", False) for group in self.optimizer.param_groups)
 
     @property

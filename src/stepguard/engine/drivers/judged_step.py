@@ -12,7 +12,7 @@ from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.incident.outcome import let_through
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import Pending
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.transaction import VetoedUpdate
 from stepguard.engine.watch.shared_backward import Sharing
 from stepguard.engine.wiring import Wiring
