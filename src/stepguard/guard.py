@@ -72,7 +72,7 @@ class Guard:
         check_optimizer(model, optimizer, modules)
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
         self._wiring = Wiring(self._context)
-        self._shield = Shield(self._fault, partial(self._context.say, "fault"))
+        self._shield = Shield(self._fault, partial(self._context.outputs.note, "fault"))
         stepper = ClosureStepper if takes_closure(self._context.optimizer) else Stepper
         self._recovery = Recovery(self._context)
         self._stepper = stepper(self._context, self._shield, self._recovery)
@@ -102,7 +102,7 @@ class Guard:
     def _make_known(self) -> None:
         """To a later guard for the same optimizer, and to the end of the process."""
         owners[self._context.optimizer] = weakref.ref(self)
-        if self._context.journal is not None:
+        if self._context.outputs.journal is not None:
             self._context.resources.callback(
                 atexit.unregister, atexit.register(partial(_died, weakref.ref(self)))
             )
@@ -228,11 +228,7 @@ class Guard:
 
     def say(self, kind: str, summary: str) -> None:
         """One line to terminal, readable log and journal, such as a save that was refused."""
-        context = self._context
-        context.note("note", {"step": context.step, "kind": kind, "summary": summary})
-        if context.human is not None:
-            context.human.line(f"step {context.step}: {summary}")
-        context.terminal.note(summary, context.step, kind)
+        self._context.outputs.note(kind, summary)
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -373,15 +369,13 @@ class Guard:
         context = self._context
         fields = {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed}
         error = ending(self._error)
-        context.note("end", {**fields, "error": error} if error else fields)
+        context.outputs.line("end", {**fields, "error": error} if error else fields)
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
         context.agreement.leave()
-        context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
-        if context.human is not None:
-            context.human.fault(f"{type(fault).__name__}: {fault}")
-        context.terminal.fault(f"{type(fault).__name__}: {fault}")
+        error = f"{type(fault).__name__}: {fault}"
+        context.outputs.line("fault", {"step": context.step, "error": error})
 
     def in_use(self, framework: str) -> str:
         """Why another guard cannot take the place of this one, in words; empty where it can."""

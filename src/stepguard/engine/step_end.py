@@ -46,11 +46,7 @@ def recorded(context: Context, reading: Reading, *, went_through: bool) -> None:
     """One line a step."""
     if reading.overflow:
         context.overflows_in_a_row += 1
-    if context.journal is not None:
-        context.journal.write_step(reading, committed=went_through)
-    if context.human is not None:
-        context.human.step(reading, committed=went_through)
-    context.outlet.step(reading, committed=went_through)
+    context.outputs.step(reading, committed=went_through)
 
 
 def _young(context: Context) -> bool:
@@ -105,10 +101,8 @@ def _stop(context: Context, recovery: Recovery, incident: Incident) -> None:
     if state is not None:
         restart = "same-place" if incident.step in recovery.past.stopped_at else "helps"
     cause = incident.findings[0].code if incident.findings else incident.verdict.kind
-    context.terminal.halted(incident)
-    context.terminal.launcher_line(
-        exit_line(step=incident.step, cause=cause, restart=restart, state=state)
-    )
+    line = exit_line(step=incident.step, cause=cause, restart=restart, state=state)
+    context.outputs.halted(incident, line)
     exit_with_code_three()
     raise TrainingHalted(incident, state=str(state) if state is not None else None, restart=restart)
 

@@ -145,17 +145,9 @@ class Pipeline:
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
         """Worth a line, not an action."""
-        context = self._context
-        fields = {
-            "step": reading.step,
-            "kind": verdict.kind,
-            "summary": verdict.summary,
-            "evidence": verdict.evidence,
-        }
-        context.note("note", fields)
-        if context.human is not None:
-            context.human.note(verdict.summary, reading.step, verdict.kind)
-        context.terminal.note(verdict.summary, reading.step, verdict.kind)
+        self._context.outputs.note(
+            verdict.kind, verdict.summary, step=reading.step, evidence=verdict.evidence
+        )
 
     # --- where and why
     # -----------------------------------------------------------------------------------------

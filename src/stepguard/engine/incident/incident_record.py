@@ -24,21 +24,19 @@ MOST_CAPSULES = 20
 def record(context: Context, incident: Incident, step: Step) -> Incident:
     """On record, as far as that can be: the step stays vetoed whatever fails here."""
     context.unrecorded = None
-    return spare(incident, partial(context.say, "output"), write_down, context, incident, step)
+    return spare(
+        incident, partial(context.outputs.note, "output"), write_down, context, incident, step
+    )
 
 
 def write_down(context: Context, incident: Incident, step: Step) -> Incident:
     """Everything that outlives the process first, the screen last."""
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
-    if context.journal is not None:
-        context.journal.write_incident(incident)
+    if context.outputs.journal is not None:
         _write_folder(context, incident)
     note_lost(context, step, incident)
-    if context.human is not None:
-        context.human.incident(incident)
-    context.outlet.incident(incident)
-    context.terminal.incident(incident)
+    context.outputs.incident(incident)
     return incident
 
 
@@ -52,7 +50,7 @@ def _write_folder(context: Context, incident: Incident) -> None:
             f"the folder of incident {incident.id} could not be written: "
             f"{type(fault).__name__}: {fault}"
         )
-        context.say("output", summary)
+        context.outputs.note("output", summary)
 
 
 def incident_folder(run_dir: Path, name: str, rank: int) -> Path:
@@ -84,7 +82,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             limit_bytes=config.capsule_limit,
         )
     except Exception as fault:  # a full disk or an odd tensor must not cost the incident
-        context.say(
+        context.outputs.note(
             "capsule", f"no capsule of incident {incident.id}: {type(fault).__name__}: {fault}"
         )
         return incident
@@ -93,6 +91,6 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             f"no capsule: the step is larger than {config.capsule_limit} bytes "
             f"(GuardConfig.capsule_limit)"
         )
-        context.say("capsule", summary)
+        context.outputs.note("capsule", summary)
         return incident
     return replace(incident, capsule=str(folder.relative_to(Path(str(config.run_dir)))))

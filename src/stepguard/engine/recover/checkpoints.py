@@ -162,7 +162,7 @@ class Saving:
         return context.step
 
     def _attempts(self) -> list[Attempt]:
-        journal = self._context.journal
+        journal = self._context.outputs.journal
         return attempts_in(journal.path)[:-1] if journal is not None else []
 
     def _not_the_same_wall(

@@ -201,11 +201,7 @@ class Recovery:
 
     def say(self, kind: str, summary: str, **facts: Any) -> None:
         """One line in journal, log and terminal."""
-        context = self._context
-        context.note("note", {"step": context.step, "kind": kind, "summary": summary, **facts})
-        if context.human is not None:
-            context.human.note(summary, context.step, kind)
-        context.terminal.line(f"step {context.step}: {summary}")
+        self._context.outputs.note(kind, summary, **facts)
 
     def keep(self, step: Step, loss: float | None) -> None:
         """Hold on to a step that went as it should, where it may have to be run again."""
@@ -359,7 +355,9 @@ class Recovery:
         remedy, self.start = self.planning.take()
         self.put_back(self.start)
         facts = {"step": came_from, "to": context.step, "data": remedy.data, "lr": context.lr}
-        context.note("rewind", {**facts, "kind": "rewind", "summary": _story(came_from, remedy)})
+        context.outputs.line(
+            "rewind", {**facts, "kind": "rewind", "summary": _story(came_from, remedy)}
+        )
 
     def put_back(self, snapshot: Snapshot) -> None:
         _wait()
