@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stepguard._errors import StoreError
+from stepguard.tensors.dtypes import dtype_name
 
 FILE_BYTES = 1 << 31
 FILE_TENSORS = 50_000
@@ -45,9 +46,7 @@ REAL_PART = {
 }
 """The format has no complex numbers: they are stored as pairs, and the seal has their type."""
 _BY_NAME = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
+    dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 
 
@@ -60,7 +59,7 @@ class TensorForm:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     @property
     def nbytes(self) -> int:
