@@ -19,7 +19,7 @@ PATIENCE = 2.0
 
 
 class Bar:
-    """A progress bar on stderr that appears only if reading takes long, and is erased at the end."""
+    """A progress bar on stderr that appears if reading takes long, and is erased at the end."""
 
     def __init__(self, what: str) -> None:
         self._what = what

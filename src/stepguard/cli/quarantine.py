@@ -13,6 +13,7 @@ from stepguard.cli.bad_samples import show_bad_samples
 
 if TYPE_CHECKING:
     from stepguard.records.verification import Verification
+    from stepguard.verification.format_entry import CheckpointFiles
     from stepguard.verification.quarantine import Move
 
 MOST_REASONS = 3
@@ -76,46 +77,46 @@ def _refuse_contradictions(
 ) -> None:
     if undo and dry_run:
         raise ConfigError("--undo and --dry-run exclude each other.")
-    if data and (undo or dry_run):
-        raise ConfigError("--data only lists samples; leave out --undo and --dry-run.")
-    if not data and (out is not None or unproven):
+    if data:
+        if undo or dry_run:
+            raise ConfigError("--data only lists samples; leave out --undo and --dry-run.")
+    elif unproven or out is not None:
         raise ConfigError("--out and --unproven belong to --data.")
     if unproven and out is None:
         raise ConfigError("--unproven says what --out writes; give --out FILE.")
 
 
 def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
-    from stepguard.cli._checkpoint_results import Bar
-    from stepguard.verification import check_checkpoint
     from stepguard.verification.quarantine import apply, checkpoints_below, is_bad, plan
 
-    with Bar("verifying") as bar:
-        checkpoints = checkpoints_below(folder)
-        bar.plan(len(checkpoints), sum(checkpoint.size for checkpoint in checkpoints))
-        results = [check_checkpoint(checkpoint, bar.advance) for checkpoint in checkpoints]
-    bad: list[Verification] = []
-    unread: list[str] = []
-    for result in results:
-        if is_bad(result):
-            bad.append(result)
-        elif not result.ok:
-            unread.append(result.path)
-    moves = plan(folder, checkpoints, bad)
+    checkpoints = checkpoints_below(folder)
+    results = _check_all(checkpoints)
+    moves = plan(folder, checkpoints, filter(is_bad, results))
+    word = "would be moved"
     if not dry_run:
         moves = apply(folder, moves)
+        word = "moved"
+    unread = [result.path for result in results if not result.ok and not is_bad(result)]
+    checked = len(results)
     if as_json:
-        _print_json(
-            {"dry_run": dry_run, "checked": len(results), "moved": moves, "not_judged": unread}
-        )
+        _print_json({"dry_run": dry_run, "checked": checked, "moved": moves, "not_judged": unread})
     else:
-        _print_moves(folder, moves, "would be moved" if dry_run else "moved")
-        _print_conclusion(folder, unread, len(results), moves, dry_run)
-    if dry_run and moves:
-        return EXIT_CORRUPT
-    return EXIT_OK
+        _print_text(folder, checked, moves, unread, word)
+    return EXIT_CORRUPT if dry_run and moves else EXIT_OK
 
 
-def _print_moves(folder: Path, moves: Sequence[Move], word: str) -> None:
+def _check_all(checkpoints: Sequence[CheckpointFiles]) -> list[Verification]:
+    from stepguard.cli._checkpoint_results import Bar
+    from stepguard.verification import check_checkpoint
+
+    with Bar("verifying") as bar:
+        bar.plan(len(checkpoints), sum(checkpoint.size for checkpoint in checkpoints))
+        return [check_checkpoint(checkpoint, bar.advance) for checkpoint in checkpoints]
+
+
+def _print_text(
+    folder: Path, checked: int, moves: Sequence[Move], unread: Sequence[str], word: str
+) -> None:
     for move in moves:
         typer.echo(f"{word}: {folder / move.original} -> {folder / move.place}")
         for reason in move.reasons[:MOST_REASONS]:
@@ -124,13 +125,8 @@ def _print_moves(folder: Path, moves: Sequence[Move], word: str) -> None:
         if more > 0:
             typer.echo(f"    and {more} more")
 
-
-def _print_conclusion(
-    folder: Path, unread: Sequence[str], checked: int, moves: Sequence[Move], dry_run: bool
-) -> None:
     for path in unread:
         typer.echo(f"left alone, could not be judged: {path} (stepguard verify {path} says why)")
-    word = "would be moved" if dry_run else "moved"
     line = f"{checked} checked, {len(moves)} {word}"
     if moves:
         line += f"; back with: stepguard quarantine {folder} --undo"

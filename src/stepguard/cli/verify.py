@@ -37,7 +37,7 @@ def verify(
     """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code
     from them.
     """
-    from stepguard.cli._checkpoint_results import show, verified
+    from stepguard.cli._checkpoint_results import verified
     from stepguard.cli.settings_file import configured_rate
     from stepguard.verification import nothing_in
 
@@ -46,14 +46,23 @@ def verify(
     if config is not None:
         lr = configured_rate(config)
     results = verified(paths, lr)
-    empty = [result for result in results if not result.leaves]
+    code = _exit_code(results)
     if as_json:
-        _print_json(results, ok=not empty and all(result.ok for result in results))
-    elif len(empty) < len(results) or any(result.problems for result in results):
+        _print_json(results, ok=code == EXIT_OK)
+    else:
+        _print_text(results)
+    for result in results:
+        if not result.leaves:
+            typer.echo(f"stepguard: error: {nothing_in(result.path)}", err=True)
+    raise typer.Exit(code)
+
+
+def _print_text(results: Sequence[Verification]) -> None:
+    """Print the results, unless no path held anything: then the errors say it all."""
+    from stepguard.cli._checkpoint_results import show
+
+    if any(result.leaves or result.problems for result in results):
         show(results)
-    for result in empty:
-        typer.echo(f"stepguard: error: {nothing_in(result.path)}", err=True)
-    raise typer.Exit(_exit_code(results, has_empty=bool(empty)))
 
 
 def _print_json(results: Sequence[Verification], *, ok: bool) -> None:
@@ -63,11 +72,11 @@ def _print_json(results: Sequence[Verification], *, ok: bool) -> None:
     typer.echo(dumps({"ok": ok, "paths": [as_plain(result) for result in results]}))
 
 
-def _exit_code(results: Sequence[Verification], *, has_empty: bool) -> int:
+def _exit_code(results: Sequence[Verification]) -> int:
     """Choose the exit code: corrupt comes first, and a folder without a checkpoint is an error."""
     if any(result.corrupt for result in results):
         return EXIT_CORRUPT
-    if has_empty:
+    if not all(result.leaves for result in results):
         return EXIT_USAGE
     if all(result.ok for result in results):
         return EXIT_OK

@@ -161,9 +161,7 @@ def _sentence(problem: Problem, path: str) -> Text:
 
 def conclusion(results: Sequence[Verification]) -> Text:
     """Sum up: `3 checkpoints, 2 good, 1 corrupt; 1,204 tensors, 2.1 GB in 1.4 s (1.5 GB/s)`."""
-    leaves: list[Verification] = []
-    for result in results:
-        leaves.extend(result.leaves)
+    leaves = [leaf for result in results for leaf in result.leaves]
     if not leaves:
         return Text(" no checkpoint found", style="yellow")
     good = sum(leaf.ok for leaf in leaves)
@@ -174,14 +172,18 @@ def conclusion(results: Sequence[Verification]) -> Text:
         line += f", {corrupt} corrupt"
     if other:
         line += f", {other} with another learning rate"
-    total = sum(leaf.bytes for leaf in leaves)
-    seconds = sum(result.seconds for result in results)
-    tensors = phrases.count(sum(leaf.tensors for leaf in leaves), "tensor")
-    line += f"; {tensors}, {size(total)} in {seconds:.1f} s"
-    # a speed of less than half a second would be that of opening files
-    if seconds > 0.5:
-        line += f" ({size(total / seconds)}/s)"
+    line += f"; {_amounts(leaves, sum(result.seconds for result in results))}"
     return Text(line, style="green" if good == len(leaves) else "bold red")
+
+
+def _amounts(leaves: Sequence[Verification], seconds: float) -> str:
+    tensors = phrases.count(sum(leaf.tensors for leaf in leaves), "tensor")
+    total = sum(leaf.bytes for leaf in leaves)
+    text = f"{tensors}, {size(total)} in {seconds:.1f} s"
+    # below half a second the speed would be that of opening files
+    if seconds > 0.5:
+        text += f" ({size(total / seconds)}/s)"
+    return text
 
 
 def size(count: float) -> str:

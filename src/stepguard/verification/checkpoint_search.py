@@ -60,14 +60,14 @@ def find_checkpoints(root: Path) -> FoundCheckpoints:
         files, folders = listing
         if any(path.name == LAST_GOOD for path in files):
             found.problems.extend(check_store(folder))
-        kind = _add_checkpoints(folder, files, found)
-        if kind is not None and kind.closed:
+        is_closed = _add_checkpoints(folder, files, found)
+        if is_closed or not folders:
             continue
-        if depth < DEEPEST:
-            todo.extend((below, depth + 1) for below in folders if not _is_skipped(below))
-        elif folders:
+        if depth == DEEPEST:
             detail = f"lies {DEEPEST} folders deep; what is below it was not searched"
             found.warn(folder, "limit", detail)
+            continue
+        todo.extend((below, depth + 1) for below in folders if not _is_skipped(below))
     found.checkpoints.sort(key=lambda checkpoint: _natural(checkpoint.path))
     return found
 
@@ -77,10 +77,8 @@ def single_file(path: Path) -> CheckpointFiles:
     return CheckpointFiles(path, (path,), _size(path))
 
 
-def _add_checkpoints(
-    folder: Path, files: list[Path], found: FoundCheckpoints
-) -> FolderFormat | None:
-    """Add the folder as one checkpoint, or each of its checkpoint files; returns its format."""
+def _add_checkpoints(folder: Path, files: list[Path], found: FoundCheckpoints) -> bool:
+    """Add the folder or its files; returns whether no other checkpoint can lie below the folder."""
     for kind in FOLDER_FORMATS:
         if kind.matches(files):
             members = files
@@ -88,11 +86,11 @@ def _add_checkpoints(
                 members = [path for path in files if has_checkpoint_suffix(path)]
             size = sum(map(_size, members))
             found.checkpoints.append(CheckpointFiles(folder, tuple(members), size, kind))
-            return kind
+            return kind.closed
     for path in files:
         if is_checkpoint_name(path) or may_be_checkpoint(path):
             found.checkpoints.append(single_file(path))
-    return None
+    return False
 
 
 def _size(path: Path) -> int:

@@ -106,9 +106,8 @@ def _check_index(index: Path, layouts: Mapping[str, FileLayout], problems: Probl
     present = [shard for shard in shards if _is_present(index, shard, layouts, problems)]
     homes = _homes([layouts[shard] for shard in present])
     _check_stored(index, weight_map, homes, problems)
-    for name, shard in weight_map.items():
-        if shard in present and layouts[shard].complete and shard not in homes.get(name, ()):
-            _report_misplaced(index, name, shard, homes.get(name), problems)
+    readable = {shard for shard in present if layouts[shard].complete}
+    _check_named(index, weight_map, homes, readable, problems)
     _report_leftover_shards(index, shards, layouts, problems)
     if len(present) == len(shards):
         _check_total(index, data, [layouts[shard] for shard in shards], problems)
@@ -160,13 +159,21 @@ def _check_stored(
             problems.add("index", detail, tensor=name, severity="warning")
 
 
-def _report_misplaced(
-    index: Path, name: str, shard: str, homes: list[str] | None, problems: ProblemList
+def _check_named(
+    index: Path,
+    weight_map: Mapping[str, str],
+    homes: Mapping[str, list[str]],
+    readable: set[str],
+    problems: ProblemList,
 ) -> None:
-    detail = f"should be in {shard} by {index.name}, but is not"
-    if homes:
-        detail += f"; it is in {homes[0]}"
-    problems.add("index", detail, tensor=name)
+    """Report tensors that are not in the shard which the index names."""
+    for name, shard in weight_map.items():
+        stored = homes.get(name, [])
+        if shard in readable and shard not in stored:
+            detail = f"should be in {shard} by {index.name}, but is not"
+            if stored:
+                detail += f"; it is in {stored[0]}"
+            problems.add("index", detail, tensor=name)
 
 
 def _report_leftover_shards(

@@ -215,13 +215,14 @@ def storage_of(pid: Any) -> StorageRecord:
     if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
         raise Damaged("malformed", f"a persistent id that torch.save does not write: {brief(pid)}")
     _, kind, key, _, elements = pid[:5]
-    dtype = dtype_names.STORAGES.get(kind.name, "") if isinstance(kind, Global) else ""
-    if not dtype or not isinstance(key, str) or type(elements) is not int or elements < 0:
+    dtype = dtype_names.STORAGES.get(kind.name) if isinstance(kind, Global) else None
+    is_count = type(elements) is int and elements >= 0
+    if dtype is None or not isinstance(key, str) or not is_count:
         raise Damaged(
             "malformed",
             f"a storage of {brief(kind)} named {brief(key)} with {brief(elements)} elements",
         )
-    if len(pid) > 5 and _is_storage_view(pid[5]):
+    if _is_storage_view(pid[5:]):
         raise Damaged(
             "format",
             "storages that are views of others (torch before 0.4); save it again with torch.save",
@@ -229,6 +230,8 @@ def storage_of(pid: Any) -> StorageRecord:
     return StorageRecord(key, dtype, elements)
 
 
-def _is_storage_view(view: Any) -> bool:
-    """Tell the `(key, offset, size)` of a view from the None that newer versions write."""
-    return isinstance(view, tuple) and len(view) == 3 and type(view[1]) is int
+def _is_storage_view(rest: tuple[Any, ...]) -> bool:
+    """Find the `(key, offset, size)` of a view, where newer versions write None or nothing."""
+    if not rest or not isinstance(rest[0], tuple):
+        return False
+    return len(rest[0]) == 3 and type(rest[0][1]) is int

@@ -222,10 +222,6 @@ def _get(machine: PickleMachine, index: int) -> None:
     machine.stack.append(machine.memo[index])
 
 
-def _put(machine: PickleMachine, index: int) -> None:
-    machine.memoize(index)
-
-
 def _memoize(machine: PickleMachine, _: None) -> None:
     machine.memoize(len(machine.memo))
 
@@ -340,9 +336,9 @@ ACTIONS: dict[str, Action] = {
     "GET": _get,
     "BINGET": _get,
     "LONG_BINGET": _get,
-    "PUT": _put,
-    "BINPUT": _put,
-    "LONG_BINPUT": _put,
+    "PUT": PickleMachine.memoize,
+    "BINPUT": PickleMachine.memoize,
+    "LONG_BINPUT": PickleMachine.memoize,
     "MEMOIZE": _memoize,
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,

@@ -16,14 +16,16 @@ _WORDS: tuple[tuple[Role, re.Pattern[str]], ...] = (
     (
         "rng",
         re.compile(
-            r"(^|[_:.])rng([_.]|$)|random_state|random_number|^(numpy|python|torch|cuda)_random|^rngs?$"
+            r"(^|[_:.])rng([_.]|$)|random_state|random_number"
+            r"|^(numpy|python|torch|cuda)_random|^rngs?$"
         ),
     ),
     (
         "other",
         re.compile(
-            r"^(callbacks?|loops|hyper_parameters|hparams.*|config|cfg|args|metrics?|history|losses|loss|sampler.*|"
-            r"best_.*|results?|meta(data)?|train_state|data_?loader.*|tokenizer)$"
+            r"^(callbacks?|loops|hyper_parameters|hparams.*|config|cfg|args|metrics?|history"
+            r"|losses|loss|sampler.*|best_.*|results?|meta(data)?|train_state|data_?loader.*"
+            r"|tokenizer)$"
         ),
     ),
 )
@@ -36,9 +38,10 @@ _FILES: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("other", re.compile(r"^(training_args|sampler|dl_state|loader|args)")),
 )
 BUFFERS = re.compile(
-    r"(^|[_./])(running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq|position_ids|token_type_ids|"
-    r"masked_bias|mask|attn_mask|causal_mask|attn_bias|alibi|min_val|max_val|relative_position_index|freqs_cis|"
-    r"cos_cached|sin_cached|alphas_cumprod\w*|betas|cached_\w+|pos_ids|observer_enabled|fake_quant_enabled)$"
+    r"(^|[_./])(running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
+    r"|position_ids|token_type_ids|masked_bias|mask|attn_mask|causal_mask|attn_bias|alibi"
+    r"|min_val|max_val|relative_position_index|freqs_cis|cos_cached|sin_cached"
+    r"|alphas_cumprod\w*|betas|cached_\w+|pos_ids|observer_enabled|fake_quant_enabled)$"
 )
 NORM_STATISTICS = re.compile(r"(^|[_./])running_(mean|var)$")
 SQUARES = re.compile(
@@ -46,8 +49,9 @@ SQUARES = re.compile(
 )
 """Sums of squares: never negative."""
 USUALLY_ZERO = re.compile(
-    r"lora_b|lora_embedding_b|zero|adaln|modulation|gate|gamma|alpha|proj_out|out_proj|c_proj|o_proj|to_out|down_proj|"
-    r"fc2|linear2|conv2|conv3|wo\b|out_layers|final|head|bias|pad|mask|cache|residual|scale",
+    r"lora_b|lora_embedding_b|zero|adaln|modulation|gate|gamma|alpha|proj_out|out_proj|c_proj"
+    r"|o_proj|to_out|down_proj|fc2|linear2|conv2|conv3|wo\b|out_layers|final|head|bias|pad|mask"
+    r"|cache|residual|scale",
     re.IGNORECASE,
 )
 """Weights that many recipes start at zero."""

@@ -83,15 +83,14 @@ def _key(name: str) -> str:
 
 def _judge_nonfinite(problems: ProblemList, tensor: StoredTensor, seen: Statistics) -> None:
     role = tensor.role
-    # an attention mask holds 0 and -Inf only
-    is_mask = not seen.nan and not seen.positive and seen.low == seen.high == 0
-    if is_mask and roles.BUFFERS.search(tensor.name):
-        return
+    if _is_mask(seen):
+        if roles.BUFFERS.search(tensor.name):
+            return
+        if role == "parameter":
+            role = "buffer"
     # the best score of a callback that has not seen one yet is infinite
     if role == "other" and not seen.nan:
         return
-    if is_mask and role == "parameter":
-        role = "buffer"
     must_be_finite = role in STRICT or roles.NORM_STATISTICS.search(tensor.name)
     problems.add(
         "nan" if seen.nan else "inf",
@@ -100,6 +99,11 @@ def _judge_nonfinite(problems: ProblemList, tensor: StoredTensor, seen: Statisti
         severity="error" if must_be_finite else "warning",
         role=role,
     )
+
+
+def _is_mask(seen: Statistics) -> bool:
+    """An attention mask holds 0 and -Inf only."""
+    return not seen.nan and not seen.positive and seen.low == seen.high == 0
 
 
 def _count(tensor: StoredTensor, seen: Statistics) -> str:
