@@ -237,7 +237,7 @@ def test_warnings_that_are_errors_do_not_undo_a_veto(
     assert read_run(tmp_path).notes[-1]["armed"] is True
 
 
-@pytest.mark.parametrize("part", ["locate", "diagnose"])
+@pytest.mark.parametrize("part", ["locate", "find_causes"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
     loop: str, part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
