@@ -135,7 +135,7 @@ class Watcher(LateWatching):
             self.shield.call(None, self._adopt, scaler)
 
     def _adopt(self, scaler: GradScaler) -> None:
-        self.context.scaler = self.recovery.whole._scaler = scaler
+        self.context.scaler = self.recovery.whole.scaler = scaler
         self.heard.divide(scaler._get_scale_async())
 
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool:

@@ -26,7 +26,7 @@ from stepguard.engine.recover.resume_lr import compare_rates, scale_rates
 from stepguard.engine.recover.snapshots import Recovery
 from stepguard.policy.budget import budget_from
 from stepguard.records import Incident
-from stepguard.state.run_state import State, StateError
+from stepguard.state.run_state import SavedState, StateError
 from stepguard.state.snapshot import Snapshot
 from stepguard.state.tree_json import put_together
 from stepguard.tensors.values import is_finite
@@ -89,7 +89,7 @@ class Saving:
             return None
         return self._written(store, state, told)
 
-    def _written(self, store: Store, state: State, told: list[dict[str, Any]]) -> Path | None:
+    def _written(self, store: Store, state: SavedState, told: list[dict[str, Any]]) -> Path | None:
         """Rank 0 writes, everybody learns where."""
         context = self._context
 
@@ -143,7 +143,7 @@ class Saving:
         for passed in opened.passed_over:
             self._say(f"{passed.path} is passed over: {passed.reason}")
         difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
-        self._put_in(State(opened.tensors, opened.facts))
+        self._put_in(SavedState(opened.tensors, opened.facts))
         context.run_id = opened.health.run or context.run_id
         honour_ledger(context)
         self._recovery.past = past_of(attempts)
@@ -216,7 +216,7 @@ class Saving:
             chosen.append(store.open(Path(path)))
         return chosen[0]
 
-    def _put_in(self, state: State) -> None:
+    def _put_in(self, state: SavedState) -> None:
         context, recovery = self._context, self._recovery
         for trouble in recovery.whole.put_back(state):
             self._say(trouble)
@@ -255,7 +255,7 @@ class Saving:
             return entries
         return [entry for entry in entries if entry.health.run == self._context.run_id]
 
-    def read(self, step: int) -> State | None:
+    def read(self, step: int) -> SavedState | None:
         """The state of that step; None, and a line, where it is damaged."""
         assert self._store is not None
         entry = next((e for e in self._own_good() if e.step == step), None)
@@ -265,7 +265,7 @@ class Saving:
             self._say(str(fault))
             return None
         return (
-            State(opened.tensors, opened.facts)
+            SavedState(opened.tensors, opened.facts)
             if opened is not None and opened.step == step
             else None
         )
@@ -372,7 +372,7 @@ class Saving:
     # --- what goes into a file
     # ---------------------------------------------------------------------------------
 
-    def _own(self, state: State | None) -> dict[str, Any]:
+    def _own(self, state: SavedState | None) -> dict[str, Any]:
         """The part of a state that only this rank has."""
         if state is None or self._context.agreement.size == 1:
             return {}
@@ -387,7 +387,7 @@ class Saving:
             "tensors": tensors,
         }
 
-    def _complete(self, state: State, told: list[dict[str, Any]]) -> None:
+    def _complete(self, state: SavedState, told: list[dict[str, Any]]) -> None:
         for rank, own in enumerate(t["own"] for t in told if t["own"]):
             state.tensors.update(own["tensors"])
             for kind, facts in own["facts"].items():

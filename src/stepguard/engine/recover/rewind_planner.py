@@ -12,7 +12,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import Window
 from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import Place, Remedy, choose
-from stepguard.state.run_state import State, Whole
+from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.snapshot import Ring, Snapshot
 
 
@@ -20,7 +20,7 @@ class Archive(Protocol):
     """States on disk."""
 
     def steps(self) -> list[int]: ...
-    def read(self, step: int) -> State | None: ...
+    def read(self, step: int) -> SavedState | None: ...
 
 
 class Planning:
@@ -29,7 +29,7 @@ class Planning:
     def __init__(
         self,
         context: Context,
-        whole: Whole,
+        whole: RunState,
         ring: Ring,
         window: Window,
         sound: Callable[[Snapshot], bool],

@@ -22,7 +22,7 @@ from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import Remedy
 from stepguard.records import Incident
 from stepguard.state.replay import reevaluate
-from stepguard.state.run_state import State, Whole
+from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 from stepguard.state.step import Step
 from stepguard.state.tree_json import put_together, take_apart
@@ -58,7 +58,7 @@ class Recovery:
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
         config = context.config
         self._context = context
-        self.whole = Whole(
+        self.whole = RunState(
             context.roots,
             context.optimizer,
             scheduler=context.scheduler,
@@ -171,7 +171,7 @@ class Recovery:
         self.window.forget_before(min(s.step for s in (self.ring.good() or self.ring.snapshots)))
         return snapshot
 
-    def present(self) -> State:
+    def present(self) -> SavedState:
         """The state as it is now, the guard's own included; its tensors are the live ones."""
         context, state = self._context, self.whole.gather()
         if self._midstep:
@@ -313,7 +313,7 @@ class Recovery:
             kept = self.window.at(snapshot.step) if self._sound(snapshot) else None
             if kept is None or kept.loss is None:
                 continue
-            with self.whole.lent(snapshot.state):
+            with self.whole.parameters_from(snapshot.state):
                 now = reevaluate(kept.step)
             if kept.same(now):
                 return False
@@ -332,7 +332,7 @@ class Recovery:
             kept = self.window.at(snapshot.step) if snapshot.step < step.index else None
             if kept is None or kept.loss is None or not self._sound(snapshot):
                 continue
-            with self.whole.lent(snapshot.state):
+            with self.whole.parameters_from(snapshot.state):
                 own_now = sign * reevaluate(kept.step)
                 this_then = sign * reevaluate(step)
             return Compared(
