@@ -241,7 +241,7 @@ class Reader:
             clip_factor=_clip_factor(norm, pending.clip_norm),
             scale=rest.get("scale", context.loss_scale if context.config.loss_scale else None),
             lr=pending.lr,
-            climbs=context.climbs,
+            climbs=context.maximizes,
             labels=int(rest["labels"]) if "labels" in rest else None,
             seconds=seconds,
             shared_loss=shared[0] if shared and micro else None,

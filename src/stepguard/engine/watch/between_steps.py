@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from stepguard.tensors.torch_private import graphs_compiled
 
 
-class Threshold:
+class StepBoundary:
     """Calls `cross` once after every `open`."""
 
     def __init__(self, roots: Iterable[nn.Module], cross: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from stepguard.tensors.names import parameter_names
 from stepguard.tensors.versions import versions, written_since
 
 
-class HiddenGradients:
+class GradientVeto:
     """Taken away before the update and given back after it."""
 
     def __init__(self, context: Context) -> None:

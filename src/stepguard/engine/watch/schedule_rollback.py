@@ -9,7 +9,7 @@ from stepguard.engine.drivers.schedule import ScheduleCopy, position
 from stepguard.tensors.torch_private import pretend_stepped
 
 
-class Hold:
+class ScheduleRollback:
     """Schedule and scaler of one guard, from a vetoed update to the next one."""
 
     def __init__(self, context: Context) -> None:
