@@ -104,8 +104,8 @@ def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
 
 
 def _load(context: Context, recovery: Recovery, state: SavedState) -> None:
-    whole = recovery.snapshots.whole
-    for trouble in whole.put_back(state):
+    run_state = recovery.snapshots.run_state
+    for trouble in run_state.put_back(state):
         context.outputs.note("checkpoint", trouble)
     own = put_together(state.facts["guard"], {})
     configured = context.history.configured_lr
@@ -116,8 +116,8 @@ def _load(context: Context, recovery: Recovery, state: SavedState) -> None:
     # whoever starts the run again accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
     context.resumed = True
-    random_numbers = whole.random_numbers(state)
-    whole.put_back_random_numbers(state)
+    random_numbers = run_state.random_numbers(state)
+    run_state.put_back_random_numbers(state)
     position = state.facts.get("loader", {}).get(str(context.agreement.rank))
     if context.feed is not None and position is not None:
         context.feed.go_to(put_together(position, state.tensors), random_numbers)

@@ -31,7 +31,7 @@ class RewindPlanner:
         self._context = context
         self._snapshots = snapshots
         self._ring = snapshots.ring
-        self._whole = snapshots.whole
+        self._whole = snapshots.run_state
         self.archive: Archive | None = None
         """Checkpoints, for going further back than memory does."""
         self._tried: list[RewindPlan] = []
