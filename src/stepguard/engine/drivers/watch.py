@@ -132,7 +132,7 @@ class WatchDriver(JudgedStep):
         if scaler.is_enabled() and self.protect.armed:
             with self.protect.region:
                 context.scaler = scaler
-                self.recovery.whole._scaler = scaler
+                self.recovery.run_state.scaler = scaler
                 self.observed.divide(scaler._get_scale_async())
 
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool:

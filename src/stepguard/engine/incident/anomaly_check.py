@@ -106,7 +106,7 @@ class Suspicion:
         if not asks or self._context.agreement.size > 1:
             return signs
         found = None
-        if step.whole:
+        if step.replayable:
             found = compare_with_best(self._context, self._recovery.snapshots, step)
         if found is None:
             return replace(signs, moved=reading.weights_moved)

@@ -34,7 +34,7 @@ class SituationReader:
         reading = incident.reading
         ruined = weights_ruined(incident.origin) or self._diverged(reading)
         fault = self._fault(incident, committed=committed, ruined=ruined)
-        repeatable = self._reruns and step.whole
+        repeatable = self._reruns and step.replayable
         may_act = fault == "anomaly" and self._anomalies.proven
         remedy, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined, repeatable=repeatable

@@ -76,7 +76,7 @@ class Recovery:
         """Make this snapshot the present state of the run, its random numbers left out."""
         context = self._context
         wait_for_copies()
-        for trouble in self.snapshots.whole.put_back(snapshot.state, own_only=True):
+        for trouble in self.snapshots.run_state.put_back(snapshot.state, own_only=True):
             self._context.outputs.note("rewind", trouble)
         own = put_together(snapshot.state.facts["guard"], {})
         context.step = own["step"]
@@ -149,8 +149,8 @@ class Recovery:
         return self.snapshots.kept
 
     @property
-    def whole(self) -> Any:
-        return self.snapshots.whole
+    def run_state(self) -> Any:
+        return self.snapshots.run_state
 
     @property
     def duties(self) -> Any:
