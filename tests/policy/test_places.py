@@ -33,9 +33,7 @@ def test_each_further_rewind_for_the_same_trouble_goes_further_back_and_then_the
     assert [(r.place.step, r.data) for r in _all()] == [(48, "skip"), (32, "skip"), (16, "skip")]
 
 
-def test_fault_that_may_be_gone_is_first_repeated_exactly_and_then_stepped_around_at_the_same_place() -> (
-    None
-):
+def test_fault_that_may_be_gone_is_repeated_exactly_and_then_stepped_around() -> None:
     found = [(r.place.step, r.data) for r in _all(repeatable=True)]
     assert found == [(48, "repeat"), (48, "skip"), (32, "skip"), (16, "skip")]
 

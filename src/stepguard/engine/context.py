@@ -78,8 +78,6 @@ class Context:
     """Journal, readable log, terminal and the user's loggers."""
     budget: Budget = field(default_factory=Budget)
     incidents: list[Incident] = field(default_factory=list)
-    unrecorded: tuple[Incident, Step] | None = None
-    """An incident that is decided and neither applied nor on record yet."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     """Names this run in its checkpoints; a restored run goes on under the name it had."""
     attempt: int = 1
@@ -198,14 +196,6 @@ class Context:
     def scaling(self) -> bool:
         """Does a GradScaler really scale?"""
         return self.scaler is not None and self.scaler.is_enabled()
-
-    def note(self, kind: str, fields: dict[str, Any]) -> None:
-        """Until all call sites use `outputs.line`."""
-        self.outputs.line(kind, fields)
-
-    def say(self, kind: str, summary: str, **facts: Any) -> None:
-        """Until all call sites use `outputs.note`."""
-        self.outputs.note(kind, summary, **facts)
 
 
 def build_context(

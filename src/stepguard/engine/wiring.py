@@ -40,8 +40,7 @@ class Owner(Protocol):
     """A guard, as far as another one for the same optimizer has to know it."""
 
     def in_use(self, framework: str) -> str: ...
-    def say(self, kind: str, summary: str) -> None: ...
-    def close(self) -> None: ...
+    def replaced(self) -> None: ...
 
 
 owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
@@ -132,9 +131,8 @@ def _make_way(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"this optimizer has a guard already, {why}; close that one first, or go on with it."
         )
-    owner.say("wiring", "this guard ends here: another one was made for the same optimizer")
     with suppress(TrainingHalted):  # what is still pending is on record by then
-        owner.close()
+        owner.replaced()
 
 
 def _modules() -> list[nn.Module]:

@@ -94,7 +94,7 @@ class AcceleratorGuard:
         wanted = getattr(optimizer, "optimizer", optimizer)
         for one in self.guards:
             if wanted is None or one.optimizer is wanted:
-                one.micro(lambda again: total_loss(loss_fn(again)) / steps, batch)
+                one.port.micro(lambda again: total_loss(loss_fn(again)) / steps, batch)
         return total_loss(loss_fn(batch))
 
     def close(self) -> None:
@@ -126,11 +126,11 @@ class AcceleratorGuard:
         def save(*args: Any, **kwargs: Any) -> Any:
             bad: tuple[str, ...] = ()
             for one in self.guards:
-                one.settle()
-                bad += one.trouble(together=everybody)
+                one.port.settle()
+                bad += one.port.trouble(together=everybody)
             if bad:
                 refusal = SaveRefused(f"({original.__name__})", tuple(dict.fromkeys(bad)))
-                self.guards[0].say("save-refused", str(refusal))
+                self.guards[0].port.say("save-refused", str(refusal))
                 raise refusal
             return original(*args, **kwargs)
 

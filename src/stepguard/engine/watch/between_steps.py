@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 
-class Threshold:
+class StepBoundary:
     """Calls `cross` once after every `open`."""
 
     def __init__(self, roots: Iterable[nn.Module], cross: Callable[[], None]) -> None:

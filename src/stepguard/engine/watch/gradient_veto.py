@@ -19,7 +19,7 @@ from stepguard.sentinel.stored_tensors import parameter_names
 from stepguard.state.undo import UndoCopy
 
 
-class HiddenGradients:
+class GradientVeto:
     """Taken away before the update and given back after it."""
 
     def __init__(self, context: Context) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from stepguard.engine.context import Context, bare_step
-from stepguard.engine.drivers.closure import needs_closure
+from stepguard.engine.optimizer_kinds import needs_closure
 from stepguard.locate import locate
 from stepguard.locate.live_trace import LiveTrace
 from stepguard.locate.shared_tracer import present_recorder, shared_recorder
@@ -34,7 +34,7 @@ WATCH_THE_COMPILED = (
 SETTLED_PHASES = ("state", "optimizer", "checkpoint")
 
 
-class Arming:
+class LiveTracing:
     """Says which steps of one watcher are traced, and tells their trace about calls of the model
     and backward passes.
 

@@ -17,7 +17,7 @@ from stepguard.sentinel.risky_update import foreign
 Marks = list[tuple[int, int]]
 
 
-class Overheard:
+class ObservedLoss:
     """The losses and the norm of one guard's next update. Never waits for the device."""
 
     def __init__(self, context: Context, announce: Callable[[Tensor], None]) -> None:

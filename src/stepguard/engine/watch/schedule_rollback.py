@@ -8,7 +8,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import ScheduleCopy, position
 
 
-class Hold:
+class ScheduleRollback:
     """Schedule and scaler of one guard, from a vetoed update to the next one."""
 
     def __init__(self, context: Context) -> None:
