@@ -30,9 +30,9 @@ from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.interception import offer
 from stepguard.engine.optimizer_kinds import takes_closure
 from stepguard.engine.protect import Protection, in_words
-from stepguard.engine.recover.checkpoints import Saving
+from stepguard.engine.recover.checkpoints import Checkpoints
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.recover.signals import Signals
-from stepguard.engine.recover.snapshots import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.wiring import (
     Wiring,
@@ -77,18 +77,18 @@ class Guard:
         self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._recovery)
         self.port = Port(self._context, self._recovery, self._driver)
         """What framework integrations ask of this guard."""
-        self._saving = Saving(self._context, self._recovery)
+        self._saving = Checkpoints(self._context, self._recovery)
         if loader is not None:
             self._context.feed = Feed(
                 loader,
                 self._between,
-                partial(self._recovery.say, "loader"),
+                partial(self._context.outputs.note, "loader"),
                 lambda: self._context.step,
             )
         self._epochs: EpochSchedule | None = None
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
-        self._signals = Signals(self._leave, self.close, partial(self._recovery.say, "signal"))
+        self._signals = Signals(self._leave, self.close, partial(self._context.outputs.note, "signal"))
         self._recovery.duties += [self._saving, self._signals]
         self._closed = False
         self._entered = False
@@ -145,7 +145,7 @@ class Guard:
         """
         self._driver.settle()
         if not self.armed:
-            self._recovery.say(
+            self._context.outputs.note(
                 "checkpoint", "NOT saved: a disarmed guard cannot tell whether the state is good"
             )
             return None
@@ -289,7 +289,7 @@ class Guard:
         where = "no new checkpoint; the last good one stays"
         if saved is not None:
             where = f"saved {saved}"
-        self._recovery.say("signal", f"ending after {signal.Signals(number).name}: {where}")
+        self._context.outputs.note("signal", f"ending after {signal.Signals(number).name}: {where}")
 
     def _last_look(self) -> None:
         """Were the parameters still finite after the last update, which no step will read?"""

@@ -15,7 +15,7 @@ from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.closer_look import agreed_trouble
 from stepguard.engine.interception import offer
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.state.step import LossFn
 
 

@@ -34,12 +34,13 @@ from stepguard.locate.locate_budget import Effort
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
-from stepguard.sentinel.gradients import elements, finite
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.resumable_loader import Feed
 from stepguard.state.step import Step, unwrapped
+from stepguard.tensors.names import optimizer_parameters
+from stepguard.tensors.values import elements, is_finite
 
 T = TypeVar("T")
 
@@ -127,7 +128,7 @@ class Context:
         Asked for several times a step, and walking a large model takes milliseconds: kept until the
         optimizer changes.
         """
-        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        given = optimizer_parameters(self.optimizer)
         if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
             ours = {id(p): p for p in given}
             ordered = {
@@ -152,8 +153,8 @@ class Context:
         return group_rates(self.optimizer)
 
     @property
-    def climbs(self) -> bool:
-        """Every parameter group is to maximise what the loss function returns."""
+    def maximizes(self) -> bool:
+        """True where every parameter group maximizes what the loss function returns."""
         return all(group.get("maximize", False) for group in self.optimizer.param_groups)
 
     @property
@@ -190,7 +191,9 @@ class Context:
         time.
         """
         found, self.first_buffers = self.first_buffers, []
-        self.accepted.update(f"buffer:{name}" for name, extremes in found if not finite(extremes))
+        self.accepted.update(
+            f"buffer:{name}" for name, extremes in found if not is_finite(extremes)
+        )
         return self.accepted
 
     def scaling(self) -> bool:

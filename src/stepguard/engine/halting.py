@@ -9,7 +9,7 @@ from types import TracebackType
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
 from stepguard.engine.incident.exit_line import Restart, exit_line
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.records import Incident
 
 

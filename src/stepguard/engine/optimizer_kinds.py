@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from stepguard.tensors.names import optimizer_parameter_ids
+
 INSISTS = re.compile(r"assert closure\b(?! is None)|if closure is None:\s+raise")
 """In the source of a `step` that cannot work without a closure."""
 
@@ -78,9 +80,9 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
             found.append(item)
     if len(found) != 1:
         return None
-    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    theirs = {id(p) for group in found[0].param_groups for p in group["params"]}
-    return found[0] if ours == theirs else None
+    if optimizer_parameter_ids(optimizer) != optimizer_parameter_ids(found[0]):
+        return None
+    return found[0]
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

@@ -6,6 +6,7 @@ import torch
 
 from stepguard.engine.context import Context
 from stepguard.sentinel.gradients import scale_gradients
+from stepguard.tensors.torch_private import scaler_tensors
 
 ScalerState = tuple[torch.Tensor, torch.Tensor]
 """Scale and growth counter."""
@@ -43,9 +44,11 @@ def scaler_copy(context: Context) -> ScalerState | None:
     scaler = context.scaler
     if scaler is None or not context.scaling():
         return None
-    if scaler._scale is None or scaler._growth_tracker is None:
+    live = scaler_tensors(scaler)
+    if live is None:
         return None
-    return scaler._scale.clone(), scaler._growth_tracker.clone()
+    scale, growth = live
+    return scale.clone(), growth.clone()
 
 
 def restore_scaler(context: Context, saved: ScalerState | None) -> None:
@@ -53,10 +56,10 @@ def restore_scaler(context: Context, saved: ScalerState | None) -> None:
     scaler = context.scaler
     if saved is None or scaler is None:
         return
-    if scaler._scale is not None and scaler._growth_tracker is not None:
-        scale, growth = saved
-        scaler._scale.copy_(scale)
-        scaler._growth_tracker.copy_(growth)
+    live = scaler_tensors(scaler)
+    if live is not None:
+        for tensor, value in zip(live, saved, strict=True):
+            tensor.copy_(value)
 
 
 def scaled(context: Context, loss: torch.Tensor) -> torch.Tensor:

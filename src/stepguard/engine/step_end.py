@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepguard.engine.context import Context
 from stepguard.engine.protect import Protection
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.records import Reading
 from stepguard.state.step import Step
 

@@ -17,6 +17,7 @@ from stepguard.detect import judge as judge_reading
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose as find_causes
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.halting import halt
 from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.anomaly_check import Suspicion
@@ -30,8 +31,7 @@ from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
-from stepguard.engine.recover.resume_lr import scale_rates
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.locate import locate
 from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
@@ -313,7 +313,7 @@ class Transaction:
         return replace(incident, findings=find_causes(incident, facts))
 
     def _not_explained(self, why: str) -> None:
-        self.recovery.say("unexplained", why)
+        self.context.outputs.note("unexplained", why)
 
     # --- decide and apply -----------------------------------------------------------------------
 

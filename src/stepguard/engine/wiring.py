@@ -21,6 +21,7 @@ from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
 from stepguard.records import GuardConfig
 from stepguard.state.step import unwrapped
+from stepguard.tensors.names import optimizer_parameter_ids
 
 LOOKED_AT = 3
 """Steps of `guard.step` during which calls of `optimizer.step` beside it, and missing gradients,
@@ -103,7 +104,7 @@ def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None
     """An optimizer of another model. Parameters that lie in no module (master copies, loose
     tensors) may be meant.
     """
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    given = optimizer_parameter_ids(optimizer)
     known = [id(p) for root in roots.values() for p in root.parameters()]
     if not given or not known or given.intersection(known):
         return
@@ -256,7 +257,7 @@ class Wiring:
             )
 
     def _parameters_in_model(self) -> int:
-        given = {id(p) for group in self._context.optimizer.param_groups for p in group["params"]}
+        given = optimizer_parameter_ids(self._context.optimizer)
         return sum(
             id(p) in given for root in self._context.roots.values() for p in root.parameters()
         )

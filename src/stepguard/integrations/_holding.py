@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 from stepguard.guard import Guard
-from stepguard.integrations._wrapping import wrap
+from stepguard.tensors.wrapping import wrap
 
 
 def hold_schedule(wrapper: Any, guard: Guard, undo: ExitStack) -> None:

@@ -25,6 +25,7 @@ from stepguard.guard import Guard, watch_for
 from stepguard.integrations._holding import hold_schedule
 from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
 from stepguard.records import GuardConfig, Incident
+from stepguard.tensors.names import optimizer_parameters
 
 UNSEEN = (
     "GradientMonitoringCallback vetoes bad updates, but it sees neither the batch nor the loss "
@@ -213,9 +214,7 @@ def _skip_if_empty(optimizer: Any) -> None:
 
     def skip(*_: Any) -> None:
         hook.remove()
-        parameters = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        parameters: list[Any] = [p for p in optimizer_parameters(optimizer) if p.grad is not None]
         if not any(bool(p.grad.count_nonzero()) for p in parameters):
             for parameter in parameters:
                 parameter.grad = None

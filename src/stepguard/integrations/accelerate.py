@@ -38,7 +38,8 @@ from accelerate.utils import DistributedType  # noqa: E402
 
 from stepguard.integrations._holding import hold_schedule  # noqa: E402
 from stepguard.integrations._saves import SaveRefused  # noqa: E402
-from stepguard.integrations._wrapping import wrap  # noqa: E402
+from stepguard.tensors.names import optimizer_parameter_ids  # noqa: E402
+from stepguard.tensors.wrapping import wrap  # noqa: E402
 
 __all__ = ["AcceleratorGuard", "SaveRefused", "guard"]
 
@@ -163,7 +164,7 @@ def _settings(config: GuardConfig, number: int) -> GuardConfig:
 
 def _trained(accelerator: Any, wrapper: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
     """The model whose parameters this optimizer has, and further ones by name."""
-    ours = {id(p) for group in wrapper.param_groups for p in group["params"]}
+    ours = optimizer_parameter_ids(wrapper)
     models = [m for m in accelerator._models if any(id(p) in ours for p in m.parameters())]
     if not models:
         raise ConfigError(

@@ -25,9 +25,9 @@ from stepguard.guard import Guard, watch_for
 from stepguard.integrations._host_logger import HostLogger
 from stepguard.integrations._saves import SaveRefused
 from stepguard.integrations._versions import Framework
-from stepguard.integrations._wrapping import swapped, wrap
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.step import LossFn, total_loss
+from stepguard.tensors.wrapping import swapped, wrap
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]
 

@@ -35,7 +35,7 @@ from stepguard.integrations._host_logger import HostLogger  # noqa: E402
 from stepguard.integrations._lightning_saves import Gate, protect_checkpoints  # noqa: E402
 from stepguard.integrations._lightning_step import TrainingStep  # noqa: E402
 from stepguard.integrations._saves import SaveRefused  # noqa: E402
-from stepguard.integrations._wrapping import wrap  # noqa: E402
+from stepguard.tensors.wrapping import wrap  # noqa: E402
 
 __all__ = ["GuardCallback", "SaveRefused"]
 

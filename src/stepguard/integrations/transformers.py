@@ -42,7 +42,7 @@ from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.integrations._trainer_log import INCIDENTS, TrueLoss, correct  # noqa: E402
 from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
 from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402
-from stepguard.integrations._wrapping import wrap  # noqa: E402
+from stepguard.tensors.wrapping import wrap  # noqa: E402
 
 __all__ = [
     "GradientMonitoringCallback",

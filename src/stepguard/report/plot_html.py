@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import ConfigError
-from stepguard.report.figure import AMBER, INK, LOSS_SHARE, RED, RunFigure, Panel, replace_file
+from stepguard.report.figure import AMBER, INK, LOSS_SHARE, RED, Panel, RunFigure, replace_file
 
 SYMBOLS = {"triangle": "triangle-down", "diamond": "diamond-open", "circle": "circle-open"}
 

@@ -27,7 +27,7 @@ from stepguard.engine.recover.partial_step import (
     without_samples,
 )
 from stepguard.engine.recover.rerun import run_again
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.engine.scaler import hold_scaler, scaled, unscale, update_scaler
 from stepguard.engine.step_end import StepEnd

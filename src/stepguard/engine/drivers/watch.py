@@ -29,7 +29,7 @@ from stepguard.engine.optimizer_kinds import (
 )
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import count_labels
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.scaler import present_scale
 from stepguard.engine.wiring import Wiring
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen

@@ -13,7 +13,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.exceptions import Exceptions
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import Pending
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.step_end import StepEnd
 from stepguard.engine.transaction import Transaction
 from stepguard.engine.update_check import UpdateCheck

@@ -8,9 +8,9 @@ from stepguard.engine.incident.anomaly_check import Suspicion
 from stepguard.engine.incident.closer_look import working_scale
 from stepguard.engine.incident.exploded_weights import stored_culprit, weights_ruined
 from stepguard.engine.recover.partial_step import proven_guilty, share_of
-from stepguard.engine.recover.snapshots import Recovery
-from stepguard.policy.decide import Fault, Situation, goes_on
-from stepguard.policy.rewind_choice import Remedy
+from stepguard.engine.recover.rewind import Recovery
+from stepguard.policy.decide import Fault, Situation, allows_continuing
+from stepguard.policy.rewind_choice import RewindPlan
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import FINITE_KINDS
 from stepguard.state.step import Step
@@ -55,7 +55,7 @@ class SituationReader:
         return Situation(
             step=incident.step,
             fault=fault,
-            remedy=remedy,
+            rewind=remedy,
             may_act=may_act,
             no_rewind=why_not,
             can_retry=repeatable and self._worth_a_retry(incident, step, fault),
@@ -89,13 +89,13 @@ class SituationReader:
 
     def _way_back(
         self, fault: Fault, *, may_act: bool, visible: bool, repeatable: bool
-    ) -> tuple[Remedy | None, str]:
+    ) -> tuple[RewindPlan | None, str]:
         """Return where a rewind would go, or why it cannot; only for faults a rewind answers."""
         if fault == "anomaly":
             if not may_act:
                 return None, ""
             return self._recovery.plan(transient=False, visible=False)
-        if fault != "state" and goes_on(self._context.config.policy):
+        if fault != "state" and allows_continuing(self._context.config.policy):
             return None, ""
         transient = repeatable and visible and fault == "state"
         return self._recovery.plan(transient=transient, visible=visible)

@@ -4,7 +4,6 @@ one can be.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from stepguard.locate.live_trace import LiveTrace
 from stepguard.locate.shared_tracer import present_recorder, shared_recorder
 from stepguard.records import Origin, Reading
 from stepguard.state.step import Step
+from stepguard.tensors.torch_private import graphs_compiled
 
 ARMED_STEPS = 200
 """Steps after the last bad one during which the loop is traced, each of the first ones, then some.
@@ -79,7 +79,7 @@ class LiveTracing:
     def _why_not(self, unheard: bool) -> str:
         if needs_closure(self._context.optimizer):
             return "the optimizer evaluates the loss several times a step"
-        if _anything_compiled():
+        if graphs_compiled():
             return COMPILED + (WATCH_THE_COMPILED if unheard else "")
         if self._futile >= MOST_FUTILE:
             return (
@@ -184,8 +184,3 @@ def placed(origin: Origin) -> bool:
     if origin.phase in SETTLED_PHASES or (origin.phase == "input" and origin.tensor is not None):
         return True
     return origin.op is not None and origin.source is not None
-
-
-def _anything_compiled() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

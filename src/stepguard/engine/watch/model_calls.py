@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from stepguard.engine.protect import Protection
 from stepguard.engine.watch.call_listener import hear_again, hear_calls
@@ -25,6 +24,7 @@ from stepguard.locate.source import Line, user_line
 from stepguard.state.batch import OUTPUT_GRADIENT
 from stepguard.state.rng import RngState, capture_rng
 from stepguard.state.step import ModelFn, unwrapped
+from stepguard.tensors.torch_private import tracing, transforming, tree_flatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,9 +191,9 @@ def _received(
 
 def _being_transformed() -> bool:
     """Compiled, exported, traced or under torch.func: there are no real tensors to remember."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or tracing():
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return transforming()
 
 
 def differentiable(output: Any) -> list[Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import ScheduleCopy, position
+from stepguard.tensors.torch_private import pretend_stepped
 
 
 class ScheduleRollback:
@@ -30,7 +31,7 @@ class ScheduleRollback:
             self._copy = ScheduleCopy(context.scheduler, context.optimizer)
             # where the scaler never called it: torch would warn of a schedule that moves before the
             # first update
-            context.optimizer._opt_called = True  # type: ignore[attr-defined]
+            pretend_stepped(context.optimizer)
         self.scaler = context.scaling()
 
     def scaler_skipped(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.watch.observed_loss import ObservedLoss
 from stepguard.sentinel.torch_patches import backwards
 from stepguard.state.snapshot import Cadence
@@ -158,12 +158,12 @@ def follow(follower: Sharing, leader: Sharing) -> None:
     """From now on both have snapshots of the same moments, and where one goes back the other goes
     with it.
     """
-    if isinstance(follower.recovery._cadence, Following) or isinstance(
-        leader.recovery._cadence, Following
+    if isinstance(follower.recovery.snapshots.cadence, Following) or isinstance(
+        leader.recovery.snapshots.cadence, Following
     ):
         return  # with a third one: both follow the first
     cadence = Following(leader)
-    follower.recovery._cadence = cadence
+    follower.recovery.snapshots.cadence = cadence
     follower.recovery.ring.drop(lambda _: True)  # of moments that the leader has no snapshot of
     leader.recovery.after_rewind.append(
         _Along(leader, follower, lambda step: cadence.together.get(step))
@@ -195,7 +195,7 @@ class _Along:
         snapshot = other.recovery.at(step) if step is not None else None
         if snapshot is None:
             name = type(other.context.optimizer).__name__
-            other.recovery.say(
+            other.context.outputs.note(
                 "rewind", f"{name} has no snapshot of the same moment: its state stays as it is"
             )
             return

@@ -1,4 +1,4 @@
-"""Putting a wrapper in the place of one object's method, and taking it away again."""
+"""Put a wrapper in the place of an attribute, and put the original back."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Takes what is there and returns what comes in its place."""
+"""Takes the original and returns the wrapper."""
 
 
 def wrap(undo: ExitStack, owner: Any, name: str, make: Make) -> None:
-    """Wrap `owner.name`; closing `undo` puts back what was there, unless somebody has wrapped ours
-    since.
-    """
+    """Wrap `owner.name`; closing `undo` puts it back, unless it was wrapped again since."""
+    # The owner's own attribute: None for a method that an instance or a class only inherits.
     before = vars(owner).get(name)
     ours = make(getattr(owner, name))
     setattr(owner, name, ours)
@@ -31,7 +30,7 @@ def wrap(undo: ExitStack, owner: Any, name: str, make: Make) -> None:
 
 @contextmanager
 def swapped(owner: Any, name: str, other: Any) -> Iterator[None]:
-    """`owner.name` is `other` inside, and afterwards what it was."""
+    """Make `owner.name` be `other` inside the block."""
     with ExitStack() as undo:
         wrap(undo, owner, name, lambda original: other)
         yield
