@@ -57,8 +57,8 @@ def test_points_of_the_checklist_are_judged_by_a_configuration_alone(tmp_path: P
 def test_source_is_not_judged_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with inside(tmp_path):
-        subject, place = resolve(Request(target="config.json"))
-        result = check(subject, only=["checklist.norms"], place=place)
+        subject, invocation = resolve(Request(target="config.json"))
+        result = check(subject, only=["checklist.norms"], invocation=invocation)
     assert result.outcome("checklist.norms").status == "not_checked"
 
 
@@ -164,6 +164,6 @@ def test_items_are_chosen_by_id_section_or_pattern() -> None:
         "lr.schedule"
     ]
     with pytest.raises(
-        ConfigError, match=r"'lrr' is no item; use an id such as 'lr\.config', or one of"
+        ConfigError, match=r"'lrr' is not an item; use an id such as 'lr\.config', or one of"
     ):
         selected(("lrr",), ())
