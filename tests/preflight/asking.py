@@ -53,12 +53,17 @@ def ask_one(target: str, item: str, **given: Any) -> Outcome:
     return ask(target, item, **given).outcome(item)
 
 
+def said(result: Preflight, item: str) -> str:
+    """The evidence of one item in one line."""
+    return "; ".join(result.outcome(item).evidence)
+
+
 def assert_found(build: str, item: str, status: str, first: str, second: str) -> None:
     """The item answers with this status and these words for a build function of the faults."""
     outcome = ask_one(f"tinychat.faults:{build}", item)
-    said = "; ".join(outcome.evidence)
-    assert outcome.status == status, said
-    assert first in said and second in said
+    text = "; ".join(outcome.evidence)
+    assert outcome.status == status, text
+    assert first in text and second in text
     assert outcome.fix or status == "pass"
 
 

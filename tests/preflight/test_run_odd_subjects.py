@@ -183,22 +183,6 @@ def test_configuration_may_be_mapping_namespace_or_dataclass(tmp_path: Path, con
     assert look(tmp_path, subject, "lr.config").outcome("lr.config").status == "pass"
 
 
-def test_an_item_that_stumbles_does_not_hide_the_others(tmp_path: Path) -> None:
-    class Strange(nn.Linear):
-        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-            raise LookupError("odd model")
-
-    with inside(tmp_path):
-        result = check(
-            Subject(model=Strange(2, 2), config={"lr": 1.0}),
-            only=["model.stored_finite", "config.types"],
-        )
-    outcome = result.outcome("model.stored_finite")
-    assert outcome.status == "warn"
-    assert "this check itself failed: LookupError: odd model" in outcome.evidence[0]
-    assert result.outcome("config.types").status == "pass"
-
-
 @pytest.mark.parametrize(
     ("autocast", "key", "status"),
     [(True, "dtype", "pass"), (False, "dtype", "fail"), (True, "model_dtype", "fail")],

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.state.host_memory import free_memory
+from stepguard.tensors.names import optimizer_parameters
 
 SLOTS = {
     "adam": 2,
@@ -44,9 +45,7 @@ def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int,
     if held:
         return held, "as it is"
     slots = _slots(optimizer)
-    trained = 0
-    for group in optimizer.param_groups:
-        trained += _bytes(parameter for parameter in group["params"] if parameter.requires_grad)
+    trained = _bytes(p for p in optimizer_parameters(optimizer) if p.requires_grad)
     return slots * trained, f"{slots} slots a parameter"
 
 

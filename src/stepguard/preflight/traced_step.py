@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from stepguard.diagnose.ops import words
 from stepguard.preflight.answers import one_line
@@ -25,6 +23,9 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step, total_loss, unwrapped
 from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.torch_private import TorchDispatchMode, compiled_call, tree_map_only
+from stepguard.tensors.values import dense_values, is_finite
+from stepguard.tensors.versions import versions, written_since
 
 MATMULS = words(
     """
@@ -184,7 +185,7 @@ def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
     """Run a compiled model as it was written: compiled code runs no dispatch mode."""
     eager: AbstractContextManager[Any] = nullcontext()
     for module in model.modules():
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        if "_orig_mod" in module._modules or compiled_call(module) is not None:
             eager = torch.compiler.set_stance("force_eager")
     return eager
 
@@ -202,7 +203,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 def left_alone(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """Put parameters, gradients, buffers, modes, hooks and generators back, bit for bit."""
     parameters = list(model.parameters())
-    kept = [(p, p._version, p.detach().clone()) for p in parameters]
+    copies = {id(parameter): parameter.detach().clone() for parameter in parameters}
+    marks = versions(parameters)
     keeper = BufferKeeper([unwrapped(model)])
     keeper.remember()
     if optimizer is None:
@@ -214,10 +216,9 @@ def left_alone(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for parameter, version, value in kept:
-                # torch counts every in-place write: a forward pass may clamp its own weights.
-                if parameter._version != version:
-                    parameter.copy_(value)
+            # A forward pass may write to its own weights, for instance clamp them.
+            for parameter in written_since(parameters, marks):
+                parameter.copy_(copies[id(parameter)])
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ def nonfinite_outputs(output: Any) -> list[str]:
     """Names of the tensors in the output of a module that hold a NaN or an Inf."""
     bad = []
     for name, tensor in named_tensors(output):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not is_finite(tensor):
             bad.append(name or "output")
     return bad
 
@@ -242,11 +243,9 @@ def _backward(step: TracedStep, model: nn.Module, loss: Tensor) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        grad = parameter.grad.detach()
         # The gradient of a sparse embedding holds only the rows that were used.
-        if grad.layout is torch.sparse_coo:
-            grad = grad.coalesce().values()
+        grad = dense_values(parameter.grad.detach())
         squares += float(grad.abs().double().square().sum())
-        if not bool(torch.isfinite(grad).all()):
+        if not is_finite(grad):
             step.grads_bad.append(name)
     step.grad_norm = squares**0.5

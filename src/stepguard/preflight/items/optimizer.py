@@ -14,6 +14,7 @@ from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
 from stepguard.preflight.schedule import peak_rates
 from stepguard.report.phrases import count, first_few
+from stepguard.tensors.names import optimizer_parameter_ids
 
 MOST_LOST = 0.5
 """Share of weights that no update of size lr can move."""
@@ -66,9 +67,7 @@ def parameters(run: Inspection) -> Answer:
     named = dict(run.model.named_parameters())
     if not named:
         raise NotApplicable("the model has no parameters")
-    held: set[int] = set()
-    for group in run.optimizer.param_groups:
-        held.update(id(parameter) for parameter in group["params"])
+    held = optimizer_parameter_ids(run.optimizer)
     if held.isdisjoint(id(parameter) for parameter in named.values()):
         return failed(
             f"none of the model's {count(len(named), 'parameter')} is in the optimizer "
