@@ -373,7 +373,7 @@ def own_trouble(step: Step, reading: Reading) -> int:
 
 def weights_ruined(origin: Origin | None) -> bool:
     """Has an earlier batch, fine in its time, been seen to fail on the present weights?"""
-    return origin is not None and "weights_ruined" in origin.notes
+    return origin is not None and origin.evidence.weights_ruined
 
 
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:
