@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from stepguard.engine.context import Context
 from stepguard.engine.incident.lost_samples import note_lost
-from stepguard.engine.protect import spare
+from stepguard.engine.protect import explain_or_warn
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
@@ -23,22 +24,19 @@ MOST_CAPSULES = 20
 
 def record(context: Context, incident: Incident, step: Step) -> Incident:
     """On record, as far as that can be: the step stays vetoed whatever fails here."""
-    context.unrecorded = None
-    return spare(incident, partial(context.say, "output"), write_down, context, incident, step)
+    return explain_or_warn(
+        incident, partial(context.outputs.note, "output"), write_down, context, incident, step
+    )
 
 
 def write_down(context: Context, incident: Incident, step: Step) -> Incident:
     """Everything that outlives the process first, the screen last."""
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
-    if context.journal is not None:
-        context.journal.write_incident(incident)
+    if context.outputs.journal is not None:
         _write_folder(context, incident)
     note_lost(context, step, incident)
-    if context.human is not None:
-        context.human.incident(incident)
-    context.outlet.incident(incident)
-    context.terminal.incident(incident)
+    context.outputs.incident(incident)
     return incident
 
 
@@ -52,7 +50,25 @@ def _write_folder(context: Context, incident: Incident) -> None:
             f"the folder of incident {incident.id} could not be written: "
             f"{type(fault).__name__}: {fault}"
         )
-        context.say("output", summary)
+        context.outputs.note("output", summary)
+
+
+def free_id(context: Context, name: str) -> str:
+    """`name`, or `name-2`, ...: a step comes again after a rewind, and in a later run here."""
+    taken = {incident.id for incident in context.incidents}
+    candidate = name
+    for number in count(2):
+        if candidate not in taken and not _on_disk(context, candidate):
+            break
+        candidate = f"{name}-{number}"
+    return candidate
+
+
+def _on_disk(context: Context, name: str) -> bool:
+    run_dir = context.config.run_dir
+    if run_dir is None:
+        return False
+    return incident_folder(Path(run_dir), name, context.agreement.rank).exists()
 
 
 def incident_folder(run_dir: Path, name: str, rank: int) -> Path:
@@ -84,7 +100,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             limit_bytes=config.capsule_limit,
         )
     except Exception as fault:  # a full disk or an odd tensor must not cost the incident
-        context.say(
+        context.outputs.note(
             "capsule", f"no capsule of incident {incident.id}: {type(fault).__name__}: {fault}"
         )
         return incident
@@ -93,6 +109,6 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             f"no capsule: the step is larger than {config.capsule_limit} bytes "
             f"(GuardConfig.capsule_limit)"
         )
-        context.say("capsule", summary)
+        context.outputs.note("capsule", summary)
         return incident
     return replace(incident, capsule=str(folder.relative_to(Path(str(config.run_dir)))))
