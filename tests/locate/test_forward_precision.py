@@ -1,4 +1,4 @@
-"""The same for half precision, extreme values, stored tensors and losses that are made of several."""
+"""The same for half precision, extreme values, stored tensors and losses of several parts."""
 
 from __future__ import annotations
 

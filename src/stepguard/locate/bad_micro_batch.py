@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +9,7 @@ from stepguard.locate.finite import plain
 from stepguard.locate.replay import Replayer
 from stepguard.records.reading import Reading
 from stepguard.state.step import Step
+from stepguard.tensors.torch_private import compiled_call
 
 REPETITIONS = 3
 
@@ -90,5 +89,5 @@ def _compiled_forward(module: nn.Module) -> bool:
     """Did `module.compile()` put something there? A guard that listens is in the same place, around
     it.
     """
-    present: Any = vars(module).get("_compiled_call_impl")
+    present = compiled_call(module)
     return getattr(present, "below", present) is not None

@@ -53,12 +53,6 @@ def plain(tensor: Tensor) -> Tensor:
     return dense
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Exact. A finite sum proves it; a sum may overflow by itself, so then the extremes decide."""
-    values = plain(tensor)
-    return values.numel() == 0 or _finite_sum(values) or not _flaws_by_extremes(values)
-
-
 def flaws(tensor: Tensor) -> Flaws:
     """NaN or Inf. Beside a NaN an Inf goes unmentioned: the extremes of a tensor with NaN are NaN."""
     values = plain(tensor)

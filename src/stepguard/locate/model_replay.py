@@ -16,7 +16,6 @@ import torch
 from stepguard.locate import bad_state
 from stepguard.locate.batch import named_tensors
 from stepguard.locate.facts import fact
-from stepguard.locate.finite import all_finite
 from stepguard.locate.replay import Ran, Replayer, ReplayError
 from stepguard.locate.source import Line, context, spell
 from stepguard.locate.tracer import Tracer
@@ -24,6 +23,7 @@ from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.batch import OUTPUT_GRADIENT
 from stepguard.state.rng import restore_rng
+from stepguard.tensors.values import is_finite
 
 METHOD = "output-gradient"
 OUTSIDE_FORWARD = (
@@ -62,7 +62,7 @@ class ModelReplayer(Replayer):
 
     def came_back_finite(self, call: int) -> bool:
         """Is what the loss sent back to the outputs of this call finite?"""
-        return all(all_finite(g) for g in self.step.micro_batches[call][OUTPUT_GRADIENT].values())
+        return all(is_finite(g) for g in self.step.micro_batches[call][OUTPUT_GRADIENT].values())
 
     def placed(self, origin: Origin, call: int | None) -> Origin:
         """What a full replay would know from the user's frames: who called the model, and where
@@ -106,7 +106,7 @@ class ModelReplayer(Replayer):
                 if tracer is not None:
                     stack.enter_context(tracer)
                 outputs, gradients = self.step.model_fn(batch)
-                bad = [output for output in outputs if not all_finite(output)]
+                bad = [output for output in outputs if not is_finite(output)]
                 ran = Ran(
                     loss_finite=not bad, loss=(bad or outputs)[0].detach() if outputs else None
                 )

@@ -7,15 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from stepguard.locate.finite import all_finite, broken, numeric, plain
+from stepguard.locate.finite import broken, numeric, plain
 from stepguard.records.origin import Operand
+from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.values import is_finite
 
 Index = tuple[int, ...]
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """`float16` rather than `torch.float16`."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
@@ -24,14 +21,14 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     if not numeric(tensor):
         return _of_integers(name, tensor, index)
     values = plain(tensor)
-    clean = all_finite(tensor)
+    clean = is_finite(tensor)
     finite = values if clean else values[torch.isfinite(values)]
     low, high = (None, None) if not finite.numel() else (float(finite.min()), float(finite.max()))
     if index is None and not clean:
         index = first_broken(tensor)
     return Operand(
         name=name,
-        dtype=dtype_name(tensor),
+        dtype=dtype_name(tensor.dtype),
         shape=shape,
         min=low,
         max=high,
@@ -53,7 +50,7 @@ def _of_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:
         low, high = float(tensor.min()), float(tensor.max())
     return Operand(
         name=name,
-        dtype=dtype_name(tensor),
+        dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
         min=low,
         max=high,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepguard.locate import batch as batches
-from stepguard.locate.finite import all_finite, numeric
+from stepguard.locate.finite import numeric
 from stepguard.locate.locate_budget import Effort
 from stepguard.locate.loss_function_state import OwnState
 from stepguard.locate.module_attributes import kept_tensors
@@ -24,6 +24,8 @@ from stepguard.locate.tracer import Tracer
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import restore_rng
 from stepguard.state.step import Step, total_loss
+from stepguard.tensors.names import named_buffers, named_parameters
+from stepguard.tensors.values import is_finite
 
 
 class ReplayError(Exception):
@@ -69,16 +71,8 @@ class Replayer:
         self.effort = effort if effort is not None else Effort()
         self._keeper = keeper
         roots = step.named_roots()
-        self.parameters = {
-            f"{prefix}.{name}".strip("."): p
-            for prefix, root in roots.items()
-            for name, p in root.named_parameters()
-        }
-        self.buffers = {
-            f"{prefix}.{name}".strip("."): b
-            for prefix, root in roots.items()
-            for name, b in root.named_buffers()
-        }
+        self.parameters = dict(named_parameters(roots))
+        self.buffers = dict(named_buffers(roots))
 
     def run(
         self, micro: int, batch: Any = None, *, backward: bool = True, eager: bool = True
@@ -129,7 +123,7 @@ class Replayer:
         return [
             name
             for name, p in self.parameters.items()
-            if p.grad is not None and numeric(p.grad) and not all_finite(p.grad)
+            if p.grad is not None and numeric(p.grad) and not is_finite(p.grad)
         ]
 
     def _eagerly(self, eager: bool) -> Any:
@@ -145,7 +139,7 @@ class Replayer:
                     stack.enter_context(tracer)
                 given = self.step.loss_fn(batch)
                 loss = total_loss(given)
-                ran = Ran(loss_finite=all_finite(loss), loss=loss.detach(), parts=_parts(given))
+                ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=_parts(given))
                 if backward and ran.loss_finite and loss.requires_grad:
                     if tracer is not None:
                         tracer.stage = "backward"

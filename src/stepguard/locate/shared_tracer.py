@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from stepguard.locate.bad_op import Invocation
 from stepguard.locate.calls import Call
@@ -19,6 +18,7 @@ from stepguard.locate.finite import Flaws
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.tracer import EXACT_ELEMENTS, Tracer
 from stepguard.state import faked_collectives
+from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_stack
 
 MOST_CALLS = 200_000
 """Operations that are remembered; a long validation between two updates must not fill the memory.
@@ -173,7 +173,7 @@ def shared_recorder() -> Recorder | None:
     global _recorder
     if _recorder is not None and _recorder.tracer.fault is not None:
         _recorder = None  # the steps that know it get no answer from it
-    if _recorder is None and not _get_current_dispatch_mode_stack():
+    if _recorder is None and not dispatch_mode_stack():
         # with somebody else's mode there: two that are not nested would leave each other on the
         # stack
         _recorder = Recorder()
@@ -193,7 +193,7 @@ def token(module: nn.Module) -> str:
 
 def leave(mode: TorchDispatchMode) -> None:
     """Take a mode off the stack wherever it is: the user's code may have entered others since."""
-    stack = list(_get_current_dispatch_mode_stack())
+    stack = list(dispatch_mode_stack())
     if mode not in stack:
         return
     above = stack[stack.index(mode) + 1 :]

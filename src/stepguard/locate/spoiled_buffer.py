@@ -9,13 +9,13 @@ from torch import Tensor
 from stepguard.locate import bad_state
 from stepguard.locate.blame import Found, Walk
 from stepguard.locate.calls import Call
-from stepguard.locate.finite import all_finite
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
+from stepguard.tensors.values import is_finite
 
 
 def written_origin(step: Step, reading: Reading) -> Origin:
@@ -32,7 +32,7 @@ def written_origin(step: Step, reading: Reading) -> Origin:
             except ReplayError:
                 return plain
             buffer = bad_state.stored_tensor(step, name)
-            if buffer is not None and not all_finite(buffer):
+            if buffer is not None and not is_finite(buffer):
                 operand = bad_state.operand_of(name, buffer)
                 return replace(
                     _place(buffer, name, traced, replayer) or plain, tensor=name, output=operand

@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from stepguard.locate.attribution import Read, explain
 from stepguard.locate.bad_op import Birth, Invocation
 from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import measure
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
-from stepguard.locate.modules import ModuleSpans, sequence_number
+from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operators import BLANK, TESTS, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
 from stepguard.state import faked_collectives
+from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.torch_private import (
+    TorchDispatchMode,
+    current_autograd_node,
+    next_sequence_number,
+    tree_map,
+)
 
 MOST_MEASURED = 32
 """Births whose operands are measured; a torrent of them tells nothing more."""
@@ -172,8 +177,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A call with its stage, module, node and line."""
         call = Call(index=self.forgotten + len(self.calls), op=name, stage=self.stage)
         self.calls.append(call)
-        node: Any = torch._C._current_autograd_node()
-        sequence = sequence_number()
+        node: Any = current_autograd_node()
+        sequence = next_sequence_number()
         call.module = self.modules.current
         if node is None:
             call.line = user_line()
@@ -249,7 +254,7 @@ def _autocast(entries: list[Entry]) -> str | None:
     device = next((e.value.device.type for e in entries if isinstance(e.value, Tensor)), None)
     if device is None or not torch.is_autocast_enabled(device):
         return None
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return dtype_name(torch.get_autocast_dtype(device))
 
 
 def _partial(tensor: Tensor) -> bool:

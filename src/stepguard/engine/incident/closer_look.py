@@ -1,4 +1,4 @@
-"""Look closer once the cheap reading is alarming: which tensors are bad, or is it the loss scale?"""
+"""Look closer after an alarming reading: which tensors are bad, or is it the loss scale?"""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from stepguard.engine.context import Context
 from stepguard.locate.impurity import own_state
 from stepguard.records import Origin, Reading
-from stepguard.sentinel.gradients import dense_real, finite, gradient_norm
+from stepguard.sentinel.gradients import gradient_norm
 from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.sentinel.stored_tensors import (
     bad_buffers,
     bad_parameters,
     bad_slots,
     norm_statistics,
-    parameter_names,
     state_tensors,
 )
 from stepguard.state.batch import bad_batch_tensors
 from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.step import Step
+from stepguard.tensors.names import optimizer_parameters, parameter_names
+from stepguard.tensors.values import dense_real, is_finite
 
 LOWEST_SCALE = 2.0**-24
 LOOK_CLOSER_AFTER = 4
@@ -117,9 +118,9 @@ def born_in_update(context: Context) -> list[str]:
 def bad_tensors(model: nn.Module) -> tuple[str, ...]:
     """Name the non-finite parameters and norm statistics of a model without a guard."""
     statistics = {id(buffer) for buffer in norm_statistics({"": model})}
-    found = [f"param:{name}" for name, p in model.named_parameters() if not finite(p)]
+    found = [f"param:{name}" for name, p in model.named_parameters() if not is_finite(p)]
     for name, buffer in model.named_buffers():
-        if id(buffer) in statistics and not finite(buffer):
+        if id(buffer) in statistics and not is_finite(buffer):
             found.append(f"buffer:{name}")
     return tuple(found)
 
@@ -156,7 +157,7 @@ def ignore_sentinels(context: Context) -> None:
 
 
 def _ignore_nonfinite(context: Context, tensors: Iterable[Tensor]) -> None:
-    context.ignored.update(id(tensor) for tensor in tensors if not finite(tensor))
+    context.ignored.update(id(tensor) for tensor in tensors if not is_finite(tensor))
 
 
 def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
@@ -219,11 +220,11 @@ def _bad_gradients(context: Context, step: Step) -> list[str]:
     if step.grads_gone:
         gradients = {}
         if step.whole:
-            given = [p for group in context.optimizer.param_groups for p in group["params"]]
+            given = optimizer_parameters(context.optimizer)
             gradients = dict(zip(map(id, given), rerun(step).gradients, strict=True))
     found: list[str] = []
     for parameter, name in parameter_names(context.roots, context.optimizer):
         gradient = gradients.get(id(parameter))
-        if gradient is not None and not finite(gradient):
+        if gradient is not None and not is_finite(gradient):
             found.append(name)
     return found

@@ -37,7 +37,7 @@ SAME_RATE = 1e-9
 
 
 def group_rates(optimizer: Optimizer) -> tuple[float, ...]:
-    """The learning rate of each group; empty where no group has one, 0 for a group that lacks it."""
+    """The learning rate of each group, 0 for one that lacks it; empty where all of them do."""
     rates = [_number(group.get("lr")) for group in optimizer.param_groups]
     if all(rate is None for rate in rates):
         return ()
@@ -45,7 +45,7 @@ def group_rates(optimizer: Optimizer) -> tuple[float, ...]:
 
 
 def declared_rates(optimizer: Optimizer, scheduler: Any = None) -> tuple[float, ...]:
-    """For each group the highest rate that is declared: by the group, its schedule, or its future."""
+    """The highest rate declared for each group: by the group, its schedule, or its future."""
     found = [_stated(optimizer)]
     for member in members(scheduler):
         if member is not None:
@@ -102,7 +102,7 @@ class DeclaredRates:
         return [self._scheduler]
 
     def _overridden(self, schedules: list[Any]) -> bool:
-        """Was a state loaded into a schedule since? Then it declares what another program configured.
+        """Was a state loaded into a schedule since? Then this program did not configure it.
 
         The bases of a schedule that the guard was not given were never seen: they must be among
         what the groups declared.

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stepguard.sentinel.gradients import HALVES, dense_values
-from stepguard.sentinel.stored_tensors import parameter_names
+from stepguard.tensors.names import parameter_names
+from stepguard.tensors.torch_private import foreach_norm
+from stepguard.tensors.values import HALVES, dense_values
 
 Mode = Literal["note", "clip", "skip"]
 DONE: dict[Mode, str] = {
@@ -176,7 +177,7 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
         chosen = [gradients[index].detach() for index in indices]
         # squares of half precision overflow early, so they are added up in fp32
         accumulate = torch.float32 if dtype in HALVES else None
-        found = torch._foreach_norm(chosen, 2, dtype=accumulate)
+        found = foreach_norm(chosen, 2, dtype=accumulate)
         norms.update(zip(indices, found, strict=True))
     return [norms[index] for index in range(len(gradients))]
 

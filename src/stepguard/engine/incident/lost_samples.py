@@ -91,13 +91,13 @@ def _lost_batches(context: Context) -> list[BadSamples]:
         return []
     # every process has drawn a run id of its own: that of rank 0 is in the checkpoint
     run_id = context.run_id if rank == 0 else None
-    found: list[BadSamples] = []
-    for entry in known_bad(Path(run_dir), rank):
-        ours = entry.run is None or not run_id or entry.run == run_id
-        placed = entry.epoch is not None and entry.batch is not None
-        if ours and placed and entry.left_out == "step" and entry.would_fail_again:
-            found.append(entry)
-    return found
+    return [entry for entry in known_bad(Path(run_dir), rank) if _is_skipped(entry, run_id)]
+
+
+def _is_skipped(entry: BadSamples, run_id: str | None) -> bool:
+    ours = entry.run is None or not run_id or entry.run == run_id
+    placed = entry.epoch is not None and entry.batch is not None
+    return ours and placed and entry.left_out == "step" and entry.would_fail_again
 
 
 def _agreed(context: Context, entries: list[BadSamples]) -> list[BadSamples]:
@@ -139,19 +139,23 @@ def _entries(context: Context, step: Step, incident: Incident) -> list[BadSample
     guilty = _guilty(incident, len(parts))
     shared = _shared_fields(context, parts, incident)
     origin = incident.origin
-    rank = context.agreement.rank
-    elsewhere = origin is not None and origin.rank not in (None, rank)
+    # samples of this rank that were lost because of another rank's are innocent
+    elsewhere = origin is not None and origin.rank not in (None, context.agreement.rank)
     found: list[BadSamples] = []
     for number, part in enumerate(parts):
         if number not in guilty and shared["left_out"] != "step":
             continue
         innocent = elsewhere or number not in guilty
-        samples: tuple[int, ...] = ()
-        if origin is not None and not innocent and number == (origin.micro_batch or 0):
-            samples = origin.samples
+        samples = () if innocent else _guilty_samples(origin, number)
         micro = number if len(parts) > 1 else None
         found.append(_entry(part, micro, samples, innocent, shared))
     return found
+
+
+def _guilty_samples(origin: Origin | None, number: int) -> tuple[int, ...]:
+    if origin is None or number != (origin.micro_batch or 0):
+        return ()
+    return origin.samples
 
 
 def _shared_fields(context: Context, parts: list[Part], incident: Incident) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from stepguard._errors import StepguardError
 from stepguard.checkpoints import Background, Entry, Health, Store
 from stepguard.engine.context import Context
 from stepguard.engine.recover.probation import Probation
-from stepguard.sentinel.gradients import finite
 from stepguard.state.run_state import State
+from stepguard.tensors.values import is_finite
 
 RANKED = ("rng", "loader")
 """Facts that every rank has its own of."""
@@ -77,7 +77,7 @@ class Archive:
             for kind, facts in part["facts"].items():
                 if facts is not None:
                     state.facts.setdefault(kind, {})[str(rank)] = facts
-        bad = {name for name, tensor in state.tensors.items() if not finite(tensor)}
+        bad = {name for name, tensor in state.tensors.items() if not is_finite(tensor)}
         state.facts["nonfinite_ok"] = sorted(self._probation.meant_nonfinite(bad))
 
     def health(self, *, good: bool = True) -> Health:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import Step
+from stepguard.tensors.versions import versions, written_since
 
 MOST_STEPS = 512
 RANDOM_NUMBERS = 32 * 1024
@@ -30,7 +31,7 @@ class KeptStep:
 
     @property
     def intact(self) -> bool:
-        return self.marks == [t._version for t in self.tensors]
+        return not written_since(self.tensors, self.marks)
 
     def same(self, loss: float | None) -> bool:
         """Is this the loss it had the first time?"""
@@ -58,8 +59,7 @@ class KeptSteps:
             tensors += [tensor for _, tensor in named_tensors(batch)]
         size = RANDOM_NUMBERS * len(step.micro_batches)
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        # torch counts the writes to a tensor in `_version`: the same count, the same values
-        self._kept.append(KeptStep(step, loss, size, tensors, [t._version for t in tensors]))
+        self._kept.append(KeptStep(step, loss, size, tensors, versions(tensors)))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):
             self._complete_from = self._drop_oldest() + 1

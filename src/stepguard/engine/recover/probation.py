@@ -13,9 +13,9 @@ from stepguard.detect.anomalies import MOVED
 from stepguard.detect.history import SUDDEN
 from stepguard.engine.context import Context
 from stepguard.engine.incident.run_facts import update_ratio
-from stepguard.sentinel.gradients import finite
 from stepguard.state.run_state import Whole
 from stepguard.state.snapshot import Ring, Snapshot
+from stepguard.tensors.values import is_finite
 
 LARGE_STEP = 0.1
 """Of the norm of the weights, in one update: a hundred times what is usual."""
@@ -79,7 +79,7 @@ class Probation:
         """Is it finite, but for what was never meant to be, and does it fit the live objects?"""
         if "sound" not in snapshot.memory:
             wait_for_copies()
-            bad = {name for name, tensor in snapshot.state.tensors.items() if not finite(tensor)}
+            bad = {name for name, tensor in snapshot.state.tensors.items() if not is_finite(tensor)}
             snapshot.memory["sound"] = bad <= self.meant_nonfinite(bad)
         if not snapshot.memory["sound"]:
             return False
@@ -93,7 +93,7 @@ class Probation:
         return self.sound(snapshot) and not snapshot.memory.get("hurt")
 
     def meant_nonfinite(self, names: set[str]) -> set[str]:
-        """Those of the tensors that are accepted as they are: sentinels, and a bad start let pass."""
+        """Those tensors that may be non-finite: sentinels, and a bad start that was let pass."""
         if not names:
             return set()
         endings: list[str] = []
@@ -128,7 +128,7 @@ class Probation:
         return moved is not None and not moved < MOVED
 
     def moved_since_good(self) -> float | None:
-        """Distance of the weights from the newest good snapshot, over their norm; None without one."""
+        """Distance of the weights from the newest good snapshot, over their norm; None if none."""
         return self._moved_since(0)
 
     def _moved_since(self, oldest: int) -> float | None:
