@@ -89,7 +89,7 @@ class Guard:
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
         self._signals = Signals(self._leave, self.close, partial(self._recovery.say, "signal"))
-        self._recovery.duties += [self._saving, self._signals]
+        self._recovery.snapshots.duties += [self._saving, self._signals]
         self._closed = False
         self._entered = False
         self._framework = building_for.get()
