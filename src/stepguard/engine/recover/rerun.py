@@ -67,20 +67,20 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
                 # it failed again, which was an incident of its own with its own decision
                 return None
             if not kept.same(result.loss):
-                _undo_inexact(recovery, kept, result, start)
+                _undo_inexact(runs, kept, result, start)
                 return None
         return _once_more(runs, step)
 
 
 def _undo_inexact(recovery: Recovery, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
     """Go back once more: the loss function depends on more than its batch."""
-    recovery.say(
+    runs.context.outputs.note(
         "rewind",
         f"step {kept.step.index} gave loss {kept.loss} and gives {result.loss} when run again: its "
         f"loss function depends on more than the batch it is given, so the steps since "
         f"{start.step} are left behind instead",
     )
-    recovery.put_back(start)
+    runs.recovery.put_back(start)
 
 
 def _reorder(runs: Runs, incident: Incident) -> None:
