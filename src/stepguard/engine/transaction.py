@@ -31,6 +31,7 @@ from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
+from stepguard.engine.recover.earlier_weights import loss_function_changed
 from stepguard.engine.recover.rewind import Recovery
 from stepguard.locate import locate
 from stepguard.policy import decide as choose_remedy
@@ -317,7 +318,7 @@ class Transaction:
         """Does an earlier step fail now even on the weights it had?"""
         if self.context.agreement.size > 1:
             return False  # ranks would have to ask together
-        return self.recovery.loss_function_changed()
+        return loss_function_changed(self.recovery.snapshots)
 
     def _diagnosed(self, incident: Incident) -> Incident:
         facts = run_facts(self.context, incident.reading)
@@ -333,7 +334,9 @@ class Transaction:
         situation = self._situations.situation(incident, step, committed=committed)
         policy = context.config.policy
         decision, context.budget = choose_remedy(situation, policy, context.budget)
-        self.recovery.incident(incident.step, hurt=situation.fault in ("state", "anomaly"))
+        self.recovery.probation.incident(
+            incident.step, hurt=situation.fault in ("state", "anomaly")
+        )
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
         return decision
