@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepguard.records.examination import Examination, Section
 from stepguard.records.verification import Problem, Verification
 from stepguard.report.doctor import render_examination
-from stepguard.report.verification import render_results, size
+from stepguard.report.verification import render_results
 
 BAD = Problem(
     file="run/a/optimizer.pt",
@@ -54,16 +54,6 @@ def test_long_lists_are_cut_and_say_so() -> None:
 def test_narrow_window_holds_everything() -> None:
     lines = render_results([FOLDER], width=60, colour=False).splitlines()
     assert all(len(line) <= 60 for line in lines)
-
-
-def test_sizes_in_words() -> None:
-    assert [size(n) for n in (12, 1200, 3_400_000, 2.1e9, 5e12)] == [
-        "12 B",
-        "1.2 kB",
-        "3.4 MB",
-        "2.1 GB",
-        "5 TB",
-    ]
 
 
 def test_sections_are_numbered_and_commands_stay_whole() -> None:

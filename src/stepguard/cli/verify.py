@@ -38,7 +38,7 @@ def verify(
     from them.
     """
     from stepguard.cli._checkpoint_results import verified
-    from stepguard.cli.settings_file import configured_rate
+    from stepguard.preflight.settings.rates import configured_rate
     from stepguard.verification import nothing_in
 
     if lr is not None and config is not None:

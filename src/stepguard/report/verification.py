@@ -89,7 +89,7 @@ def _table(results: Sequence[Verification], width: int) -> Table:
 def _cells(leaf: Verification) -> dict[str, str]:
     return {
         "format": leaf.format,
-        "size": size(leaf.bytes),
+        "size": phrases.size(leaf.bytes),
         "step": "" if leaf.step is None else f"{leaf.step:,}",
         "tensors": f"{leaf.tensors:,}",
     }
@@ -179,19 +179,8 @@ def conclusion(results: Sequence[Verification]) -> Text:
 def _amounts(leaves: Sequence[Verification], seconds: float) -> str:
     tensors = phrases.count(sum(leaf.tensors for leaf in leaves), "tensor")
     total = sum(leaf.bytes for leaf in leaves)
-    text = f"{tensors}, {size(total)} in {seconds:.1f} s"
+    text = f"{tensors}, {phrases.size(total)} in {seconds:.1f} s"
     # below half a second the speed would be that of opening files
     if seconds > 0.5:
-        text += f" ({size(total / seconds)}/s)"
+        text += f" ({phrases.size(total / seconds)}/s)"
     return text
-
-
-def size(count: float) -> str:
-    """Put a number of bytes into words: `2.1 GB`."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        count /= 1000
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-    return f"{count / 1000:.3g} TB"

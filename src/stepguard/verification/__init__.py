@@ -6,17 +6,18 @@ that name would hide it.
 
 from stepguard.verification.api import nothing_in, verify, verify_or_empty, with_lr
 from stepguard.verification.damage import Damaged
-from stepguard.verification.file_formats import has_checkpoint_suffix, read_content
-from stepguard.verification.path_check import check_checkpoint, check_path
+from stepguard.verification.file_formats import is_checkpoint_file, read_content
+from stepguard.verification.path_check import Plan, check_checkpoint, check_path
 from stepguard.verification.pickle_values import PickledObject, TensorRecord
 
 __all__ = [
     "Damaged",
     "PickledObject",
+    "Plan",
     "TensorRecord",
     "check_checkpoint",
     "check_path",
-    "has_checkpoint_suffix",
+    "is_checkpoint_file",
     "nothing_in",
     "read_content",
     "verify",

@@ -19,8 +19,7 @@ from stepguard.verification.bounded_file import special_name
 from stepguard.verification.dcp_folder import DCP, METADATA
 from stepguard.verification.file_formats import (
     has_checkpoint_suffix,
-    is_checkpoint_name,
-    may_be_checkpoint,
+    is_checkpoint_file,
 )
 from stepguard.verification.format_entry import CheckpointFiles, FolderFormat
 from stepguard.verification.huggingface_folder import DEEPSPEED, HUGGINGFACE
@@ -88,7 +87,7 @@ def _add_checkpoints(folder: Path, files: list[Path], found: FoundCheckpoints) -
             found.checkpoints.append(CheckpointFiles(folder, tuple(members), size, kind))
             return kind.closed
     for path in files:
-        if is_checkpoint_name(path) or may_be_checkpoint(path):
+        if is_checkpoint_file(path):
             found.checkpoints.append(single_file(path))
     return False
 

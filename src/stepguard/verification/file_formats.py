@@ -56,14 +56,18 @@ def has_checkpoint_suffix(path: Path) -> bool:
 
 def is_checkpoint_name(path: Path) -> bool:
     """Tell a checkpoint by its name; with a shared suffix, only if libraries use such a name."""
-    if path.suffix.lower() in SURE_SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix in SURE_SUFFIXES:
         return True
-    return has_checkpoint_suffix(path) and path.name.lower().startswith(WEIGHTS)
+    return suffix in SUFFIXES and path.name.lower().startswith(WEIGHTS)
 
 
-def may_be_checkpoint(path: Path) -> bool:
-    """Look into a file with a shared suffix and an unknown name, such as `x.bin` or `x.pkl`."""
-    if not has_checkpoint_suffix(path) or is_checkpoint_name(path):
+def is_checkpoint_file(path: Path) -> bool:
+    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the first bytes decide."""
+    if is_checkpoint_name(path):
+        return True
+    # tutorials of PyTorch call checkpoints `x.tar`, though they are not tars
+    if not has_checkpoint_suffix(path) and path.suffix.lower() != ".tar":
         return False
     try:
         with open_file(path) as source:
