@@ -172,6 +172,24 @@ class WatchDriver(JudgedStep):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Check the gradients; returns other arguments for `step` where it has a closure."""
+        self._before_update()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            # gradients from before a rewind belong to weights that are gone
+            if self.shared.is_dropped or self._rewound():
+                self._refuse()
+            else:
+                self.check()
+            return None
+        if self.shared.is_dropped:
+            self._refuse()
+        checked = _nothing if self.vetoing else self._checked(optimizer, closure)
+        rest = dict(kwargs)
+        rest.pop("closure", None)
+        return (args[0], checked, *args[2:]), rest
+
+    def _before_update(self) -> None:
+        """Close the last step, and take the snapshot that no call of the model has prompted."""
         if self._veto.hidden:
             # an exception of the optimizer ended that step: nothing has been put back yet
             self._vetoed()
@@ -182,16 +200,6 @@ class WatchDriver(JudgedStep):
             # the root module was not called, only its methods or its children
             with self.protect.part("snapshots and checkpoints"):
                 self.recovery.snapshots.before_update()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if self.shared.is_dropped or (closure is None and self._rewound()):
-            self._refuse()
-        elif closure is None:
-            self.check()
-        if closure is None:
-            return None
-        checked = _nothing if self.vetoing else self._checked(optimizer, closure)
-        rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (args[0], checked, *args[2:]), rest
 
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, with a check of what each evaluation leaves."""

@@ -36,7 +36,9 @@ def own_trouble(step: Step, reading: Reading) -> int:
         return 0
     # DDP has averaged the gradients already, so only a replay tells whose they were
     if step.replayable:
-        return 0 if rerun(step).grads_finite else 2
-    if step.model_only:
-        return 0 if gradients_came_back_finite(step) and model_finite(step) else 2
-    return 1
+        clean = rerun(step).grads_finite
+    elif step.model_only:
+        clean = gradients_came_back_finite(step) and model_finite(step)
+    else:
+        return 1
+    return 0 if clean else 2

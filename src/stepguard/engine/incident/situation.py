@@ -12,7 +12,6 @@ from stepguard.engine.recover.rewind import Recovery
 from stepguard.policy.decide import Fault, Situation, allows_continuing
 from stepguard.policy.rewind_choice import RewindPlan
 from stepguard.records import Incident, Reading
-from stepguard.records.verdict import FINITE_KINDS
 from stepguard.state.step import Step
 
 
@@ -30,55 +29,59 @@ class SituationReader:
 
     def situation(self, incident: Incident, step: Step, *, committed: bool) -> Situation:
         """`committed`: the update was made before its verdict was read."""
-        context = self._context
         reading = incident.reading
         ruined = weights_ruined(incident.origin) or self._diverged(reading)
         fault = self._fault(incident, committed=committed, ruined=ruined)
         repeatable = self._reruns and step.replayable
         may_act = fault == "anomaly" and self._anomalies.proven
-        remedy, why_not = self._way_back(
+        rewind, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined, repeatable=repeatable
         )
-        damaged_only_by_update = fault == "state" and ruined and not reading.bad_state
-        if damaged_only_by_update and remedy is None and not committed:
+        seen_in_state = committed or bool(reading.bad_state)
+        if fault == "state" and ruined and rewind is None and not seen_in_state:
             # nothing to go back to: skipping loses nothing more, and its share is bounded
             fault = "data"
-        at_start = fault == "state" and bool(reading.bad_state)
-        if context.history.committed > 0 or committed:
-            at_start = False
-        leave_out = ""
-        lost_share = 1.0
-        if repeatable and context.agreement.size == 1:
-            leave_out = proven_guilty(step, incident)
-        if leave_out:
-            lost_share = share_of(step, incident)
+        leave_out, lost_share = self._left_out(incident, step, repeatable=repeatable)
         return Situation(
             step=incident.step,
             fault=fault,
-            rewind=remedy,
+            rewind=rewind,
             may_act=may_act,
             no_rewind=why_not,
             can_retry=repeatable and self._worth_a_retry(incident, step, fault),
-            at_start=at_start,
+            at_start=fault == "state" and not committed and self._bad_from_the_start(reading),
             leave_out=leave_out,
             lost_share=lost_share,
             known=step.index in self._recovery.past.lost_steps,
             new_scale=self._new_scale(step, reading),
         )
 
+    def _bad_from_the_start(self, reading: Reading) -> bool:
+        """Was stored state bad before this run has made any update?"""
+        return bool(reading.bad_state) and self._context.history.committed == 0
+
+    def _left_out(self, incident: Incident, step: Step, *, repeatable: bool) -> tuple[str, float]:
+        """What the step can go on without, in words, and its share of the step's samples."""
+        if not repeatable or self._context.agreement.size > 1:
+            return "", 1.0
+        guilty = proven_guilty(step, incident)
+        if not guilty:
+            return "", 1.0
+        return guilty, share_of(step, incident)
+
     def _fault(self, incident: Incident, *, committed: bool, ruined: bool) -> Fault:
         """The fault decides the remedy: data, state, update or anomaly."""
         reading = incident.reading
-        if incident.verdict.kind in FINITE_KINDS:
+        if incident.verdict.finite_anomaly:
             return "anomaly"
-        damaged = bool(reading.bad_state) and not reading.state_born
-        if committed or damaged or ruined or stored_culprit(incident.origin):
+        if committed or ruined or stored_culprit(incident.origin):
+            return "state"
+        if reading.bad_state and not reading.state_born:
             return "state"
         if incident.verdict.kind == "lr_mismatch":
             return "update"
         # a buffer that turned bad in this step was written by the forward pass
-        by_forward = reading.state_born and reading.bad_state[0].startswith("buffer:")
-        if reading.state_born and not by_forward:
+        if reading.state_born and not reading.bad_state[0].startswith("buffer:"):
             return "update"
         return "data"
 
