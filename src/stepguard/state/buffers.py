@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.state.attributes import AttributeKeeper
-from stepguard.state.kept_values import SMALL
+from stepguard.state.plain_data import SMALL
 from stepguard.tensors.torch_private import foreach_copy_
 from stepguard.tensors.values import is_expanded, is_lazy
 
