@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from guard.optimizers import OPTIMIZERS as PUBLIC
 from guard.scenes import batches, calm_net, difference, plain_net, quiet
 from stepguard import Guard
-from stepguard.state.run_state import SavedState, StateError, RunState
+from stepguard.state.run_state import RunState, SavedState, StateError
 
 DATA = batches(40)
 REFUSED = ("galore",)

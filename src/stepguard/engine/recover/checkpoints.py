@@ -158,13 +158,8 @@ class Checkpoints:
         """Write a state that is complete and finite; `last-good` names it only if it is good."""
         archive = self._archive
         assert archive is not None
-        state: SavedState | None = None
-        proved = False
-        if isinstance(pending, Snapshot):
-            pending.lent = False
-            if self._recovery.probation.worth_keeping(pending):
-                state = pending.state
-                proved = pending.standing == "good"
+        proved = isinstance(pending, Snapshot) and pending.standing == "good"
+        state = self._state_worth_keeping(pending)
         told = self._context.agreement.together(
             lambda: {"kept": state is not None, "good": proved, "own": archive.rank_part(state)}
         )
@@ -177,6 +172,14 @@ class Checkpoints:
             good = all(facts["good"] for facts in told)
             pending.lent = archive.offer(pending.step, pending.state, good=good)
             self._lent = pending if pending.lent else None
+
+    def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
+        if not isinstance(pending, Snapshot):
+            return None
+        pending.lent = False
+        if not self._recovery.probation.worth_keeping(pending):
+            return None
+        return pending.state
 
     def rewound(self) -> None:
         """Drop a pending checkpoint that the run has gone back from."""

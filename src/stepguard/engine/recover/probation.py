@@ -93,7 +93,7 @@ class Probation:
         return self.sound(snapshot) and not snapshot.memory.get("hurt")
 
     def meant_nonfinite(self, names: set[str]) -> set[str]:
-        """Those of the tensors that are accepted as they are: sentinels, and a bad start let pass."""
+        """Those tensors that may be non-finite: sentinels, and a bad start that was let pass."""
         if not names:
             return set()
         endings: list[str] = []
@@ -128,7 +128,7 @@ class Probation:
         return moved is not None and not moved < MOVED
 
     def moved_since_good(self) -> float | None:
-        """Distance of the weights from the newest good snapshot, over their norm; None without one."""
+        """Distance of the weights from the newest good snapshot, over their norm; None if none."""
         return self._moved_since(0)
 
     def _moved_since(self, oldest: int) -> float | None:

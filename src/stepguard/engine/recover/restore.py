@@ -15,7 +15,7 @@ from stepguard.checkpoints import Opened, Store
 from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
-from stepguard.engine.incident.lost_samples import honour_ledger
+from stepguard.engine.incident.lost_samples import skip_lost_batches
 from stepguard.engine.recover.past_attempts import (
     SAME_PLACE,
     Attempt,
@@ -46,7 +46,7 @@ def restore_checkpoint(
     difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
     _load(context, recovery, SavedState(opened.tensors, opened.facts))
     context.run_id = opened.health.run or context.run_id
-    honour_ledger(context)
+    skip_lost_batches(context)
     recovery.past = past_of(attempts)
     context.outputs.note(
         "restored",
