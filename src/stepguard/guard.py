@@ -44,7 +44,7 @@ from stepguard.engine.wiring import (
 )
 from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import LossFn
 
 __all__ = ["Guard", "StepResult", "watch"]
@@ -79,7 +79,7 @@ class Guard:
         """What framework integrations ask of this guard."""
         self._saving = Checkpoints(self._context, self._recovery)
         if loader is not None:
-            self._context.feed = Feed(
+            self._context.feed = ResumableLoader(
                 loader,
                 self._between,
                 partial(self._context.outputs.note, "loader"),
@@ -163,7 +163,7 @@ class Guard:
         return self._saving.restore(path if path == "last-good" else Path(path))
 
     @property
-    def loader(self) -> Feed:
+    def loader(self) -> ResumableLoader:
         """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
         if self._context.feed is None:
             raise ConfigError(
@@ -255,7 +255,7 @@ class Guard:
         else:
             self._driver.settle()
 
-    def _schedule_by_epoch(self, feed: Feed | None) -> None:
+    def _schedule_by_epoch(self, feed: ResumableLoader | None) -> None:
         if feed is None:
             raise ConfigError(
                 "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
