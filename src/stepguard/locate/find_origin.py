@@ -85,7 +85,7 @@ def finite_step(reading: Reading) -> bool:
 
 def no_replay(step: Step) -> str | None:
     """Why the step cannot be run again on this rank alone; None when it can."""
-    if not (step.whole or step.model_only) or not step.micro_batches or not step.rng:
+    if not (step.replayable or step.model_only) or not step.micro_batches or not step.rng:
         return "the guard did not run the step"
     sharded = any(type(p.data).__name__ == "DTensor" for p in step.model.parameters())
     return "parameters are sharded over ranks" if sharded else None
