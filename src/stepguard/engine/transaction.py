@@ -256,7 +256,7 @@ class Pipeline:
             and incident.origin.reproduced is False
             and fault != "anomaly"
         )
-        again = self._reruns and step.whole
+        again = self._reruns and step.replayable
         may_act = fault == "anomaly" and self._suspicion.proven
         remedy, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined_weights, repeats=again
@@ -364,7 +364,7 @@ def own_trouble(step: Step, reading: Reading) -> int:
         return 2
     if reading.grads_finite or reading.overflow:
         return 0
-    if step.whole:
+    if step.replayable:
         return 0 if rerun(step).grads_finite else 2
     if step.model_only:
         return 0 if gradients_came_back_finite(step) and model_finite(step) else 2

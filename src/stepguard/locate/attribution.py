@@ -30,13 +30,13 @@ class Read:
     """The tensor itself where the operator writes it and `tensor` is a copy from before."""
 
     @property
-    def tame(self) -> bool:
+    def intended_inf(self) -> bool:
         """Bad only by infinities that were written on purpose."""
-        return not self.flaws.nan and self.maker.tame
+        return not self.flaws.nan and self.maker.intended_inf
 
     @property
-    def wild(self) -> bool:
-        return bool(self.flaws) and not self.tame
+    def harmful(self) -> bool:
+        return bool(self.flaws) and not self.intended_inf
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class Explanation:
     """Who is to blame for the bad elements of an output."""
 
     causes: tuple[Read, ...]
-    born: bool
-    tame: bool
+    first_bad: bool
+    intended_inf: bool
     """The output is bad only by infinities that were written on purpose."""
     where: Tensor | None = None
     """True at the elements that were born bad, where that is known."""
@@ -59,10 +59,10 @@ def explain(
     constant = any(not math.isfinite(number) for number in numbers)
     if exact and (bad or constant) and all(_fits(read, out) for read in bad):
         return _by_position(bad, constant, out)
-    wild = tuple(read for read in bad if read.wild)
-    tame_input = constant or any(read.tame for read in bad)
+    wild = tuple(read for read in bad if read.harmful)
+    tame_input = constant or any(read.intended_inf for read in bad)
     born = not wild and (flaws.nan or not tame_input)
-    return Explanation(wild, born=born, tame=not wild and not born)
+    return Explanation(wild, first_bad=born, intended_inf=not wild and not born)
 
 
 def _fits(read: Read, out: Tensor) -> bool:
@@ -76,7 +76,7 @@ def _by_position(bad: list[Read], constant: bool, out: Tensor) -> Explanation:
     causes = []
     for read in bad:
         there = broken(read.tensor)
-        if read.tame:
+        if read.intended_inf:
             tame |= there
         else:
             wild |= there
@@ -87,7 +87,7 @@ def _by_position(bad: list[Read], constant: bool, out: Tensor) -> Explanation:
     any_born = bool(born.any())
     return Explanation(
         tuple(causes),
-        born=any_born,
-        tame=not causes and not any_born,
+        first_bad=any_born,
+        intended_inf=not causes and not any_born,
         where=born if any_born else None,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from stepguard.locate.calls import COPIES, Call, ancestors, real_maker
 from stepguard.locate.facts import fact
-from stepguard.locate.tracer import MOST_SPOTS, Tracer
+from stepguard.locate.tracer import MOST_POSITIONS, Tracer
 
 SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
 SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
@@ -26,10 +26,10 @@ MOST_BLOCKS = 64
 
 
 @dataclass(slots=True)
-class Found:
+class FirstBad:
     """The birth, and for a stored tensor the operation that first used it."""
 
-    birth: Call
+    call: Call
     consumer: Call | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -47,14 +47,14 @@ class Walk:
             for maker in call.flawed:
                 self._readers[id(maker)].append(call)
 
-    def from_loss(self) -> Found | None:
+    def from_loss(self) -> FirstBad | None:
         """Origin of a bad loss."""
         root = self._first_born()
         if root is None:
             return self._from_tame_loss()
         return self._as_data(root) or self._finish(root, [])
 
-    def from_gradients(self) -> Found | None:
+    def from_gradients(self) -> FirstBad | None:
         """Origin of bad gradients under a finite loss."""
         root = self._first_born()
         if root is None:
@@ -69,14 +69,14 @@ class Walk:
         return self._finish(root, [])
 
     def _first_born(self) -> Call | None:
-        born = [call for call in self._chain.values() if call.born]
+        born = [call for call in self._chain.values() if call.first_bad]
         return min(born, key=lambda call: call.index) if born else None
 
-    def _from_backward(self, root: Call) -> Found:
+    def _from_backward(self, root: Call) -> FirstBad:
         made = self._tracer.owners.get(root.sequence)
         if made is not None and made.harmful and _same_place(made, root):
             first = min(
-                (call for call in ancestors(made) if call.born),
+                (call for call in ancestors(made) if call.first_bad),
                 key=lambda call: call.index,
                 default=None,
             )
@@ -90,7 +90,7 @@ class Walk:
         unselected = any(self._upstream_deselected(call) for call in siblings)
         return self._finish(root, [fact("where", "unselected")] if unselected else [])
 
-    def _from_forward(self, root: Call) -> Found:
+    def _from_forward(self, root: Call) -> FirstBad:
         first = min(map(self._original, self._forward_births(root)), key=lambda call: call.index)
         if self._deselected(first):
             if self._born_to_be_dropped(first):
@@ -100,7 +100,7 @@ class Walk:
                 return found
         return self._finish(first, self._absorption(first))
 
-    def _first_unselected(self, root: Call) -> Found | None:
+    def _first_unselected(self, root: Call) -> FirstBad | None:
         """Of several blocks that deselect a bad value, the one whose gradient goes bad first:
         backward, the last.
         """
@@ -118,7 +118,7 @@ class Walk:
             return None
         late, first = min(pairs, key=lambda pair: pair[0].index)
         born_backward = [
-            call for call in self._chain.values() if call.born and call.stage == "backward"
+            call for call in self._chain.values() if call.first_bad and call.stage == "backward"
         ]
         earliest = min(born_backward, key=lambda call: call.index, default=late)
         if earliest.index < late.index and earliest.sequence != late.sequence:
@@ -129,7 +129,7 @@ class Walk:
         """Everything born in the forward that the bad gradient goes back to; of a recomputed block,
         the second run.
         """
-        born = [call for call in self._chain.values() if call.born and call.stage == "forward"]
+        born = [call for call in self._chain.values() if call.first_bad and call.stage == "forward"]
         return [
             root,
             *sorted((call for call in born if call is not root), key=lambda call: call.index)[
@@ -143,7 +143,7 @@ class Walk:
             return call
         place = (call.op, call.line, call.module)  # blocks of one class share their lines
         same = (c for c in self._tracer.calls if (c.op, c.line, c.module) == place)
-        return next((c for c in same if c.born and c.index < call.index), call)
+        return next((c for c in same if c.first_bad and c.index < call.index), call)
 
     def _frontier(self, call: Call) -> list[Call]:
         """Forward operations that read the bad value, or what it spoiled, and gave something clean."""
@@ -231,7 +231,7 @@ class Walk:
         finals = [c for c in late if c.sequence == sequences[0] and id(c) in passed_on]
         return min(finals, key=lambda c: c.index) if finals else None
 
-    def _from_tame_loss(self) -> Found | None:
+    def _from_tame_loss(self) -> FirstBad | None:
         """The loss is infinite only by a constant: blame the operation that reduced it to a number."""
         seen: set[int] = set()
         stack, tame = list(self._targets), []
@@ -246,15 +246,15 @@ class Walk:
         found = min(by_number or reducing or tame, key=lambda c: c.index, default=None)
         return None if found is None else self._as_data(found) or self._finish(found, ["tame_inf"])
 
-    def _as_data(self, birth: Call) -> Found | None:
+    def _as_data(self, birth: Call) -> FirstBad | None:
         """The batch tensor or table behind it, where its -inf came in as data and was not added to
         scores as a mask.
         """
-        stack, seen = [c for c in birth.flawed if c.tame], set[int]()
+        stack, seen = [c for c in birth.flawed if c.intended_inf], set[int]()
         while stack:
             call = stack.pop()
             if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
-                return Found(
+                return FirstBad(
                     call,
                     self._first_use(call) if call.op.startswith("buffer:") else birth,
                     ["as_data"],
@@ -285,12 +285,12 @@ class Walk:
                     self._from_parameters.add(id(one))
         return id(call) in self._from_parameters or call.op.startswith("param:")
 
-    def _finish(self, birth: Call, notes: list[str]) -> Found:
-        if birth.stage == "stored" or birth.blank:
-            return Found(birth, self._consumer(birth), notes)
+    def _finish(self, birth: Call, notes: list[str]) -> FirstBad:
+        if birth.stage == "stored" or birth.uninitialised:
+            return FirstBad(birth, self._consumer(birth), notes)
         chooser = self._chosen_constant(birth)
         if chooser is not None:
-            return Found(chooser, None, [*notes, *_condition_of(chooser)])
+            return FirstBad(chooser, None, [*notes, *_condition_of(chooser)])
         if birth.out.inf and not birth.out.nan:
             turned = [
                 c
@@ -299,7 +299,7 @@ class Walk:
             ]
             later = [c for c in turned if c is not birth]
             notes = [*notes, fact("then", min(later, key=lambda c: c.index).op)] if later else notes
-        return Found(birth, None, notes)
+        return FirstBad(birth, None, notes)
 
     def _chosen_constant(self, birth: Call) -> Call | None:
         """The `where` that chose a NaN constant: an operation's own way to say that there is no
@@ -363,7 +363,11 @@ def _joins(call: Call) -> bool:
 
 def _same_place(made: Call, root: Call) -> bool:
     """Could the bad elements of the forward value and of its gradient be the same ones?"""
-    complete = made.spots and root.spots and max(len(made.spots), len(root.spots)) < MOST_SPOTS
+    complete = (
+        made.bad_positions
+        and root.bad_positions
+        and max(len(made.bad_positions), len(root.bad_positions)) < MOST_POSITIONS
+    )
     if made.shape != root.shape or not complete:
         return True
-    return bool(set(made.spots) & set(root.spots))
+    return bool(set(made.bad_positions) & set(root.bad_positions))

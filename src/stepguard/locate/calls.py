@@ -67,9 +67,9 @@ class Call:
     causes: tuple[Call, ...] = ()
     """Those of the flawed whose bad elements explain bad elements of the output."""
     out: Flaws = CLEAN
-    tame: bool = False
+    intended_inf: bool = False
     """Every infinity of the output was written on purpose, as in an attention mask."""
-    born: bool = False
+    first_bad: bool = False
     """Bad output elements that no bad input explains."""
     selects: bool = False
     """Chooses elements by a condition: where, masked_fill, indexing by a boolean mask."""
@@ -83,13 +83,13 @@ class Call:
     """A Python number among the arguments of an arithmetic operation that is NaN or infinite:
     `other:nan`.
     """
-    vanished: float | None = None
+    rounded_to_zero: float | None = None
     """A constant argument, an epsilon for instance, that is 0 in the dtype of the output."""
-    blank: bool = False
+    uninitialised: bool = False
     """Memory nobody has written yet."""
     rows: tuple[int, ...] = ()
     """First-axis positions of bad output elements."""
-    spots: tuple[int, ...] = ()
+    bad_positions: tuple[int, ...] = ()
     """Some flat positions of bad output elements."""
     shape: tuple[int, ...] = ()
     inputs: tuple[Operand, ...] = ()
@@ -99,7 +99,7 @@ class Call:
     @property
     def harmful(self) -> bool:
         """The output holds a non-finite value that nobody intended."""
-        return self.out.nan or (self.out.inf and not self.tame)
+        return self.out.nan or (self.out.inf and not self.intended_inf)
 
 
 def real_maker(call: Call) -> Call:

@@ -131,8 +131,8 @@ def _vanished(maker: Call) -> list[str]:
     level = [maker]
     for _ in range(EPSILON_DEPTH):
         for call in level:
-            if call.vanished is not None:
-                return [fact("eps_vanished", call.vanished)]
+            if call.rounded_to_zero is not None:
+                return [fact("eps_vanished", call.rounded_to_zero)]
         level = [parent for call in level for parent in call.parents]
     return []
 
@@ -182,7 +182,7 @@ def _infinities(birth: Birth) -> list[str]:
     values += [value for _, value in birth.numbers]
     infinite = any(map(math.isinf, values))
     constant = any(math.isinf(value) for _, value in birth.numbers)
-    notes = ["tame_inf"] if constant or any(r.tame and r.flaws for r in birth.reads) else []
+    notes = ["tame_inf"] if constant or any(r.intended_inf and r.flaws for r in birth.reads) else []
     if infinite and birth.operator.base == "mul" and 0.0 in values:
         notes.append("zero_times_inf")
     if infinite and birth.operator.base in ("add", "sub"):
@@ -275,7 +275,9 @@ def _before_epsilon(maker: Call) -> Call:
     is told apart.
     """
     while (
-        maker.op in ("aten.add", "aten.add_") and len(maker.parents) == 1 and maker.vanished is None
+        maker.op in ("aten.add", "aten.add_")
+        and len(maker.parents) == 1
+        and maker.rounded_to_zero is None
     ):
         maker = real_maker(maker.parents[0])
     return maker

@@ -9,11 +9,11 @@ from typing import Any
 from stepguard.locate import bad_state, impurity, model_replay, samples, update_origin
 from stepguard.locate import batch as batches
 from stepguard.locate.bad_micro_batch import bad_micro_batch, compiled_only, repeats
-from stepguard.locate.blame import Found, Walk, first_reader
+from stepguard.locate.blame import FirstBad, Walk, first_reader
 from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
-from stepguard.locate.locate_budget import MOST_FRUITLESS, Effort, OutOfTimeError
+from stepguard.locate.locate_budget import MOST_FRUITLESS, LocateBudget, OutOfTimeError
 from stepguard.locate.model_replay import ModelReplayer
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
@@ -29,14 +29,14 @@ MOST_REPAIRS = 3
 """Stored tensors that may turn out innocent before the search settles for what it has."""
 
 
-def locate(step: Step, reading: Reading, effort: Effort | None = None) -> Origin:
+def locate(step: Step, reading: Reading, effort: LocateBudget | None = None) -> Origin:
     """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found
     them.
 
     `effort` bounds the time, and is the same for all incidents of a run: it remembers what was in
     vain.
     """
-    effort = effort if effort is not None else Effort()
+    effort = effort if effort is not None else LocateBudget()
     effort.begin(on_host=all(p.device.type == "cpu" for p in step.model.parameters()))
     try:
         origin = _locate(step, reading, effort)
@@ -64,7 +64,7 @@ def finite_unscaled(step: Step) -> bool | None:
             return None
 
 
-def _locate(step: Step, reading: Reading, effort: Effort) -> Origin:
+def _locate(step: Step, reading: Reading, effort: LocateBudget) -> Origin:
     if reading.state_born:
         in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
         return (
@@ -101,7 +101,7 @@ def finite_step(reading: Reading) -> bool:
 
 def no_replay(step: Step) -> str | None:
     """Why the step cannot be run again on this rank alone; None when it can."""
-    if not (step.whole or step.model_only) or not step.micro_batches or not step.rng:
+    if not (step.replayable or step.model_only) or not step.micro_batches or not step.rng:
         return "the guard did not run the step"
     sharded = any(type(p.data).__name__ == "DTensor" for p in step.model.parameters())
     return "parameters are sharded over ranks" if sharded else None
@@ -124,7 +124,7 @@ def _bad_state(step: Step, reading: Reading) -> Origin:
     reader = first_reader(traced.tracer, maker) if maker is not None else None
     if maker is None or reader is None:
         return origin
-    seen = origin_of(Found(maker, reader), traced, Replayer(step, keeper))
+    seen = origin_of(FirstBad(maker, reader), traced, Replayer(step, keeper))
     return replace(
         seen, tensor=origin.tensor, phase="state", inputs=origin.inputs, notes=origin.notes
     )
@@ -178,7 +178,7 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
     return _name_samples(replayer, traced, found, origin)
 
 
-def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | None]:
+def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, FirstBad | None]:
     """Trace and walk; a bad batch tensor must prove itself: with its bad elements repaired the step
     is finite.
 
@@ -189,12 +189,12 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | 
     innocent: frozenset[str] = frozenset()
     first = traced, found = _trace_and_walk(replayer, micro, batch, accumulated)
     for _ in range(MOST_REPAIRS):
-        if found is None or not found.birth.op.startswith("batch"):
+        if found is None or not found.call.op.startswith("batch"):
             break
         if not replayer.effort.affords(2.0 / len(replayer.step.micro_batches)):
-            replayer.effort.leave_out(f"the proof that {found.birth.op} alone is to blame")
+            replayer.effort.leave_out(f"the proof that {found.call.op} alone is to blame")
             return traced, found
-        innocent |= {found.birth.op}
+        innocent |= {found.call.op}
         mended = batches.repaired(batch, innocent)
         _accumulate(replayer, accumulated)
         if replayer.run(micro, mended).clean:
@@ -203,13 +203,13 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | 
     seen_before = {(call.op, call.line) for call in first[0].tracer.calls if call.harmful}
     if found is None:
         return first
-    known = found.birth.stage == "stored" or (found.birth.op, found.birth.line) in seen_before
+    known = found.call.stage == "stored" or (found.call.op, found.call.line) in seen_before
     return (traced, found) if known else first
 
 
 def _trace_and_walk(
     replayer: Replayer, micro: int, batch: Any, accumulated: dict[str, Any]
-) -> tuple[Traced, Found | None]:
+) -> tuple[Traced, FirstBad | None]:
     _accumulate(replayer, accumulated)
     traced = replayer.trace(micro, batch)
     return traced, _walk(replayer, traced)
@@ -221,7 +221,7 @@ def _accumulate(replayer: Replayer, gradients: dict[str, Any]) -> None:
         parameter.grad = gradients[name].clone() if name in gradients else None
 
 
-def _walk(replayer: Replayer, traced: Traced) -> Found | None:
+def _walk(replayer: Replayer, traced: Traced) -> FirstBad | None:
     tracer = traced.tracer
     if not traced.ran.loss_finite:
         assert traced.ran.loss is not None
@@ -248,7 +248,7 @@ def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     return replace(origin, reproduced=False, method="replay", notes=notes)
 
 
-def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Origin) -> Origin:
+def _name_samples(replayer: Replayer, traced: Traced, found: FirstBad, origin: Origin) -> Origin:
     """Samples that made it, where samples can be guilty at all."""
     innocent = (
         origin.phase not in ("input", "forward", "loss", "backward") or origin.node == ACCUMULATE
@@ -273,7 +273,7 @@ def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Orig
 
 
 def _search_samples(
-    trial: samples.Trial, suspects: list[int], origin: Origin, batch: Any, effort: Effort
+    trial: samples.Trial, suspects: list[int], origin: Origin, batch: Any, effort: LocateBudget
 ) -> tuple[int, ...]:
     """The guilty samples, unless earlier incidents have shown that none can be told, or the time is
     up.
@@ -306,7 +306,7 @@ def _search_samples(
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
-def _suspects(found: Found, origin: Origin, batch: Any, count: int) -> list[int]:
+def _suspects(found: FirstBad, origin: Origin, batch: Any, count: int) -> list[int]:
     if origin.phase == "input" and origin.tensor is not None:
         tensor = dict(batches.named_tensors(batch))[origin.tensor]
         bad = ~plain(tensor).isfinite()
@@ -314,7 +314,7 @@ def _suspects(found: Found, origin: Origin, batch: Any, count: int) -> list[int]
             bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist() if bad.dim() else []
         )
         return rows if rows and bad.shape[0] == count else []
-    call = found.birth
+    call = found.call
     return samples.suspects_from_rows(call.rows, call.shape[0] if call.shape else 0, count)
 
 

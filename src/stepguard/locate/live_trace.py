@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepguard.locate import batch as batches
-from stepguard.locate.blame import Found, Walk
+from stepguard.locate.blame import FirstBad, Walk
 from stepguard.locate.calls import Call
 from stepguard.locate.finite import plain
 from stepguard.locate.module_attributes import kept_tensors
@@ -137,12 +137,12 @@ class LiveTrace:
         found = self._walk(tracer)
         if found is None:
             return None
-        if found.birth.stage == "stored":
-            found = replace(found, birth=replace(found.birth, op=self._own_name(found.birth)))
+        if found.call.stage == "stored":
+            found = replace(found, call=replace(found.call, op=self._own_name(found.call)))
         step = replace(step, micro_batches=step.micro_batches or ({},), scale=1.0)
         traced = Traced(Ran(loss_finite=not _bad(self._losses)), tracer, 0)
         origin = origin_of(found, traced, Replayer(step, step.buffers))
-        if origin.phase == "loss" and self._before_the_model(found.consumer or found.birth):
+        if origin.phase == "loss" and self._before_the_model(found.consumer or found.call):
             origin = replace(origin, phase="input")
         micro = reading.bad_micro_batches[0] if reading.bad_micro_batches else None
         module = tracer.modules.spelled(origin.module)
@@ -168,7 +168,7 @@ class LiveTrace:
         )
         return next((f"param:{name}" for name, _ in held), "constant")
 
-    def _walk(self, tracer: Any) -> Found | None:
+    def _walk(self, tracer: Any) -> FirstBad | None:
         losses, gradients = _bad(self._losses), _bad(self._gradients)
         if losses:
             return Walk(tracer, losses).from_loss()

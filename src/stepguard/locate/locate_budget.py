@@ -26,7 +26,7 @@ class OutOfTimeError(Exception):
     """What would come next does not fit into the budget."""
 
 
-class Effort:
+class LocateBudget:
     """The budget of one guard's incidents, and what earlier ones have shown to be in vain."""
 
     def __init__(self, steps: float = 6.0, clock: Callable[[], float] | None = None) -> None:

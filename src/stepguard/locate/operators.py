@@ -79,7 +79,7 @@ WRITES_CONSTANTS = frozenset(
 """Operators for which an infinite number is an ordinary argument: a mask, an open bound, the order
 of a norm.
 """
-BLANK = frozenset(
+UNINITIALISED = frozenset(
     "aten." + name
     for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 )

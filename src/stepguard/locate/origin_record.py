@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stepguard.locate import bad_state, source
 from stepguard.locate import batch as batches
-from stepguard.locate.blame import Found
+from stepguard.locate.blame import FirstBad
 from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
@@ -28,14 +28,14 @@ PHASES: dict[str, Phase] = {
 }
 
 
-def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
+def origin_of(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
     """The record, still without samples."""
-    step, call = replayer.step, found.birth
+    step, call = replayer.step, found.call
     if call.stage == "stored":
         return _stored_origin(found, traced, replayer)
-    place = found.consumer if call.blank and found.consumer is not None else call
+    place = found.consumer if call.uninitialised and found.consumer is not None else call
     notes = [
-        *(["uninitialised"] if call.blank else []),
+        *(["uninitialised"] if call.uninitialised else []),
         *call.notes,
         *found.notes,
         *_setting(step, traced),
@@ -62,8 +62,8 @@ def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
     )
 
 
-def _stored_origin(found: Found, traced: Traced, replayer: Replayer) -> Origin:
-    name, user = found.birth.op, found.consumer
+def _stored_origin(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
+    name, user = found.call.op, found.consumer
     tensor = _tensor(name, replayer, traced.micro_batch)
     notes = [*found.notes, *_setting(replayer.step, traced)]
     operands: tuple[Operand, ...] = ()
@@ -72,7 +72,7 @@ def _stored_origin(found: Found, traced: Traced, replayer: Replayer) -> Origin:
         operands, notes = (operand,), [*bad_state.elements(tensor, operand), *notes]
     known = name.partition(":")[0] in PHASES and not name.startswith(KEPT)
     if not known:
-        notes.append(fact("constant", "nan" if found.birth.out.nan else "inf"))
+        notes.append(fact("constant", "nan" if found.call.out.nan else "inf"))
     if name.startswith(KEPT):
         notes.append(fact("attribute", name.removeprefix(KEPT)))
     phase = PHASES.get(name.partition(":")[0]) or (_phase(user, traced.tracer) if user else "loss")

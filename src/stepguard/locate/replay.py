@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepguard.locate import batch as batches
 from stepguard.locate.finite import all_finite, numeric
-from stepguard.locate.locate_budget import Effort
+from stepguard.locate.locate_budget import LocateBudget
 from stepguard.locate.loss_function_state import OwnState
 from stepguard.locate.module_attributes import kept_tensors
 from stepguard.locate.modules import ModuleSpans
@@ -58,7 +58,9 @@ class Traced:
 class Replayer:
     """Runs micro-batches of one step, inside `untouched`."""
 
-    def __init__(self, step: Step, keeper: BufferKeeper, effort: Effort | None = None) -> None:
+    def __init__(
+        self, step: Step, keeper: BufferKeeper, effort: LocateBudget | None = None
+    ) -> None:
         self.step = step
         self.own: OwnState | None = None
         """What the loss function keeps for itself: put back before every run, so that all of them
@@ -66,7 +68,7 @@ class Replayer:
         """
         self.first_traced: Ran | None = None
         """What the first trace gave, before anything in the batch was repaired."""
-        self.effort = effort if effort is not None else Effort()
+        self.effort = effort if effort is not None else LocateBudget()
         self._keeper = keeper
         roots = step.named_roots()
         self.parameters = {

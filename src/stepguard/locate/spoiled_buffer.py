@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from stepguard.locate import bad_state
-from stepguard.locate.blame import Found, Walk
+from stepguard.locate.blame import FirstBad, Walk
 from stepguard.locate.calls import Call
 from stepguard.locate.finite import all_finite
 from stepguard.locate.origin_record import origin_of
@@ -49,7 +49,7 @@ def _place(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Ori
         found = Walk(traced.tracer, [maker]).from_loss()
         return origin_of(found, traced, replayer) if found is not None else None
     reader = _last_reader(f"buffer:{name.partition(':')[2]}", traced)
-    return origin_of(Found(reader), traced, replayer) if reader is not None else None
+    return origin_of(FirstBad(reader), traced, replayer) if reader is not None else None
 
 
 def _last_reader(name: str, traced: Traced) -> Call | None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from stepguard.locate.bad_micro_batch import bad_micro_batch
-from stepguard.locate.blame import Found
+from stepguard.locate.blame import FirstBad
 from stepguard.locate.calls import Call
 from stepguard.locate.find_origin import finite_step, no_replay, search
 from stepguard.locate.modules import ModuleSpans
@@ -53,7 +53,12 @@ def frames_at_birth(step: Step, reading: Reading) -> TracebackType | None:
 
     None where no frame of the user's is involved: the optimizer made it, or the replay is clean.
     """
-    if finite_step(reading) or reading.state_born or no_replay(step) is not None or not step.whole:
+    if (
+        finite_step(reading)
+        or reading.state_born
+        or no_replay(step) is not None
+        or not step.replayable
+    ):
         return None
     with untouched(step) as keeper:
         stopping = StoppingReplayer(step, keeper)
@@ -80,9 +85,9 @@ def _place(replayer: Replayer, reading: Reading) -> tuple[int, int] | None:
     return (micro, call.index) if call is not None else None
 
 
-def _forward_call(traced: Traced, found: Found) -> Call | None:
-    call: Call | None = found.birth
-    if call is not None and (call.stage == "stored" or call.blank):
+def _forward_call(traced: Traced, found: FirstBad) -> Call | None:
+    call: Call | None = found.call
+    if call is not None and (call.stage == "stored" or call.uninitialised):
         call = found.consumer
     if call is not None and call.stage == "backward":
         call = traced.tracer.owners.get(call.sequence)

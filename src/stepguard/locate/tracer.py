@@ -22,7 +22,7 @@ from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import measure
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
 from stepguard.locate.modules import ModuleSpans, sequence_number
-from stepguard.locate.operators import BLANK, TESTS, Entry, Operator, describe
+from stepguard.locate.operators import TESTS, UNINITIALISED, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
 from stepguard.state import faked_collectives
 
@@ -31,7 +31,7 @@ MOST_MEASURED = 32
 EXACT_ELEMENTS = 20_000_000
 """Elements that may be compared position by position before the trace falls back to whole tensors.
 """
-MOST_SPOTS = 16
+MOST_POSITIONS = 16
 READS_A_NUMBER = "aten._local_scalar_dense"
 LEAST_HALF = 2.0**-25
 """Numbers up to this round to 0 in float16."""
@@ -74,9 +74,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             op=name,
             stage="stored",
             out=found,
-            tame=bool(found) and not found.nan and not wild,
+            intended_inf=bool(found) and not found.nan and not wild,
         )
-        call.born = bool(found) and not call.tame
+        call.first_bad = bool(found) and not call.intended_inf
         call.numeric = numeric(tensor)
         self._makers[storage_key(tensor)] = call
         return call
@@ -136,10 +136,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if maker is None:
             maker = self.store("constant", tensor)
         read = Read(entry.name, tensor, maker)
-        if (maker.out or maker.blank) and numeric(tensor) and operator.reads(entry.name):
+        if (maker.out or maker.uninitialised) and numeric(tensor) and operator.reads(entry.name):
             read.flaws = flaws(tensor)
-            if read.flaws and maker.blank:
-                maker.out, maker.born = read.flaws, True
+            if read.flaws and maker.uninitialised:
+                maker.out, maker.first_bad = read.flaws, True
         return read
 
     def _record(self, made_by: Invocation, result: Any) -> None:
@@ -151,7 +151,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.selects = made_by.selects
         call.pointwise = operator.pointwise
         call.number = operator.odd_number(made_by.numbers)
-        call.blank = operator.name in BLANK
+        call.uninitialised = operator.name in UNINITIALISED
         written = [
             read.tensor if read.live is None else read.live
             for read in reads
@@ -159,10 +159,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         results = list({id(t): t for t in [*written, *_tensors(result)]}.values())
         call.numeric = any(numeric(t) for t in results)
-        call.vanished = _vanished(made_by, results)
+        call.rounded_to_zero = _vanished(made_by, results)
         for position, tensor in enumerate(results):
-            found = CLEAN if call.blank or not numeric(tensor) else flaws(tensor)
-            if found and operator.many and not call.born:
+            found = CLEAN if call.uninitialised or not numeric(tensor) else flaws(tensor)
+            if found and operator.many and not call.first_bad:
                 self._judge(call, made_by.only(position), tensor, found)
             elif found and not call.out:
                 self._judge(call, made_by, tensor, found)
@@ -203,13 +203,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         exact = made_by.operator.pointwise and self._affordable(out, reads)
         why = explain(reads, [number for _, number in made_by.numbers], out, found, exact)
         call.causes = (*call.causes, *(read.maker for read in why.causes))
-        call.out, call.tame, call.born = found, why.tame and not call.causes, why.born
+        call.out, call.intended_inf, call.first_bad = (
+            found,
+            why.intended_inf and not call.causes,
+            why.first_bad,
+        )
         if call.number is not None and self._bad_number is not None:
             call.causes, call.number = (*call.causes, self._bad_number), None
-            call.tame = call.born = False
+            call.intended_inf = call.first_bad = False
         call.shape = tuple(out.shape)
         if call.stage == "backward" and (
-            call.born or any(c.stage != "backward" for c in call.causes)
+            call.first_bad or any(c.stage != "backward" for c in call.causes)
         ):
             self._poisoned_nodes.add(call.sequence)
         in_poisoned_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
@@ -217,13 +221,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out.numel() < read.tensor.numel() for read in reads
         )
         telling = (
-            call.born
+            call.first_bad
             or in_poisoned_node
-            or (call.tame and (call.reduces or call.number is not None))
+            or (call.intended_inf and (call.reduces or call.number is not None))
         )
         if telling and self._measured < MOST_MEASURED:
             self._measured += 1
-            call.rows, call.spots = _positions(out, why.where)
+            call.rows, call.bad_positions = _positions(out, why.where)
             measure(Birth(call, made_by, out, why.where))
 
     def _affordable(self, out: Tensor, reads: list[Read]) -> bool:
@@ -240,7 +244,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not found:
                 return  # the rest of the memory is still bad, and that is what must stay known
             if call.out and old is not call:
-                call.causes = (*call.causes, *(() if old.tame or old in call.causes else (old,)))
+                call.causes = (
+                    *call.causes,
+                    *(() if old.intended_inf or old in call.causes else (old,)),
+                )
         self._makers[key] = call
 
 
@@ -303,7 +310,7 @@ def _positions(out: Tensor, where: Tensor | None) -> tuple[tuple[int, ...], tupl
     if out.layout is not torch.strided:
         return (), ()
     bad = where if where is not None else broken(out)
-    spots = tuple(bad.flatten().nonzero().flatten()[:MOST_SPOTS].tolist())
+    spots = tuple(bad.flatten().nonzero().flatten()[:MOST_POSITIONS].tolist())
     rows = (
         tuple(bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist())
         if bad.dim()

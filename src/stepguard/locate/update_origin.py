@@ -76,7 +76,9 @@ def _from_trace(
     makers = [
         (maker, found) for found in bad if (maker := tracer.maker_of(found.tensor)) is not None
     ]
-    births = [(call, found) for maker, found in makers for call in ancestors(maker) if call.born]
+    births = [
+        (call, found) for maker, found in makers for call in ancestors(maker) if call.first_bad
+    ]
     if not births:
         return replace(
             origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced")
@@ -146,7 +148,7 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
     with torch.no_grad(), tracer:
         norm = get_total_norm(gradients)
     exact = math.sqrt(sum(float(g.detach().double().norm()) ** 2 for g in gradients))
-    birth = next((call for call in tracer.calls if call.born), None)
+    birth = next((call for call in tracer.calls if call.first_bad), None)
     largest = max(gradients, key=lambda g: float(g.detach().abs().max()) if g.numel() else 0.0)
     index = int(largest.detach().abs().argmax())
     operand = summarise(

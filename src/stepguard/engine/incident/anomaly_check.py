@@ -114,7 +114,7 @@ class Suspicion:
         asks = verdict.bad or (lost and self._in_a_row >= LASTING)
         if not asks or self._context.agreement.size > 1:
             return signs
-        found = self._recovery.compared_with_best(step) if step.whole else None
+        found = self._recovery.compared_with_best(step) if step.replayable else None
         if found is None:
             return replace(signs, moved=reading.weights_moved)
         return replace(

@@ -172,12 +172,12 @@ def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> b
 
 def _finite_at_a_lower_scale(context: Context, step: Step, scale: float) -> bool:
     if not context.scaling():
-        return step.scale != 1.0 and step.whole and rerun(step, scale=1.0).grads_finite
+        return step.scale != 1.0 and step.replayable and rerun(step, scale=1.0).grads_finite
     if step.model_only:
         # the loss's own backward cannot be run again: gradients that come back from it infinite are
         # the scale's
         return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
-    if not step.whole:
+    if not step.replayable:
         return True  # cannot be run again: a scaler that still falls is presumed to be calibrating
     return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
 
@@ -210,7 +210,7 @@ def _bad_gradients(context: Context, step: Step) -> list[str]:
     gradients = {id(p): p.grad for p in context.parameters}
     if step.grads_gone:
         given = [id(p) for group in context.optimizer.param_groups for p in group["params"]]
-        gradients = dict(zip(given, rerun(step).gradients, strict=True)) if step.whole else {}
+        gradients = dict(zip(given, rerun(step).gradients, strict=True)) if step.replayable else {}
     found = [
         (name, gradients.get(id(p)))
         for p, name in parameter_names(context.roots, context.optimizer)

@@ -53,7 +53,7 @@ class Window:
         """Every step from here on is kept, but for those that had no effect."""
 
     def keep(self, step: Step, loss: float | None) -> None:
-        if not step.whole or not self._limit:
+        if not step.replayable or not self._limit:
             self.broken(step.index)
             return
         tensors = [t for batch in step.micro_batches for _, t in named_tensors(batch)]
