@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard import Guard
-from stepguard.locate.loss_function_state import OwnState
+from stepguard.locate.loss_function_state import LossFunctionState
 
 from .guarded import SKIPPING, code, evidence, first_incident, noise
 
@@ -197,18 +197,18 @@ def test_history_kept_for_logging_does_not_hide_the_sample() -> None:
 
 def test_own_state_names_and_restores_what_moved() -> None:
     state: dict[str, Any] = {"step": 3, "limit": math.nan, "seen": [1, 2]}
-    own = OwnState(lambda: state)
+    own = LossFunctionState(lambda: state)
     state["step"] += 1
     state["seen"].append(3)
-    assert own.moved() == ("the number `state['step']`", "the list `state['seen']`")
+    assert own.changed() == ("the number `state['step']`", "the list `state['seen']`")
     own.restore()
     assert state["step"] == 3 and state["seen"] == [1, 2]
-    assert own.moved() == ()
+    assert own.changed() == ()
 
 
 def test_nothing_is_put_back_while_another_thread_may_be_the_one_that_moved_it() -> None:
     state, done = {"next": 3}, threading.Event()
-    own = OwnState(lambda: state)
+    own = LossFunctionState(lambda: state)
     other = threading.Thread(target=done.wait, name="prefetch")
     other.start()
     try:

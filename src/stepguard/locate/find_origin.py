@@ -17,7 +17,7 @@ from stepguard.locate.locate_budget import MOST_FRUITLESS, LocateBudget, OutOfTi
 from stepguard.locate.model_replay import ModelReplayer
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
-from stepguard.locate.same_fault import departure
+from stepguard.locate.same_fault import difference
 from stepguard.locate.spoiled_buffer import written_origin
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
@@ -29,20 +29,20 @@ MOST_REPAIRS = 3
 """Stored tensors that may turn out innocent before the search settles for what it has."""
 
 
-def locate(step: Step, reading: Reading, effort: LocateBudget | None = None) -> Origin:
+def locate(step: Step, reading: Reading, budget: LocateBudget | None = None) -> Origin:
     """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found
     them.
 
-    `effort` bounds the time, and is the same for all incidents of a run: it remembers what was in
+    `budget` bounds the time, and is the same for all incidents of a run: it remembers what was in
     vain.
     """
-    effort = effort if effort is not None else LocateBudget()
-    effort.begin(on_host=all(p.device.type == "cpu" for p in step.model.parameters()))
+    budget = budget if budget is not None else LocateBudget()
+    budget.begin(on_host=all(p.device.type == "cpu" for p in step.model.parameters()))
     try:
-        origin = _locate(step, reading, effort)
+        origin = _locate(step, reading, budget)
     except ReplayError as failure:
         return bad_state.evidence_origin(step, reading, fact("replay-error", str(failure)[:200]))
-    return replace(origin, notes=(*origin.notes, *effort.cut)) if effort.cut else origin
+    return replace(origin, notes=(*origin.notes, *budget.cut)) if budget.cut else origin
 
 
 def locate_update(step: Step, reading: Reading) -> Origin:
@@ -64,7 +64,7 @@ def finite_unscaled(step: Step) -> bool | None:
             return None
 
 
-def _locate(step: Step, reading: Reading, effort: LocateBudget) -> Origin:
+def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
     if reading.state_born:
         in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
         return (
@@ -83,14 +83,14 @@ def _locate(step: Step, reading: Reading, effort: LocateBudget) -> Origin:
     reason = no_replay(step)
     if reason is not None:
         return bad_state.evidence_origin(step, reading, fact("no-replay", reason))
-    with untouched(step) as keeper, impurity.own_state(step) as own:
+    with untouched(step) as keeper, impurity.kept_loss_function_state(step) as own:
         kind = ModelReplayer if step.model_only else Replayer
-        replayer = kind(step, keeper, effort)
-        replayer.own = own
+        replayer = kind(step, keeper, budget)
+        replayer.loss_fn_state = own
         if isinstance(replayer, ModelReplayer):
             return _replay_model(replayer, reading)
         origin = _replay(replayer, reading)
-        return impurity.told(origin, own) if origin.reproduced is False else origin
+        return impurity.with_changed_state(origin, own) if origin.reproduced is False else origin
 
 
 def finite_step(reading: Reading) -> bool:
@@ -168,7 +168,7 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
         return bad_state.state_origin(step, reading)
     if reading.overflow:
         origin = replace(origin, notes=(*origin.notes, fact("overflow", "scale")))
-    otherwise = departure(reading, micro, replayer)
+    otherwise = difference(reading, micro, replayer)
     if otherwise is not None:
         return replace(
             origin,
@@ -191,8 +191,8 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, FirstBad
     for _ in range(MOST_REPAIRS):
         if found is None or not found.call.op.startswith("batch"):
             break
-        if not replayer.effort.affords(2.0 / len(replayer.step.micro_batches)):
-            replayer.effort.leave_out(f"the proof that {found.call.op} alone is to blame")
+        if not replayer.budget.affords(2.0 / len(replayer.step.micro_batches)):
+            replayer.budget.leave_out(f"the proof that {found.call.op} alone is to blame")
             return traced, found
         innocent |= {found.call.op}
         mended = batches.repaired(batch, innocent)
@@ -258,10 +258,10 @@ def _name_samples(replayer: Replayer, traced: Traced, found: FirstBad, origin: O
     batch = replayer.step.micro_batches[traced.micro_batch]
     trial = samples.Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
     guilty = _search_samples(
-        trial, _suspects(found, origin, batch, trial.count), origin, batch, replayer.effort
+        trial, _suspects(found, origin, batch, trial.count), origin, batch, replayer.budget
     )
     if not guilty:
-        not_shown = trial.count < 2 or replayer.effort.cut
+        not_shown = trial.count < 2 or replayer.budget.cut
         return (
             origin
             if not_shown
@@ -273,7 +273,7 @@ def _name_samples(replayer: Replayer, traced: Traced, found: FirstBad, origin: O
 
 
 def _search_samples(
-    trial: samples.Trial, suspects: list[int], origin: Origin, batch: Any, effort: LocateBudget
+    trial: samples.Trial, suspects: list[int], origin: Origin, batch: Any, budget: LocateBudget
 ) -> tuple[int, ...]:
     """The guilty samples, unless earlier incidents have shown that none can be told, or the time is
     up.
@@ -282,11 +282,11 @@ def _search_samples(
         (name, tensor.dim(), tensor.dtype) for name, tensor in batches.named_tensors(batch)
     )
     place = (origin.phase, origin.op, origin.node, origin.source, origin.tensor)
-    if kind in effort.whole_only:
-        effort.cut.append(UNCUT)
+    if kind in budget.whole_only:
+        budget.cut.append(UNCUT)
         return ()
-    if effort.in_vain(place):
-        effort.cut.append(
+    if budget.in_vain(place):
+        budget.cut.append(
             f"no sample was searched for: none could be told at this place {MOST_FRUITLESS} times "
             f"before"
         )
@@ -295,11 +295,11 @@ def _search_samples(
     try:
         guilty = samples.guilty_samples(trial, suspects)
     except OutOfTimeError:
-        effort.leave_out("the search for the guilty samples")
+        budget.leave_out("the search for the guilty samples")
     if trial.whole_only:
-        effort.whole_only.add(kind)
-        effort.cut.append(UNCUT)
-    effort.searched(place, found=bool(guilty))
+        budget.whole_only.add(kind)
+        budget.cut.append(UNCUT)
+    budget.searched(place, found=bool(guilty))
     return guilty
 
 

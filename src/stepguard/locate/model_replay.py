@@ -7,23 +7,22 @@ user's own loss expression, and the origin says so instead of guessing.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepguard.locate import bad_state
 from stepguard.locate.batch import named_tensors
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import all_finite
-from stepguard.locate.replay import Ran, Replayer, ReplayError
+from stepguard.locate.replay import Ran, Replayer, ReplayError, tracing
 from stepguard.locate.source import Line, context, spell
 from stepguard.locate.tracer import Tracer
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.batch import OUTPUT_GRADIENT
-from stepguard.state.rng import restore_rng
 
 METHOD = "output-gradient"
 OUTSIDE_FORWARD = (
@@ -97,29 +96,42 @@ class ModelReplayer(Replayer):
         ]
 
     def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
-        self.put_back()
-        restore_rng(self.step.rng[min(micro, len(self.step.rng) - 1)])
+        self._prepare(micro)
         assert self.step.model_fn is not None
         backward = backward and self.came_back_finite(micro)
         try:
-            with ExitStack() as stack:
-                if tracer is not None:
-                    stack.enter_context(tracer)
+            with tracing(tracer, "forward"):
                 outputs, gradients = self.step.model_fn(batch)
-                bad = [output for output in outputs if not all_finite(output)]
-                ran = Ran(
-                    loss_finite=not bad, loss=(bad or outputs)[0].detach() if outputs else None
-                )
-                pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
-                if backward and not bad and pairs:
-                    if tracer is not None:
-                        tracer.stage = "backward"
-                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            ran = _forward_result(outputs)
+            if backward and ran.loss_finite:
+                self._backward_from(outputs, gradients, tracer)
         except Exception as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
-        if backward and not bad:
+        if backward and ran.loss_finite:
             ran.grads_finite = not self.bad_gradients()
         return ran
+
+    def _backward_from(
+        self, outputs: list[Tensor], gradients: list[Tensor | None], tracer: Tracer | None
+    ) -> None:
+        """Start the backward at the outputs that the loss sent a gradient to."""
+        reached = []
+        received = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None:
+                reached.append(output)
+                received.append(gradient)
+        if reached:
+            with tracing(tracer, "backward"):
+                torch.autograd.backward(reached, received)
+
+
+def _forward_result(outputs: list[Tensor]) -> Ran:
+    """Take the first bad output for the loss, or else the first one."""
+    for output in outputs:
+        if not all_finite(output):
+            return Ran(loss_finite=False, loss=output.detach())
+    return Ran(loss_finite=True, loss=outputs[0].detach() if outputs else None)
 
 
 def outside(replayer: ModelReplayer, reading: Reading) -> Origin:

@@ -1,4 +1,4 @@
-"""Which samples of a micro-batch are guilty, confirmed by experiment.
+"""Find the guilty samples of a micro-batch, confirmed by experiment.
 
 A sample is named when the step is finite without the guilty ones (necessity) and bad with it beside
 an innocent one (sufficiency). Where batch statistics or empty reductions blur that, none is named.
@@ -29,12 +29,11 @@ class Trial:
         """The user's code cannot take this batch with any part left out."""
 
     def bad(self, keep: Sequence[int]) -> bool | None:
-        """True or False; None when the user's code cannot take such a batch. Raises OutOfTimeError."""
+        """Run these samples only; None if the user's code cannot. Raises OutOfTimeError."""
         if not keep:
             return None
-        self._replayer.effort.require(
-            len(keep) / self.count / len(self._replayer.step.micro_batches)
-        )
+        share_of_step = len(keep) / self.count / len(self._replayer.step.micro_batches)
+        self._replayer.budget.require(share_of_step)
         self._replayer.clear_gradients()
         chosen = batches.subset(self._batch, list(keep), self.count)
         try:
@@ -45,23 +44,29 @@ class Trial:
             self._replayer.clear_gradients()
 
     def without(self, guilty: Sequence[int]) -> list[int]:
-        return [i for i in range(self.count) if i not in set(guilty)]
+        """List the other samples."""
+        left_out = set(guilty)
+        return [i for i in range(self.count) if i not in left_out]
 
 
 def guilty_samples(trial: Trial, suspects: Sequence[int]) -> tuple[int, ...]:
-    """Confirmed samples; `suspects` (from the position of the bad elements) saves the search."""
+    """Return confirmed samples; `suspects` (from the position of bad elements) saves the search."""
     if trial.count < 2:
         return ()
-    likely = sorted({s for s in suspects if 0 <= s < trial.count})
-    if 0 < len(likely) <= MOST_GUILTY and len(likely) < trial.count and _confirmed(trial, likely):
+    likely = sorted({sample for sample in suspects if 0 <= sample < trial.count})
+    few = 0 < len(likely) <= MOST_GUILTY and len(likely) < trial.count
+    if few and _confirmed(trial, likely):
         return tuple(likely)
     found = _bisect(trial)
-    return tuple(found) if found and _confirmed(trial, found) else ()
+    if found and _confirmed(trial, found):
+        return tuple(found)
+    return ()
 
 
 def suspects_from_rows(rows: Sequence[int], length: int, count: int) -> list[int]:
-    """Samples behind rows of a tensor whose first axis is the batch, or the batch times heads,
-    tokens, views.
+    """Return the samples behind rows of a tensor whose first axis is a multiple of the batch.
+
+    A model may fold heads, tokens or views into the first axis.
     """
     if not count or not length or length % count:
         return []
@@ -77,10 +82,14 @@ def _confirmed(trial: Trial, guilty: Sequence[int]) -> bool:
 
 
 def _suffices(trial: Trial, sample: int, innocent: Sequence[int]) -> bool:
-    """Bad with this sample in a smaller batch. A sum that overflows by its length fails here: any
-    sample less helps.
+    """True if a smaller batch with this sample is bad too.
+
+    Where a sum overflows by its length, leaving out any sample helps: none is guilty.
     """
-    pair = sorted([sample, innocent[0]]) if trial.count > 2 else [sample]
+    pair = [sample]
+    if trial.count > 2:
+        # With a second sample batch statistics can be computed.
+        pair = sorted([sample, innocent[0]])
     if trial.bad(pair) is True:
         return True
     nearly_all = sorted([sample, *innocent[1:]])
@@ -88,10 +97,12 @@ def _suffices(trial: Trial, sample: int, innocent: Sequence[int]) -> bool:
 
 
 def _bisect(trial: Trial) -> list[int]:
-    """One guilty sample by halving. A half that cannot run is judged by the other one."""
+    """Find one guilty sample by halving. A half that cannot run is judged by the other one."""
     group = list(range(trial.count))
     while len(group) > 1:
-        left, right = group[: len(group) // 2], group[len(group) // 2 :]
+        middle = len(group) // 2
+        left = group[:middle]
+        right = group[middle:]
         verdict = trial.bad(left)
         if verdict is None:
             other = trial.bad(right)
@@ -103,8 +114,9 @@ def _bisect(trial: Trial) -> list[int]:
 
 
 def _one_by_one(trial: Trial, group: Sequence[int]) -> list[int]:
-    """Neither half runs. A batch that does not run without a single sample either, as a graph,
-    cannot be cut at all.
+    """Leave out single samples, where neither half of the batch runs.
+
+    A batch that does not run without one sample either, as a graph, cannot be cut at all.
     """
     for sample in group[:MOST_GUILTY]:
         verdict = trial.bad(trial.without([sample]))

@@ -53,7 +53,7 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         seen = None
         try:
-            seen = self._look(func, args, kwargs)
+            seen = self._inspect(func, args, kwargs)
         except Exception as fault:
             self.fault = fault
         result = func(*args, **kwargs)
@@ -64,11 +64,11 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
                 self.fault = fault
         return result
 
-    def _judge(self, call: Call, made_by: Invocation, out: Tensor, found: Flaws) -> None:
+    def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
         # measuring a birth may run the operation again in a wider dtype: a random one must not draw
         state = torch.get_rng_state()
         try:
-            super()._judge(call, made_by, out, found)
+            super()._attribute(call, invocation, out, found)
         finally:
             torch.set_rng_state(state)
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from stepguard.locate.bad_micro_batch import bad_micro_batch
+from stepguard.locate.bad_op import Invocation
 from stepguard.locate.blame import FirstBad
 from stepguard.locate.calls import Call
 from stepguard.locate.find_origin import finite_step, no_replay, search
@@ -32,8 +33,8 @@ class StoppingTracer(Tracer):  # type: ignore[no-untyped-call]
         super().__init__(modules)
         self._last = last
 
-    def _record(self, *seen: Any) -> None:
-        super()._record(*seen)
+    def _record(self, invocation: Invocation, result: Any) -> None:
+        super()._record(invocation, result)
         if len(self.calls) > self._last:
             raise ReachedError
 
@@ -43,7 +44,7 @@ class StoppingReplayer(Replayer):
 
     last = 0
 
-    def tracer(self, spans: ModuleSpans) -> Tracer:
+    def new_tracer(self, spans: ModuleSpans) -> Tracer:
         return StoppingTracer(spans, self.last)
 
 
