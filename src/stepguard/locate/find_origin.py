@@ -18,7 +18,7 @@ from stepguard.locate.model_replay import ModelReplayer
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.locate.same_fault import difference
-from stepguard.locate.spoiled_buffer import written_origin
+from stepguard.locate.spoiled_buffer import buffer_origin
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
@@ -68,7 +68,7 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
     if reading.state_born:
         in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
         return (
-            written_origin(step, reading)
+            buffer_origin(step, reading)
             if in_forward
             else update_origin.update_origin(step, reading)
         )

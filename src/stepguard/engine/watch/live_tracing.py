@@ -139,7 +139,7 @@ class Arming:
 
     def _working(self, *, on: bool) -> bool:
         recorder = present_recorder()
-        return recorder.work(id(self), on=on) if recorder is not None else False
+        return recorder.set_working(id(self), on=on) if recorder is not None else False
 
     def finish(self) -> None:
         """The gradients are there: this step's trace is complete, and that of the step before is of
