@@ -9,7 +9,7 @@ from typing import Any
 from stepguard.locate import bad_state, impurity, model_replay, samples, update_origin
 from stepguard.locate import batch as batches
 from stepguard.locate.bad_micro_batch import bad_micro_batch, compiled_only, repeats
-from stepguard.locate.blame import FirstBad, Walk, first_reader
+from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss, first_reader
 from stepguard.locate.calls import Call
 from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
@@ -226,14 +226,14 @@ def _walk(replayer: Replayer, traced: Traced) -> FirstBad | None:
     if not traced.ran.loss_finite:
         assert traced.ran.loss is not None
         target = tracer.maker_of(traced.ran.loss)
-        return Walk(tracer, [target]).from_loss() if target is not None else None
+        return blame_loss(tracer, [target]) if target is not None else None
     targets: list[Call] = []
     for name in replayer.bad_gradients():
         grad = replayer.parameters[name].grad
         maker = tracer.maker_of(plain(grad)) if grad is not None else None
         if maker is not None:
             targets.append(maker)
-    return Walk(tracer, targets).from_gradients() if targets else None
+    return blame_gradients(tracer, targets) if targets else None
 
 
 def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepguard.locate import batch as batches
-from stepguard.locate.blame import FirstBad, Walk
+from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss
 from stepguard.locate.calls import Call
 from stepguard.locate.finite import plain
 from stepguard.locate.module_attributes import kept_tensors
@@ -175,10 +175,10 @@ class LiveTrace:
     def _walk(self, tracer: Any) -> FirstBad | None:
         losses = _bad(self._losses)
         if losses:
-            return Walk(tracer, losses).from_loss()
+            return blame_loss(tracer, losses)
         gradients = _bad(self._gradients)
         if gradients:
-            return Walk(tracer, gradients).from_gradients()
+            return blame_gradients(tracer, gradients)
         return None
 
     def _before_the_model(self, call: Call) -> bool:

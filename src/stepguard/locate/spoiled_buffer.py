@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from stepguard.locate import bad_state
-from stepguard.locate.blame import FirstBad, Walk
+from stepguard.locate.blame import FirstBad, blame_loss
 from stepguard.locate.finite import all_finite
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
@@ -40,7 +40,7 @@ def buffer_origin(step: Step, reading: Reading) -> Origin:
 def _writer_origin(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Origin | None:
     maker = traced.tracer.maker_of(buffer)
     if maker is not None and maker.out and maker.stage != "stored":
-        found = Walk(traced.tracer, [maker]).from_loss()
+        found = blame_loss(traced.tracer, [maker])
     else:
         # Norm layers update their statistics inside the kernel: no operation of the trace writes
         # the buffer, but the layer's operation is handed it.
