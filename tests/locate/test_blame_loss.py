@@ -307,7 +307,7 @@ def mean_of_an_empty_selection() -> Case:
 def test_forward_origin_is_exact(name: str) -> None:
     origin = check(CASES[name]())
     assert origin.source is not None and (
-        "test_forward_kinds.py:" in origin.source or "cases.py:" in origin.source
+        "test_blame_loss.py:" in origin.source or "cases.py:" in origin.source
     )
 
 

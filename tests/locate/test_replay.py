@@ -23,7 +23,7 @@ from .cases import noise
 
 
 class Busy(nn.Module):
-    """Dropout, batch statistics, a counter and a power iteration: everything a forward can change."""
+    """Dropout, batch statistics, a counter, a power iteration: all that a forward can change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,9 +8,7 @@ import itertools
 import math
 import os
 import random
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from stepguard import Guard
-from stepguard.locate.loss_function_state import LossFunctionState
 
 from .guarded import SKIPPING, code, evidence, first_incident, noise
 
@@ -193,28 +190,3 @@ def test_history_kept_for_logging_does_not_hide_the_sample() -> None:
         True,
     )
     assert len(history) == 2  # one entry a step: those of the replays are taken back
-
-
-def test_own_state_names_and_restores_what_moved() -> None:
-    state: dict[str, Any] = {"step": 3, "limit": math.nan, "seen": [1, 2]}
-    own = LossFunctionState(lambda: state)
-    state["step"] += 1
-    state["seen"].append(3)
-    assert own.changed() == ("the number `state['step']`", "the list `state['seen']`")
-    own.restore()
-    assert state["step"] == 3 and state["seen"] == [1, 2]
-    assert own.changed() == ()
-
-
-def test_nothing_is_put_back_while_another_thread_may_be_the_one_that_moved_it() -> None:
-    state, done = {"next": 3}, threading.Event()
-    own = LossFunctionState(lambda: state)
-    other = threading.Thread(target=done.wait, name="prefetch")
-    other.start()
-    try:
-        state["next"] += 1
-        own.restore()
-        assert state["next"] == 4
-    finally:
-        done.set()
-        other.join()

@@ -1,4 +1,4 @@
-"""The same for half precision, extreme values, stored tensors and losses that are made of several."""
+"""Bad values of half precision, extreme values, stored tensors and losses of several parts."""
 
 from __future__ import annotations
 
@@ -253,5 +253,5 @@ def forces_computed_in_the_forward() -> Case:
 def test_forward_origin_is_exact(name: str) -> None:
     origin = check(CASES[name]())
     assert origin.source is not None and (
-        "test_forward_precision.py:" in origin.source or "cases.py:" in origin.source
+        "test_blame_loss_precision.py:" in origin.source or "cases.py:" in origin.source
     )
