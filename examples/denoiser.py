@@ -97,7 +97,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def quality(model: nn.Module, seed: int = 99) -> float:
-    """Peak signal-to-noise ratio of denoised pictures nobody trained on, in dB; higher is better."""
+    """Peak signal-to-noise ratio on held-out pictures after denoising, in dB; higher is better."""
     draw = torch.Generator().manual_seed(seed)
     errors = []
     for level in HELD_OUT:

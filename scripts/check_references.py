@@ -1,16 +1,18 @@
-"""Checks that everything docs/source-reports.md and docs/why-not.md refer to exists.
+"""Check that everything the reference pages refer to exists.
 
-python scripts/check_references.py          exit 1 and one line for each reference that leads
-nowhere
+    python scripts/check_references.py      exit 1 and one line for each dead reference
 
-A reference is a piece of code between backticks that looks like one of these; everything else is
-text:
+The pages are docs/project/source-reports.md, docs/why-not.md, docs/how-it-works.md and
+CONTRIBUTING.md. A reference is a piece of code between backticks that looks like one of these; all
+other code is text:
 
-    tests/guard/test_veto.py::test_name     a file, and what is defined in it; of a .yaml file, a
-    key stepguard live --steps                  a command, and its options make verify-recipes,
-    python -m recipes.verify, python train.py, bash file.sh stepguard.numerics.sinkhorn,
-    Policy.max_rewinds, Reading.lr SG204, precision.effective              a cause code; an item of
-    `stepguard check`
+    tests/guard/test_veto.py::test_name     a file, and what is defined in it
+    configs/file.yaml::key.inner            a key of a .yaml file
+    stepguard live --steps                  a command and its options
+    make verify-recipes, python -m recipes.verify, python train.py, bash file.sh
+    stepguard.numerics.sinkhorn, Policy.max_rewinds, Reading.lr
+    SG204                                   a cause code
+    precision.effective                     an item of `stepguard check`
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-REPORTS, WHY_NOT = "docs/source-reports.md", "docs/why-not.md"
+REPORTS = "docs/project/source-reports.md"
+WHY_NOT = "docs/why-not.md"
+MAPS = ("docs/how-it-works.md", "CONTRIBUTING.md")
 NUMBERS = range(1, 265)
 STATES = ("done", "otherwise", "part", "open")
 FOLDERS = ("src", "tests", "docs", "recipes", "benchmarks", "scripts", "examples")
@@ -213,7 +217,7 @@ class References:
         if CODE.fullmatch(span) is None:
             return None
         rule = self.root / "src/stepguard/diagnose/rules" / f"{span.lower()}.py"
-        return "" if rule.is_file() else f"{span} is no cause code"
+        return "" if rule.is_file() else f"{span} is not a cause code"
 
     def _dotted(self, span: str) -> str | None:
         parts = span.split(".")
@@ -276,18 +280,23 @@ def _has_key(path: Path, keys: list[str]) -> bool:
 
 def dead(name: str, text: str, known: References) -> list[str]:
     """References of a page that lead nowhere."""
-    found = [(line, known.problem(span)) for line, span in spans(text)]
-    links = [
-        (line, link)
-        for line, words in enumerate(text.splitlines(), 1)
-        for link in LINK.findall(words)
-    ]
-    found += [
-        (n, f"the link {link} leads nowhere")
-        for n, link in links
-        if not (known.root / "docs" / link).is_file()
-    ]
-    return [f"{name}:{line}: {said}" for line, said in found if said]
+    found = []
+    for line, span in spans(text):
+        said = known.problem(span)
+        if said:
+            found.append(f"{name}:{line}: {said}")
+    return found + wrong_links(name, text, known.root)
+
+
+def wrong_links(name: str, text: str, root: Path) -> list[str]:
+    """Links of a page to files that do not exist; web addresses are left out."""
+    folder = (root / name).parent
+    found = []
+    for line, words in enumerate(text.splitlines(), start=1):
+        for link in LINK.findall(words):
+            if not (folder / link).exists():
+                found.append(f"{name}:{line}: the link {link} leads nowhere")
+    return found
 
 
 def _placed(row: Row, known: References) -> bool:
@@ -295,7 +304,7 @@ def _placed(row: Row, known: References) -> bool:
 
 
 def wrong_followers(text: str) -> list[str]:
-    """Rows that say `as R4` and so stand or fall with that one: it must be there, and not be open."""
+    """Rows that say `as R4` stand or fall with R4: it must be in the page and not be open."""
     every = list(rows(text))
     states = {number: row.state for row in every for number in row.numbers}
     return [
@@ -334,12 +343,16 @@ def without_test(text: str) -> list[str]:
 
 
 def problems(root: Path = ROOT) -> list[str]:
-    """Everything that is wrong with both pages."""
+    """Everything that is wrong with the pages."""
     known = References(root)
-    reports, why_not = ((root / name).read_text(encoding="utf-8") for name in (REPORTS, WHY_NOT))
+    texts = {name: (root / name).read_text(encoding="utf-8") for name in (REPORTS, WHY_NOT, *MAPS)}
+    found = []
+    for name, text in texts.items():
+        found += dead(name, text, known)
+    reports = texts[REPORTS]
+    why_not = texts[WHY_NOT]
     return [
-        *dead(REPORTS, reports, known),
-        *dead(WHY_NOT, why_not, known),
+        *found,
         *wrong_rows(reports, known),
         *wrong_followers(reports),
         *without_test(why_not),

@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from radon.complexity import cc_visit
 from rich.console import Console
@@ -87,19 +88,24 @@ def without_test(package: Path, tests: Path) -> list[Path]:
     return missing
 
 
-def _functions(blocks: Iterable[object]) -> Iterable[object]:
+def _functions(blocks: Iterable[Any]) -> Iterator[Any]:
     """Functions and methods, nested ones included; radon lists classes beside their methods."""
     for block in blocks:
         if not hasattr(block, "methods"):
             yield block
-            yield from _functions(getattr(block, "closures", ()))
+            yield from _functions(block.closures)
 
 
 def _assigns_several(node: ast.AST) -> bool:
     """`a, b = x, y`; swapping and unpacking a call's result are fine."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
-    return any(isinstance(target, ast.Tuple) for target in node.targets)
+    targets = [target for target in node.targets if isinstance(target, ast.Tuple)]
+    return any(_names(target) != _names(node.value) for target in targets)
+
+
+def _names(values: ast.Tuple) -> set[str]:
+    return {ast.unparse(value) for value in values.elts}
 
 
 def _table(rows: dict[str, Numbers]) -> Table:
@@ -143,21 +149,34 @@ def main() -> int:
         "--check", action="store_true", help="exit with 1 if a function is above the limit"
     )
     given = parser.parse_args()
-    files = [
-        file
-        for path in given.paths
-        for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))
-    ]
-    over = [(file, *item) for file in files for item in over_limit(file)]
     if given.over or given.check:
-        for file, name, line, complexity in sorted(over, key=lambda item: -item[3]):
-            print(f"{file}:{line} {name}: complexity {complexity}, more than {LIMIT}")
-    elif given.tests:
+        count = _print_over(given.paths)
+        return 1 if given.check and count else 0
+    if given.tests:
         missing = without_test(ROOT / "src" / "stepguard", ROOT / "tests")
         print(*missing, f"{len(missing)} modules without a test at the mirrored path", sep="\n")
     else:
         Console(width=120).print(_table(_rows(given.paths)))
-    return int(given.check and bool(over))
+    return 0
+
+
+def _print_over(paths: list[Path]) -> int:
+    """Name the functions above the limit, worst first; returns how many there are."""
+    over = []
+    for path in _files(paths):
+        for name, line, complexity in over_limit(path):
+            over.append((complexity, f"{path}:{line} {name}"))
+    for complexity, place in sorted(over, reverse=True):
+        print(f"{place}: complexity {complexity}, more than {LIMIT}")
+    return len(over)
+
+
+def _files(paths: list[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_file():
+            yield path
+        else:
+            yield from sorted(path.rglob("*.py"))
 
 
 if __name__ == "__main__":

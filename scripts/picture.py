@@ -36,7 +36,8 @@ BRIGHT = ("#6e7480", "#ff7b7b", "#98dc92", "#f6d582", "#8abbff", "#d9a0ec", "#76
 FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <title>A training step meets NaN; its sample is named and left out, and the run goes on</title>
 <style>
-.{unique_id}-matrix {{ font-family: FONTS; font-size: {char_height}px; line-height: {line_height}px; }}
+.{unique_id}-matrix {{ font-family: FONTS; font-size: {char_height}px; \
+line-height: {line_height}px; }}
 .{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: FONTS; }}
 {styles}
 </style>

@@ -1,5 +1,6 @@
-"""Every test is seeded alike, and one that leaves a hook, patch, thread, variable or mode behind
-fails.
+"""Seed every test alike, and fail one that leaves a hook, patch, thread, variable or mode behind.
+
+Also sorts out the tests that start a process, which `make quick` leaves out.
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 from tqdm import tqdm
 
+import processes
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
 
-os.environ["COLUMNS"] = (
-    "100"  # the window and the colours of whoever runs the tests are no part of them
-)
+# results must not depend on the window and the colours of the terminal that runs the tests
+os.environ["COLUMNS"] = "100"
 for _variable in (
     "LINES",
     "NO_COLOR",
@@ -33,11 +35,61 @@ for _variable in (
     os.environ.pop(_variable, None)
 os.environ["TERM"] = "xterm"
 torch.set_num_threads(1)
-tqdm.monitor_interval = (
-    0  # torch.compile draws a bar, whose thread would outlive the first test that compiles
-)
+# torch.compile draws a bar, whose thread would outlive the first test that compiles
+tqdm.monitor_interval = 0
 hypothesis.settings.register_profile("house", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("house")
+
+
+QUICK = "not process"
+"""The marker expression of `make quick`."""
+_left_out = 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == QUICK:
+        processes.watch_for_processes()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # before pytest's own hook, which deselects by marker
+    processes.mark(items)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    global _left_out
+    _left_out += sum(item.get_closest_marker("process") is not None for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # under xdist the workers collect, and the process that prints does not
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = _left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    global _left_out
+    _left_out = getattr(node, "workeroutput", {}).get("left_out", _left_out)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.option.markexpr == QUICK:
+        terminalreporter.write_line(
+            f"LEFT OUT: {_left_out} tests that start a process; `make test` runs them too",
+            yellow=True,
+        )
+
+
+@pytest.fixture(autouse=True)
+def _quick_test_starts_no_process() -> Iterator[None]:
+    before = processes.started()
+    yield
+    found = processes.starts_since(before)
+    if found:
+        # only noted in the quick lane
+        pytest.fail(f"mark it `process`: the test has started {found}", pytrace=False)
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +105,7 @@ def _surroundings_stay() -> Iterator[None]:
 
 
 def _forget_compiled() -> None:
-    """A guard asks whether anything was compiled in its process; a test asks only for what it
-    compiled itself.
-    """
+    """Forget graphs of earlier tests: a guard asks whether its process has compiled any."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is not None and utils.counters["stats"]["unique_graphs"]:
         torch._dynamo.reset()
@@ -64,9 +114,7 @@ def _forget_compiled() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A test run in the background of a shell inherits an ignored SIGINT, which a guard leaves
-    ignored.
-    """
+    """Restore Ctrl+C, which a shell's background job inherits as ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -113,7 +113,7 @@ def _reset_environment(before: dict[str, str]) -> None:
 
 
 def _threads() -> frozenset[threading.Thread]:
-    """Threads somebody in Python started; those of C++ that only passed through cannot be joined."""
+    """Threads started by Python; those of C++ that only passed through cannot be joined."""
     return frozenset(t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
 
 

@@ -47,7 +47,7 @@ def byol(seed: int) -> Training:
 
 
 class Queue(nn.Module):
-    """An encoder with a queue of keys as a buffer, and a momentum encoder inside the same module."""
+    """An encoder with a queue of keys as a buffer; the momentum encoder is in the same module."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()

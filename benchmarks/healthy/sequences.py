@@ -81,7 +81,7 @@ class Bag(nn.Module):
 
 @family(GROUP, "step")
 def masked_words_sometimes_none(seed: int) -> Training:
-    """A batch in which nothing happened to be masked gives a loss of exactly 0, as people write it."""
+    """A batch in which nothing is masked gives a loss of exactly 0, as people write it."""
     generator = torch.Generator().manual_seed(seed)
     model = Bag()
 

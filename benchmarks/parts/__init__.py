@@ -1,1 +1,1 @@
-"""What the benchmarks are made of: workloads, training steps to compare, timing, and machine facts."""
+"""Parts of the benchmarks: workloads, training steps to compare, timing, and machine facts."""

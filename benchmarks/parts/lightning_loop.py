@@ -15,7 +15,7 @@ from benchmarks.parts.framework_loops import Clock, Size, Spent, llama, rows
 
 
 class LightningLoop:
-    """Automatic optimization with clipping, a linear schedule and a CSV log line every ten steps."""
+    """Automatic optimization: clipping, a linear schedule and a CSV log line every ten steps."""
 
     def __init__(self, size: Size, *, fused: bool) -> None:
         self.what = f"Lightning Trainer, AdamW {'fused' if fused else 'foreach'}"

@@ -82,7 +82,7 @@ def newest_finite(moment: Moment, seed: int, steps: int) -> tuple[float, str]:
 
 
 def guarded(moment: Moment, seed: int, steps: int) -> tuple[float, str]:
-    """`guard.step` with default settings and a run folder; started again where the launcher would."""
+    """`guard.step` with default settings and a run folder; restarted where a launcher would."""
     said: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="stepguard-moments-") as folder, _disk(moment) as fill:
         for attempt in range(moment.restarts + 1):

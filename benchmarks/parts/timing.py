@@ -78,7 +78,7 @@ def compare(
     warmup: int,
     tick: Callable[[], None],
 ) -> list[Row]:
-    """Full steps in the first number of rounds, steps without forward and backward in the second."""
+    """Count full steps in the first rounds, steps without forward and backward in the second."""
     full = measure(workload, variants, rounds[0], warmup, tick)
     own = measure(hollow(workload), [v for v in variants if not v.inside], rounds[1], warmup, tick)
     return [_row(v, full.get(v.name), own.get(v.name)) for v in variants]

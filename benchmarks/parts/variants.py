@@ -50,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train. `fused` chooses the optimizer, and with it the bare step it is compared with."""
+    """A way to train. `fused` chooses the optimizer and the bare step to compare with."""
 
     name: str
     what: str
@@ -199,7 +199,7 @@ def anomaly(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runne
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """detect_anomaly warns that it is slow each time it is entered; that is what is measured here."""
+    """Enter detect_anomaly, which warns each time that it is slow; its time is measured here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

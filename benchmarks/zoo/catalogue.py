@@ -1,6 +1,4 @@
-"""Every case of the zoo, in a fixed order: the entries known in advance, then those written to be
-unseen.
-"""
+"""Every case of the zoo in a fixed order: those known in advance, then the unseen ones."""
 
 from __future__ import annotations
 
@@ -19,49 +17,49 @@ KNOWN = (
     "data",
     "controls",
 )
-MORE = (
-    "more_masks",
-    "more_reductions",
-    "more_divisions",
-    "more_domains",
-    "more_overflow",
-    "more_gradients",
-    "more_branches",
-    "more_precision",
-    "more_state",
-    "more_rates",
-    "more_data",
-    "more_structure",
-    "more_places",
-    "more_distractors",
-    "more_probability",
-    "more_runaway",
-    "more_controls",
-    "more_healthy",
-    "more_algebra",
-    "more_geometry",
-    "more_groups",
-    "more_likelihoods",
-    "more_updates",
-    "more_nested",
-    "more_fine",
-    "more_audio",
-    "more_policies",
-    "more_objectives",
-    "more_vision",
-    "more_scenes",
-    "more_decoders",
-    "more_tables",
-    "more_resumed",
-    "more_steady",
-    "more_language",
-    "more_followers",
-    "more_halves",
-    "more_images",
-    "more_relations",
-    "more_fields",
-    "more_restarts",
-    "more_calm",
+UNSEEN = (
+    "masked_softmax",
+    "empty_means",
+    "division_by_zero",
+    "log_and_root_domains",
+    "exp_overflow",
+    "singular_gradients",
+    "unselected_branches",
+    "half_precision",
+    "bad_stored_tensors",
+    "steps_too_large",
+    "bad_batches",
+    "faults_inside_blocks",
+    "faults_in_criteria",
+    "harmless_beside_harmful",
+    "density_domains",
+    "exploding_updates",
+    "healthy_nonfinite_values",
+    "healthy_unusual_losses",
+    "matrix_and_complex_functions",
+    "degenerate_geometry",
+    "empty_groups",
+    "likelihood_bounds",
+    "zero_in_the_update",
+    "inner_derivatives_and_casts",
+    "healthy_suspicious_signs",
+    "audio_extremes",
+    "policy_gradient_losses",
+    "preference_losses",
+    "image_statistics",
+    "rendering_and_rotations",
+    "transformer_overflow",
+    "lookups_and_counts",
+    "resumed_optimizers",
+    "healthy_zeros_and_jumps",
+    "sequence_losses",
+    "teachers_and_targets",
+    "half_precision_epsilons",
+    "image_losses",
+    "attention_and_messages",
+    "fields_and_flows",
+    "custom_optimizers",
+    "healthy_masked_values",
     "discarded",
     "outside",
 )
@@ -69,7 +67,7 @@ MORE = (
 
 def load() -> dict[str, Case]:
     """All cases by name."""
-    for name in (*KNOWN, *MORE):
+    for name in (*KNOWN, *UNSEEN):
         import_module(f"benchmarks.zoo.{name}")
     return CASES
 
@@ -86,6 +84,6 @@ def chosen(names: list[str] | None = None) -> list[Case]:
         if name not in known:
             raise SystemExit(
                 f"{name!r} is neither a case nor a group of the zoo; groups are "
-                f"{', '.join(KNOWN + MORE)}."
+                f"{', '.join(KNOWN + UNSEEN)}."
             )
     return [case for case in cases.values() if case.name in names or case.group in names]

@@ -43,7 +43,7 @@ class Magnitude(nn.Module):
     accepted=("SG401",),
 )
 def spectrogram_sqrt_of_silence(fixed: bool) -> Scene:
-    """|STFT| as sqrt(re^2 + im^2) is 0 for a silent clip, and the slope of the root divides by 0."""
+    """|STFT| as sqrt(re^2 + im^2) is 0 for a silent clip, where the root's slope divides by 0."""
     torch.manual_seed(0)
     model = chain(enhance=nn.Linear(16, 16, bias=False), mag=Magnitude(eps=1e-8 if fixed else 0.0))
 

@@ -38,7 +38,7 @@ RUNAWAY = {
     accepted=("SG504",),
 )
 def lr_spike_after_resume(fixed: bool) -> Scene:
-    """A resume at step 5 rebuilds the optimizer with the rate before its decay: 400 times too high."""
+    """A resume at step 5 builds the optimizer with the undecayed rate: 400 times too high."""
     model = student()
     optimizer = sgd(model, 0.01, momentum=0.9)
 

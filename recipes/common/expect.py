@@ -12,7 +12,7 @@ from recipes.common.outcome import Mode, Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """The first harmful value's place and cause, and how near to healthy the guarded run must end."""
+    """Place and cause of the first harmful value, and how near to healthy the guarded run ends."""
 
     metric: str
     """Name of the number that is compared."""

@@ -166,10 +166,10 @@ class Trainer:
         return model
 
     def save(self, name: str) -> str:
-        """`model-<name>.pt`, whole or not at all; guarded, only if it is good. Returns what to say."""
+        """Write `model-<name>.pt` atomically; guarded, only if it is good. Return what to say."""
         if self.folder is None or not self.accelerator.is_main_process:
             return "nothing is saved"
-        bad = self.guard.guards[0].trouble() if self.guard is not None else ()
+        bad = self.guard.guards[0].port.trouble() if self.guard is not None else ()
         if bad:
             return (
                 f"model-{name}.pt NOT saved: {bad[0]} is not finite; the checkpoint before it stays"
@@ -207,7 +207,7 @@ class Trainer:
         self.stages.set_random_state(state["random"])
         self.step = state["step"]
         if self.guard is not None:
-            self.guard.guards[0].start_at(self.step)
+            self.guard.guards[0].port.start_at(self.step)
 
     def nmse(self) -> float:
         """Normalised error of sampled maps of places never trained on, by the averaged weights."""
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def start(config: Settings) -> Trainer:
-    """The whole run: settings are looked at, a checkpoint is loaded if wanted, then it is trained."""
+    """The whole run: check the settings, load a checkpoint if one is wanted, train."""
     accelerator = accelerator_for(config)
     trainer = Trainer(config, accelerator)
     try:

@@ -22,20 +22,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
 from stepguard.engine.context import bare_step, build_context
-from stepguard.engine.drivers.closure import ClosureStepper, takes_closure
+from stepguard.engine.drivers.closure import ClosureDriver
 from stepguard.engine.drivers.epoch_schedule import EpochSchedule
-from stepguard.engine.drivers.step import Stepper
-from stepguard.engine.drivers.watch import Watcher
-from stepguard.engine.incident.closer_look import agreed_trouble
+from stepguard.engine.drivers.step import StepDriver
+from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.exceptions import ending, last_uncaught
-from stepguard.engine.incident.incident_record import record
 from stepguard.engine.interception import offer
-from stepguard.engine.protect import Shield
-from stepguard.engine.recover.checkpoints import Saving
+from stepguard.engine.optimizer_kinds import takes_closure
+from stepguard.engine.protect import Protection, in_words
+from stepguard.engine.recover.checkpoints import Checkpoints
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.recover.signals import Signals
-from stepguard.engine.recover.snapshots import Recovery
 from stepguard.engine.result import StepResult
-from stepguard.engine.step_end import apply
 from stepguard.engine.wiring import (
     Wiring,
     building_for,
@@ -44,6 +42,7 @@ from stepguard.engine.wiring import (
     check_watched,
     owners,
 )
+from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.resumable_loader import Feed
 from stepguard.state.step import LossFn
@@ -72,11 +71,13 @@ class Guard:
         check_optimizer(model, optimizer, modules)
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
         self._wiring = Wiring(self._context)
-        self._shield = Shield(self._fault, partial(self._context.say, "fault"))
-        stepper = ClosureStepper if takes_closure(self._context.optimizer) else Stepper
+        self._protect = Protection(self._fault, partial(self._context.say, "fault"))
         self._recovery = Recovery(self._context)
-        self._stepper = stepper(self._context, self._shield, self._recovery)
-        self._saving = Saving(self._context, self._recovery)
+        kind = ClosureDriver if takes_closure(self._context.optimizer) else StepDriver
+        self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._recovery)
+        self.port = Port(self._context, self._recovery, self._driver)
+        """What framework integrations ask of this guard."""
+        self._saving = Checkpoints(self._context, self._recovery)
         if loader is not None:
             self._context.feed = Feed(
                 loader,
@@ -89,7 +90,6 @@ class Guard:
             self._schedule_by_epoch(self._context.feed)
         self._signals = Signals(self._leave, self.close, partial(self._recovery.say, "signal"))
         self._recovery.duties += [self._saving, self._signals]
-        self._watcher: Watcher | None = None
         self._closed = False
         self._entered = False
         self._framework = building_for.get()
@@ -117,7 +117,7 @@ class Guard:
         """
         if self._closed:
             raise ConfigError("this guard is closed; make a new one to go on.")
-        if self._watcher is not None:
+        if isinstance(self._driver, WatchDriver):
             raise ConfigError(
                 "this guard watches a loop that runs its own steps; build stepguard.Guard to call "
                 "step()."
@@ -131,7 +131,7 @@ class Guard:
         self._wiring.begin_step()
         done = False
         try:
-            result = self._stepper.run(loss_fn, micro_batches)
+            result = self._driver.run(loss_fn, micro_batches)
             done = True
             return result
         finally:
@@ -143,7 +143,7 @@ class Guard:
 
         With several ranks all of them call it, and the first one writes.
         """
-        self._settle()
+        self._driver.settle()
         if not self.armed:
             self._recovery.say(
                 "checkpoint", "NOT saved: a disarmed guard cannot tell whether the state is good"
@@ -158,7 +158,7 @@ class Guard:
         Returns the optimizer steps done. `last-good` is the newest good one; raises StoreError
         where none is usable.
         """
-        self._settle()
+        self._driver.settle()
         return self._saving.restore(path if path == "last-good" else Path(path))
 
     @property
@@ -170,74 +170,10 @@ class Guard:
             )
         return self._context.feed
 
-    def micro(self, loss_fn: LossFn, batch: Any) -> None:
-        """For integrations, just before a framework runs forward and backward of one micro-batch by
-        itself.
-
-        `loss_fn(batch)` must give, without side effects, the very loss the framework is about to
-        call backward on; the step can then be replayed, as one of `guard.step` can. Only for a
-        guard made by `stepguard.watch`.
-        """
-        if self._watcher is None:
-            raise ConfigError(
-                "guard.micro is for a loop that runs its own steps; build the guard with "
-                "stepguard.watch."
-            )
-        if not self._closed:
-            offer(self._context, loss_fn)
-            self._watcher.begin_micro(loss_fn, batch)
-
-    @property
-    def dropped(self) -> bool:
-        """Was the last update vetoed? A fused update is read one step later, and its schedule taken
-        back then.
-        """
-        return self._watcher is not None and self._watcher.dropped
-
-    def start_at(self, step: int) -> None:
-        """Number the next step `step`, as a run that goes on from a checkpoint does. Before the
-        first step.
-        """
-        self._context.step = step
-
-    def settle(self) -> None:
-        """Read a fused step whose verdict is still on the device; raises TrainingHalted if that
-        stops the run.
-        """
-        self._settle()
-
-    def finite(self) -> bool:
-        """A cheap look at the parameters as they are now: no names, one pass. Waits for the device."""
-        return self._inner.reader.last_update_finite()
-
-    def trouble(self, *, together: bool = False) -> tuple[str, ...]:
-        """Names of stored tensors that are non-finite now and should not be: such a state must not
-        be saved.
-
-        Reads everything once. `together`: all ranks ask at this moment, and each gets the names of
-        all.
-        """
-        return agreed_trouble(self._context, together=together)
-
-    @property
-    def good(self) -> bool:
-        """Has the run kept what it learned, by its loss? Says nothing about stored tensors, see
-        `trouble`.
-        """
-        return not self._recovery.ruined
-
-    def say(self, kind: str, summary: str) -> None:
-        """One line to terminal, readable log and journal, such as a save that was refused."""
-        context = self._context
-        context.note("note", {"step": context.step, "kind": kind, "summary": summary})
-        if context.human is not None:
-            context.human.line(f"step {context.step}: {summary}")
-        context.terminal.note(summary, context.step, kind)
-
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """Every incident so far, oldest first."""
-        self._settle()
+        self._driver.settle()
         return tuple(self._context.incidents)
 
     @property
@@ -265,7 +201,7 @@ class Guard:
     @property
     def armed(self) -> bool:
         """False once a fault of the guard's own has disarmed it."""
-        return self._shield.armed
+        return self._protect.armed
 
     def follow(self, name: str, value: Tensor | float) -> None:
         """Record a value of this step beside its loss: a gate, a weight, the norm of a latent.
@@ -293,27 +229,30 @@ class Guard:
         if self._closed:
             return
         self._closed = True
+        self.port.closed = True
         try:
             self._finish()
-            self._shield.call(None, self._last_look)
-            self._shield.last(self._record_what_is_left)
+            if self.armed:
+                with self._protect.region:
+                    self._last_look()
+            with self._protect.part("incident at the end of the run"):
+                self._driver.transaction.record_open_incident()
             if self._signals.due():
                 self._signals.do()  # no further step will come
-            self._shield.spare(None, self._wiring.close)
-            self._shield.last(self._end)
+            if self.armed:
+                with self._protect.part("check of the wiring"):
+                    self._wiring.close()
+            with self._protect.part("end of the run"):
+                self._end()
         finally:
             self._error = None
             self._context.resources.close()
 
-    @property
-    def _inner(self) -> Watcher | Stepper | ClosureStepper:
-        return self._watcher or self._stepper
-
     def _finish(self) -> None:
-        if self._watcher is not None:
-            self._watcher.finish()
+        if isinstance(self._driver, WatchDriver):
+            self._driver.finish()
         else:
-            self._stepper.settle()
+            self._driver.settle()
 
     def _schedule_by_epoch(self, feed: Feed | None) -> None:
         if feed is None:
@@ -332,42 +271,37 @@ class Guard:
     def _pass_ended(self) -> None:
         """The schedule moves only once the last step of the pass has been read."""
         if self._epochs is not None and not self._closed:
-            self._settle()
+            self._driver.settle()
             self._epochs.passed()
 
     def _between(self) -> None:
         """The loop asks for its next batch."""
-        if not self._closed:
-            self._shield.call(None, self._inner.between)
+        if not self._closed and self.armed:
+            with self._protect.region:
+                self._driver.between()
 
     def _leave(self, number: int) -> None:
         """A signal is about to end the process."""
-        saved = self._shield.call(None, self._saving.leave)
-        where = (
-            f"saved {saved}" if saved is not None else "no new checkpoint; the last good one stays"
-        )
+        saved: Path | None = None
+        if self.armed:
+            with self._protect.region:
+                saved = self._saving.leave()
+        where = "no new checkpoint; the last good one stays"
+        if saved is not None:
+            where = f"saved {saved}"
         self._recovery.say("signal", f"ending after {signal.Signals(number).name}: {where}")
 
-    def _settle(self) -> None:
-        if self._watcher is not None:
-            self._watcher.settle()
-        else:
-            self._stepper.settle()
-
     def _last_look(self) -> None:
+        """Were the parameters still finite after the last update, which no step will read?"""
         incidents = self._context.incidents
         if incidents and incidents[-1].stopped:
-            return  # said already
-        if self._context.step and not self.finite():
-            incident = self._inner.pipeline.last_look(bare_step(self._context))
-            if incident is not None and not incident.stopped:
-                apply(
-                    self._context, self._recovery, incident
-                )  # what is left behind is at least good
-
-    def _record_what_is_left(self) -> None:
-        if self._context.unrecorded is not None:
-            record(self._context, *self._context.unrecorded)
+            return  # told already
+        if not self._context.step or self.port.finite():
+            return
+        transaction = self._driver.transaction
+        incident = transaction.last_look(bare_step(self._context))
+        if incident is not None and not incident.stopped:
+            transaction.conclude(incident)  # what is left behind is at least good
 
     def _end(self) -> None:
         context = self._context
@@ -378,10 +312,10 @@ class Guard:
     def _fault(self, fault: Exception) -> None:
         context = self._context
         context.agreement.leave()
-        context.note("fault", {"step": context.step, "error": f"{type(fault).__name__}: {fault}"})
+        context.note("fault", {"step": context.step, "error": in_words(fault)})
         if context.human is not None:
-            context.human.fault(f"{type(fault).__name__}: {fault}")
-        context.terminal.fault(f"{type(fault).__name__}: {fault}")
+            context.human.fault(in_words(fault))
+        context.terminal.fault(in_words(fault))
 
     def in_use(self, framework: str) -> str:
         """Why another guard cannot take the place of this one, in words; empty where it can."""
@@ -392,6 +326,11 @@ class Guard:
         if self._entered:
             return "in a `with` block that is still open"
         return f"made by {self._framework}" if self._framework != framework else ""
+
+    def replaced(self) -> None:
+        """Another guard was made for the same optimizer: this one ends."""
+        self.port.say("wiring", "this guard ends here: another was made for the same optimizer")
+        self.close()
 
     def __enter__(self) -> Guard:
         self._entered = True
@@ -411,8 +350,9 @@ class Guard:
         mid-step.
         """
         self._error = error
-        if self._watcher is not None and self._watcher.capture.calls and not self._closed:
-            self._watcher.raised(error)
+        driver = self._driver
+        if isinstance(driver, WatchDriver) and driver.model_calls.calls and not self._closed:
+            driver.raised(error)
 
 
 def _died(guard: weakref.ref[Guard]) -> None:
@@ -420,7 +360,8 @@ def _died(guard: weakref.ref[Guard]) -> None:
     alive, error = guard(), last_uncaught()
     if alive is not None and error is not None and not alive._closed:
         alive.ended_by(error)
-        alive._shield.last(alive._end)
+        with alive._protect.part("end of the run"):
+            alive._end()
 
 
 def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
@@ -441,10 +382,10 @@ def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings
 def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     config = settings.get("config")
     if isinstance(config, GuardConfig):
-        settings["config"] = replace(
-            config, scheduler_every=None
-        )  # the loop advances its schedule itself
+        # the loop advances its schedule itself
+        settings["config"] = replace(config, scheduler_every=None)
     guard = Guard(model, optimizer, **settings)
     guard._wiring.expect_own_steps()
-    guard._watcher = Watcher(guard._context, guard._shield, guard._recovery, guard._wiring)
+    guard._driver = WatchDriver(guard._context, guard._protect, guard._recovery, guard._wiring)
+    guard.port.driver = guard._driver
     return guard

@@ -1,4 +1,4 @@
-"""The benchmark of guards inside frameworks runs and writes what it promises. No time is asserted."""
+"""The benchmark of guards inside frameworks writes what it promises. No time is asserted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks run and write what they promise. No time is asserted: that is for a quiet machine."""
+"""The benchmarks write what they promise. No time is asserted: that is for a quiet machine."""
 
 from __future__ import annotations
 

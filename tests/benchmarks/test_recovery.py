@@ -1,4 +1,4 @@
-"""The recovery and snapshot benchmarks run in small, and what they are made of does what it says."""
+"""The recovery and snapshot benchmarks run in small, and their parts do what they say."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CONTROLS = [case for case in CASES if case.control]
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """torch warns about what some cases do on purpose, such as a standard deviation of one element."""
+    """Let torch warn about what some cases do on purpose, such as a deviation of one element."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""What the tests of the store share: a store in a folder, states, and a child process that can die."""
+"""Shared by the tests of the store: a store in a folder, states, a child process that can die."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def saved(store: Store, *steps: int, **health: Any) -> None:
 
 
 def held(opened: Opened) -> int:
-    """The step of an opened checkpoint, after comparing every tensor and fact with what was saved."""
+    """The step of an opened checkpoint, once every tensor and fact equals what was saved."""
     assert step_of(opened.tensors) == opened.step
     assert opened.facts == facts_at(opened.step)
     return opened.step

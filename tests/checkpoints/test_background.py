@@ -1,4 +1,4 @@
-"""Saving while training goes on: one save at a time, no copies, and a bad disk is heard, not felt."""
+"""Saving during training: one save at a time, no copies, and a bad disk is told, not felt."""
 
 from __future__ import annotations
 

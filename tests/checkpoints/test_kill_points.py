@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ def _resume_and_save(folder: Path, disk: Dying | Recorder, steps: int) -> None:
     step = held(store.open())
     for next_step in range(step + 1, step + 1 + steps):
         store.save(next_step, state_at(next_step, SIZE), facts_at(next_step), GOOD)
+
+
+def _save_doubtful(folder: Path, disk: Dying, step: int) -> None:
+    Store(folder, disk=disk).save(step, state_at(step), {}, replace(GOOD, good=False))
 
 
 def _check(folder: Path, earliest: int, latest: int) -> int:
@@ -86,13 +91,8 @@ def test_killed_during_the_very_first_save_leaves_an_empty_store_that_can_be_use
 
 
 def test_killed_while_saving_a_doubtful_state_keeps_the_good_one(tmp_path: Path) -> None:
-    doubtful = replace(GOOD, good=False)
     saved(Store(tmp_path), 1)
     for number in range(40):
         step = 2 + number
-        in_child(
-            lambda: Store(tmp_path, disk=Dying(number, "after")).save(
-                step, state_at(step), {}, doubtful
-            )
-        )  # noqa: B023
+        in_child(partial(_save_doubtful, tmp_path, Dying(number, "after"), step))
         assert held(Store(tmp_path).open()) == 1

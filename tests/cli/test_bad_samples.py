@@ -1,4 +1,4 @@
-"""`stepguard quarantine --data RUN`: the ledger as a table, as JSON, and as a list for a sampler."""
+"""`stepguard quarantine --data RUN`: the ledger as a table, as JSON, and as a sampler's list."""
 
 from __future__ import annotations
 

@@ -44,12 +44,14 @@ def main():
     model, optimizer, loss_fn = build()
     np.random.seed(1)
     print("script started")
-    with stepguard.Guard(model, optimizer, config=stepguard.GuardConfig(run_dir="run", terminal="quiet")) as guard:
+    config = stepguard.GuardConfig(run_dir="run", terminal="quiet")
+    with stepguard.Guard(model, optimizer, config=config) as guard:
         for step in range(6):
             scale = torch.ones(6)
             if step == 4:
                 scale[3] = 0.0
-            guard.step(loss_fn, {"x": torch.randn(6, 4), "y": torch.randint(3, (6,)), "scale": scale})
+            batch = {"x": torch.randn(6, 4), "y": torch.randint(3, (6,)), "scale": scale}
+            guard.step(loss_fn, batch)
     print("script ended")
 
 
@@ -225,7 +227,8 @@ model = nn.Linear(4, 2, bias=False).half()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-8, foreach=False)
 config = stepguard.GuardConfig(run_dir="run", terminal="quiet")
 with stepguard.Guard(model, optimizer, config=config) as guard:
-    guard.step(lambda x: (model(x) * torch.tensor([1.0, 0.0])).sum().float(), torch.ones(2, 4, dtype=torch.half))
+    loss_fn = lambda x: (model(x) * torch.tensor([1.0, 0.0])).sum().float()
+    guard.step(loss_fn, torch.ones(2, 4, dtype=torch.half))
 """
     )
     write(tmp_path, script)

@@ -128,7 +128,8 @@ def main():
     parser.add_argument("--run-dir")
     parser.add_argument("-m", action="store_true")
     parser.add_argument("rest", nargs="*")
-    print(sys.argv, parser.parse_args(), double(parser.parse_args().size), triple(1), __file__, __name__)
+    size = parser.parse_args().size
+    print(sys.argv, parser.parse_args(), double(size), triple(1), __file__, __name__)
 
 if __name__ == "__main__":
     main()
@@ -178,7 +179,8 @@ for step in range(6):
         real[2, 0] = math.nan
     fake = maker(torch.randn(5, 3))
     for_judge.zero_grad()
-    loss = nn.functional.softplus(-judge(real)).mean() + nn.functional.softplus(judge(fake.detach())).mean()
+    softplus = nn.functional.softplus
+    loss = softplus(-judge(real)).mean() + softplus(judge(fake.detach())).mean()
     loss.backward()
     for_judge.step()
     for_maker.zero_grad()

@@ -1,4 +1,4 @@
-"""`stepguard run` of a script whose run the policy stopped, under whatever wraps its main function."""
+"""`stepguard run` of a script that the policy stopped, whatever wraps its main function."""
 
 from __future__ import annotations
 

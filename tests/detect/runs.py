@@ -12,6 +12,8 @@ from stepguard.detect import History, judge
 from stepguard.records import GuardConfig, Reading, Verdict
 
 CONFIG = GuardConfig()
+SETTLED = [2.0 + 2.0 * math.exp(-i / 20) + 0.05 * math.sin(i) for i in range(100)]
+"""The losses of a run that has converged."""
 
 
 def reading(step: int, loss: float | None = 1.0, **more: Any) -> Reading:

@@ -1,24 +1,20 @@
-"""Finite anomalies: suspicious when they should be, an incident only with evidence, and quiet on
-healthy runs.
-"""
+"""Finite anomalies are suspicious, an incident only with evidence, and quiet on healthy runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from detect.runs import CONFIG, HEALTHY, PEERS, healthy, play, played, reading, slow_rise
+from detect.runs import CONFIG, HEALTHY, PEERS, SETTLED, healthy, play, played, reading, slow_rise
 from stepguard.detect import History, judge
-from stepguard.detect.anomalies import LASTING, ZERO_STEPS, Signs, trend, weights_did_it
-from stepguard.records import GuardConfig, Verdict
+from stepguard.detect.anomalies import ZERO_STEPS, trend
+from stepguard.records import GuardConfig
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
-SETTLED = [2.0 + 2.0 * math.exp(-i / 20) + 0.05 * math.sin(i) for i in range(100)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -37,7 +33,7 @@ def test_finite_losses_are_never_an_error(losses: list[float]) -> None:
     assert {verdict.kind for verdict in play(losses)} <= {"ok", "spike", "drift"}
 
 
-def test_loss_that_is_mostly_zero_and_sometimes_not_is_no_constant_suspicion() -> None:
+def test_loss_that_is_mostly_zero_and_sometimes_not_is_not_a_constant_suspicion() -> None:
     losses = [0.0 if i % 3 else 0.5 + 0.1 * (i % 4) for i in range(300)]
     spoken = [step for step, verdict in enumerate(play(losses)) if verdict.kind != "ok"]
     assert [step for step in spoken if step >= 16] == []
@@ -106,7 +102,7 @@ def test_trend_scales_with_the_losses_up_to_the_end_of_float64() -> None:
 # --------------------------------------------------------------------------------------
 
 
-def test_single_jump_of_the_loss_is_no_incident_however_high() -> None:
+def test_single_jump_of_the_loss_is_not_an_incident_however_high() -> None:
     assert play([*SETTLED, 1e30])[-1].severity == "suspicion"
 
 
@@ -121,7 +117,7 @@ def test_jump_after_an_update_that_changed_the_weights_is_an_incident() -> None:
     assert not judge(reading(100, 8.0, update_ratio=3.2), history, CONFIG).bad
 
 
-def test_loss_that_grows_manifold_twice_in_a_row_is_an_incident() -> None:
+def test_loss_that_grows_many_times_twice_in_a_row_is_an_incident() -> None:
     assert play([*SETTLED, 40.0, 5000.0])[-1].bad
     assert not any(verdict.bad for verdict in play([*SETTLED, 40.0, 45.0, 50.0, 30.0]))
 
@@ -146,71 +142,6 @@ def test_spikes_off_leaves_the_slow_rise() -> None:
     assert judge(reading(100, 1e9), played(SETTLED), config).kind != "spike"
 
 
-# --- what must be proven before anything is done
-# ----------------------------------------------------------------------
-
-HIGH = Verdict(kind="spike", severity="suspicion", summary="high", evidence={"loss": 50.0})
-PROOF = Signs(
-    lasting=LASTING,
-    earlier_then=2.0,
-    earlier_now=48.0,
-    own_then=2.0,
-    own_now=2.0,
-    older_loss=2.1,
-    older_step=96,
-)
-
-
-def test_independent_signs_together_blame_the_weights() -> None:
-    verdict = weights_did_it(HIGH, reading(100, 50.0), played(SETTLED), PROOF)
-    assert verdict.bad
-    assert (
-        "an earlier batch gives 48 and gave 2, and on the weights of step 96 this batch gives 2.1"
-        in verdict.summary
-    )
-
-
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"lasting": LASTING - 1}, "it has lasted 2 of 3 steps"),
-        ({"earlier_now": 2.1}, "an earlier batch gives 2.1 and gave 2: not the weights"),
-        ({"own_now": 40.0}, "the loss function changed"),
-        ({"older_loss": 49.0}, "this batch is as hard for earlier weights"),
-        ({"own_then": None}, "no earlier step can be run again"),
-        ({"earlier_now": None}, "nothing is known of earlier weights"),
-        ({"earlier_now": None, "moved": 0.01}, "the weights have moved by 0.01 of their norm"),
-    ],
-)
-def test_one_missing_sign_leaves_the_run_alone(changed: dict[str, float | None], why: str) -> None:
-    verdict = weights_did_it(HIGH, reading(100, 50.0), played(SETTLED), replace(PROOF, **changed))
-    assert verdict.severity == "note" and why in verdict.summary
-
-
-def test_level_the_run_had_left_long_ago_must_be_reached_again() -> None:
-    history = played(SETTLED)
-    assert (
-        "not lost"
-        in weights_did_it(HIGH, reading(100, history.level + 0.5), history, PROOF).summary
-    )
-
-
-@pytest.mark.parametrize("now", [math.nan, math.inf])
-def test_earlier_batch_that_is_no_longer_finite_counts_as_lost(now: float) -> None:
-    assert weights_did_it(
-        HIGH, reading(100, 50.0), played(SETTLED), replace(PROOF, earlier_now=now)
-    ).bad
-
-
-def test_without_a_replay_weights_that_left_where_they_were_good_are_blamed() -> None:
-    signs = Signs(lasting=LASTING, moved=2.5)
-    assert weights_did_it(HIGH, reading(100, 50.0), played(SETTLED), signs).bad
-
-
-# --- learning rates, and steps that learn nothing
-# ---------------------------------------------------------------------
-
-
 def test_learning_rate_above_everything_before_is_noted() -> None:
     history = History(configured_lr=(0.1,))
     assert judge(reading(0, 1.0, lr=(0.2,)), history, CONFIG).kind == "ok"
@@ -221,7 +152,7 @@ def test_learning_rate_above_everything_before_is_noted() -> None:
     )
 
 
-def test_warm_up_from_zero_is_no_mismatch() -> None:
+def test_warm_up_from_zero_is_not_a_mismatch() -> None:
     history = History()
     for step in range(100):
         seen = reading(step, 1.0, lr=(0.1 * min(step, 50) / 50,))

@@ -1,4 +1,4 @@
-"""The pages of the findings: fixed headings, helpful errors, committed files up to date, no torch."""
+"""The pages of the findings: fixed headings, helpful errors, files up to date, no torch."""
 
 from __future__ import annotations
 

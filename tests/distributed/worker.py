@@ -250,7 +250,7 @@ def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
     """
     settings = {"wrap": wrap == "ddp", "fused": False}
     troubles = {BAD_STEP + 2: "input"} if troubled == "troubled" else {}
-    original, calls = step_end.committed, Counter[str]()
+    original, calls = step_end.add_to_history, Counter[str]()
 
     def failing(*args: Any) -> None:
         calls["committed"] += 1
@@ -258,13 +258,13 @@ def fault(loop: str, wrap: str, troubled: str) -> dict[str, Any]:
             raise OSError("the disk of one rank is full")
         original(*args)
 
-    step_end.committed = failing
+    step_end.add_to_history = failing
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             got = guarded(loop, troubles, **settings)
     finally:
-        step_end.committed = original
+        step_end.add_to_history = original
     told = [str(w.message) for w in said if issubclass(w.category, GuardDisarmed)]
     return {"guarded": got, "reference": reference(troubles, **settings), "told": told}
 

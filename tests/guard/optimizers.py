@@ -186,7 +186,7 @@ class ScheduleFreeAdamW(ScheduleFreeSGD):
 
 
 class Sophia(Optimizer):
-    """Clips by a diagonal curvature that is refreshed every few steps; the counter is an attribute."""
+    """Clips by a diagonal curvature refreshed every few steps; the counter is an attribute."""
 
     def __init__(self, params: Params, lr: float = 1e-2, rho: float = 0.04, every: int = 3) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})

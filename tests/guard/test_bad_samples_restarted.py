@@ -93,7 +93,7 @@ def test_stored_damage_is_not_held_against_the_batch(tmp_path: Path) -> None:
 
 
 def test_node_of_a_graph_is_not_cut_out_of_it() -> None:
-    """Without one node all edges behind it would join others: the step is left out, not the node."""
+    """Without one node all edges behind it would join others: the whole step is left out."""
     torch.manual_seed(1)
     model = nn.Linear(2, 1)
     x, edges = torch.randn(6, 2), torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])

@@ -64,5 +64,5 @@ def test_a_gradient_is_held_as_it_is_and_let_go_when_its_step_is_judged(fused: b
             assert _capture(model).calls[0].gradients.held[0] is came[step]()
             del out
             optimizer.step()
-        guard.settle()
+        guard.port.settle()
         assert [gradient() for gradient in came] == [None] * 4

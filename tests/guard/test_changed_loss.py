@@ -105,7 +105,7 @@ def test_penalty_that_begins_at_zero_is_no_spike() -> None:
 
 
 class TrustRatio(torch.optim.Optimizer):
-    """The step is scaled by the norm of the weights over that of their gradient, with no epsilon."""
+    """Scales the step by the norm of the weights over that of their gradient, no epsilon."""
 
     def __init__(self, params: object) -> None:
         super().__init__(params, {"lr": 0.01})  # type: ignore[arg-type]

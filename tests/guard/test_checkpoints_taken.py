@@ -26,11 +26,11 @@ def test_checkpoints_are_written_by_themselves_once_they_have_proved_good(tmp_pa
             guard.step(at.loss_fn, batch)
             assert _names(tmp_path) == []
         guard.step(at.loss_fn, DATA[13])
-        guard._saving._background.wait()
+        guard._saving.wait()
         assert _names(tmp_path) == ["step-7"]
         for batch in DATA[14:30]:
             guard.step(at.loss_fn, batch)
-            guard._saving._background.wait()
+            guard._saving.wait()
     assert _names(tmp_path) == ["step-14", "step-21"]
 
 

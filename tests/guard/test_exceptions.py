@@ -116,7 +116,7 @@ def test_exception_in_a_step_is_placed_and_raised_again(
     scene, (_, error, phase, op) = scene_of(kind, fused=fused, calm=True), KINDS[kind]
     with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path, locate=True)) as guard:
         guard.step(scene.loss_fn, DATA[0])
-        guard.settle()
+        guard.port.settle()
         before, numbers = state_of(scene), generators()
         with pytest.raises(error):
             guard.step(scene.loss_fn, guilty(DATA[1]))

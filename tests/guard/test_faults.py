@@ -20,7 +20,7 @@ import stepguard.detect
 import stepguard.engine.incident.incident_record
 import stepguard.engine.outlet
 import stepguard.engine.reader
-import stepguard.engine.recover.snapshots
+import stepguard.engine.recover.rewind
 import stepguard.engine.step_end
 import stepguard.engine.transaction
 import stepguard.engine.watch.live_tracing
@@ -55,25 +55,25 @@ WEAK_SPOTS: dict[str, tuple[Any, str]] = {
     "look at the weights": (stepguard.engine.reader, "largest"),
     "reading": (stepguard.sentinel.packet.Packet, "fetch"),
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
-    "judging": (stepguard.engine.transaction, "judge"),
+    "judging": (stepguard.engine.transaction, "judge_reading"),
     "history": (stepguard.detect.History, "add"),
 }
 SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "write_step"),
     "readable log": (stepguard.report.humanlog.HumanLog, "step"),
-    "snapshots": (stepguard.engine.recover.snapshots.Recovery, "between"),
-    "probation": (stepguard.engine.recover.snapshots.Recovery, "committed"),
+    "snapshots": (stepguard.engine.recover.rewind.Recovery, "between"),
+    "probation": (stepguard.engine.recover.rewind.Recovery, "committed"),
 }
 """Parts that no verdict needs."""
 AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "closer look": (stepguard.engine.transaction, "examine"),
     "locating": (stepguard.engine.transaction, "locate"),
     "locating a watched step": (stepguard.engine.watch.live_tracing, "locate"),
-    "diagnosing": (stepguard.engine.transaction, "diagnose"),
+    "diagnosing": (stepguard.engine.transaction, "find_causes"),
     "facts of the run": (stepguard.engine.transaction, "run_facts"),
-    "deciding": (stepguard.engine.transaction, "decide"),
-    "planning": (stepguard.engine.recover.snapshots.Recovery, "plan"),
-    "probation": (stepguard.engine.recover.snapshots.Recovery, "incident"),
+    "deciding": (stepguard.engine.transaction, "choose_remedy"),
+    "planning": (stepguard.engine.recover.rewind.Recovery, "plan"),
+    "probation": (stepguard.engine.recover.rewind.Recovery, "incident"),
     "recording": (stepguard.engine.incident.incident_record, "write_down"),
     "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),
     "folder of the incident": (stepguard.engine.incident.incident_record, "write_file"),
@@ -82,8 +82,8 @@ AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "readable log": (stepguard.report.humanlog.HumanLog, "incident"),
     "terminal": (stepguard.report.terminal, "paint_incident"),
     "sink": (stepguard.engine.outlet.Outlet, "incident"),
-    "applying": (stepguard.engine.step_end, "apply"),
-    "verdict": (stepguard.engine.transaction, "judge"),
+    "applying": (stepguard.engine.transaction.Transaction, "apply"),
+    "verdict": (stepguard.engine.transaction, "judge_reading"),
 }
 """Everything that runs once a step is known to be bad."""
 TOLD = (GuardDisarmed, NotExplained, OutputLost, PartFailed)

@@ -99,7 +99,7 @@ class Loop:
                 self.optimizer.zero_grad()
                 for batch in micro:
                     if tell:
-                        guard.micro(self.loss_fn, batch)
+                        guard.port.micro(self.loss_fn, batch)
                     self.loss_fn(batch).backward()
                 if self.clip is not None:
                     torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.clip)
@@ -179,7 +179,7 @@ def test_telling_changes_nothing_of_a_healthy_run() -> None:
 
 
 def test_a_vetoed_step_leaves_no_trace_of_its_replay() -> None:
-    """The replay calls model and backward again; neither may be taken for the loop's own next step."""
+    """The replay calls model and backward; neither may be taken for the loop's next step."""
     clean, dirty = batches(6), batches(6)
     zero_scale(dirty[2])
     bare, told = Loop(LOCATED), Loop(LOCATED)
@@ -208,10 +208,10 @@ def test_dropped_says_what_became_of_the_last_update() -> None:
     with stepguard.watch(loop.net, loop.optimizer, config=LOCATED) as guard:
         for batch in found:
             loop.optimizer.zero_grad()
-            guard.micro(loop.loss_fn, batch)
+            guard.port.micro(loop.loss_fn, batch)
             loop.loss_fn(batch).backward()
             loop.optimizer.step()
-            said.append(guard.dropped)
+            said.append(guard.port.dropped)
     assert said == [False, True, False]
 
 
@@ -221,19 +221,19 @@ def test_micro_is_refused_where_the_guard_runs_the_step() -> None:
         stepguard.Guard(loop.net, loop.optimizer, config=LOCATED) as guard,
         pytest.raises(ConfigError, match="watch"),
     ):
-        guard.micro(loop.loss_fn, batches(1)[0])
+        guard.port.micro(loop.loss_fn, batches(1)[0])
 
 
 def test_trouble_names_what_must_not_be_saved() -> None:
     loop = Loop(LOCATED)
     with stepguard.watch(loop.net, loop.optimizer, config=LOCATED) as guard:
-        assert guard.trouble() == ()
-        assert guard.finite()
+        assert guard.port.trouble() == ()
+        assert guard.port.finite()
         with torch.no_grad():
             loop.net.outer.weight[0, 0] = NAN
             loop.net.norm.running_var[1] = NAN
-        assert guard.trouble() == ("param:outer.weight", "buffer:norm.running_var")
-        assert not guard.finite()
+        assert guard.port.trouble() == ("param:outer.weight", "buffer:norm.running_var")
+        assert not guard.port.finite()
         with torch.no_grad():
             loop.net.outer.weight[0, 0] = 0.0
             loop.net.norm.running_var[1] = 1.0
@@ -243,7 +243,7 @@ def test_start_at_numbers_the_steps_of_a_run_that_goes_on() -> None:
     loop, found = Loop(LOCATED), batches(2)
     zero_scale(found[1])
     with stepguard.watch(loop.net, loop.optimizer, config=LOCATED) as guard:
-        guard.start_at(40)
+        guard.port.start_at(40)
         for batch in found:
             loop.optimizer.zero_grad()
             loop.loss_fn(batch).backward()

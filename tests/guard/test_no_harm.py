@@ -125,7 +125,7 @@ def test_new_targets_are_learned_and_not_rewound() -> None:
 
 
 # --- divergence
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _diverges(folder: Path, loop: str, rate: float, steps: int = 200) -> tuple[Guard, list[float]]:

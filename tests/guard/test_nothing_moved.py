@@ -87,7 +87,7 @@ def test_what_the_loop_did_before_the_forward_stays(fused: bool, by_method: bool
             model.loss(poisoned(batch) if index == 4 else batch).backward()
             optimizer.step()
             if index == 4:
-                assert guard.dropped
+                assert guard.port.dropped
                 assert torch.equal(model.norm.running_mean, statistics)
         assert [incident.step for incident in guard.incidents] == [4]
     assert model.mask.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
@@ -104,7 +104,7 @@ def test_model_that_is_trained_in_eval_mode_keeps_what_the_loop_did() -> None:
             optimizer.zero_grad()
             model.loss(poisoned(batch) if index == 4 else batch).backward()
             optimizer.step()
-            assert guard.dropped is (index == 4)
+            assert guard.port.dropped is (index == 4)
     assert model.mask.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert float(model.seen) == 5.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,14 +85,16 @@ def built(name: str) -> tuple[nn.Module, Optimizer]:
     return model, OPTIMIZERS[name](model.parameters())
 
 
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
 def test_step_runs_every_optimizer_as_a_loop_does() -> None:
     for name in OPTIMIZERS:
         (model, optimizer), (bare, theirs) = built(name), built(name)
         with Guard(model, optimizer, config=QUIET) as guard:
             for batch in DATA:
-                assert guard.step(
-                    lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch
-                ).committed  # noqa: B023
+                assert guard.step(partial(_loss_of, model), batch).committed
                 loop_step(bare, theirs, batch)
         assert difference(everything(model, optimizer), everything(bare, theirs)) == "", name
 
@@ -145,7 +148,7 @@ def veto_of_a_loop(
         bad = index == (0 if first else BAD)
         before = everything(model, optimizer)
         step(model, optimizer, poisoned(batch) if bad else batch)
-        assert guard.dropped is bad
+        assert guard.port.dropped is bad
         after = everything(model, optimizer)
         if (
             bad and step is half_steps
@@ -172,10 +175,10 @@ def test_gradient_that_is_bad_at_the_worst_point_only_is_vetoed() -> None:
     optimizer.zero_grad()
     evaluated(model, DATA[3])
     optimizer.step(lambda: evaluated(model, poisoned(DATA[3])))
-    assert guard.dropped
+    assert guard.port.dropped
     assert difference(everything(model, optimizer), before) == ""
     loop_step(model, optimizer, DATA[4])
-    assert not guard.dropped
+    assert not guard.port.dropped
     guard.close()
 
 
@@ -195,7 +198,7 @@ def test_lbfgs_and_its_history_are_put_back() -> None:
         run(batch)
     before = everything(model, optimizer)
     run(poisoned(DATA[3]))
-    assert guard.dropped
+    assert guard.port.dropped
     assert difference(everything(model, optimizer), before) == ""
     guard.close()
 

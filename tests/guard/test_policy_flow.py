@@ -196,7 +196,7 @@ def test_run_that_never_had_a_good_step_stops_soon() -> None:
 
 
 # --- a bad start
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Spare(nn.Module):
@@ -356,7 +356,8 @@ def test_other_uncaught_exceptions_keep_their_own_exit_code() -> None:
         from torch import nn
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = stepguard.GuardConfig(locate=False, terminal="quiet", policy=stepguard.Policy(actions=("stop",)))
+        policy = stepguard.Policy(actions=("stop",))
+        config = stepguard.GuardConfig(locate=False, terminal="quiet", policy=policy)
         try:
             with stepguard.Guard(model, optimizer, config=config) as guard:
                 guard.step(lambda b: model(b).mean(), torch.full((2, 3), float("nan")))

@@ -119,7 +119,7 @@ def decisions(guard: Guard) -> list[tuple[str, int | None, str | None]]:
 
 
 # --- exact
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("harm", [nan_weight, nan_statistics, nan_moment])
@@ -199,7 +199,7 @@ def test_step_that_failed_by_chance_is_run_again_and_nothing_shows(optimizer: st
 def test_step_that_fails_again_is_skipped_and_not_run_a_third_time() -> None:
     at = scene()
     with Guard(at.model, at.optimizer, config=config(locate=True)) as guard:
-        guard._stepper.pipeline._find = lambda step, reading: Origin(
+        guard._driver.transaction._find = lambda step, reading: Origin(
             step=step.index, phase="loss", reproduced=False
         )
         results = [
@@ -217,7 +217,7 @@ def test_step_that_fails_again_is_skipped_and_not_run_a_third_time() -> None:
 
 
 # --- past the data
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def learnable(count: int, seed: int = 3) -> list[Batch]:

@@ -65,7 +65,7 @@ def test_damage_in_the_first_steps_is_repaired_from_a_snapshot_on_probation(harm
 
 
 def test_damage_that_comes_back_is_not_repaired_from_the_same_snapshot_for_ever() -> None:
-    with pytest.raises(TrainingHalted, match="every remedy has been tried at step 1"):
+    with pytest.raises(TrainingHalted, match="every rewind has been tried at step 1"):
         run(scene(), grouped(DATA[:12], 1), dict.fromkeys(range(3, 12), nan_weight), quiet())
 
 

@@ -1,4 +1,4 @@
-"""The host waits for the device at most once a step, and with a fused optimizer never inside one."""
+"""The host waits for the device at most once a step, and never inside one that is fused."""
 
 from __future__ import annotations
 

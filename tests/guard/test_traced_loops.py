@@ -57,7 +57,7 @@ class Several:
         ]
         try:
             for guard in guards if self.armed else ():
-                guard._watcher.arming._arm(0)  # type: ignore[union-attr]
+                guard._driver.tracing._arm(0)  # type: ignore[union-attr]
             for step in range(steps):
                 self._step(step, bad.get(step, ()))
         finally:
@@ -108,7 +108,7 @@ def test_a_value_from_another_guards_model_is_not_called_by_this_ones_names() ->
         stepguard.watch(one, optimizers[0], config=config),
         stepguard.watch(other, optimizers[1], config=config) as b,
     ):
-        b._watcher.arming._arm(0)  # type: ignore[union-attr]
+        b._driver.tracing._arm(0)  # type: ignore[union-attr]
         for step in range(3):
             extra = one.weight.detach() if step < 2 else one.weight.detach() * torch.nan
             loss = other(torch.randn(2, 4)).mean() + extra.mean()

@@ -184,9 +184,8 @@ def test_poisoned_optimizer_state_stops_the_run_before_it_spreads(loop: str, fus
 def test_epsilon_that_is_zero_in_fp16_is_caught_at_that_step(loop: str) -> None:
     model = plain_net().half()
     with torch.no_grad():
-        model[
-            2
-        ].weight.zero_()  # as LoRA starts: the first layer's gradient is exactly 0, and 0 / (0 + 0) is NaN
+        # as LoRA starts: the first layer's gradient is exactly 0, and 0 / (0 + 0) is NaN
+        model[2].weight.zero_()
         model[2].bias.zero_()
     scene = Scene(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-8, foreach=True))
     scene.loss = lambda s, b: nn.functional.cross_entropy(s.model(b[0].half()).float(), b[1])

@@ -1,4 +1,4 @@
-"""`watch` protects a loop that stays as it is, and leaves nothing of itself on the user's objects."""
+"""`watch` protects a loop that stays as it is, and leaves nothing on the user's objects."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_other_scalers_are_left_alone() -> None:
 
 
 # --- several guards
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -294,7 +294,7 @@ def test_ear_on_a_watched_model_stays_off_its_copies(watching: tuple[Scene, Guar
         assert _ours(other) == []
         plain_step(_sgd(other), (DATA[1],))
     assert b"stepguard" not in pickle.dumps(model)
-    assert len(watching[1]._watcher.capture.calls) == 0  # nobody listened
+    assert len(watching[1]._driver.model_calls.calls) == 0  # nobody listened
 
 
 def test_stepped_model_carries_no_hook() -> None:

@@ -39,7 +39,9 @@ def line(mark: str, file: Path = HERE) -> str:
         for n, text in enumerate(file.read_text().splitlines(), start=1)
         if text.endswith(f"# {mark}")
     ]
-    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{numbers[0]}"
+    if file.is_relative_to(Path.cwd()):
+        return f"{file.relative_to(Path.cwd())}:{numbers[0]}"
+    return f"{file.name}:{numbers[0]}"
 
 
 class Net(nn.Module):
@@ -300,8 +302,8 @@ def test_random_operations_draw_the_same_numbers_while_armed() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
             if arm:
-                assert guard._watcher is not None
-                guard._watcher.arming._arm(0)
+                assert guard._driver is not None
+                guard._driver.tracing._arm(0)
             for _ in range(3):
                 noise = (
                     torch.bernoulli(torch.full((6, 4), 0.5)) / torch.rand(6, 4).round()

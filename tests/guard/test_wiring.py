@@ -89,7 +89,7 @@ def test_no_sigmas_means_no_spike_test() -> None:
     with silence(), Guard(at.model, at.optimizer, config=quiet(spike_sigmas=None)) as guard:
         for batch in DATA * 4:
             guard.step(at.loss_fn, batch)
-        assert guard.armed and guard.good
+        assert guard.armed and guard.port.good
 
 
 # --- the optimizer of another model
@@ -248,7 +248,7 @@ def test_long_accumulation_is_no_mistake(tmp_path: Path) -> None:
 
 
 # --- the schedule
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_schedule_that_the_loop_advances_too_is_told_once() -> None:
@@ -271,7 +271,7 @@ def test_schedule_moved_by_hand_once_or_taken_back_by_a_veto_is_no_mistake(fused
     at, schedule = Scene(model, optimizer), LambdaLR(optimizer, lambda step: 1.0)
     with silence(), Guard(model, optimizer, scheduler=schedule, config=quiet()) as guard:
         guard.step(at.loss_fn, DATA[0])
-        guard.settle()
+        guard.port.settle()
         schedule.step()
         for batch in (
             DATA[1],
@@ -282,11 +282,11 @@ def test_schedule_moved_by_hand_once_or_taken_back_by_a_veto_is_no_mistake(fused
             DATA[6],
         ):
             guard.step(at.loss_fn, batch)
-            guard.settle()
+            guard.port.settle()
 
 
 # --- two guards
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Guard, stepguard.watch])
@@ -331,7 +331,7 @@ def test_guard_of_a_framework_is_not_replaced() -> None:
 
 
 # --- a slow mode
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["step", "watch"])

@@ -49,7 +49,8 @@ try:
 except SystemExit as stop:
     code = stop.code or 0
 with open(where, "w") as out:
-    json.dump({"code": code, "modules": sorted({name.partition(".")[0] for name in sys.modules})}, out)
+    names = sorted({name.partition(".")[0] for name in sys.modules})
+    json.dump({"code": code, "modules": names}, out)
 """
 
 

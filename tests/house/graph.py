@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("verification",),
     ("locate", "preflight"),
     ("engine",),
+    ("port",),
     ("guard",),
     ("run",),
     ("integrations", "cli"),
@@ -127,7 +128,7 @@ def rich_at_start_outside_report(modules: Mapping[str, str]) -> list[str]:
 
 
 def cycles(found: Iterable[Edge]) -> list[list[str]]:
-    """Groups of modules that import each other, directly or around (strongly connected components)."""
+    """Groups of modules that import each other, also indirectly (strongly connected)."""
     graph: dict[str, set[str]] = {}
     for edge in found:
         if _inside(edge.target):

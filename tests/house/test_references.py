@@ -1,4 +1,4 @@
-"""The two pages on the source reports refer only to what exists, and name every requirement once."""
+"""The reference pages refer only to what exists, and name each requirement once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from scripts.check_references import (
     spans,
     without_test,
     wrong_followers,
+    wrong_links,
     wrong_rows,
 )
 
@@ -61,7 +62,7 @@ def test_a_live_reference_is_let_through(reference: str) -> None:
         ("recipes/restran_mhc/configs/config.py::Config.NOTHING", "defines no Config.NOTHING"),
         ("stepguard guess RUN", "no command guess"),
         ("stepguard live RUN --forever", "no option --forever"),
-        ("stepguard explain SG999", "SG999 is no cause code"),
+        ("stepguard explain SG999", "SG999 is not a cause code"),
         ("make nothing", "no target nothing"),
         ("python -m recipes.nothing", "no module recipes.nothing"),
         ("python nothing.py", "nothing.py is neither"),
@@ -70,7 +71,7 @@ def test_a_live_reference_is_let_through(reference: str) -> None:
             "torchrun --nnodes=1 --nproc_per_node=2 nothing.py --config-name a",
             "nothing.py is neither",
         ),
-        ("SG999", "no cause code"),
+        ("SG999", "not a cause code"),
         ("stepguard.numerics.nothing", "there is no stepguard.numerics.nothing"),
         ("stepguard.Guard.nothing", "there is no stepguard.Guard.nothing"),
         ("Policy.nothing", "there is no Policy.nothing"),
@@ -78,8 +79,8 @@ def test_a_live_reference_is_let_through(reference: str) -> None:
     ],
 )
 def test_a_dead_reference_would_be_caught(reference: str, said: str) -> None:
-    (found,) = dead("page.md", f"first line\nsecond: `{reference}`", KNOWN)
-    assert found.startswith("page.md:2: ")
+    (found,) = dead("docs/page.md", f"first line\nsecond: `{reference}`", KNOWN)
+    assert found.startswith("docs/page.md:2: ")
     assert said in found
 
 
@@ -90,7 +91,7 @@ def test_other_code_is_text(text: str) -> None:
     assert KNOWN.problem(text) is None
 
 
-def test_fenced_blocks_are_no_references() -> None:
+def test_fenced_blocks_are_not_references() -> None:
     assert list(spans("`a`\n```\n`b`\n```\n`c`")) == [(1, "a"), (5, "c")]
 
 
@@ -141,7 +142,18 @@ def test_a_row_that_follows_an_open_or_missing_one_would_be_caught() -> None:
 
 
 def test_a_link_that_leads_nowhere_would_be_caught() -> None:
-    assert dead("page.md", "[a](why-not.md), [b](why-not.md#c), [d](https://x.y)", KNOWN) == []
-    assert dead("page.md", "[a](nothing.md)", KNOWN) == [
-        "page.md:1: the link nothing.md leads nowhere"
+    assert dead("docs/page.md", "[a](why-not.md), [b](why-not.md#c), [d](https://x.y)", KNOWN) == []
+    assert dead("docs/page.md", "[a](nothing.md)", KNOWN) == [
+        "docs/page.md:1: the link nothing.md leads nowhere"
     ]
+
+
+def _pages() -> list[str]:
+    folder = check_references.ROOT
+    found = [*folder.glob("*.md"), *(folder / "docs").rglob("*.md"), *folder.glob("recipes/*/*.md")]
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+    assert wrong_links(page, (KNOWN.root / page).read_text(encoding="utf-8"), KNOWN.root) == []

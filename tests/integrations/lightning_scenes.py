@@ -84,7 +84,7 @@ class Batches(Dataset[Batch]):
 
 
 class Net(LightningModule):
-    """BatchNorm and Dropout, one learning rate a step; `loss` is what a plain loop would call too."""
+    """BatchNorm and Dropout, a learning rate for each step; a plain loop calls `loss` too."""
 
     def __init__(
         self,

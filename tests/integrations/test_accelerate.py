@@ -153,7 +153,7 @@ def test_an_optimizer_made_nan_is_taken_back_and_named() -> None:
 
 
 # --- saves
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_state_is_not_saved_and_nothing_is_rotated_away_for_it(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any], dict[str, Any], str]] = {
 
 
 def scaled() -> MixedPrecision:
-    """fp16 with a loss scale on a CPU, where Trainer(precision="16-mixed") would fall back to bf16."""
+    """fp16 with a loss scale on a CPU, where precision="16-mixed" would fall back to bf16."""
     return MixedPrecision(
         "16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     )
@@ -200,7 +200,7 @@ def test_everything_is_undone_by_close(tmp_path: Path) -> None:
 
 
 # --- company
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_halt_reaches_the_caller_and_leaves_the_weights_from_before(tmp_path: Path) -> None:

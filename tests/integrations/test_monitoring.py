@@ -1,4 +1,4 @@
-"""The weaker forms: a callback alone, and a `compute_loss` that drops what cannot be learned from."""
+"""The weaker forms: a callback alone, and a `compute_loss` that drops unusable samples."""
 
 from __future__ import annotations
 

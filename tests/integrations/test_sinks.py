@@ -121,7 +121,7 @@ def test_a_writer_of_the_user_stays_open(tmp_path: Path) -> None:
 
 
 # --- W&B
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 # a process of its own: wandb starts a service with threads that outlive the run
 WANDB = """
@@ -133,7 +133,8 @@ run = wandb.init(mode="offline", dir={folder!r}, settings=wandb.Settings(silent=
 run.log({{"mine": 1.0}})
 losses = train(WandbSink())
 run.log({{"mine": 2.0}})
-print("SUMMARY " + json.dumps([losses, {{k: v for k, v in dict(run.summary).items() if not isinstance(v, dict)}}]))
+summary = {{k: v for k, v in dict(run.summary).items() if not isinstance(v, dict)}}
+print("SUMMARY " + json.dumps([losses, summary]))
 run.finish()
 """
 
@@ -201,7 +202,7 @@ def test_wandb_without_a_run_says_what_to_do() -> None:
 
 
 # --- MLflow
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_mlflow_gets_finite_numbers_and_the_incident_as_a_file(

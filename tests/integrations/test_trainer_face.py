@@ -130,7 +130,7 @@ def test_user_errors_pass_through_and_leave_the_guard_usable(tmp_path: Path) -> 
 
 
 # --- the log
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_keys_reach_tensorboard(tmp_path: Path) -> None:

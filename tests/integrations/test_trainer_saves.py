@@ -25,7 +25,7 @@ from stepguard.integrations.transformers import SaveRefused, guard
 
 
 class Spoil(TrainerCallback):
-    """Writes a NaN into a weight after a step, behind the guard's back, and heals it after another."""
+    """Writes a NaN into a weight after one step, unseen by the guard, and heals it later."""
 
     def __init__(self, spoil: int, heal: int = -1) -> None:
         self._spoil, self._heal = spoil, heal

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.modules import ModuleSpans, sequence_number
+from stepguard.locate.modules import ModuleSpans
+from stepguard.tensors.torch_private import next_sequence_number
 
 
 class Outer(nn.Module):
@@ -66,5 +67,5 @@ def test_forgotten_spans_name_no_module() -> None:
         out = model(torch.ones(1, 2))
     assert out.grad_fn is not None
     number = out.grad_fn._sequence_nr()
-    spans.forget_before(sequence_number())
+    spans.forget_before(next_sequence_number())
     assert spans.created(number) is None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stepguard.policy import Budget, decide
 from stepguard.policy.budget import LEAST_LOST, budget_from
-from stepguard.policy.decide import Fault, Situation
-from stepguard.policy.rewind_choice import Place, Remedy
+from stepguard.policy.decide import Fault, Situation, allows_continuing
+from stepguard.policy.rewind_choice import RewindPlan, RewindTarget
 from stepguard.records import Action, Decision, Policy
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 FAULTS: tuple[Fault, ...] = get_args(Fault)
-BACK = Remedy(place=Place(step=0), data="skip")
+BACK = RewindPlan(target=RewindTarget(step=0), data="skip")
 policies = st.builds(
     Policy,
     actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5).map(tuple),
@@ -31,7 +32,7 @@ situations = st.builds(
     step=st.just(0),
     fault=st.sampled_from(FAULTS),
     at_start=st.booleans(),
-    remedy=st.none() | st.just(BACK),
+    rewind=st.none() | st.just(BACK),
     may_act=st.booleans(),
     can_retry=st.booleans(),
     leave_out=st.sampled_from(["", "sample 3"]),
@@ -50,7 +51,7 @@ def _play(policy: Policy, count: int, **facts: object) -> list[Decision]:
 
 
 def test_bad_step_on_good_weights_is_never_rewound() -> None:
-    actions = {decision.action for decision in _play(Policy(), LEAST_LOST - 1, remedy=BACK)}
+    actions = {decision.action for decision in _play(Policy(), LEAST_LOST - 1, rewind=BACK)}
     assert actions == {"skip"}
 
 
@@ -62,7 +63,7 @@ def test_what_is_proven_guilty_is_left_out() -> None:
 
 
 def test_share_of_lost_samples_stops_the_run() -> None:
-    decisions = _play(Policy(), LEAST_LOST, remedy=BACK)
+    decisions = _play(Policy(), LEAST_LOST, rewind=BACK)
     assert decisions[-1].action == "stop"
     assert (
         "100% of the samples of the last 32 steps were left out, 50% are allowed"
@@ -89,32 +90,32 @@ def test_step_that_an_earlier_attempt_lost_is_not_counted_again() -> None:
 
 
 def test_damaged_state_is_rewound_or_the_run_stops() -> None:
-    assert _play(Policy(), 1, fault="state", remedy=BACK)[0].action == "rewind"
+    assert _play(Policy(), 1, fault="state", rewind=BACK)[0].action == "rewind"
     (decision,) = _play(Policy(), 1, fault="state")
     assert decision.action == "stop"
     assert "the state itself is damaged; no rewind: no good snapshot" in decision.reason
 
 
 def test_rewind_says_where_it_goes_and_what_becomes_of_the_data() -> None:
-    back = Remedy(place=Place(step=640), data="reorder", lr_factor=0.25)
-    (decision,) = _play(Policy(), 1, fault="state", remedy=back)
+    back = RewindPlan(target=RewindTarget(step=640), data="reorder", lr_factor=0.25)
+    (decision,) = _play(Policy(), 1, fault="state", rewind=back)
     assert (decision.rewound_to, decision.data, decision.lr_factor) == (640, "reorder", 0.25)
 
 
 def test_what_the_optimizer_made_is_undone() -> None:
-    assert _play(Policy(), 1, fault="update", remedy=BACK)[0].action == "undo"
+    assert _play(Policy(), 1, fault="update", rewind=BACK)[0].action == "undo"
 
 
 def test_finite_run_is_never_halted() -> None:
     assert {d.action for d in _play(Policy(), 200, fault="anomaly")} == {"note"}
-    acting = _play(Policy(), 5, fault="anomaly", remedy=BACK, may_act=True)
+    acting = _play(Policy(), 5, fault="anomaly", rewind=BACK, may_act=True)
     assert [d.action for d in acting] == ["rewind"] * 3 + ["note"] * 2
-    assert _play(Policy(), 1, fault="anomaly", remedy=BACK)[0].action == "note"
+    assert _play(Policy(), 1, fault="anomaly", rewind=BACK)[0].action == "note"
     assert _play(Policy(actions=("stop",)), 1, fault="anomaly")[0].action == "note"
 
 
 def test_policy_that_only_allows_rewinds_gets_them() -> None:
-    assert _play(Policy(actions=("rewind", "stop")), 1, remedy=BACK)[0].action == "rewind"
+    assert _play(Policy(actions=("rewind", "stop")), 1, rewind=BACK)[0].action == "rewind"
     assert _play(Policy(actions=("rewind", "stop")), 1)[0].action == "stop"
 
 
@@ -126,7 +127,7 @@ def test_step_that_failed_by_chance_is_run_again_first() -> None:
 
 def test_reason_for_no_rewind_is_passed_on() -> None:
     (decision,) = _play(
-        Policy(), 1, fault="state", no_rewind="every remedy has been tried at step 64"
+        Policy(), 1, fault="state", no_rewind="every rewind has been tried at step 64"
     )
     assert decision.action == "stop" and "tried at step 64" in decision.reason
 
@@ -153,7 +154,7 @@ def test_scale_that_is_known_to_work_is_passed_on() -> None:
 
 def test_rewind_forgives_the_row_but_keeps_the_total() -> None:
     spent = Budget(consecutive=3, total=5, seen=9, lost=((8, 1.0),))
-    _, budget = decide(Situation(step=9, fault="state", remedy=BACK), Policy(), spent)
+    _, budget = decide(Situation(step=9, fault="state", rewind=BACK), Policy(), spent)
     assert (budget.consecutive, budget.total, budget.rewinds, budget.lost) == (0, 6, 1, ((8, 1.0),))
 
 
@@ -205,3 +206,16 @@ def test_only_an_anomaly_or_a_bad_start_is_let_through(
     if decision.action == "rewind":
         only_rewinds = not {"leave_out", "skip", "lower_lr", "note"} & set(policy.actions)
         assert situation.fault in ("state", "anomaly") or only_rewinds
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_every_action_alone_in_a_policy_is_decided_on(action: Action) -> None:
+    for fault in FAULTS:
+        (decision,) = _play(Policy(actions=(action,)), 1, fault=fault, rewind=BACK, leave_out="x")
+        assert decision.action in {action, "stop", "note", "undo"}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_only_actions_that_go_on_without_the_step_make_a_policy_continue(action: Action) -> None:
+    continues = action in ("leave_out", "skip", "lower_lr", "note")
+    assert allows_continuing(Policy(actions=(action,))) == continues

@@ -19,7 +19,7 @@ from stepguard.journal import read_run
 from stepguard.report.compare import compare
 
 # --- loops
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(folder: Path, tmp_path: Path) -> None:

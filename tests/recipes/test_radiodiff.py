@@ -1,4 +1,4 @@
-"""RadioDiff: every setting has an effect, runs resume exactly, and nothing is made to look finite."""
+"""RadioDiff: every setting has an effect, runs resume exactly, nothing is made to look finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings are checked where they are built, and the message names the value and what is allowed."""
+"""Settings are checked where they are built; the message names the value and what is allowed."""
 
 from __future__ import annotations
 

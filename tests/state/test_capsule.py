@@ -274,7 +274,7 @@ def test_complex_and_sparse_tensors_survive_the_disk(tmp_path: Path) -> None:
 
 
 # --- what is kept
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

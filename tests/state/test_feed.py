@@ -82,7 +82,7 @@ def _through_a_file(position: dict[str, Any]) -> dict[str, Any]:
 
 
 def _draws(feed: Feed, count: int) -> list[Tensor]:
-    """The next batches over as many passes as it takes, with a draw of the loop's own after each."""
+    """The next batches over as many passes as needed, with a draw of the loop's after each."""
     found: list[Tensor] = []
     while len(found) < count:
         for batch in feed:

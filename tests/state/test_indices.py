@@ -1,4 +1,4 @@
-"""The indices behind a batch: overheard without changing what is delivered, or any random number."""
+"""The indices behind a batch, observed without changing the batches or any random number."""
 
 from __future__ import annotations
 

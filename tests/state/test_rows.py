@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from stepguard.engine.recover.leave_out import samples_in, without_samples
+from stepguard.engine.recover.partial_step import batch_without, samples_in
 from stepguard.state.batch_rows import part_named
 
 Point = namedtuple("Point", "x y")
@@ -103,7 +103,7 @@ CUT = {
 def test_bad_samples_are_cut_out(kind: str) -> None:
     batch, expected = CUT[kind]
     before = plain(batch)
-    cut = without_samples(batch, [3, 1])
+    cut = batch_without(batch, [3, 1])
     assert samples_in(batch) == 4
     assert type(cut) is type(expected) and plain(cut) == plain(expected)
     assert plain(batch) == before
@@ -111,7 +111,7 @@ def test_bad_samples_are_cut_out(kind: str) -> None:
 
 def test_slotted_data_class_and_gradients_of_inputs_are_kept() -> None:
     x = rows(3).requires_grad_()
-    cut = without_samples(Frozen(x), [0])
+    cut = batch_without(Frozen(x), [0])
     assert (
         isinstance(cut, Frozen)
         and cut.x.requires_grad
@@ -140,12 +140,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_might_be_cut_wrongly_is_refused(kind: str) -> None:
-    assert samples_in(REFUSED[kind]) is None and without_samples(REFUSED[kind], [0]) is None
+    assert samples_in(REFUSED[kind]) is None and batch_without(REFUSED[kind], [0]) is None
 
 
 @pytest.mark.parametrize("bad", [[], [0, 1, 2, 3], [4], [-1]])
 def test_nothing_to_cut_nothing_left_or_no_such_row_is_refused(bad: list[int]) -> None:
-    assert without_samples(rows(4), bad) is None
+    assert batch_without(rows(4), bad) is None
 
 
 class Hostile(UserDict[str, Tensor]):
@@ -158,7 +158,7 @@ class Hostile(UserDict[str, Tensor]):
 def test_container_that_refuses_other_sizes_is_refused() -> None:
     batch = Hostile(x=rows(4))
     batch.closed = True
-    assert samples_in(batch) == 4 and without_samples(batch, [1]) is None
+    assert samples_in(batch) == 4 and batch_without(batch, [1]) is None
 
 
 @pytest.mark.parametrize(

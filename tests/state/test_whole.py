@@ -1,4 +1,4 @@
-"""The whole state of a run goes out and comes back, in place, by name, and says what does not fit."""
+"""The state of a run is saved and restored, in place, by name; a misfit is named."""
 
 from __future__ import annotations
 

@@ -102,24 +102,28 @@ RUNS_CODE: dict[str, Callable[[Path], bytes]] = {
 """Opcode or trick -> a pickle that would run code with `pickle.load`."""
 
 _UNUSUAL = """
-    os.system posix.system nt.system posix.execv builtins.exec builtins.getattr builtins.compile __builtin__.apply
-    operator.attrgetter operator.methodcaller _operator.attrgetter functools.partial functools.reduce
-    _codecs.lookup codecs.open importlib.import_module importlib._bootstrap._load runpy._run_code runpy.run_path
-    webbrowser.open webbrowser.get pip.main pip._internal.cli.main.main timeit.timeit timeit.Timer pydoc.pipepager
-    cProfile.run cProfile.runctx profile.Profile bdb.Bdb bdb.Bdb.run pdb.run trace.Trace doctest.debug_script
-    idlelib.pyshell.ModifiedInterpreter.runcode idlelib.run.Executive.runcode lib2to3.pgen2.grammar.Grammar.loads
-    logging.config.listen logging.FileHandler _osx_support._read_output
-    distutils.file_util.write_file ensurepip._run_pip
-    asyncio.unix_events._UnixSubprocessTransport._start code.InteractiveInterpreter.runcode types.CodeType
-    zipimport.zipimporter sqlite3.connect shelve.open dbm.open ctypes.CDLL test.support.script_helper.assert_python_ok
-    torch.load torch.serialization.load torch.hub.load torch.jit.load torch.ops.load_library
-    torch.utils.collect_env.run torch._dynamo.guards.GuardBuilder.get torch._inductor.codecache.compile_file
+    os.system posix.system nt.system posix.execv builtins.exec builtins.getattr builtins.compile
+    __builtin__.apply operator.attrgetter operator.methodcaller _operator.attrgetter
+    functools.partial functools.reduce _codecs.lookup codecs.open importlib.import_module
+    importlib._bootstrap._load runpy._run_code runpy.run_path webbrowser.open webbrowser.get
+    pip.main pip._internal.cli.main.main timeit.timeit timeit.Timer pydoc.pipepager cProfile.run
+    cProfile.runctx profile.Profile bdb.Bdb bdb.Bdb.run pdb.run trace.Trace doctest.debug_script
+    idlelib.pyshell.ModifiedInterpreter.runcode idlelib.run.Executive.runcode
+    lib2to3.pgen2.grammar.Grammar.loads logging.config.listen logging.FileHandler
+    _osx_support._read_output distutils.file_util.write_file ensurepip._run_pip
+    asyncio.unix_events._UnixSubprocessTransport._start code.InteractiveInterpreter.runcode
+    types.CodeType zipimport.zipimporter sqlite3.connect shelve.open dbm.open ctypes.CDLL
+    test.support.script_helper.assert_python_ok torch.load torch.serialization.load torch.hub.load
+    torch.jit.load torch.ops.load_library torch.utils.collect_env.run
+    torch._dynamo.guards.GuardBuilder.get torch._inductor.codecache.compile_file
     torch.fx.graph_module.reduce_graph_module torch.jit.unsupported_tensor_ops.execWrapper
-    torch.utils._config_module.ConfigModule.load_config torch.utils.data.datapipes.utils.decoder.basichandlers
+    torch.utils._config_module.ConfigModule.load_config
+    torch.utils.data.datapipes.utils.decoder.basichandlers
     torch.distributed.checkpoint.filesystem.os.system torch.nn.functional.importlib.import_module
-    torch.nn.modules.module.torch.os.system torch.optim.optimizer.Optimizer.step torch.nn.modules.module.F.torch.load
-    numpy.f2py.compile numpy.f2py.crackfortran.myeval numpy.testing._private.utils.runstring numpy.load numpy.memmap
-    numpy.ctypeslib.load_library paramiko.ProxyCommand sh.Command some_library.run_it
+    torch.nn.modules.module.torch.os.system torch.optim.optimizer.Optimizer.step
+    torch.nn.modules.module.F.torch.load numpy.f2py.compile numpy.f2py.crackfortran.myeval
+    numpy.testing._private.utils.runstring numpy.load numpy.memmap numpy.ctypeslib.load_library
+    paramiko.ProxyCommand sh.Command some_library.run_it
 """
 UNUSUAL_NAMES = _UNUSUAL.split()
 """Functions that run code, open files or fetch something, under names that a list of bad names
@@ -283,7 +287,7 @@ def bomb(size: int = 64 << 20) -> bytes:
 
 
 def overlapping() -> bytes:
-    """The first entry claims the bytes of the second as well, as bombs of overlapping entries do."""
+    """The first entry claims the bytes of the second too, as bombs of overlapping entries do."""
     data = bytearray(zip_with({"archive/data.pkl": b"N." * 50, "archive/data/0": b"N." * 50}))
     first = data.find(b"PK\x01\x02")
     struct.pack_into("<II", data, first + 20, 200, 200)
@@ -338,5 +342,7 @@ MALFORMED_SAFETENSORS: dict[str, bytes] = {
     "hole": safetensors({"a": entry(0, 4), "b": entry(8, 12)}, b"\0" * 12),
     "trailing bytes": safetensors({"a": entry()}, b"\0" * 9),
     "unknown type": safetensors({"a": entry(dtype="F1")}, b"\0" * 4),
-    "doubled name": safetensors(b'{"a":%b,"a":%b}' % (_json(entry()), _json(entry(4, 8))), b"\0" * 8),
+    "doubled name": safetensors(
+        b'{"a":%b,"a":%b}' % (_json(entry()), _json(entry(4, 8))), b"\0" * 8
+    ),
 }  # fmt: skip

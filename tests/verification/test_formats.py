@@ -82,8 +82,8 @@ def test_nan_in_the_optimizer_and_in_plain_numbers_is_found(
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.complex64, torch.complex128,
+        torch.float64, torch.float32, torch.float16, torch.bfloat16,
+        torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128,
     ],
     ids=str,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fixes of a run whose state is already hurt: skipping, resuming, lowering the rate, a safe exit."""
+"""Fixes for a run whose state is hurt: skipping, resuming, lowering the rate, a safe exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An image recipe in small: one epoch at 1e-6, then 0.1, set by the script; BatchNorm and dropout."""
+"""A small image recipe: one epoch at 1e-6, then 0.1, set by the script; BatchNorm and dropout."""
 
 import argparse
 import random

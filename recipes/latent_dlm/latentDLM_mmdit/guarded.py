@@ -77,7 +77,7 @@ class GuardedLoop(Loop):
             f"learning rate {session.rate:.2e}, {type(session.schedule).__name__} step "
             f"{incident.step} of "
         )
-        self.guard.say(
+        self.guard.port.say(
             "lr", f"{rates}{session.total_steps}, {place} the warm-up of {session.warmup}"
         )
 
@@ -111,7 +111,7 @@ class GuardedLoop(Loop):
                 f"{worst.detail or worst.kind}."
             )
         done = load_checkpoint(path, self.session)
-        self.guard.start_at(done)
+        self.guard.port.start_at(done)
         return f"going on from {path} after {done} steps, learning rate {self.session.rate:.2e}"
 
     def close(self) -> None:

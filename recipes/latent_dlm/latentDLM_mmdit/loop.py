@@ -1,4 +1,4 @@
-"""What every loop does around a step: progress, numbers of each step, evaluation, saving, Ctrl+C."""
+"""What every loop does around a step: progress, numbers of a step, evaluation, saving, Ctrl+C."""
 
 from __future__ import annotations
 

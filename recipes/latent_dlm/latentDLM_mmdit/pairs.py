@@ -206,7 +206,7 @@ TypeOf = Callable[[int], str]
 
 
 def loss_types(config: Any) -> TypeOf:
-    """`sequential` and `random` change it from one optimizer step to the next, alike on every rank."""
+    """`sequential` and `random` change it between optimizer steps, alike on every rank."""
     training, kind = config.training, config.loss.loss_type
     parts, seed = training.gradient_accumulation_steps, training.seed
     if kind == "sequential":

@@ -39,7 +39,7 @@ class Ranks:
 
 
 def join(backend: str, world_size: int | None) -> Ranks:
-    """Meet the other processes that torchrun started. `auto` is gloo where there is no accelerator."""
+    """Meet the processes that torchrun started. `auto` is gloo where there is no accelerator."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size is not None and world_size != world:
         raise SystemExit(f"training.world_size={world_size}, but {world} processes were started.")

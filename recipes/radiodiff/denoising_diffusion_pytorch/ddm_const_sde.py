@@ -81,7 +81,7 @@ class LatentDiffusion(nn.Module):
         return {"loss_simple": loss.mean()}
 
     def get_loss(self, pred: Tensor, target: Tensor, mean: bool = True) -> Tensor:
-        """Squared error (and absolute, halved, with `use_l1`); one number a sample unless `mean`."""
+        """Squared error (plus absolute, halved, with `use_l1`); one a sample unless `mean`."""
         self._probe("pred", pred, where=" in get_loss")
         if self.treatment == "seedfix":
             pred = torch.nan_to_num(pred, nan=0.0).clamp(-1e6, 1e6)

@@ -30,7 +30,7 @@ def rows_of(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> list[Row]
 
 
 def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Filled up on the right to the longest row of the batch; what is filled up counts for nothing."""
+    """Pad on the right to the longest row of the batch; padding does not count in the loss."""
     fill = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
     longest = max(len(row["input_ids"]) for row in rows)
     return {

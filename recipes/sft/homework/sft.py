@@ -90,7 +90,7 @@ class Run:
         return looked_at(self.trainer, self.config, self.tokenizer.eos_token_id)
 
     def train(self) -> None:
-        """Until the last step, a stop, or Ctrl+C; a second time in float32 where that is the cure."""
+        """Train until the last step, a stop or Ctrl+C; again in float32 where that is the cure."""
         resume = _checkpoint(self.config.resume, self.folder)
         mode = self.config.guard.mode
         if mode == "stable":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stepguard._errors import StoreError
+from stepguard.tensors.dtypes import dtype_name
 
 FILE_BYTES = 1 << 31
 FILE_TENSORS = 50_000
@@ -48,9 +49,7 @@ REAL_PART = {
 }
 """The format has no complex numbers: they lie there as pairs, and the seal knows better."""
 _BY_NAME = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
+    dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 
 
@@ -63,7 +62,7 @@ class Form:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -101,6 +101,8 @@ def forward(fresh: Fresh) -> tuple[SectionStatus, tuple[str, ...]]:
     """
     import torch
 
+    from stepguard.tensors.values import is_finite
+
     assert fresh.model is not None
     if fresh.inputs is None:
         return "not checked", (f"not checked: {HOW}",)
@@ -108,7 +110,7 @@ def forward(fresh: Fresh) -> tuple[SectionStatus, tuple[str, ...]]:
     names = {module: name for name, module in fresh.model.named_modules()}
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not first and not all(map(_finite, _inside(output))):
+        if not first and not all(map(is_finite, _inside(output))):
             first.append(names.get(module, "?") or "the model itself")
 
     handles = [module.register_forward_hook(hook) for module in names]
@@ -125,7 +127,7 @@ def forward(fresh: Fresh) -> tuple[SectionStatus, tuple[str, ...]]:
             handle.remove()
     found = list(_inside(output))
     shapes = ", ".join(f"{list(tensor.shape)}" for tensor in found[:3])
-    if all(map(_finite, found)):
+    if all(map(is_finite, found)):
         ends = [
             f"{float(t.float().min()):.4g} to {float(t.float().max()):.4g}"
             for t in found[:3]
@@ -154,9 +156,3 @@ def _inside(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _inside(item)
-
-
-def _finite(tensor: Tensor) -> bool:
-    import torch
-
-    return bool(torch.isfinite(tensor).all())

@@ -1,4 +1,4 @@
-"""What a run has looked like so far. Only finite values of committed steps ever enter."""
+"""Remember what a run has looked like so far: finite values of committed steps only."""
 
 from __future__ import annotations
 
@@ -17,6 +17,28 @@ MEAN_TO_SIGMA = 1.2533
 """The same for the mean absolute deviation."""
 FIRST_LOSSES = 3
 """How many losses stand for the level a run began at."""
+LEVEL_LOSSES = 9
+"""How many of the last losses stand for the present level."""
+USUAL = 2.0
+"""Deviations above its usual level within which a loss says nothing against the weights."""
+LR_JUMP = 2.0
+"""Times above every configured and seen learning rate."""
+LEARNED_SHARE = 0.3
+"""Of the loss a run began at: how much must have gone before the loss measures what was learned."""
+LEARNED_NOISE = 8.0
+"""Times the noise of the loss that the progress must be."""
+RUIN_SHARE = 0.75
+"""Of what was learned: lost when a run counts as ruined."""
+BACK_SHARE = 0.5
+"""Of what was learned: still lost when a ruined run counts as recovered."""
+NEAR_SHARE = 0.25
+"""Of what was learned: still lost when the level counts as near its best."""
+FAR_ABOVE_START = 100.0
+"""Times the loss a run began at, for a run whose loss measures nothing."""
+SUDDEN = 128
+"""Committed steps within which losing what was learned is an accident, and not this run's trend."""
+MATURE = 16
+"""Losses from which on the noise can be told from the trend."""
 
 
 @dataclass(slots=True)
@@ -42,18 +64,14 @@ class History:
     zero_losses: int = 0
     """Committed steps in a row whose loss and gradient were exactly 0."""
     surrogate: bool = False
-    """The first loss was exactly 0 and its gradient was not: a policy's objective or a penalty, no
-    measure of error.
-    """
+    """The first loss was exactly 0 and its gradient was not: a policy's objective or a penalty."""
     committed: int = 0
     best_noise: float = 0.0
     """How far one loss lay from the next when `best` was reached."""
     near_best_at: int = 0
     """Committed steps when the level was last near its best."""
     ruined_at: int | None = None
-    """The step in which most of what the run had learned was found lost; None once the level is
-    back.
-    """
+    """The step in which most of what was learned was found lost; None once the level is back."""
 
     def __post_init__(self) -> None:
         self.losses = deque(self.losses, maxlen=self.window)
@@ -68,13 +86,18 @@ class History:
         self.rates.append(reading.lr)
         if reading.grad_norm is not None and math.isfinite(reading.grad_norm):
             self.norms.append(reading.grad_norm)
-        nothing = reading.judged_loss == 0.0 and not reading.grad_norm
-        self.zero_losses = self.zero_losses + 1 if nothing else 0
         loss = reading.judged_loss
+        if loss == 0.0 and not reading.grad_norm:
+            self.zero_losses += 1
+        else:
+            self.zero_losses = 0
         if loss is None or not math.isfinite(loss):
             return
         if not self.first:
             self.surrogate = loss == 0.0 and bool(reading.grad_norm)
+        self._add_loss(loss, reading.step)
+
+    def _add_loss(self, loss: float, step: int) -> None:
         self.losses.append(loss)
         self.last_loss = loss
         if len(self.first) < FIRST_LOSSES:
@@ -83,7 +106,7 @@ class History:
         if self.best is None or level < self.best:
             self.best = level
             self.best_noise = self.noise
-        self._judge_level(level, reading.step)
+        self._judge_level(level, step)
 
     def _judge_level(self, level: float, step: int) -> None:
         """Latch a sudden loss of what was learned, and let go once the level is back.
@@ -97,15 +120,15 @@ class History:
         if self.ruined_at is not None:
             if level <= self.back_limit:
                 self.ruined_at = None
-        elif level > self.ruin_limit and (
-            self.committed - self.near_best_at <= SUDDEN or not self.learned
-        ):
+            return
+        sudden = self.committed - self.near_best_at <= SUDDEN
+        if level > self.ruin_limit and (sudden or not self.learned):
             self.ruined_at = step
 
     @property
     def level(self) -> float:
         """The usual loss now."""
-        return median(list(self.losses)[-9:])
+        return median(list(self.losses)[-LEVEL_LOSSES:])
 
     @property
     def began_at(self) -> float:
@@ -113,41 +136,32 @@ class History:
 
     @property
     def spread(self) -> float:
-        """How far losses usually lie from their level; never 0, so that a flat run can still be
-        judged.
-        """
+        """How far losses usually lie from their level; never 0, so that a flat run can be judged."""
         values = list(self.losses)
         centre = median(values)
-        away = [abs(v - centre) for v in values]
-        # where most losses are equal (often 0) the median says nothing about the rest, the mean
-        # does
+        away = [abs(value - centre) for value in values]
+        # where most losses are equal (often 0) the median tells nothing of the rest, the mean does
         noise = MAD_TO_SIGMA * median(away) or MEAN_TO_SIGMA * sum(away) / len(away)
-        floor = (
-            0.1 * abs(centre)
-            if len(values) >= MATURE
-            else max(abs(centre), max(values) - min(values))
-        )
+        floor = 0.1 * abs(centre)
+        if len(values) < MATURE:
+            floor = max(abs(centre), max(values) - min(values))
         return max(noise, floor, 1e-12)
 
     @property
     def noise(self) -> float:
         """How far one loss lies from the next, whatever the trend."""
-        values = list(self.losses)
-        steps = [abs(b - a) for a, b in pairwise(values)]
-        return MAD_TO_SIGMA * median(steps) / math.sqrt(2.0) if steps else 0.0
+        if len(self.losses) < 2:
+            return 0.0
+        changes = [abs(after - before) for before, after in pairwise(self.losses)]
+        return MAD_TO_SIGMA * median(changes) / math.sqrt(2.0)
 
     @property
     def learned(self) -> bool:
-        """Has the loss fallen so far that it measures progress? Not in a run that started
-        converged.
-        """
+        """Has the loss fallen so far that it measures progress? Not if the run began converged."""
         if self.best is None:
             return False
-        progress = self.began_at - self.best
-        return (
-            progress >= LEARNED_SHARE * abs(self.began_at)
-            and progress >= LEARNED_NOISE * self.best_noise
-        )
+        share = LEARNED_SHARE * abs(self.began_at)
+        return self.began_at - self.best >= max(share, LEARNED_NOISE * self.best_noise)
 
     @property
     def ruin_limit(self) -> float:
@@ -166,11 +180,9 @@ class History:
     def back_limit(self) -> float:
         """The level at which a ruined run counts as recovered."""
         assert self.best is not None
-        return (
-            self.best + BACK_SHARE * (self.began_at - self.best)
-            if self.learned
-            else self.ruin_limit
-        )
+        if not self.learned:
+            return self.ruin_limit
+        return self.best + BACK_SHARE * (self.began_at - self.best)
 
     @property
     def near_best(self) -> float:
@@ -187,57 +199,37 @@ class History:
 
     def ceiling(self, group: int) -> float:
         """The highest learning rate this group was configured or seen with."""
-        known = [rates[group] for rates in (self.configured_lr, self.top_lr) if group < len(rates)]
-        return max(known, default=0.0)
-
-
-USUAL = 2.0
-"""Deviations above its usual level within which a loss says nothing against the weights."""
-LR_JUMP = 2.0
-"""Times above every configured and seen learning rate."""
-LEARNED_SHARE = 0.3
-"""Of the loss it began at, that must have gone before the loss counts as a measure of what was
-learned.
-"""
-LEARNED_NOISE = 8.0
-"""Times the noise of the loss that the progress must be."""
-RUIN_SHARE, BACK_SHARE, NEAR_SHARE = 0.75, 0.5, 0.25
-"""Of what was learned: lost when a run counts as ruined, still lost when it counts as back, and
-near the best.
-"""
-FAR_ABOVE_START = 100.0
-"""Times the loss a run began at, for a run whose loss measures nothing."""
-SUDDEN = 128
-"""Committed steps within which a loss of what was learned is an accident, and not the way this run
-goes.
-"""
-MATURE = 16
-"""Losses from which on the noise can be told from the trend."""
+        highest = 0.0
+        for rates in (self.configured_lr, self.top_lr):
+            if group < len(rates):
+                highest = max(highest, rates[group])
+        return highest
 
 
 def history_facts(history: History) -> dict[str, Any]:
-    """Everything it remembers, in plain containers of its own."""
-    found = {f.name: getattr(history, f.name) for f in fields(history)}
-    return {
-        name: list(value) if isinstance(value, deque | list) else value
-        for name, value in found.items()
-    }
+    """Everything a history remembers, in plain containers of its own."""
+    facts: dict[str, Any] = {}
+    for known in fields(history):
+        value = getattr(history, known.name)
+        facts[known.name] = list(value) if isinstance(value, deque | list) else value
+    return facts
 
 
 def history_from(facts: dict[str, Any]) -> History:
-    """The inverse of `history_facts`; what another version wrote and this one does not know is left
-    out.
-    """
-    known = {f.name for f in fields(History)}
-    given: dict[str, Any] = {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in facts.items()
-        if name in known
-    }
+    """Undo `history_facts`; fields that this version does not know are left out."""
+    given: dict[str, Any] = {}
+    for known in fields(History):
+        if known.name in facts:
+            value = facts[known.name]
+            given[known.name] = list(value) if isinstance(value, list) else value
     return History(**given)
 
 
 def _highest(before: tuple[float, ...], now: tuple[float, ...]) -> tuple[float, ...]:
+    """The highest finite rate of each group so far; all new where groups were added."""
     if len(before) != len(now):
-        return tuple(rate if math.isfinite(rate) else 0.0 for rate in now)
-    return tuple(max(a, b) if math.isfinite(b) else a for a, b in zip(before, now, strict=True))
+        before = (0.0,) * len(now)
+    highest = []
+    for known, rate in zip(before, now, strict=True):
+        highest.append(max(known, rate) if math.isfinite(rate) else known)
+    return tuple(highest)

@@ -1,6 +1,4 @@
-"""From a Reading to a Verdict. Pure: the same Reading and History give the same Verdict on every
-rank.
-"""
+"""Judge a Reading. Pure: the same Reading and History give the same Verdict on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from stepguard.detect import anomalies
 from stepguard.detect.history import History
 from stepguard.records.reading import Reading
 from stepguard.records.settings import GuardConfig
-from stepguard.records.verdict import OK, Verdict, VerdictKind
+from stepguard.records.verdict import OK, Severity, Verdict, VerdictKind
 
 STATE_KINDS: dict[str, VerdictKind] = {
     "param": "nonfinite_parameter",
@@ -20,10 +18,11 @@ STATE_KINDS: dict[str, VerdictKind] = {
 }
 LEAST_SCALE = 1.0
 """A GradScaler below this no longer protects anything: the gradients themselves overflow."""
+MOST_NAMED = 3
 
 
 def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
-    """The gravest thing that can be said about this step."""
+    """Say the gravest thing that is true of this step."""
     tests: tuple[Callable[[], Verdict], ...] = (
         lambda: _state(reading),
         lambda: _loss(reading),
@@ -41,7 +40,7 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
 
 
 def _anomaly(reading: Reading, history: History, config: GuardConfig) -> Verdict:
-    """A finite step that is unlike those before."""
+    """Judge a finite step that is unlike those before it."""
     if config.anomalies == "off":
         return OK
     if config.spike_sigmas is not None:
@@ -63,35 +62,50 @@ def _state(reading: Reading) -> Verdict:
     if not reading.bad_state:
         return OK
     first = reading.bad_state[0]
+    what = first
+    if len(reading.bad_state) > 1:
+        what += f" and {len(reading.bad_state) - 1} more"
+    when = "was non-finite before this step"
+    if reading.state_born:
+        when = "became non-finite in this step"
     kind = STATE_KINDS[first.partition(":")[0]]
-    more = f" and {len(reading.bad_state) - 1} more" if len(reading.bad_state) > 1 else ""
-    when = (
-        "became non-finite in this step"
-        if reading.state_born
-        else "was non-finite before this step"
-    )
-    return Verdict(kind=kind, severity="incident", summary=f"{first}{more} {when}")
+    return Verdict(kind=kind, severity="incident", summary=f"{what} {when}")
 
 
 def _loss(reading: Reading) -> Verdict:
     if reading.loss is None or (math.isfinite(reading.loss) and not reading.bad_micro_batches):
         return OK
-    names = [name for name, value in reading.components.items() if not math.isfinite(value)]
-    what = f"loss is {_spell(reading)}" + (f" ({', '.join(names)})" if names else "")
-    if reading.bad_micro_batches and len(reading.micro_losses) > 1:
-        what += (
-            f" in micro-batch {', '.join(map(str, reading.bad_micro_batches))} of "
-            f"{len(reading.micro_losses)}"
-        )
+    summary = _describe_loss(reading)
     if reading.bad_inputs:
-        what += f"; the batch holds non-finite values in {', '.join(reading.bad_inputs)}"
-        return Verdict(kind="nonfinite_input", severity="incident", summary=what)
-    return Verdict(kind="nonfinite_loss", severity="incident", summary=what)
+        summary += f"; the batch holds non-finite values in {', '.join(reading.bad_inputs)}"
+        return Verdict(kind="nonfinite_input", severity="incident", summary=summary)
+    return Verdict(kind="nonfinite_loss", severity="incident", summary=summary)
+
+
+def _describe_loss(reading: Reading) -> str:
+    """Say how the loss is bad, in which of its components and in which micro-batches."""
+    said = f"loss is {_nan_or_infinite(reading)}"
+    names = [name for name, value in reading.components.items() if not math.isfinite(value)]
+    if names:
+        said += f" ({', '.join(names)})"
+    if reading.bad_micro_batches and len(reading.micro_losses) > 1:
+        numbers = ", ".join(map(str, reading.bad_micro_batches))
+        said += f" in micro-batch {numbers} of {len(reading.micro_losses)}"
+    return said
+
+
+def _nan_or_infinite(reading: Reading) -> str:
+    values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss or 0.0]
+    if any(map(math.isnan, values)):
+        return "nan"
+    return "infinite"
 
 
 def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
+    if reading.overflow and not reading.grads_finite:
+        return _overflow(reading, config)
     if not reading.grads_finite:
-        return _overflow(reading, config) if reading.overflow else _bad_gradient(reading)
+        return _bad_gradient(reading)
     if reading.grad_norm is not None and not math.isfinite(reading.grad_norm):
         summary = (
             "every gradient element is finite, but their fp32 norm overflows: clipping would "
@@ -102,32 +116,26 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
 
 
 def _bad_gradient(reading: Reading) -> Verdict:
-    names = ", ".join(reading.bad_grads[:3]) or "unnamed"
-    more = f" and {len(reading.bad_grads) - 3} more" if len(reading.bad_grads) > 3 else ""
-    summary = f"gradient is non-finite ({names}{more}) while the loss is {reading.loss}"
+    names = ", ".join(reading.bad_grads[:MOST_NAMED]) or "unnamed"
+    if len(reading.bad_grads) > MOST_NAMED:
+        names += f" and {len(reading.bad_grads) - MOST_NAMED} more"
+    summary = f"gradient is non-finite ({names}) while the loss is {reading.loss}"
     return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
 
 
 def _overflow(reading: Reading, config: GuardConfig) -> Verdict:
+    """Judge gradients that overflow because of the loss scale alone."""
     scale = reading.scale or 1.0
-    evidence: dict[str, float | int | str] = {"scale": scale}
-    if config.loss_scale is not None:
-        summary = (
-            f"the static loss scale {scale:g} makes the gradients overflow; without it they "
-            f"are finite"
-        )
-        return Verdict(
-            kind="nonfinite_gradient", severity="incident", summary=summary, evidence=evidence
-        )
-    if scale < LEAST_SCALE:
-        summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
-        return Verdict(
-            kind="scaler_collapse", severity="incident", summary=summary, evidence=evidence
-        )
+    kind: VerdictKind = "scale_calibration"
+    severity: Severity = "note"
     summary = f"GradScaler calibration: gradients overflow at scale {scale:g}"
-    return Verdict(kind="scale_calibration", severity="note", summary=summary, evidence=evidence)
-
-
-def _spell(reading: Reading) -> str:
-    values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss or 0.0]
-    return "nan" if any(math.isnan(v) for v in values) else "infinite"
+    if config.loss_scale is not None:
+        kind = "nonfinite_gradient"
+        severity = "incident"
+        effect = "makes the gradients overflow; without it they are finite"
+        summary = f"the static loss scale {scale:g} {effect}"
+    elif scale < LEAST_SCALE:
+        kind = "scaler_collapse"
+        severity = "incident"
+        summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
+    return Verdict(kind=kind, severity=severity, summary=summary, evidence={"scale": scale})

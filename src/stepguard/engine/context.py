@@ -36,12 +36,13 @@ from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
-from stepguard.sentinel.gradients import elements, finite
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.resumable_loader import Feed
 from stepguard.state.step import Step, unwrapped
+from stepguard.tensors.names import optimizer_parameters
+from stepguard.tensors.values import elements, is_finite
 
 T = TypeVar("T")
 
@@ -83,8 +84,6 @@ class Context:
     """The user's loggers."""
     budget: Budget = field(default_factory=Budget)
     incidents: list[Incident] = field(default_factory=list)
-    unrecorded: tuple[Incident, Step] | None = None
-    """An incident that is decided and neither applied nor on record yet."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     """Names this run in its checkpoints; a restored run goes on under the name it had."""
     attempt: int = 1
@@ -134,7 +133,7 @@ class Context:
         Asked for several times a step, and walking a large model takes milliseconds: kept until the
         optimizer changes.
         """
-        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        given = optimizer_parameters(self.optimizer)
         if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
             ours = {id(p): p for p in given}
             ordered = {
@@ -159,8 +158,8 @@ class Context:
         return group_rates(self.optimizer)
 
     @property
-    def climbs(self) -> bool:
-        """Every parameter group is to maximise what the loss function returns."""
+    def maximizes(self) -> bool:
+        """True where every parameter group maximizes what the loss function returns."""
         return all(group.get("maximize", False) for group in self.optimizer.param_groups)
 
     @property
@@ -198,7 +197,9 @@ class Context:
         time.
         """
         found, self.first_buffers = self.first_buffers, []
-        self.accepted.update(f"buffer:{name}" for name, extremes in found if not finite(extremes))
+        self.accepted.update(
+            f"buffer:{name}" for name, extremes in found if not is_finite(extremes)
+        )
         return self.accepted
 
     def scaling(self) -> bool:

@@ -1,8 +1,9 @@
-"""The one place where stepguard's own faults end.
+"""Where stepguard's own faults end: `with protect.region:` and `with protect.part("snapshots"):`.
 
-Only what makes the verdict itself impossible disarms the guard, with a warning, and the run goes
-on. A fault in all else (a snapshot, a note, the explanation of a bad step) costs that part;
-protection goes on.
+A region is guard code between two pieces of user code. What stands in it makes the verdict, so a
+fault there disarms the guard, with a warning, and the run goes on as if bare. A part is what the
+verdict does not need (a snapshot, a note, an explanation): a fault costs that part, told once, and
+the run stays protected. User code stands outside of both: its exceptions pass through untouched.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from stepguard._errors import TrainingHalted
@@ -23,114 +25,124 @@ class GuardDisarmed(RuntimeWarning):
 
 
 class NotExplained(RuntimeWarning):
-    """A bad step was caught, and a fault of stepguard's own kept it from being explained. It still
-    protects.
-    """
+    """A bad step was caught, but a fault of stepguard's own kept it from being explained."""
 
 
 class PartFailed(RuntimeWarning):
-    """A part that the verdict does not need failed by a fault of stepguard's own. It still
-    protects.
-    """
+    """A part that the verdict does not need failed by a fault of stepguard's own."""
 
 
-class Shield:
-    """Calls the guard's own code. Never wraps the user's: their exceptions pass through untouched."""
+class Protection:
+    """Ends the faults of one guard's code."""
 
     def __init__(
-        self, on_fault: Callable[[Exception], None], say: Callable[[str], None] | None = None
+        self, on_disarm: Callable[[Exception], None], tell: Callable[[str], None] | None = None
     ) -> None:
+        """`on_disarm` records the fault; `tell` gets one sentence for each part that failed."""
         self.armed = True
-        self._on_fault = on_fault
-        self._say = say or (lambda summary: None)
-        self._said: set[str] = set()
+        self.region = Region(self)
+        """A fault inside disarms the guard. Check `armed` first: a `with` cannot skip its body."""
+        self._on_disarm = on_disarm
+        self._tell = tell
+        self._told: set[str] = set()
 
-    def call(self, default: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, or `default` when disarmed or when it fails."""
-        if not self.armed:
-            return default
-        try:
-            return function(*args, **kwargs)
-        except TrainingHalted:
-            raise
-        except Exception as fault:
-            self.disarm(fault)
-            return default
-
-    def spare(self, default: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """For what the verdict does not need: a fault costs this call only, said once for each such
-        part.
-        """
-        return self.always(default, function, *args, **kwargs) if self.armed else default
-
-    def always(self, default: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `spare`, and also when disarmed: what a step that was found bad before that must have
-        put back.
-        """
-        try:
-            return function(*args, **kwargs)
-        except TrainingHalted:
-            raise
-        except Exception as fault:
-            self._part_failed(getattr(function, "__qualname__", type(function).__name__), fault)
-            return default
-
-    def _part_failed(self, part: str, fault: Exception) -> None:
-        if part in self._said:
-            return
-        self._said.add(part)
-        message = (
-            f"{part} failed by a fault of stepguard's own and is left out: "
-            f"{type(fault).__name__}: {fault}"
-        )
-        with contextlib.suppress(Exception):
-            self._say(message)
-        quiet_warning(f"{message}. The run is still protected.", PartFailed)
-
-    def last(self, function: Callable[[], None]) -> None:
-        """A parting word, also when disarmed; then a second fault is not worth a second warning."""
-        if self.armed:
-            self.call(None, function)
-            return
-        with contextlib.suppress(Exception):
-            function()
+    def part(self, name: str) -> Part:
+        """A fault inside costs what `name` says; the guard stays armed."""
+        return Part(self, name)
 
     def disarm(self, fault: Exception) -> None:
-        """Say it once, loudly, and stay out of the way from now on."""
+        """Warn once and stay out of the way from now on."""
         self.armed = False
-        message = (
-            f"stepguard disarmed itself after a fault of its own: {type(fault).__name__}: {fault}"
-        )
+        message = f"stepguard disarmed itself after a fault of its own: {in_words(fault)}"
         try:
-            self._on_fault(fault)
+            self._on_disarm(fault)
         except Exception as second:
             message += f" (and could not record it: {second})"
         quiet_warning(message, GuardDisarmed)
 
+    def part_failed(self, name: str, fault: Exception) -> None:
+        """Tell that a part is left out, the first time it is."""
+        if name in self._told:
+            return
+        self._told.add(name)
+        message = f"{name}: left out after a fault of stepguard's own: {in_words(fault)}"
+        if self._tell is not None:
+            with contextlib.suppress(Exception):
+                self._tell(message)
+        quiet_warning(f"{message}. The run is still protected.", PartFailed)
 
-def spare(
+
+class Region:
+    """Guard code that makes the verdict. Reusable and reentrant: it holds no state of its own."""
+
+    __slots__ = ("_protection",)
+
+    def __init__(self, protection: Protection) -> None:
+        self._protection = protection
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(fault, Exception) or isinstance(fault, TrainingHalted):
+            return False
+        if self._protection.armed:
+            self._protection.disarm(fault)
+        return True
+
+
+class Part:
+    """Guard code that the verdict does not need."""
+
+    __slots__ = ("_name", "_protection")
+
+    def __init__(self, protection: Protection, name: str) -> None:
+        self._protection = protection
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(fault, Exception) or isinstance(fault, TrainingHalted):
+            return False
+        self._protection.part_failed(self._name, fault)
+        return True
+
+
+def explain_or_warn(
     default: T,
-    say: Callable[[str], None],
+    tell: Callable[[str], None],
     function: Callable[P, T],
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> T:
-    """For what only explains: the function's result, or `default` and a loud word where it fails."""
+    """Call what only explains a bad step; where it fails, warn and return `default`."""
     try:
         return function(*args, **kwargs)
     except Exception as fault:
-        message = (
-            f"a bad step is not explained, by a fault of stepguard's own: "
-            f"{type(fault).__name__}: {fault}"
-        )
-        say(message)
+        message = f"a bad step is not explained, by a fault of stepguard's own: {in_words(fault)}"
+        tell(message)
         quiet_warning(f"{message}. The run is still protected.", NotExplained)
         return default
 
 
 def quiet_warning(message: str, category: type[Warning]) -> None:
-    """A warning that is never an exception: under `-W error` that would undo the veto of a bad
-    step.
-    """
+    """Warn without ever raising: under `-W error` a raised warning would undo a veto."""
     with contextlib.suppress(Warning):
         warnings.warn(message, category, stacklevel=4)
+
+
+def in_words(fault: BaseException) -> str:
+    """`ValueError: text`."""
+    return f"{type(fault).__name__}: {fault}"

@@ -14,19 +14,20 @@ from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.records import Reading
-from stepguard.sentinel.gradients import GradientNorm, finite, gradient_norm
+from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.packet import Packet
 from stepguard.sentinel.risky_update import foreign
 from stepguard.sentinel.stored_tensors import (
     InTurn,
     extremes,
     largest,
-    named_buffers,
     norm_statistics,
     state_tensors,
 )
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import total_loss
+from stepguard.tensors.names import named_buffers
+from stepguard.tensors.values import is_finite
 
 
 @dataclass(slots=True)
@@ -240,7 +241,7 @@ class Reader:
             clip_factor=_clip_factor(norm, pending.clip_norm),
             scale=rest.get("scale", context.loss_scale if context.config.loss_scale else None),
             lr=pending.lr,
-            climbs=context.climbs,
+            climbs=context.maximizes,
             labels=int(rest["labels"]) if "labels" in rest else None,
             seconds=seconds,
             shared_loss=shared[0] if shared and micro else None,
@@ -257,7 +258,7 @@ class Reader:
         return numbers[: -pending.tensors]
 
     def _exactly_finite(self) -> bool:
-        return all(p.grad is None or finite(p.grad) for p in self._context.parameters)
+        return all(p.grad is None or is_finite(p.grad) for p in self._context.parameters)
 
 
 def _added(values: list[Tensor]) -> Tensor:

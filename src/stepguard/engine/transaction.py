@@ -1,382 +1,356 @@
-"""From a reading to an incident on record: judge, locate, diagnose, decide. Only ever adds to the
-incident.
+"""One step: read, agree, judge, veto, locate, diagnose, decide, apply, record, in this order.
 
-What was decided is applied and recorded by `engine/step_end.py`, in this order: what is told is
-what was done.
+The drivers (engine/drivers) differ in who calls forward, backward and update; what happens between
+is here, one method a verb. `assess` is agree and judge. `respond` is veto to decide, for a bad
+step. `conclude` is apply and record, once the update is out of the way: what is told is what was
+done. An incident only ever gains fields on its way, so that a fault still leaves a valid one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from stepguard.detect import judge
-from stepguard.detect.anomalies import MOVED
+from stepguard.detect import judge as judge_reading
 from stepguard.detect.judge import alarming
-from stepguard.diagnose import diagnose
+from stepguard.diagnose import diagnose as find_causes
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.schedule import scale_rates
+from stepguard.engine.halting import halt
+from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.anomaly_check import Suspicion
-from stepguard.engine.incident.closer_look import (
-    accept,
-    examine,
-    somebody_elses,
-    stored_trouble,
-    working_scale,
-)
-from stepguard.engine.incident.exploded_weights import (
-    blamed_on_update,
-    ruined,
-    stored_culprit,
-    surfaces_only,
-)
-from stepguard.engine.incident.incident_record import incident_folder, record
+from stepguard.engine.incident.closer_look import accept, examine, somebody_elses, stored_trouble
+from stepguard.engine.incident.exploded_weights import blamed_on_update, ruined, surfaces_only
 from stepguard.engine.incident.lost_samples import naming
-from stepguard.engine.incident.presumed_verdict import presumed_reading
+from stepguard.engine.incident.outcome import not_applied
+from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
+from stepguard.engine.incident.rank_reading import agreed_reading
 from stepguard.engine.incident.run_facts import run_facts
-from stepguard.engine.protect import spare
-from stepguard.engine.recover.partial_step import proven_guilty, share_of
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.incident.situation import SituationReader
+from stepguard.engine.protect import Protection, explain_or_warn
+from stepguard.engine.reader import Pending, Reader
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.locate import locate
-from stepguard.policy import decide
-from stepguard.policy.decide import Fault, Situation, goes_on
-from stepguard.policy.rewind_choice import Remedy
+from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
 from stepguard.state.step import Step
 
-FINITE_KINDS = ("spike", "drift")
 BORN_IN_THE_STEP = ("nonfinite_loss", "nonfinite_gradient", "infinite_norm")
 VERIFY_FROM = 2
-"""Bad steps in a row from which on the weights are verified on an earlier batch, wherever the bad
-value was born.
-"""
+"""Bad steps in a row from which on the weights are verified on an earlier batch."""
+
+Find = Callable[[Step, Reading], Origin]
 
 
-class Pipeline:
-    """What happens after a step has been read."""
+class VetoedUpdate(Protocol):
+    """The update of the step at hand, and how its driver can stop it."""
+
+    def stop(self) -> None:
+        """Keep the optimizer from moving anything."""
+
+    def restore_buffers(self) -> object:
+        """Put back the buffers as they were before the forward pass."""
+
+
+class Transaction:
+    """What the guard does between the user's backward pass and the user's next step."""
 
     def __init__(
         self,
         context: Context,
+        protect: Protection,
         recovery: Recovery,
-        find: Callable[[Step, Reading], Origin] | None = None,
+        find: Find | None = None,
         *,
         reruns: bool = True,
     ) -> None:
-        """`reruns`: the guard runs the steps itself, so it can run them again for good."""
-        self._context, self._recovery = context, recovery
-        self._find = naming(
-            context, find or (lambda step, reading: locate(step, reading, context.effort))
-        )
-        self._reruns = reruns
-        self._suspicion = Suspicion(context, recovery, clips_itself=reruns)
+        """`find` locates the origin of a bad step. `reruns`: the guard runs the steps itself."""
+        self.context = context
+        self.protect = protect
+        self.recovery = recovery
+        self.reader = Reader(context)
+        self._find = naming(context, find or self._replay)
+        self._anomalies = Suspicion(context, recovery, clips_itself=reruns)
+        self._situations = SituationReader(context, recovery, self._anomalies, reruns=reruns)
+        self._unrecorded: tuple[Incident, Step] | None = None
+        """An incident that is not on record yet."""
+        recovery.after_rewind.append(self.reader.rewound)
 
-    def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
-        """The verdict, with a closer look where the first one asks for it."""
-        context = self._context
+    # --- the nine verbs -------------------------------------------------------------------------
+
+    def read(self, pending: Pending, *, grads_gone: bool = False) -> Reading:
+        """Wait for the numbers of this step: its one host sync."""
+        return self.reader.complete(pending, grads_gone=grads_gone)
+
+    def agree(self, step: Step, reading: Reading) -> Reading:
+        """Name what is bad in an alarming step, and give every rank the same reading."""
+        if not alarming(reading) or reading.state_born:
+            return reading
+        if self.context.agreement.size > 1:
+            return agreed_reading(self.context, step, reading)
+        presumed = presumed_reading(self.context, reading)
+        return explain_or_warn(presumed, self._not_explained, examine, self.context, step, reading)
+
+    def judge(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
+        """Return the verdict; a finite anomaly is weighed against what else is known of it."""
+        context = self.context
         context.expect_declared_rates(reading.lr)
-        if (
-            alarming(reading) and not reading.state_born
-        ):  # what the update made has been named, and undone
-            reading = self._agree(step, reading)
-        verdict = judge(reading, context.history, context.config)
-        if verdict.kind in FINITE_KINDS:
-            return self._suspicion.weigh(step, reading, verdict)
+        verdict = judge_reading(reading, context.history, context.config)
+        if verdict.finite_anomaly:
+            return self._anomalies.weigh(step, reading, verdict)
         return reading, verdict
 
+    def veto(self, update: VetoedUpdate, verdict: Verdict) -> None:
+        """Stop the update, and put back what the forward pass wrote. Runs when disarmed, too."""
+        with self.protect.part("veto"):
+            update.stop()
+        if verdict.finite_anomaly:
+            return  # the update may still be let through
+        with self.protect.part("buffers before the step"):
+            # before `locate`, whose replay starts from what is there
+            update.restore_buffers()
+
+    def locate(self, incident: Incident, step: Step) -> Incident:
+        """Add the origin. Where ranks decide together, a fault in here is a fault of all."""
+        if not self.context.config.locate:
+            return incident
+        if self.context.agreement.size > 1:
+            return self._located(incident, step)
+        return explain_or_warn(incident, self._not_explained, self._located, incident, step)
+
+    def diagnose(self, incident: Incident) -> Incident:
+        """Add the findings."""
+        return explain_or_warn(incident, self._not_explained, self._diagnosed, incident)
+
+    def decide(self, incident: Incident, step: Step, *, committed: bool = False) -> Incident:
+        """Add the decision. `committed`: the update was made before its verdict was read."""
+        if self.context.agreement.size > 1:
+            return replace(incident, decision=self._decided(incident, step, committed))
+        skip = Decision(action="skip", reason="stepguard could not decide by a fault of its own")
+        decision = explain_or_warn(
+            skip, self._not_explained, self._decided, incident, step, committed
+        )
+        return replace(incident, decision=decision)
+
+    def apply(self, incident: Incident) -> Incident:
+        """Do what was decided, and say in the decision what was really done."""
+        decision = incident.decision
+        if decision is None:
+            return incident
+        if decision.action == "rewind":
+            decision = self._rewound(decision)
+        if decision.new_scale is not None:
+            self.context.loss_scale = decision.new_scale
+        if decision.lr_factor is not None:
+            optimizer = self.context.optimizer
+            factors = [decision.lr_factor] * len(optimizer.param_groups)
+            scale_rates(optimizer, self.context.scheduler, factors)
+        if decision.action == "stop" and incident.reading.bad_state:
+            decision = replace(decision, rewound_to=self.recovery.leave_good_in_memory())
+        return replace(incident, decision=decision)
+
+    def record(self, incident: Incident, step: Step) -> Incident:
+        """Write the incident to everything that outlives the process, then show it."""
+        self._unrecorded = None
+        return incident_record.record(self.context, incident, step)
+
+    # --- the verbs put together -----------------------------------------------------------------
+
+    def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
+        """Agree and judge. Whatever fails, what the reading itself proves bad stays refused."""
+        judged = reading, presumed_verdict(self.context, reading)
+        if self.protect.armed:
+            with self.protect.region:
+                judged = self.judge(step, self.agree(step, reading))
+        return judged
+
     def respond(
-        self, step: Step, reading: Reading, verdict: Verdict, *, committed: bool = False
-    ) -> Incident:
-        """Locate, diagnose and decide. The update has already been vetoed (or, `committed`, came
-        too early).
+        self,
+        step: Step,
+        reading: Reading,
+        verdict: Verdict,
+        update: VetoedUpdate | None,
+        *,
+        committed: bool = False,
+    ) -> Incident | None:
+        """Veto, locate, diagnose and decide. None where that failed; the veto holds all the same.
+
+        `update` is None where nothing is left to stop: the device has done it, or it was undone.
         """
-        context, incident = self._context, self.open_incident(step, reading, verdict)
-        try:
-            incident = self._explain(incident, step)
-            incident = replace(incident, decision=self._decided(incident, step, committed))
-        except BaseException:
-            record(context, incident, step)
-            raise
-        if incident.decision is not None and incident.decision.action == "note":
-            return record(context, incident, step)  # nothing is to be applied
-        context.unrecorded = (incident, step)
+        if update is not None:
+            self.veto(update, verdict)
+        if not self.protect.armed:
+            return None
+        self.record_open_incident()
+        incident = self.open_incident(step, reading, verdict)
+        self._unrecorded = (incident, step)
+        with self.protect.region:
+            incident = self.locate(incident, step)
+            incident = self.diagnose(incident)
+            incident = self.decide(incident, step, committed=committed)
+        decision = incident.decision
+        if decision is None or decision.action == "note":
+            # nothing is to be applied
+            incident = self.record(incident, step)
+            return incident if decision is not None else None
+        self._unrecorded = (incident, step)
         return incident
 
-    def open_incident(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
-        """What is known of a bad step before anything has been looked at."""
-        context = self._context
-        return Incident(
-            id=self._name(step, verdict),
-            step=step.index,
-            verdict=verdict,
-            reading=reading,
-            run=str(context.config.run_dir) if context.config.run_dir is not None else None,
-            rank=context.agreement.rank,
-        )
+    def conclude(self, incident: Incident | None) -> Incident | None:
+        """Apply and record, then raise TrainingHalted if the decision was to stop."""
+        if incident is None or self._unrecorded is None:
+            return incident
+        applied: Incident | None = None
+        if self.protect.armed:
+            with self.protect.region:
+                applied = self.apply(incident)
+        incident = self.record(applied or not_applied(incident), self._unrecorded[1])
+        if incident.stopped:
+            self._halt(incident)
+        return incident
 
-    def _name(self, step: Step, verdict: Verdict) -> str:
-        """A step number comes again after a rewind, and in a second run in the same folder."""
-        name = f"{step.index:08d}-{verdict.kind}"
-        known = {incident.id for incident in self._context.incidents}
-        candidates = chain([name], (f"{name}-{i}" for i in count(2)))
-        return next(n for n in candidates if n not in known and not self._on_disk(n))
-
-    def _on_disk(self, name: str) -> bool:
-        run_dir = self._context.config.run_dir
-        return (
-            run_dir is not None
-            and incident_folder(Path(run_dir), name, self._context.agreement.rank).exists()
-        )
+    def record_open_incident(self) -> None:
+        """Put on record what an exception or the end of the run kept from being applied."""
+        if self._unrecorded is not None:
+            self.record(*self._unrecorded)
 
     def last_look(self, step: Step) -> Incident | None:
         """At the end of a run: were the parameters still finite after the last update?"""
-        reading = Reading(
-            step=step.index, lr=self._context.lr, bad_state=tuple(stored_trouble(self._context))
-        )
-        said = self._context.incidents[-1].reading.bad_state if self._context.incidents else ()
-        verdict = judge(reading, self._context.history, self._context.config)
-        if verdict.bad and not set(reading.bad_state) <= set(said):
-            return self.respond(step, reading, verdict, committed=True)
-        return None
+        context = self.context
+        bad = tuple(stored_trouble(context))
+        reading = Reading(step=step.index, lr=context.lr, bad_state=bad)
+        told = context.incidents[-1].reading.bad_state if context.incidents else ()
+        verdict = judge_reading(reading, context.history, context.config)
+        if not verdict.bad or set(bad) <= set(told):
+            return None
+        return self.respond(step, reading, verdict, None, committed=True)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
-        """Worth a line, not an action."""
-        context = self._context
-        fields = {
-            "step": reading.step,
-            "kind": verdict.kind,
-            "summary": verdict.summary,
-            "evidence": verdict.evidence,
-        }
-        context.note("note", fields)
-        if context.human is not None:
-            context.human.note(verdict.summary, reading.step, verdict.kind)
-        context.terminal.note(verdict.summary, reading.step, verdict.kind)
+        """Tell a verdict that is worth a line, not an action."""
+        if verdict.severity != "note":
+            return
+        context = self.context
+        with self.protect.part("notes"):
+            fields = {
+                "step": reading.step,
+                "kind": verdict.kind,
+                "summary": verdict.summary,
+                "evidence": verdict.evidence,
+            }
+            context.note("note", fields)
+            if context.human is not None:
+                context.human.note(verdict.summary, reading.step, verdict.kind)
+            context.terminal.note(verdict.summary, reading.step, verdict.kind)
 
-    # --- where and why
-    # -----------------------------------------------------------------------------------------
+    def open_incident(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
+        """What is known of a bad step before anything is located."""
+        context = self.context
+        run_dir = context.config.run_dir
+        return Incident(
+            id=incident_record.free_id(context, f"{step.index:08d}-{verdict.kind}"),
+            step=step.index,
+            verdict=verdict,
+            reading=reading,
+            run=str(run_dir) if run_dir is not None else None,
+            rank=context.agreement.rank,
+        )
 
-    def _explain(self, incident: Incident, step: Step) -> Incident:
-        """Where and why. The place is part of the decision, which ranks take together: there a
-        fault is everybody's.
-        """
-        context = self._context
-        if context.config.locate and context.agreement.size == 1:
-            incident = spare(incident, self._unexplained, self._located, incident, step)
-        elif context.config.locate:
-            incident = self._located(incident, step)
-        return spare(incident, self._unexplained, self._diagnosed, incident)
+    # --- locate and diagnose --------------------------------------------------------------------
+
+    def _replay(self, step: Step, reading: Reading) -> Origin:
+        return locate(step, reading, self.context.effort)
 
     def _located(self, incident: Incident, step: Step) -> Incident:
-        origin = somebody_elses(self._context, self._locate(step, incident.reading))
+        origin = somebody_elses(self.context, self._find_together(step, incident.reading))
         return self._suspect_update(replace(incident, origin=origin))
 
-    def _diagnosed(self, incident: Incident) -> Incident:
-        return replace(
-            incident, findings=diagnose(incident, run_facts(self._context, incident.reading))
-        )
-
-    def _unexplained(self, why: str) -> None:
-        self._recovery.say("unexplained", why)
-
-    def _suspect_update(self, incident: Incident) -> Incident:
-        """Are the weights themselves ruined? An earlier batch, fine in its time, then fails on them
-        as well.
-
-        Asked where float32 overflowed for no reason of its own, and where one bad step follows
-        another. A loss function that has changed since fails on earlier weights too: then the
-        weights are not to blame.
-        """
-        if incident.origin is None or not self._worth_verifying(incident):
-            return incident
-        again = self._suspicion.earlier_batch_now()
-        if again is None or not ruined(again) or self._loss_function_changed():
-            return incident
-        reading = replace(incident.reading, repeat_loss=again[0], repeat_before=again[1])
-        return replace(incident, reading=reading, origin=blamed_on_update(incident.origin, reading))
-
-    def _worth_verifying(self, incident: Incident) -> bool:
-        if surfaces_only(incident.origin):
-            return True
-        origin, reading = incident.origin, incident.reading
-        explained = bool(
-            reading.bad_inputs or reading.bad_state or reading.overflow or reading.state_born
-        )
-        by_batch = origin is not None and (origin.phase == "input" or bool(origin.samples))
-        repeated = self._context.budget.consecutive + 1 >= VERIFY_FROM
-        return (
-            repeated and incident.verdict.kind in BORN_IN_THE_STEP and not (explained or by_batch)
-        )
-
-    def _loss_function_changed(self) -> bool:
-        """Does an earlier step fail now even on the weights it had?"""
-        if self._context.agreement.size > 1:
-            return False  # ranks would have to ask together
-        return self._recovery.loss_function_changed()
-
-    def _locate(self, step: Step, reading: Reading) -> Origin | None:
-        """The worst rank looks, alone; then everybody knows."""
-        agreement = self._context.agreement
+    def _find_together(self, step: Step, reading: Reading) -> Origin | None:
+        """The worst rank replays alone, which holds no collective; then all ranks know."""
+        agreement = self.context.agreement
         if agreement.size == 1:
             return self._find(step, reading)
         leader = reading.bad_ranks[0] if reading.bad_ranks else 0
 
         def look() -> dict[str, Any]:
-            return (
-                to_jsonable(replace(self._find(step, reading), rank=leader))
-                if agreement.rank == leader
-                else {}
-            )
+            if agreement.rank != leader:
+                return {}
+            return to_jsonable(replace(self._find(step, reading), rank=leader))
 
         told = agreement.together(look)[leader]
         return from_jsonable(Origin, told) if told else None
 
-    # --- what to do
-    # --------------------------------------------------------------------------------------------
+    def _suspect_update(self, incident: Incident) -> Incident:
+        """Blame the weights where an earlier batch, fine in its time, now fails on them as well.
+
+        A loss function that has changed since fails on earlier weights too: then they are not.
+        """
+        if incident.origin is None or not self._worth_verifying(incident):
+            return incident
+        repeated = self._anomalies.earlier_batch_now()
+        if repeated is None or not ruined(repeated) or self._loss_function_changed():
+            return incident
+        now, before = repeated
+        reading = replace(incident.reading, repeat_loss=now, repeat_before=before)
+        return replace(incident, reading=reading, origin=blamed_on_update(incident.origin, reading))
+
+    def _worth_verifying(self, incident: Incident) -> bool:
+        """Float32 overflowed for no reason of its own, or one bad step follows another."""
+        if surfaces_only(incident.origin):
+            return True
+        if incident.verdict.kind not in BORN_IN_THE_STEP:
+            return False
+        if self.context.budget.consecutive + 1 < VERIFY_FROM:
+            return False
+        reading = incident.reading
+        if reading.bad_inputs or reading.bad_state or reading.overflow or reading.state_born:
+            return False
+        origin = incident.origin
+        return origin is None or (origin.phase != "input" and not origin.samples)
+
+    def _loss_function_changed(self) -> bool:
+        """Does an earlier step fail now even on the weights it had?"""
+        if self.context.agreement.size > 1:
+            return False  # ranks would have to ask together
+        return self.recovery.loss_function_changed()
+
+    def _diagnosed(self, incident: Incident) -> Incident:
+        facts = run_facts(self.context, incident.reading)
+        return replace(incident, findings=find_causes(incident, facts))
+
+    def _not_explained(self, why: str) -> None:
+        self.recovery.say("unexplained", why)
+
+    # --- decide and apply -----------------------------------------------------------------------
 
     def _decided(self, incident: Incident, step: Step, committed: bool) -> Decision:
-        """A fault costs the better remedy; the step stays vetoed. Ranks decide together: there it
-        is everybody's.
-        """
-        if self._context.agreement.size > 1:
-            return self._decide(incident, step, committed)
-        refused = Decision(action="skip", reason="stepguard could not decide by a fault of its own")
-        return spare(refused, self._unexplained, self._decide, incident, step, committed)
-
-    def _decide(self, incident: Incident, step: Step, committed: bool) -> Decision:
-        context, recovery, reading = self._context, self._recovery, incident.reading
-        ruined_weights = weights_ruined(incident.origin) or self._diverged(reading)
-        fault = self._fault(incident, committed, ruined_weights)
-        by_chance = (
-            incident.origin is not None
-            and incident.origin.reproduced is False
-            and fault != "anomaly"
-        )
-        again = self._reruns and step.replayable
-        may_act = fault == "anomaly" and self._suspicion.proven
-        remedy, why_not = self._way_back(
-            fault, may_act=may_act, visible=not ruined_weights, repeats=again
-        )
-        if (
-            fault == "state"
-            and ruined_weights
-            and remedy is None
-            and not committed
-            and not reading.bad_state
-        ):
-            # nothing to go back to: skipping loses nothing more, and its share is bounded
-            fault = "data"
-        leave_out = proven_guilty(step, incident) if again and context.agreement.size == 1 else ""
-        situation = Situation(
-            step=incident.step,
-            fault=fault,
-            remedy=remedy,
-            may_act=may_act,
-            no_rewind=why_not,
-            can_retry=by_chance and again and fault == "data" and recovery.retried != step.index,
-            at_start=fault == "state"
-            and context.history.committed == 0
-            and not committed
-            and bool(reading.bad_state),
-            leave_out=leave_out,
-            lost_share=share_of(step, incident) if leave_out else 1.0,
-            known=recovery.lost_before(step.index),
-            new_scale=self._new_scale(step)
-            if reading.overflow and context.config.loss_scale
-            else None,
-        )
-        decision, context.budget = decide(situation, context.config.policy, context.budget)
-        recovery.incident(incident.step, hurt=fault in ("state", "anomaly"))
+        context = self.context
+        situation = self._situations.situation(incident, step, committed=committed)
+        policy = context.config.policy
+        decision, context.budget = choose_remedy(situation, policy, context.budget)
+        self.recovery.incident(incident.step, hurt=situation.fault in ("state", "anomaly"))
         if situation.at_start and decision.action == "note":
-            accept(context, reading.bad_state)
+            accept(context, incident.reading.bad_state)
         return decision
 
-    def _way_back(
-        self, fault: Fault, *, may_act: bool, visible: bool, repeats: bool
-    ) -> tuple[Remedy | None, str]:
-        """Where a rewind would go, or why it cannot; asked only for faults that a rewind answers."""
-        if fault == "anomaly":
-            return self._recovery.plan(transient=False, visible=False) if may_act else (None, "")
-        if fault != "state" and goes_on(self._context.config.policy):
-            return None, ""
-        return self._recovery.plan(
-            transient=repeats and visible and fault == "state", visible=visible
-        )
+    def _rewound(self, decision: Decision) -> Decision:
+        """A rewind that fails leaves an unknown state: then the run stops."""
+        try:
+            self.recovery.rewind()
+        except Exception as fault:
+            why = (
+                f"the rewind to step {decision.rewound_to} failed ({type(fault).__name__}: {fault})"
+            )
+            return replace(
+                decision, action="stop", reason=why, rewound_to=None, data=None, lr_factor=None
+            )
+        return decision
 
-    def _diverged(self, reading: Reading) -> bool:
-        """Had the loss run far above everything, on weights that left where they were, before it
-        became non-finite?
-        """
-        history = self._context.history
-        by_batch = bool(reading.bad_inputs) or reading.overflow
-        if (
-            by_batch
-            or not history.losses
-            or not history.level > history.far_limit
-            or self._context.agreement.size > 1
-        ):
-            return False
-        moved = self._recovery.moved_since_good()
-        return moved is not None and not moved < MOVED
-
-    def _fault(self, incident: Incident, committed: bool, ruined_weights: bool) -> Fault:
-        reading = incident.reading
-        if incident.verdict.kind in FINITE_KINDS:
-            return "anomaly"
-        damaged = bool(reading.bad_state) and not reading.state_born
-        if committed or damaged or stored_culprit(incident.origin) or ruined_weights:
-            return "state"
-        made_by_update = reading.state_born and not reading.bad_state[0].startswith("buffer:")
-        return "update" if made_by_update or incident.verdict.kind == "lr_mismatch" else "data"
-
-    def _new_scale(self, step: Step) -> float:
-        """A static loss scale that works on every rank."""
-        everybody = self._context.agreement.together(lambda: {"scale": working_scale(step)})
-        return min(float(told["scale"]) for told in everybody)
-
-    def _agree(self, step: Step, reading: Reading) -> Reading:
-        """Every rank goes on with the reading of the worst one, so that all decide the same."""
-        context = self._context
-        if context.agreement.size == 1:
-            presumed = presumed_reading(context, reading)
-            return spare(presumed, self._unexplained, examine, context, step, reading)
-
-        def look() -> dict[str, Any]:
-            own = examine(context, step, reading)
-            return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
-
-        everybody = context.agreement.together(look)
-        worst = max(told["trouble"] for told in everybody)
-        bad = tuple(rank for rank, told in enumerate(everybody) if told["trouble"] == worst > 0)
-        leader = from_jsonable(Reading, everybody[bad[0] if bad else 0]["reading"])
-        return replace(leader, bad_ranks=bad)
-
-
-def own_trouble(step: Step, reading: Reading) -> int:
-    """How surely it is this rank that made the bad value: 2 by its own doing, 1 by gradients all
-    have exchanged, 0.
-    """
-    if reading.bad_micro_batches or reading.bad_state or reading.bad_inputs:
-        return 2
-    if reading.grads_finite or reading.overflow:
-        return 0
-    if step.replayable:
-        return 0 if rerun(step).grads_finite else 2
-    if step.model_only:
-        return 0 if gradients_came_back_finite(step) and model_finite(step) else 2
-    return 1
-
-
-def weights_ruined(origin: Origin | None) -> bool:
-    """Has an earlier batch, fine in its time, been seen to fail on the present weights?"""
-    return origin is not None and "weights_ruined" in origin.notes
-
-
-def let_through(verdict: Verdict, incident: Incident | None) -> bool:
-    """A finite step that is only told, or that nobody could decide on: the update goes on."""
-    decision = incident.decision if incident is not None else None
-    return verdict.kind in FINITE_KINDS and (decision is None or decision.action == "note")
+    def _halt(self, incident: Incident) -> None:
+        """Stop even where the newest good state cannot be written."""
+        state: Path | None = None
+        with self.protect.part("checkpoint at the stop"):
+            state = self.recovery.leave(incident)
+        halt(self.context, self.recovery, incident, state)

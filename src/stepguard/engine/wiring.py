@@ -21,6 +21,7 @@ from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
 from stepguard.records import GuardConfig
 from stepguard.state.step import unwrapped
+from stepguard.tensors.names import optimizer_parameter_ids
 
 LOOKED_AT = 3
 """Steps of `guard.step` during which calls of `optimizer.step` beside it, and missing gradients,
@@ -40,8 +41,7 @@ class Owner(Protocol):
     """A guard, as far as another one for the same optimizer has to know it."""
 
     def in_use(self, framework: str) -> str: ...
-    def say(self, kind: str, summary: str) -> None: ...
-    def close(self) -> None: ...
+    def replaced(self) -> None: ...
 
 
 owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
@@ -104,7 +104,7 @@ def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None
     """An optimizer of another model. Parameters that lie in no module (master copies, loose
     tensors) may be meant.
     """
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    given = optimizer_parameter_ids(optimizer)
     known = [id(p) for root in roots.values() for p in root.parameters()]
     if not given or not known or given.intersection(known):
         return
@@ -132,9 +132,8 @@ def _make_way(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"this optimizer has a guard already, {why}; close that one first, or go on with it."
         )
-    owner.say("wiring", "this guard ends here: another one was made for the same optimizer")
     with suppress(TrainingHalted):  # what is still pending is on record by then
-        owner.close()
+        owner.replaced()
 
 
 def _modules() -> list[nn.Module]:
@@ -258,7 +257,7 @@ class Wiring:
             )
 
     def _parameters_in_model(self) -> int:
-        given = {id(p) for group in self._context.optimizer.param_groups for p in group["params"]}
+        given = optimizer_parameter_ids(self._context.optimizer)
         return sum(
             id(p) in given for root in self._context.roots.values() for p in root.parameters()
         )

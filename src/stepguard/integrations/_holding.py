@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 from stepguard.guard import Guard
-from stepguard.integrations._wrapping import wrap
+from stepguard.tensors.wrapping import wrap
 
 
 def hold_schedule(wrapper: Any, guard: Guard, undo: ExitStack) -> None:
@@ -28,7 +28,7 @@ def hold_schedule(wrapper: Any, guard: Guard, undo: ExitStack) -> None:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             out = original(*args, **kwargs)
             by_scaler = self.scaler is not None and self._is_overflow
-            self._is_overflow = guard.dropped or by_scaler
+            self._is_overflow = guard.port.dropped or by_scaler
             return out
 
         return MethodType(

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from stepguard.integrations._saves import SaveRefused
-from stepguard.integrations._wrapping import wrap
+from stepguard.tensors.wrapping import wrap
 
 Place = str | Path
 Look = Callable[[bool], tuple[str, ...]]

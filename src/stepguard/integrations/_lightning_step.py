@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from stepguard.integrations._wrapping import swapped
+from stepguard.tensors.wrapping import swapped
 
 # of a torchmetrics.Metric, which is told by its attributes: importing it takes a second
 METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache")

@@ -25,6 +25,7 @@ from stepguard.guard import Guard, watch_for
 from stepguard.integrations._holding import hold_schedule
 from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
 from stepguard.records import GuardConfig, Incident
+from stepguard.tensors.names import optimizer_parameters
 
 UNSEEN = (
     "GradientMonitoringCallback vetoes bad updates, but it sees neither the batch nor the loss "
@@ -77,17 +78,17 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
             scheduler=kwargs["lr_scheduler"],
             config=self._config,
         )
-        self._guard.start_at(state.global_step)
+        self._guard.port.start_at(state.global_step)
         if hasattr(optimizer, "step_was_skipped"):
             hold_schedule(optimizer, self._guard, self._undo)
-        self._guard.say("callback-only", UNSEEN)
+        self._guard.port.say("callback-only", UNSEEN)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Parameters that this update has made non-finite are not saved."""
-        if self._guard is not None and not self._guard.finite():
+        if self._guard is not None and not self._guard.port.finite():
             self.reported["parameters"] += 1
-            bad = ", ".join(self._guard.trouble()[:3])
-            self._guard.say(
+            bad = ", ".join(self._guard.port.trouble()[:3])
+            self._guard.port.say(
                 "parameters",
                 f"the update made parameters non-finite ({bad}); not saving this state",
             )
@@ -110,7 +111,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         self.reported["loss"] += bool(hidden)
         if hidden and self._guard is not None and math.isfinite(logs["loss"]):
             real = f"the loss was {hidden[0].reading.loss} at step {hidden[0].step}"
-            self._guard.say(
+            self._guard.port.say(
                 "filtered",
                 f"logged loss {logs['loss']:.4g} is filtered (logging_nan_inf_filter): {real}",
             )
@@ -213,9 +214,7 @@ def _skip_if_empty(optimizer: Any) -> None:
 
     def skip(*_: Any) -> None:
         hook.remove()
-        parameters = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        parameters: list[Any] = [p for p in optimizer_parameters(optimizer) if p.grad is not None]
         if not any(bool(p.grad.count_nonzero()) for p in parameters):
             for parameter in parameters:
                 parameter.grad = None

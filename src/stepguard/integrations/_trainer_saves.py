@@ -15,7 +15,7 @@ import transformers.trainer
 from transformers.trainer_utils import sort_checkpoints
 
 from stepguard.integrations._saves import SaveRefused, to_delete
-from stepguard.integrations._wrapping import swapped, wrap
+from stepguard.tensors.wrapping import swapped, wrap
 
 Look = Callable[[bool], tuple[str, ...]]
 """Names of non-finite stored tensors; True asks all ranks, which then all take part."""

@@ -38,7 +38,8 @@ from accelerate.utils import DistributedType  # noqa: E402
 
 from stepguard.integrations._holding import hold_schedule  # noqa: E402
 from stepguard.integrations._saves import SaveRefused  # noqa: E402
-from stepguard.integrations._wrapping import wrap  # noqa: E402
+from stepguard.tensors.names import optimizer_parameter_ids  # noqa: E402
+from stepguard.tensors.wrapping import wrap  # noqa: E402
 
 __all__ = ["AcceleratorGuard", "SaveRefused", "guard"]
 
@@ -94,7 +95,7 @@ class AcceleratorGuard:
         wanted = getattr(optimizer, "optimizer", optimizer)
         for one in self.guards:
             if wanted is None or one.optimizer is wanted:
-                one.micro(lambda again: total_loss(loss_fn(again)) / steps, batch)
+                one.port.micro(lambda again: total_loss(loss_fn(again)) / steps, batch)
         return total_loss(loss_fn(batch))
 
     def close(self) -> None:
@@ -126,11 +127,11 @@ class AcceleratorGuard:
         def save(*args: Any, **kwargs: Any) -> Any:
             bad: tuple[str, ...] = ()
             for one in self.guards:
-                one.settle()
-                bad += one.trouble(together=everybody)
+                one.port.settle()
+                bad += one.port.trouble(together=everybody)
             if bad:
                 refusal = SaveRefused(f"({original.__name__})", tuple(dict.fromkeys(bad)))
-                self.guards[0].say("save-refused", str(refusal))
+                self.guards[0].port.say("save-refused", str(refusal))
                 raise refusal
             return original(*args, **kwargs)
 
@@ -163,7 +164,7 @@ def _settings(config: GuardConfig, number: int) -> GuardConfig:
 
 def _trained(accelerator: Any, wrapper: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
     """The model whose parameters this optimizer has, and further ones by name."""
-    ours = {id(p) for group in wrapper.param_groups for p in group["params"]}
+    ours = optimizer_parameter_ids(wrapper)
     models = [m for m in accelerator._models if any(id(p) in ours for p in m.parameters())]
     if not models:
         raise ConfigError(

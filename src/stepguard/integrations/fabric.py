@@ -25,9 +25,9 @@ from stepguard.guard import Guard, watch_for
 from stepguard.integrations._host_logger import HostLogger
 from stepguard.integrations._saves import SaveRefused
 from stepguard.integrations._versions import Framework
-from stepguard.integrations._wrapping import swapped, wrap
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.step import LossFn, total_loss
+from stepguard.tensors.wrapping import swapped, wrap
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]
 
@@ -81,7 +81,7 @@ class FabricGuard:
     @property
     def dropped(self) -> bool:
         """Was the last update vetoed?"""
-        return self._guard.dropped
+        return self._guard.port.dropped
 
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """`loss_fn(batch)`, remembered so that a bad step can be replayed from the batch on.
@@ -89,7 +89,7 @@ class FabricGuard:
         Call it where the loss is computed, and give the result to `fabric.backward` as it is: where
         losses of several micro-batches are averaged, `loss_fn` divides.
         """
-        self._guard.micro(self._again(loss_fn), batch)
+        self._guard.port.micro(self._again(loss_fn), batch)
         return total_loss(loss_fn(batch))
 
     def close(self) -> None:
@@ -120,11 +120,11 @@ class FabricGuard:
         """Before anything is written; every rank calls `fabric.save`, so all are asked."""
 
         def save(path: Any, *args: Any, **kwargs: Any) -> None:
-            self._guard.settle()
-            bad = self._guard.trouble(together=True)
+            self._guard.port.settle()
+            bad = self._guard.port.trouble(together=True)
             if bad:
                 refusal = SaveRefused(str(path), bad)
-                self._guard.say("save-refused", str(refusal))
+                self._guard.port.say("save-refused", str(refusal))
                 raise refusal
             original(path, *args, **kwargs)
 

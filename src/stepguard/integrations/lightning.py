@@ -35,7 +35,7 @@ from stepguard.integrations._host_logger import HostLogger  # noqa: E402
 from stepguard.integrations._lightning_saves import Gate, protect_checkpoints  # noqa: E402
 from stepguard.integrations._lightning_step import TrainingStep  # noqa: E402
 from stepguard.integrations._saves import SaveRefused  # noqa: E402
-from stepguard.integrations._wrapping import wrap  # noqa: E402
+from stepguard.tensors.wrapping import wrap  # noqa: E402
 
 __all__ = ["GuardCallback", "SaveRefused"]
 
@@ -124,7 +124,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             config=_settings(self.config, trainer, number),
         )
-        guard.start_at(trainer.global_step)
+        guard.port.start_at(trainer.global_step)
         return guard
 
     def _telling(self, step: TrainingStep, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
                 args[0], Iterator
             ):  # the iterator of a loader cannot be run again
                 step.about_to_run(args[0], args[1:], guard.steps)
-                guard.micro(step, args[0])
+                guard.port.micro(step, args[0])
             return original(*args, **kwargs)
 
         return training_step
@@ -145,7 +145,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         """A schedule that counts steps does not count one that never happened."""
 
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-            if interval != "step" or not self.guards[0].dropped:
+            if interval != "step" or not self.guards[0].port.dropped:
                 original(interval, update_plateau_schedulers=update_plateau_schedulers)
 
         return update_lr_schedulers
@@ -155,15 +155,15 @@ class GuardCallback(Callback):  # type: ignore[misc]
         first.
         """
         for guard in self.guards if together else ():
-            guard.settle()
+            guard.port.settle()
         return tuple(
             dict.fromkeys(
-                name for guard in self.guards for name in guard.trouble(together=together)
+                name for guard in self.guards for name in guard.port.trouble(together=together)
             )
         )
 
     def _say(self, summary: str) -> None:
-        self.guards[0].say("save-refused", summary)
+        self.guards[0].port.say("save-refused", summary)
 
 
 def _settings(config: GuardConfig, trainer: Trainer, number: int) -> GuardConfig:

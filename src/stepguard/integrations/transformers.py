@@ -42,7 +42,7 @@ from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.integrations._trainer_log import INCIDENTS, TrueLoss, correct  # noqa: E402
 from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
 from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402
-from stepguard.integrations._wrapping import wrap  # noqa: E402
+from stepguard.tensors.wrapping import wrap  # noqa: E402
 
 __all__ = [
     "GradientMonitoringCallback",
@@ -171,7 +171,7 @@ class TrainerGuard:
             scaler=trainer.accelerator.scaler,
             config=self._config,
         )
-        inner.start_at(trainer.state.global_step)
+        inner.port.start_at(trainer.state.global_step)
         self._logged = (trainer.state.global_step, len(self._past))
         self._guard = self._last = inner
         if hasattr(trainer.optimizer, "step_was_skipped"):
@@ -198,7 +198,7 @@ class TrainerGuard:
         def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             if self._guard is not None:
                 loss_fn = functools.partial(self._step.loss, self._trainer.state.global_step, model)
-                self._guard.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
+                self._guard.port.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
             loss = original(model, inputs, num_items_in_batch)
             self._losses.add(loss)
             return loss
@@ -238,10 +238,10 @@ class TrainerGuard:
     def _look(self, together: bool) -> tuple[str, ...]:
         """Non-finite stored tensors, once the last step has been read."""
         if self._guard is not None:
-            self._guard.settle()
+            self._guard.port.settle()
         if self._last is None:
             return bad_tensors(self._trainer.model)
-        return self._last.trouble(together=together and self._guard is not None)
+        return self._last.port.trouble(together=together and self._guard is not None)
 
     def _hurt(self) -> bool:
         """Does the loss, or an incident since this was last asked, say that the weights themselves
@@ -250,12 +250,12 @@ class TrainerGuard:
         known, incidents = self._judged, self.incidents
         self._judged = len(incidents)
         return any(map(_hurts, incidents[known:])) or (
-            self._last is not None and not self._last.good
+            self._last is not None and not self._last.port.good
         )
 
     def _say(self, summary: str) -> None:
         if self._last is not None:
-            self._last.say("save-refused", summary)
+            self._last.port.say("save-refused", summary)
 
 
 class _Follow(TrainerCallback):  # type: ignore[misc]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +9,7 @@ from stepguard.locate.finite import plain
 from stepguard.locate.replay import Replayer
 from stepguard.records.reading import Reading
 from stepguard.state.step import Step
+from stepguard.tensors.torch_private import compiled_call
 
 REPETITIONS = 3
 
@@ -94,5 +93,5 @@ def _compiled_module(module: nn.Module) -> bool:
     if hasattr(module, "_orig_mod"):
         return True
     # A guard that records the model's calls stands in the same place, around what was there.
-    present: Any = vars(module).get("_compiled_call_impl")
+    present = compiled_call(module)
     return getattr(present, "below", present) is not None

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from stepguard.locate import batch as batches
 from stepguard.locate.facts import fact
-from stepguard.locate.finite import all_finite, mask_like, numeric
+from stepguard.locate.finite import mask_like, numeric
 from stepguard.locate.operands import summarise
 from stepguard.records.origin import Operand, Origin
 from stepguard.records.reading import Reading
 from stepguard.state.step import Step
+from stepguard.tensors.names import named_buffers, named_parameters, names_by_id
+from stepguard.tensors.values import is_finite
 
 
 def stored_tensor(step: Step, name: str) -> Tensor | None:
@@ -20,23 +22,15 @@ def stored_tensor(step: Step, name: str) -> Tensor | None:
     kind, _, path = name.partition(":")
     if kind == "opt":
         return next(
-            (t for slot, _, t in optimizer_slots(step) if slot == path and not all_finite(t)), None
+            (t for slot, _, t in optimizer_slots(step) if slot == path and not is_finite(t)), None
         )
-    for prefix, root in step.named_roots().items():
-        named = root.named_parameters() if kind == "param" else root.named_buffers()
-        for own, tensor in named:
-            if f"{prefix}.{own}".strip(".") == path:
-                return tensor
-    return None
+    named = named_parameters if kind == "param" else named_buffers
+    return dict(named(step.named_roots())).get(path)
 
 
 def optimizer_slots(step: Step) -> Iterator[tuple[str, str, Tensor]]:
     """Slot, parameter and tensor of the optimizer's state."""
-    names = {
-        id(p): f"{k}.{n}".strip(".")
-        for k, root in step.named_roots().items()
-        for n, p in root.named_parameters()
-    }
+    names = names_by_id(named_parameters(step.named_roots()))
     for parameter, slots in step.optimizer.state.items():
         for slot, value in slots.items() if isinstance(slots, Mapping) else ():
             if numeric(value):
@@ -71,7 +65,7 @@ def state_origin(step: Step, reading: Reading) -> Origin:
         tensor=name,
         inputs=inputs,
         method="scan",
-        reproduced=True if tensor is not None and not all_finite(tensor) else None,
+        reproduced=True if tensor is not None and not is_finite(tensor) else None,
         notes=(*notes, owner) if owner else notes,
     )
 
@@ -88,7 +82,7 @@ def evidence_origin(step: Step, reading: Reading, *notes: str) -> Origin:
         return state_origin(step, reading)
     for micro, batch in enumerate(step.micro_batches):
         for name, tensor in batches.named_tensors(batch):
-            if numeric(tensor) and not all_finite(tensor) and not mask_like(tensor):
+            if numeric(tensor) and not is_finite(tensor) and not mask_like(tensor):
                 operand = operand_of(name, tensor)
                 facts = elements(tensor, operand)
                 return Origin(

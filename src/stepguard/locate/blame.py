@@ -261,7 +261,7 @@ class _Walk:
         return None
 
     def _chosen_constant(self, first: Call) -> Call | None:
-        """Return the `where` that chose a NaN constant: so an operation says that it has no result."""
+        """Return the `where` that chose a NaN constant, as operations without a result do."""
         if first.parents or first.stage != "forward" or not first.out.nan:
             return None
         consumer = self._consumer(first)

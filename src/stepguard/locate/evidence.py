@@ -11,19 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from stepguard.locate import row_evidence
 from stepguard.locate.bad_op import Birth
 from stepguard.locate.calls import Call, real_maker
 from stepguard.locate.facts import fact
-from stepguard.locate.finite import all_finite, numeric, plain
+from stepguard.locate.finite import numeric, plain
 from stepguard.locate.operands import (
     broadcast_index,
-    dtype_name,
     of_number,
     summarise,
 )
+from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.torch_private import tree_map
+from stepguard.tensors.values import is_finite
 
 MOST_OPERANDS = 6
 HUGE = 1e15
@@ -218,8 +219,8 @@ def _precision(birth: Birth) -> list[str]:
         return notes
     notes.append(fact("dtype_limit", float(torch.finfo(birth.out.dtype).max)))
     again = _widened(birth, wider)
-    if again is not None and all_finite(again):
-        notes.append(fact("finite_in", dtype_name(again)))
+    if again is not None and is_finite(again):
+        notes.append(fact("finite_in", dtype_name(again.dtype)))
     return notes
 
 

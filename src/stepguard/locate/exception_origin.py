@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepguard.locate import batch as batches
 from stepguard.locate import samples
@@ -21,6 +20,8 @@ from stepguard.records.origin import Origin, Phase
 from stepguard.state.isolation import untouched
 from stepguard.state.rng import restore_rng
 from stepguard.state.step import Step, total_loss
+from stepguard.tensors.names import named_modules, names_by_id, optimizer_parameters
+from stepguard.tensors.torch_private import TorchDispatchMode
 
 Attempt = Callable[[Any], object]
 """Runs one micro-batch as far as the step came, and raises what the user's code raises."""
@@ -120,7 +121,7 @@ class _Trial(samples.Trial):
         self._prepare = prepare
         self._attempt = attempt
         self._kind = kind
-        self._parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
+        self._parameters = optimizer_parameters(step.optimizer)
         self._buffers = step.buffers
         self.count = batches.sample_count(self._batch)
         self.whole_only = False
@@ -176,10 +177,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 def _module(frames: list[FrameType], roots: dict[str, nn.Module]) -> str | None:
     """Return the name of the innermost module that was being called."""
-    names = {}
-    for prefix, root in roots.items():
-        for name, module in root.named_modules():
-            names[id(module)] = f"{prefix}.{name}".strip(".")
+    names = names_by_id(named_modules(roots))
     for frame in reversed(frames):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names:

@@ -94,7 +94,7 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
 
 
 def finite_step(reading: Reading) -> bool:
-    """Loss and gradients are finite, so whatever is wrong is not in the forward or backward pass."""
+    """True if loss and gradients are finite: forward and backward pass are fine."""
     losses = [value for value in (reading.loss, *reading.micro_losses) if value is not None]
     return reading.grads_finite and all(map(math.isfinite, losses))
 

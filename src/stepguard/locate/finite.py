@@ -48,11 +48,6 @@ def plain(tensor: Tensor) -> Tensor:
     return dense
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """True if no element is NaN or Inf; exact."""
-    return not flaws(tensor)
-
-
 def flaws(tensor: Tensor) -> Flaws:
     """Say whether there is a NaN or an Inf. Beside a NaN an Inf is not reported."""
     values = plain(tensor)

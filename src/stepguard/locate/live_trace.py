@@ -25,6 +25,7 @@ from stepguard.locate.shared_tracer import Recorder, module_key
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.step import Step
+from stepguard.tensors.names import named_buffers, named_parameters
 
 SEEN_LIVE = "seen as it happened: the step ran under the tracer"
 
@@ -66,21 +67,16 @@ class LiveTrace:
         self._roots = roots
         self._stored: list[tuple[Call, str]] = []
         """This guard's names for tensors that no operation made."""
-        self._parameters = {
-            f"{prefix}.{name}".strip("."): p
-            for prefix, root in roots.items()
-            for name, p in root.named_parameters()
-        }
+        self._parameters = dict(named_parameters(roots))
         for name, tensor in kept_tensors(roots):
             self.tracer.store(name, tensor)
         for name, parameter in self._parameters.items():
             self._store(f"param:{name}", parameter)
-        for prefix, root in roots.items():
-            for name, buffer in root.named_buffers():
-                maker = self.tracer.maker_of(buffer)
-                # The forward of an earlier step may have written it: then that is its maker.
-                if maker is None or maker.stage == "stored":
-                    self._store(f"buffer:{f'{prefix}.{name}'.strip('.')}", buffer)
+        for name, buffer in named_buffers(roots):
+            maker = self.tracer.maker_of(buffer)
+            # The forward of an earlier step may have written it: then that is its maker.
+            if maker is None or maker.stage == "stored":
+                self._store(f"buffer:{name}", buffer)
         self._losses: list[Call] = []
         self._root: Call | None = None
         """Maker of what the present backward starts from."""

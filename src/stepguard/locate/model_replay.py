@@ -16,13 +16,13 @@ from torch import Tensor
 from stepguard.locate import bad_state
 from stepguard.locate.batch import named_tensors
 from stepguard.locate.facts import fact
-from stepguard.locate.finite import all_finite
 from stepguard.locate.replay import Ran, Replayer, ReplayError, tracing
 from stepguard.locate.source import Line, context, spell
 from stepguard.locate.tracer import Tracer
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.batch import OUTPUT_GRADIENT
+from stepguard.tensors.values import is_finite
 
 METHOD = "output-gradient"
 OUTSIDE_FORWARD = (
@@ -61,7 +61,7 @@ class ModelReplayer(Replayer):
 
     def came_back_finite(self, call: int) -> bool:
         """Is what the loss sent back to the outputs of this call finite?"""
-        return all(all_finite(g) for g in self.step.micro_batches[call][OUTPUT_GRADIENT].values())
+        return all(is_finite(g) for g in self.step.micro_batches[call][OUTPUT_GRADIENT].values())
 
     def placed(self, origin: Origin, call: int | None) -> Origin:
         """What a full replay would know from the user's frames: who called the model, and where
@@ -129,7 +129,7 @@ class ModelReplayer(Replayer):
 def _forward_result(outputs: list[Tensor]) -> Ran:
     """Take the first bad output for the loss, or else the first one."""
     for output in outputs:
-        if not all_finite(output):
+        if not is_finite(output):
             return Ran(loss_finite=False, loss=output.detach())
     return Ran(loss_finite=True, loss=outputs[0].detach() if outputs else None)
 

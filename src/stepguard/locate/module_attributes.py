@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stepguard.tensors.names import named_modules
+
 KEPT = "attr:"
 """Prefix of the name under which the trace knows such a tensor; not part of the public contract."""
 MOST_ITEMS = 64
@@ -16,7 +18,7 @@ MOST_ITEMS = 64
 
 def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield name (`attr:head.center`) and tensor, also inside lists, tuples and dicts."""
-    for path, module in _modules(roots):
+    for path, module in named_modules(roots):
         for key, value in vars(module).items():
             if not key.startswith("_"):
                 yield from _inside(f"{KEPT}{path}.{key}".replace(":.", ":"), value)
@@ -24,16 +26,10 @@ def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
 
 def bad_numbers(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
     """Yield plain numbers on modules that are NaN or infinite."""
-    for path, module in _modules(roots):
+    for path, module in named_modules(roots):
         for key, value in vars(module).items():
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"{path}.{key}".strip("."), value
-
-
-def _modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for prefix, root in roots.items():
-        for name, module in root.named_modules():
-            yield f"{prefix}.{name}".strip("."), module
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.modules import module as registry
+
+from stepguard.tensors.names import named_modules, names_by_id
+from stepguard.tensors.torch_private import next_sequence_number
 
 
 class Span(NamedTuple):
@@ -28,10 +30,7 @@ class ModuleSpans:
     """Follow the named modules through forward calls; a context manager that owns its two hooks."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self.names: dict[int, str] = {}
-        for prefix, root in roots.items():
-            for name, module in root.named_modules():
-                self.names[id(module)] = f"{prefix}.{name}".strip(".")
+        self.names = names_by_id(named_modules(roots))
         self.extra = tuple(prefix for prefix in roots if prefix)
         self._stack: list[tuple[str, int]] = []
         self._spans: list[Span] = []
@@ -73,15 +72,9 @@ class ModuleSpans:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if id(module) in self.names:
-            self._stack.append((self.names[id(module)], sequence_number()))
+            self._stack.append((self.names[id(module)], next_sequence_number()))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in self.names and self._stack:
             name, first = self._stack.pop()
-            self._spans.append(Span(first, sequence_number(), name))
-
-
-def sequence_number() -> int:
-    """Return the number that the next autograd node of this thread will get."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
+            self._spans.append(Span(first, next_sequence_number(), name))

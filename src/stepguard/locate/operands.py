@@ -8,15 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stepguard.locate.finite import all_finite, broken, numeric, plain
+from stepguard.locate.finite import broken, numeric, plain
 from stepguard.records.origin import Operand
+from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.values import is_finite
 
 Index = tuple[int, ...]
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """`float16` rather than `torch.float16`."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
@@ -24,7 +21,7 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     if not numeric(tensor):
         return _summarise_integers(name, tensor, index)
     values = plain(tensor)
-    clean = all_finite(tensor)
+    clean = is_finite(tensor)
     finite = values
     if not clean:
         finite = values[torch.isfinite(values)]
@@ -33,7 +30,7 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     low, high = _extremes(finite)
     return Operand(
         name=name,
-        dtype=dtype_name(tensor),
+        dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
         min=low,
         max=high,
@@ -49,7 +46,7 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
 def _summarise_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:
     operand = Operand(
         name=name,
-        dtype=dtype_name(tensor),
+        dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
         index=index,
         value=element(tensor, index),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepguard.locate import batch as batches
 from stepguard.locate.calls import Stage
-from stepguard.locate.finite import all_finite, numeric
+from stepguard.locate.finite import numeric
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.locate.loss_function_state import LossFunctionState
 from stepguard.locate.module_attributes import kept_tensors
@@ -25,6 +25,8 @@ from stepguard.locate.tracer import Tracer
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import restore_rng
 from stepguard.state.step import Step, total_loss
+from stepguard.tensors.names import named_buffers, named_parameters
+from stepguard.tensors.values import is_finite
 
 
 class ReplayError(Exception):
@@ -70,16 +72,8 @@ class Replayer:
         self.budget = budget if budget is not None else LocateBudget()
         self._keeper = keeper
         roots = step.named_roots()
-        self.parameters = {
-            f"{prefix}.{name}".strip("."): p
-            for prefix, root in roots.items()
-            for name, p in root.named_parameters()
-        }
-        self.buffers = {
-            f"{prefix}.{name}".strip("."): b
-            for prefix, root in roots.items()
-            for name, b in root.named_buffers()
-        }
+        self.parameters = dict(named_parameters(roots))
+        self.buffers = dict(named_buffers(roots))
 
     def run(
         self, micro: int, batch: Any = None, *, backward: bool = True, eager: bool = True
@@ -136,7 +130,7 @@ class Replayer:
         bad = []
         for name, parameter in self.parameters.items():
             grad = parameter.grad
-            if grad is not None and numeric(grad) and not all_finite(grad):
+            if grad is not None and numeric(grad) and not is_finite(grad):
                 bad.append(name)
         return bad
 
@@ -154,7 +148,7 @@ class Replayer:
             with tracing(tracer, "forward"):
                 given = self.step.loss_fn(batch)
                 loss = total_loss(given)
-            ran = Ran(loss_finite=all_finite(loss), loss=loss.detach(), parts=_parts(given))
+            ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=_parts(given))
             if backward and ran.loss_finite and loss.requires_grad:
                 with tracing(tracer, "backward"):
                     self._backward(loss)

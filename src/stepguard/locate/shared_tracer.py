@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from stepguard.locate.bad_op import Invocation
 from stepguard.locate.calls import Call
@@ -17,6 +16,7 @@ from stepguard.locate.finite import Flaws
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.tracer import EXACT_ELEMENTS, Tracer
 from stepguard.state import faked_collectives
+from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_stack
 
 MOST_CALLS = 200_000
 """Operations that are remembered; a long validation between two updates must not fill the memory.
@@ -182,7 +182,7 @@ def shared_recorder() -> Recorder | None:
         _recorder = None
     if _recorder is None:
         # Beside another dispatch mode: two that are not nested leave each other on the stack.
-        if _get_current_dispatch_mode_stack():
+        if dispatch_mode_stack():
             return None
         _recorder = Recorder()
     return _recorder if _recorder.on_this_thread else None
@@ -201,7 +201,7 @@ def module_key(module: nn.Module) -> str:
 
 def leave(mode: TorchDispatchMode) -> None:
     """Take a mode off the stack wherever it is: the user's code may have entered others since."""
-    stack = list(_get_current_dispatch_mode_stack())
+    stack = list(dispatch_mode_stack())
     if mode not in stack:
         return
     # torch can only pop the topmost mode: take those above off, and put them back.

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from stepguard.locate import bad_state
 from stepguard.locate.blame import FirstBad, blame_loss
-from stepguard.locate.finite import all_finite
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
+from stepguard.tensors.values import is_finite
 
 
 def buffer_origin(step: Step, reading: Reading) -> Origin:
@@ -31,7 +31,7 @@ def buffer_origin(step: Step, reading: Reading) -> Origin:
             except ReplayError:
                 return unlocated
             buffer = bad_state.stored_tensor(step, name)
-            if buffer is not None and not all_finite(buffer):
+            if buffer is not None and not is_finite(buffer):
                 origin = _writer_origin(buffer, name, traced, replayer) or unlocated
                 return replace(origin, tensor=name, output=bad_state.operand_of(name, buffer))
     return replace(unlocated, reproduced=False, notes=("not-reproduced",))

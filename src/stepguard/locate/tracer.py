@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from stepguard.locate.attribution import Read, attribute
 from stepguard.locate.bad_op import Birth, Invocation
 from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import measure
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
-from stepguard.locate.modules import ModuleSpans, sequence_number
+from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operators import TESTS, UNINITIALISED, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
 from stepguard.state import faked_collectives
+from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.torch_private import (
+    TorchDispatchMode,
+    current_autograd_node,
+    next_sequence_number,
+    tree_map,
+)
 
 MOST_MEASURED = 32
 """First bad values whose operands are measured; a torrent of them tells nothing more."""
@@ -182,7 +187,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = Call(index=self.forgotten + len(self.calls), op=name, stage=self.stage)
         self.calls.append(call)
         call.module = self.modules.current
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         if node is None:
             call.line = user_line()
             self._link_to_node(call)
@@ -209,7 +214,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Find out which autograd node the operation created, so that the backward leads to it."""
         # Autograd creates the node before it hands the operation to the dispatch mode, and each
         # node takes the next number: the number has moved if this operation is differentiable.
-        sequence = sequence_number()
+        sequence = next_sequence_number()
         if sequence != self._last_sequence:
             call.sequence = sequence - 1
         self._last_sequence = sequence
@@ -292,7 +297,7 @@ def _autocast(entries: list[Entry]) -> str | None:
             device = entry.value.device.type
             if not torch.is_autocast_enabled(device):
                 return None
-            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+            return dtype_name(torch.get_autocast_dtype(device))
     return None
 
 

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from stepguard.locate.calls import ancestors
 from stepguard.locate.facts import fact
-from stepguard.locate.finite import all_finite
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operands import summarise
 from stepguard.locate.origin_record import line_of
@@ -27,6 +26,8 @@ from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
+from stepguard.tensors.names import named_parameters, names_by_id
+from stepguard.tensors.values import is_finite
 
 Gradients = dict[int, Tensor]
 
@@ -48,7 +49,7 @@ def update_origin(step: Step, reading: Reading) -> Origin:
     if step.clip_norm is not None and any(p.grad is not None for p in originals):
         clip_grad_norm_(list(originals), step.clip_norm)
     tracer = Tracer(ModuleSpans({}), stage="optimizer")
-    names = _names(step)
+    names = names_by_id(named_parameters(step.named_roots()))
     for parameter, original in originals.items():
         tracer.store(f"param:{names.get(id(original), '')}", parameter)
         for slot, value in twin.state.get(parameter, {}).items():
@@ -114,11 +115,11 @@ def _bad_results(
     originals: dict[Tensor, Tensor], names: dict[int, str], twin: Optimizer
 ) -> Iterator[_BadResult]:
     for parameter, original in originals.items():
-        if not all_finite(parameter):
+        if not is_finite(parameter):
             yield _BadResult(f"param:{names.get(id(original), '')}", parameter, parameter)
     for parameter in originals:
         for slot, value in twin.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and not all_finite(value):
+            if isinstance(value, Tensor) and not is_finite(value):
                 yield _BadResult(f"opt:{slot}", value, parameter)
 
 
@@ -162,7 +163,7 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
         inputs=(operand,),
         output=birth.output if birth is not None else None,
         method="replay",
-        reproduced=not all_finite(norm),
+        reproduced=not is_finite(norm),
         notes=(*origin.notes, fact("finite_norm", exact)) if math.isfinite(exact) else origin.notes,
     )
 
@@ -179,14 +180,6 @@ def divergence_origin(step: Step, reading: Reading) -> Origin:
 
 def _rates(reading: Reading) -> list[str]:
     return [fact("lr", float(max(reading.lr)))] if reading.lr else []
-
-
-def _names(step: Step) -> dict[int, str]:
-    return {
-        id(p): f"{k}.{n}".strip(".")
-        for k, root in step.named_roots().items()
-        for n, p in root.named_parameters()
-    }
 
 
 def _gradients(step: Step) -> Gradients:

@@ -1,4 +1,4 @@
-"""How much a run has lost to bad steps, and how much it may still lose."""
+"""Count how much a run has lost to bad steps, and say when it may lose no more."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from stepguard.records.settings import Policy
 
 PER = 1000
 LEAST_LOST = 32
-"""Lost steps before their share says anything: a bad stretch at the start of a run is not yet half
-of it.
-"""
+"""Lost steps before their share counts: a bad stretch at the start of a run is soon half of it."""
 MOST_REMEMBERED = 4096
 """Lost steps that are remembered, whatever the window."""
+COUNTERS = ("consecutive", "total", "rewinds", "seen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Counts only grow through `spend`; a committed step resets what is counted in a row."""
+    """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row."""
 
     consecutive: int = 0
     recent: tuple[int, ...] = ()
@@ -33,54 +32,55 @@ class Budget:
     """
 
     def spend(self, step: int) -> Budget:
-        """One more incident."""
-        recent = (*(s for s in self.recent if s > step - PER), step)
-        return replace(self, consecutive=self.consecutive + 1, recent=recent, total=self.total + 1)
+        """Count one more incident."""
+        within = [earlier for earlier in self.recent if earlier > step - PER]
+        return replace(
+            self,
+            consecutive=self.consecutive + 1,
+            recent=(*within, step),
+            total=self.total + 1,
+        )
 
     def lose(self, share: float, policy: Policy) -> Budget:
-        """A step of which this share of the samples was left out, 1 for all of it."""
+        """Count a step of which this share of the samples was left out, 1 for all of it."""
         seen = self.seen + 1
         since = seen - policy.lost_window
         kept = [entry for entry in self.lost if entry[0] > since]
         return replace(self, seen=seen, lost=(*kept[-MOST_REMEMBERED:], (seen, share)))
 
     def committed(self) -> Budget:
-        """A step went through."""
+        """Count a step that went through."""
         return replace(self, consecutive=0, seen=self.seen + 1)
 
     def lost_share(self, policy: Policy) -> float:
-        """Share of the samples of the last `lost_window` steps that was left out; 0 while too few
-        say anything.
-        """
+        """Share of the samples of the last `lost_window` steps that was left out; 0 while few were."""
         if len(self.lost) < LEAST_LOST or not self.seen:
             return 0.0
         return sum(share for _, share in self.lost) / min(policy.lost_window, self.seen)
 
     def exceeded(self, policy: Policy) -> str:
-        """Which limit the incidents so far break, in words; empty when none."""
+        """Say which limit the incidents so far break, in words; empty when none."""
         share = self.lost_share(policy)
         if share > policy.max_lost_share:
             window = min(policy.lost_window, self.seen)
             allowed = f"{policy.max_lost_share:.0%} are allowed (Policy.max_lost_share)"
             return f"{share:.0%} of the samples of the last {window} steps were left out, {allowed}"
-        if policy.max_consecutive is not None and self.consecutive > policy.max_consecutive:
+        if _above(self.consecutive, policy.max_consecutive):
             return f"{self.consecutive} incidents in a row, {policy.max_consecutive} are allowed"
-        if policy.max_per_1000 is not None and len(self.recent) > policy.max_per_1000:
-            return (
-                f"{len(self.recent)} incidents within {PER} steps, {policy.max_per_1000} are "
-                f"allowed"
-            )
-        if policy.max_total is not None and self.total > policy.max_total:
+        if _above(len(self.recent), policy.max_per_1000):
+            allowed = f"{policy.max_per_1000} are allowed"
+            return f"{len(self.recent)} incidents within {PER} steps, {allowed}"
+        if _above(self.total, policy.max_total):
             return f"{self.total} incidents in this run, {policy.max_total} are allowed"
         return ""
 
 
+def _above(count: int, limit: int | None) -> bool:
+    return limit is not None and count > limit
+
+
 def budget_from(facts: dict[str, Any]) -> Budget:
-    """A budget that was written as plain containers; what another version wrote and this one does
-    not know is left out.
-    """
-    known = {
-        name: facts[name] for name in ("consecutive", "total", "rewinds", "seen") if name in facts
-    }
-    lost = tuple((int(seen), float(share)) for seen, share in facts.get("lost", ()))
-    return Budget(**known, recent=tuple(facts.get("recent", ())), lost=lost)
+    """Read a budget from plain containers; fields that this version does not know are left out."""
+    counts = {name: facts[name] for name in COUNTERS if name in facts}
+    lost = [(int(seen), float(share)) for seen, share in facts.get("lost", ())]
+    return Budget(**counts, recent=tuple(facts.get("recent", ())), lost=tuple(lost))

@@ -1,4 +1,4 @@
-"""Where to go back to: the newest good place where the remedy has not been tried yet."""
+"""Choose where a rewind goes: the newest good state for which this rewind has not been tried."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 from stepguard.records.settings import Policy
 
-Data = Literal["repeat", "skip", "reorder"]
-"""What is done with the steps since: run again as they were, left behind, or run again in another
-order.
+RewindData = Literal["repeat", "skip", "reorder"]
+"""What happens to the steps since the target: run again as they were, left behind, or run again in
+another order.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RewindTarget:
     """A state that is known to be good."""
 
     step: int
@@ -25,36 +25,41 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
-    """A place, what happens to the data since, and what the learning rates are multiplied by."""
+class RewindPlan:
+    """A target, what happens to the steps since, and what the learning rates are multiplied by."""
 
-    place: Place
-    data: Data
+    target: RewindTarget
+    data: RewindData
     lr_factor: float | None = None
 
 
-def choose(
-    places: Sequence[Place],
-    tried: Collection[Remedy],
+def next_rewind(
+    targets: Sequence[RewindTarget],
+    tried: Collection[RewindPlan],
     policy: Policy,
     *,
     repeatable: bool,
     rewinds: int,
-) -> Remedy | None:
-    """The next remedy; None when each has been tried. `places` are newest first.
+) -> RewindPlan | None:
+    """Choose the next rewind; None when each has been tried. `targets` are newest first.
 
-    `repeatable`: the fault may be gone when the steps since the newest place run again exactly as
+    `repeatable`: the fault may be gone when the steps since the newest target run again exactly as
     they were.
     """
-    if not places:
+    if not targets:
         return None
-    exact = Remedy(place=places[0], data="repeat")
+    exact = RewindPlan(target=targets[0], data="repeat")
     if repeatable and exact not in tried:
         return exact
-    factor = policy.lr_factor ** (rewinds + 1) if policy.rewind_lr == "lower" else None
-    used = {remedy.place for remedy in tried if remedy.data != "repeat"}
-    fresh = [place for place in places if place not in used]
-    if fresh:
-        return Remedy(place=fresh[0], data=policy.rewind_data, lr_factor=factor)
-    slower = Remedy(place=places[0], data=policy.rewind_data, lr_factor=factor)
-    return slower if factor is not None and slower not in tried else None
+    lr_factor = None
+    if policy.rewind_lr == "lower":
+        lr_factor = policy.lr_factor ** (rewinds + 1)
+    used = {plan.target for plan in tried if plan.data != "repeat"}
+    for target in targets:
+        if target not in used:
+            return RewindPlan(target=target, data=policy.rewind_data, lr_factor=lr_factor)
+    # every target has been used: the newest one once more, with a still lower rate
+    slower = RewindPlan(target=targets[0], data=policy.rewind_data, lr_factor=lr_factor)
+    if lr_factor is None or slower in tried:
+        return None
+    return slower

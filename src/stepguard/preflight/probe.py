@@ -10,6 +10,7 @@ from torch import nn
 
 from stepguard.preflight.surroundings import Surroundings
 from stepguard.preflight.traced_step import Live
+from stepguard.tensors.dtypes import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,5 @@ def _one_product(
         with around.opened():
             product = operand @ operand
             on = torch.is_autocast_enabled(device.type)
-            inside = (
-                str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if on else None
-            )
-    return str(product.dtype).removeprefix("torch."), inside
+            inside = dtype_name(torch.get_autocast_dtype(device.type)) if on else None
+    return dtype_name(product.dtype), inside

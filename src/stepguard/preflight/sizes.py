@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stepguard.tensors.names import optimizer_parameters
+
 SLOTS = {
     "adam": 2,
     "adamw": 2,
@@ -51,9 +53,7 @@ def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int,
     slots = SLOTS.get(name, 0)
     if name in ("sgd", "rmsprop"):
         slots = int(bool(optimizer.param_groups[0].get("momentum"))) + (name == "rmsprop")
-    params: list[Any] = [
-        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-    ]
+    params: list[Any] = [p for p in optimizer_parameters(optimizer) if p.requires_grad]
     return slots * sum(p.numel() * p.element_size() for p in params), f"{slots} slots a parameter"
 
 

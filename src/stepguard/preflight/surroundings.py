@@ -16,6 +16,7 @@ import torch
 
 from stepguard._errors import ConfigError
 from stepguard.preflight.settings.precision import meant
+from stepguard.tensors.dtypes import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,6 @@ def _lightning(given: Any, plugin: Any) -> Surroundings:
 
 def default_dtypes() -> str:
     """What autocast takes when nobody names a dtype."""
-    cpu = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
-    cuda = str(torch.get_autocast_dtype("cuda")).removeprefix("torch.")
+    cpu = dtype_name(torch.get_autocast_dtype("cpu"))
+    cuda = dtype_name(torch.get_autocast_dtype("cuda"))
     return f"autocast takes the device's default, {cpu} on cpu and {cuda} on cuda"

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from stepguard.diagnose.ops import words
 from stepguard.preflight.answers import Missing
@@ -26,6 +24,9 @@ from stepguard.state.batch import named_tensors
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step, total_loss, unwrapped
+from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.torch_private import TorchDispatchMode, compiled_call, tree_map_only
+from stepguard.tensors.values import dense_values, is_finite
 
 MATMULS = words(
     """
@@ -95,7 +96,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in MATMULS and isinstance(
             first := out[0] if isinstance(out, tuple) else out, Tensor
         ):
-            self._live.dtypes[str(first.dtype).removeprefix("torch.")] += 1
+            self._live.dtypes[dtype_name(first.dtype)] += 1
         elif name in DIVISIONS:
             self._divided(args, name)
         elif name == "add" and len(args) > 1:
@@ -116,7 +117,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and value.is_floating_point()
             and torch.equal(value, out)
         ):
-            self._live.lost[_user_line()] = f"{eps:g} in {str(value.dtype).removeprefix('torch.')}"
+            self._live.lost[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
 
     def _divided(self, args: Any, name: str) -> None:
         below = args[0] if name == "reciprocal" else args[1]
@@ -132,7 +133,7 @@ def _least(divisor: Any) -> tuple[float | None, str]:
     if isinstance(divisor, Tensor):
         if not divisor.numel() or divisor.is_complex() or divisor.dtype == torch.bool:
             return None, ""
-        return float(divisor.detach().abs().min()), str(divisor.dtype).removeprefix("torch.")
+        return float(divisor.detach().abs().min()), dtype_name(divisor.dtype)
     return (
         (abs(float(divisor)), "a Python number") if isinstance(divisor, int | float) else (None, "")
     )
@@ -177,7 +178,7 @@ def run_live(subject: Subject, around: Surroundings, batch: Any) -> Live:
 def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
     """Compiled code runs no dispatch mode, so a compiled model runs as it was written."""
     compiled = any(
-        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()
+        "_orig_mod" in m._modules or compiled_call(m) is not None for m in model.modules()
     )
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
@@ -222,7 +223,7 @@ def _read_output(live: Live, output: Any, *, is_loss: bool) -> None:
     loss = getattr(output, "loss", None)
     live.loss = float(loss.detach()) if isinstance(loss, Tensor) else None
     for name, tensor in named_tensors(output):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not is_finite(tensor):
             live.outputs_bad.append(name or "output")
 
 
@@ -239,9 +240,9 @@ def _backward(live: Live, model: nn.Module, output: Any, *, is_loss: bool) -> No
         if parameter.grad is None:
             continue
         grad = parameter.grad.detach()
-        grad = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+        grad = dense_values(grad)
         norm += float(grad.abs().double().square().sum())
-        if not bool(torch.isfinite(grad).all()):
+        if not is_finite(grad):
             live.grads_bad.append(name)
     live.grad_norm = norm**0.5
 

@@ -24,6 +24,9 @@ VerdictKind = Literal[
     "exception",
 ]
 
+FINITE_KINDS: tuple[VerdictKind, ...] = ("spike", "drift")
+"""Anomalies of finite numbers: told, and by default not acted upon."""
+
 Severity = Literal["ok", "note", "suspicion", "incident"]
 """`note` is a journal line; `suspicion` asks for evidence; `incident` is acted upon."""
 
@@ -42,6 +45,11 @@ class Verdict:
     def bad(self) -> bool:
         """True when the step must not be committed."""
         return self.severity == "incident"
+
+    @property
+    def finite_anomaly(self) -> bool:
+        """True for a spike or a drift: suspicious, but every number is finite."""
+        return self.kind in FINITE_KINDS
 
 
 OK = Verdict()

@@ -32,6 +32,7 @@ from stepguard.guard import Guard, watch
 from stepguard.records import GuardConfig
 from stepguard.run.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
 from stepguard.state.faked_collectives import distributed
+from stepguard.tensors.wrapping import wrap
 
 MOST_CALLS = 10_000
 """Module calls that may pass before an optimizer that nobody uses is left to its first step."""
@@ -56,7 +57,7 @@ class Volunteers:
         self._call_hook: ExitStack | None = None
 
     def __enter__(self) -> Volunteers:
-        _wrap(self._undo, Optimizer, "__init__", self._noticing)
+        wrap(self._undo, Optimizer, "__init__", self._noticing)
         self._undo.callback(self._stop_listening)
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -92,7 +93,7 @@ class Volunteers:
     def _listen(self) -> None:
         if self._call_hook is None:
             self._call_hook = ExitStack()
-            _wrap(self._call_hook, nn.Module, "__call__", self._before_call)
+            wrap(self._call_hook, nn.Module, "__call__", self._before_call)
 
     def _stop_listening(self) -> None:
         if self._call_hook is not None:
@@ -197,16 +198,3 @@ class Volunteers:
         return replace(
             self._config, run_dir=Path(self._config.run_dir) / f"optimizer{number}", human_log=None
         )
-
-
-def _wrap(undo: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put a wrapper in the place of a method; taken away only if nobody has wrapped it again since."""
-    original = getattr(owner, name)
-    ours = make(original)
-    setattr(owner, name, ours)
-
-    def restore() -> None:
-        if getattr(owner, name) is ours:
-            setattr(owner, name, original)
-
-    undo.callback(restore)

@@ -13,13 +13,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from stepguard.tensors.names import optimizer_parameter_ids, optimizer_parameters
+
 
 class LooseParameters(nn.Module):
     """Stands in for a model when the parameters belong to no module."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = optimizer_parameters(optimizer)
         self.loose = nn.ParameterList([p for p in params if isinstance(p, nn.Parameter)])
 
 
@@ -35,7 +37,7 @@ class Trained:
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:
     """Identities of what the optimizer updates."""
-    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+    return frozenset(optimizer_parameter_ids(optimizer))
 
 
 def share(module: nn.Module, parameters: frozenset[int]) -> int:

@@ -14,14 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-HALVES = (torch.float16, torch.bfloat16)
-PLAIN = (Tensor, nn.Parameter)
-ORDINARY = frozenset({torch.float32, torch.float64, *HALVES})
-"""Floating-point numbers that every operation takes."""
+from stepguard.tensors.torch_private import foreach_mul_, foreach_norm
+from stepguard.tensors.values import HALVES, dense_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
     if not any(g.dtype in HALVES for g in dense):
         if each and len({(g.device, g.dtype) for g in dense}) == 1:
             every = torch.stack(
-                list(torch._foreach_norm(dense))
+                list(foreach_norm(dense))
             )  # as get_total_norm does it, so the total is the same
             total = torch.linalg.vector_norm(every)
             return GradientNorm(total, total, every.min())
@@ -59,9 +56,9 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
         # CPU and CUDA kernels accumulate half precision in fp32 and round at the end, so this is
         # torch's own number
         norms = (
-            torch._foreach_norm(group, 2, dtype=torch.float32)
+            foreach_norm(group, 2, dtype=torch.float32)
             if group[0].dtype in HALVES
-            else torch._foreach_norm(group)
+            else foreach_norm(group)
         )
         wide += [n.to(device) for n in norms]
         rounded += [n.to(device=device, dtype=group[0].dtype) for n in norms]
@@ -90,14 +87,14 @@ def clip(
     # nothing waits
     factor = torch.where(torch.isfinite(norm.clip), factor.to(wide.dtype), wide)
     for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
-        torch._foreach_mul_(group, factor.to(group[0].device))
+        foreach_mul_(group, factor.to(group[0].device))
 
 
 @torch.no_grad()
 def scale_gradients(params: Iterable[Tensor], factor: float) -> None:
     """Multiply every gradient in place."""
     for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
-        torch._foreach_mul_(group, factor)
+        foreach_mul_(group, factor)
 
 
 def _factor(max_norm: float, norm: Tensor) -> Tensor:
@@ -118,66 +115,6 @@ class GradientMark:
             p.grad is None or p.grad is not ref() or p.grad._version != v
             for p, ref, v in self._marks
         )
-
-
-def dense_values(tensor: Tensor) -> Tensor:
-    """The stored values as a plain tensor: sparse values, the local shard of a DTensor."""
-    local = getattr(tensor, "to_local", None)
-    if local is not None:
-        tensor = local()
-    if tensor.layout is not torch.strided:
-        return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
-    return tensor
-
-
-def dense_real(tensor: Tensor) -> Tensor:
-    """As `dense_values`, complex numbers as pairs, eight-bit ones as float32; empty where there is
-    nothing to read.
-    """
-    if _plain(tensor):
-        return tensor
-    if not _readable(tensor):
-        return torch.empty(0)
-    tensor = dense_values(tensor)
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    if tensor.is_floating_point() and tensor.dtype not in ORDINARY:
-        # no reduction takes float8; float4 is not even converted, and has neither Inf nor NaN
-        return tensor.float() if "float4" not in str(tensor.dtype) else torch.empty(0)
-    return tensor
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Nearly every parameter, told with as few questions as possible: asked of all of them at every
-    step.
-    """
-    ordinary = type(tensor) in PLAIN and tensor.dtype in ORDINARY and tensor.layout is torch.strided
-    return ordinary and not (tensor.is_meta or tensor.is_nested)
-
-
-def elements(tensor: Tensor) -> int:
-    """How many; none for a parameter of a lazy module that has not been called yet."""
-    return 0 if is_lazy(tensor) else tensor.numel()
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Lazy parameters have no shape yet, meta tensors no data, quantized and nested ones no values
-    to compare.
-    """
-    if is_lazy(tensor):
-        return False
-    opaque = tensor.layout is torch._mkldnn  # type: ignore[attr-defined]
-    scattered = tensor.is_nested and tensor.layout is torch.strided
-    return not (tensor.is_meta or scattered or tensor.is_quantized or opaque)
-
-
-def finite(tensor: Tensor) -> bool:
-    """Exact, on the host: no NaN and no Inf. For the slow path only."""
-    plain = dense_real(tensor)
-    if not plain.is_floating_point() or plain.numel() == 0:
-        return True
-    plain = plain.detach()
-    return bool(torch.isfinite(plain).all())
 
 
 def _by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

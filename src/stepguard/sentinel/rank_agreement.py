@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepguard.sentinel.gradients import finite
+from stepguard.tensors.torch_private import default_store
+from stepguard.tensors.values import is_finite
 
 Mode = Literal["alone", "spread", "collective"]
 CARRIERS = 3
@@ -112,7 +113,7 @@ class Agreement:
         """This rank is disarmed: the others must not wait for it at the next bad step."""
         self.close()
         if self.size > 1:
-            dist.distributed_c10d._get_default_store().set(self._left, str(self.rank))
+            default_store().set(self._left, str(self.rank))
 
     def stay(self, step: int, parameters: Sequence[Tensor]) -> bool:
         """The part of a disarmed rank in a step of all. True where no rank may update, by what
@@ -123,7 +124,7 @@ class Agreement:
         """
         if self.mode == "alone":
             return False
-        bad = not all(p.grad is None or finite(p.grad) for p in parameters)
+        bad = not all(p.grad is None or is_finite(p.grad) for p in parameters)
         if self.mode == "spread":
             return bad  # reduced already: the same gradients on every rank
         if self._reduced != step:  # after a rewind it may be a later one
@@ -132,7 +133,7 @@ class Agreement:
         return self._shared is not None and bool(self._shared[REDUCED:].any())
 
     def _refuse_if_left(self) -> None:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         if store.check([self._left]):
             raise RankFault(f"rank {store.get(self._left).decode()} has disarmed itself")
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from stepguard.sentinel.gradients import elements
+from stepguard.tensors.names import optimizer_parameters
+from stepguard.tensors.values import elements
 
 LR_JUMP = 2.0
 CHEAP_COPY = 2**16
@@ -46,7 +47,7 @@ def risky_update(
 
 
 def _small(optimizer: Optimizer) -> bool:
-    count: int = sum(elements(p) for group in optimizer.param_groups for p in group["params"])
+    count: int = sum(map(elements, optimizer_parameters(optimizer)))
     return count <= CHEAP_COPY
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stepguard.sentinel.gradients import dense_real, elements, finite
+from stepguard.tensors.names import named_buffers, parameter_names
+from stepguard.tensors.torch_private import foreach_max
+from stepguard.tensors.values import dense_real, elements, is_finite
 
 CHEAP_LOOK = 2**20
 """Elements that are looked at after every update, whatever it costs: about a quarter of a
@@ -36,7 +38,7 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     if not plain:
         return None
     if len({(t.device, t.dtype) for t in plain}) == 1:
-        return torch.stack(list(torch._foreach_max(plain))).float().max()
+        return torch.stack(list(foreach_max(plain))).float().max()
     device = plain[0].device
     return torch.stack([t.max().to(device=device, dtype=torch.float32) for t in plain]).max()
 
@@ -129,13 +131,13 @@ def bad_parameters(
     return [
         f"param:{name}"
         for tensor, name in names
-        if id(tensor) not in elsewhere and not finite(tensor)
+        if id(tensor) not in elsewhere and not is_finite(tensor)
     ]
 
 
 def bad_buffers(roots: Mapping[str, nn.Module]) -> list[str]:
     """`buffer:NAME` for every non-finite buffer."""
-    return [f"buffer:{name}" for name, buffer in named_buffers(roots) if not finite(buffer)]
+    return [f"buffer:{name}" for name, buffer in named_buffers(roots) if not is_finite(buffer)]
 
 
 @torch.no_grad()
@@ -153,7 +155,7 @@ def bad_slots(optimizer: Optimizer) -> list[str]:
         slot: None
         for state in optimizer.state.values()
         for slot, value in _tensors(state)
-        if not finite(value)
+        if not is_finite(value)
     }
     return [f"opt:{slot}" for slot in slots]
 
@@ -161,26 +163,6 @@ def bad_slots(optimizer: Optimizer) -> list[str]:
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Every tensor the optimizer keeps."""
     return [value for state in optimizer.state.values() for _, value in _tensors(state)]
-
-
-def parameter_names(
-    roots: Mapping[str, nn.Module], optimizer: Optimizer
-) -> list[tuple[Tensor, str]]:
-    """Each parameter once, with its dotted name; parameters only the optimizer knows are numbered."""
-    names: dict[int, tuple[Tensor, str]] = {}
-    for prefix, root in roots.items():
-        for name, parameter in root.named_parameters():
-            names.setdefault(id(parameter), (parameter, _dotted(prefix, name)))
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            names.setdefault(id(parameter), (parameter, f"group{g}[{i}]"))
-    return list(names.values())
-
-
-def named_buffers(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for prefix, root in roots.items():
-        for name, buffer in root.named_buffers():
-            yield _dotted(prefix, name), buffer
 
 
 def norm_statistics(roots: Mapping[str, nn.Module]) -> list[Tensor]:
@@ -193,10 +175,6 @@ def norm_statistics(roots: Mapping[str, nn.Module]) -> list[Tensor]:
         for buffer in module.buffers(recurse=False)
         if buffer.is_floating_point()
     ]
-
-
-def _dotted(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _tensors(state: Any) -> Iterator[tuple[str, Tensor]]:

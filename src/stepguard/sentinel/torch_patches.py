@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
+
+from stepguard.tensors.torch_private import CLIP_NORM
 
 
 class Listener(Protocol):
@@ -40,7 +43,7 @@ Update = Callable[[Any], None]
 
 
 _listeners: list[Listener] = []
-_originals: list[tuple[Any, str, Any]] = []
+_undo = ExitStack()
 _backwards = [0, 0]
 """Backward passes begun in this process, and those that are running now."""
 
@@ -66,7 +69,7 @@ def _stop(listener: Listener) -> None:
     if listener in _listeners:
         _listeners.remove(listener)
         if not _listeners:
-            _uninstall()
+            _undo.close()
 
 
 def _install() -> None:
@@ -75,22 +78,17 @@ def _install() -> None:
     _wrap(GradScaler, "update", _tapped_update)
     _wrap(GradScaler, "step", _tapped_scaled_step)
     _wrap(AveragedModel, "update_parameters", _tapped_average)
-    # private, but the only place every spelling of clip_grad_norm_ passes; without it the guard
-    # takes its own norm
-    if hasattr(clip_grad, "_get_total_norm"):
-        _wrap(clip_grad, "_get_total_norm", _tapped_norm)
+    # Without it the guard takes its own norm.
+    if hasattr(clip_grad, CLIP_NORM):
+        _wrap(clip_grad, CLIP_NORM, _tapped_norm)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
-    _originals.append((owner, name, original))
+    # Put back in any case, unlike tensors.wrapping.wrap: a wrapper of ours that stayed below one
+    # of another library would tell every listener twice after the next install.
+    _undo.callback(setattr, owner, name, original)
     setattr(owner, name, make(original))
-
-
-def _uninstall() -> None:
-    while _originals:
-        owner, name, original = _originals.pop()
-        setattr(owner, name, original)
 
 
 def _tapped_backward(original: Any) -> Any:

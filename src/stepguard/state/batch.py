@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from stepguard.tensors.values import is_finite
 
 OUTPUT_GRADIENT = "output gradient"
 """Key beside the arguments of a recorded model call: what came back to the outputs. It is no part
@@ -36,18 +37,9 @@ def bad_batch_tensors(batches: tuple[Any, ...]) -> list[str]:
     labels: dict[str, None] = {}
     for batch in batches:
         for name, tensor in named_tensors(batch):
-            if _non_finite(tensor):
+            if not is_finite(tensor):
                 labels[tensor_label(name)] = None
     return list(labels)
-
-
-def _non_finite(tensor: Tensor) -> bool:
-    if (
-        not (tensor.is_floating_point() or tensor.is_complex())
-        or tensor.layout is not torch.strided
-    ):
-        return False
-    return not bool(torch.isfinite(tensor).all())
 
 
 def _children(batch: Any) -> Iterator[tuple[str, Any]]:

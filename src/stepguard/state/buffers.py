@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from stepguard.state.attributes import AttributeKeeper
 from stepguard.state.kept_values import SMALL, expanded
-from stepguard.state.odd_tensors import is_lazy
+from stepguard.tensors.torch_private import foreach_copy_
+from stepguard.tensors.values import is_lazy
 
 __all__ = ["SMALL", "BufferKeeper", "expanded", "keeps_statistics"]
 
@@ -80,7 +81,7 @@ class BufferKeeper:
             return
         stale = [c for c in self._copies if c.always or c.moved]
         if stale:
-            torch._foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
+            foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
             for copy in stale:
                 copy.version = copy.live._version
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.state.step import Step
+from stepguard.tensors.dtypes import dtype_and_shape
+from stepguard.tensors.names import optimizer_parameters
 
 PLAIN = (int, float, bool, str, type(None))
 
@@ -22,7 +24,7 @@ def state_tensors(step: Step) -> dict[str, Tensor]:
     for prefix, root in step.named_roots().items():
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             tensors[f"state/{prefix}/{name}"] = tensor.detach().clone()
-    for index, parameter in enumerate(_parameters(step.optimizer)):
+    for index, parameter in enumerate(optimizer_parameters(step.optimizer)):
         for slot, value in step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{index}/{slot}"] = value.detach().clone()
@@ -36,7 +38,7 @@ def optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
     ]
     slots = [
         {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, PLAIN)}
-        for p in _parameters(optimizer)
+        for p in optimizer_parameters(optimizer)
     ]
     return {"name": type(optimizer).__name__, "groups": groups, "slots": slots}
 
@@ -68,7 +70,7 @@ def fill_modules(
             return f"{odd[0]!r} is in {'the capsule' if odd[0] in stored else 'the model'} only"
         for name, tensor in stored.items():
             if name in own and (own[name].shape, own[name].dtype) != (tensor.shape, tensor.dtype):
-                return f"{name!r} is {_kind(own[name])}, in the capsule {_kind(tensor)}"
+                return f"{name!r} is {dtype_and_shape(own[name])}, in the capsule {dtype_and_shape(tensor)}"
         if not dry:
             _copy(root, stored, own)
     return ""
@@ -81,7 +83,7 @@ def fill_optimizer(
     optimizer: Optimizer,
 ) -> None:
     """Optimizer state, hyperparameters and the modules' training modes."""
-    kept, parameters = facts.get("optimizer", {}), _parameters(optimizer)
+    kept, parameters = facts.get("optimizer", {}), optimizer_parameters(optimizer)
     for name, tensor in tensors.items():
         place, _, rest = name.partition("/")
         index, _, slot = rest.partition("/")
@@ -102,10 +104,6 @@ def fill_optimizer(
             module.training = f"{prefix}/{name}" not in resting
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(isinstance(item, PLAIN) for item in value)
@@ -114,10 +112,6 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _empty_place(root: nn.Module, name: str) -> nn.Module | None:

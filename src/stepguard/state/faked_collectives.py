@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepguard.tensors.torch_private import TorchDispatchMode, finished_work
 
 if torch.distributed.is_available():
     # Its functions take the group of the moment they are imported as a default and keep it for
@@ -77,7 +78,7 @@ def _fill(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
 
 
 def _with_work(value: Any, func: Any) -> Any:
-    from torch._C._distributed_c10d import FakeWork, Work
-
-    work = Work.boxed(FakeWork())
-    return work if len(func._schema.returns) == 1 else (value, work)
+    work = finished_work()
+    if len(func._schema.returns) == 1:
+        return work
+    return value, work

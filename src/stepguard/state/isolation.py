@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.faked_collectives import Alone, distributed
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step
+from stepguard.tensors.torch_private import tree_map_only
 
 
 @contextmanager

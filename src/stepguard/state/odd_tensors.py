@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy as no_shape_yet
 
-
-def is_lazy(tensor: Tensor) -> bool:
-    """A parameter or buffer of a lazy module that has not been called yet: no shape, no data."""
-    return bool(no_shape_yet(tensor))
+from stepguard.tensors.values import is_lazy
 
 
 def why_not_kept(tensor: Tensor) -> str:
@@ -29,11 +25,3 @@ def why_not_kept(tensor: Tensor) -> str:
     if tensor.is_quantized:
         return f"is a quantized tensor ({tensor.dtype}); only plain ones can be kept"
     return ""
-
-
-def finite(tensor: Tensor) -> bool:
-    """No NaN and no Inf, as far as there is something to read."""
-    if why_not_kept(tensor) or not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    wide = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
-    return bool(torch.isfinite(wide).all())

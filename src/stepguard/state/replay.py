@@ -17,6 +17,8 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.rng import restore_rng
 from stepguard.state.step import Step, total_loss
+from stepguard.tensors.names import optimizer_parameters
+from stepguard.tensors.values import is_finite
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None
     assert step.loss_fn is not None, "a step that the guard did not run cannot be run again"
     scale = step.scale if scale is None else scale
     losses: list[float] = []
-    params = [p for group in step.optimizer.param_groups for p in group["params"]]
+    params = optimizer_parameters(step.optimizer)
     with untouched(step):
         step.buffers.restore()
         for index in range(len(step.micro_batches)) if micro is None else micro:
@@ -54,7 +56,7 @@ def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None
             losses.append(float(loss.detach()))
             torch.autograd.backward(loss * scale if scale != 1.0 else loss)
         gradients = tuple(p.grad for p in params)
-        finite = all(g is None or _finite(g) for g in gradients)
+        finite = all(g is None or is_finite(g) for g in gradients)
     return Rerun(tuple(losses), finite, gradients)
 
 
@@ -63,26 +65,26 @@ def model_finite(step: Step, *, scale: float = 1.0) -> bool:
     gradients finite?
     """
     assert step.model_fn is not None
-    params = [p for group in step.optimizer.param_groups for p in group["params"]]
+    params = optimizer_parameters(step.optimizer)
     with untouched(step):
         step.buffers.restore()
         for index, batch in enumerate(step.micro_batches):
             restore_rng(step.rng[index])
             outputs, gradients = step.model_fn(batch)
-            if not all(_finite(output) for output in outputs):
+            if not all(is_finite(output) for output in outputs):
                 return False
             pairs = [
                 (o, g / scale) for o, g in zip(outputs, gradients, strict=True) if g is not None
             ]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return all(p.grad is None or _finite(p.grad) for p in params)
+        return all(p.grad is None or is_finite(p.grad) for p in params)
 
 
 def gradients_came_back_finite(step: Step) -> bool:
     """Is what came back to the watched model's outputs finite?"""
     recorded = [g for batch in step.micro_batches for g in batch[OUTPUT_GRADIENT].values()]
-    return all(_finite(gradient) for gradient in recorded)
+    return all(is_finite(gradient) for gradient in recorded)
 
 
 def reevaluate(step: Step) -> float:
@@ -95,12 +97,3 @@ def reevaluate(step: Step) -> float:
             restore_rng(step.rng[index])
             total += float(total_loss(step.loss_fn(batch)).detach())
     return total
-
-
-def _finite(tensor: Tensor) -> bool:
-    values = (
-        tensor.detach().coalesce().values()
-        if tensor.layout is torch.sparse_coo
-        else tensor.detach()
-    )
-    return bool(torch.isfinite(values).all())

@@ -23,12 +23,16 @@ from stepguard._errors import StepguardError
 from stepguard.state.buffers import expanded
 from stepguard.state.in_place import Refill, alike
 from stepguard.state.module_counters import ModuleNumbers
-from stepguard.state.odd_tensors import finite, is_lazy, why_not_kept
+from stepguard.state.odd_tensors import why_not_kept
 from stepguard.state.optimizer_state import OptimizerState, ParameterNames
 from stepguard.state.ownership import Ownership
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_apart, rng_together
 from stepguard.state.sharded import why_sharded
 from stepguard.state.tree_json import NotPlainError, put_together, take_apart
+from stepguard.tensors.dtypes import dtype_and_shape
+from stepguard.tensors.names import optimizer_parameter_ids
+from stepguard.tensors.torch_private import foreach_copy_, scaler_tensors, start_scaler
+from stepguard.tensors.values import is_finite, is_lazy
 
 
 class StateError(StepguardError):
@@ -140,7 +144,7 @@ class Whole:
         saved = {name for group in state.facts["groups"] for name in group["params"]}
         if own_only:
             ruined = next(
-                (name for name, p in names.items() if name not in saved and not finite(p)), None
+                (name for name, p in names.items() if name not in saved and not is_finite(p)), None
             )
             if ruined is not None:
                 return f"{ruined} was added since and is not finite"
@@ -167,7 +171,7 @@ class Whole:
                 and (live.shape, live.dtype) != (tensor.shape, tensor.dtype)
             ):
                 return (
-                    f"{prefix}{name} is {_kind(live)} in the model and {_kind(tensor)} in the "
+                    f"{prefix}{name} is {dtype_and_shape(live)} in the model and {dtype_and_shape(tensor)} in the "
                     f"saved state"
                 )
         return ""
@@ -239,7 +243,7 @@ class Whole:
         """How far the trained parameters are from those of that moment, over the norm they had
         then.
         """
-        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        trained = optimizer_parameter_ids(self._optimizer)
         moved = then = 0.0
         for prefix, name, parameter in self._names.below():
             kept = state.tensors.get(prefix + name)
@@ -266,23 +270,27 @@ class Whole:
 
 def scaler_apart(scaler: GradScaler | None, tensors: dict[str, Tensor]) -> bool:
     """Scale and growth counter, left on the device; False where there is nothing to keep yet."""
-    if scaler is None or scaler._scale is None or scaler._growth_tracker is None:
+    live = None if scaler is None else scaler_tensors(scaler)
+    if live is None:
         return False
-    tensors["scaler/scale"] = scaler._scale.detach()
-    tensors["scaler/growth_tracker"] = scaler._growth_tracker.detach()
+    scale, growth = live
+    tensors["scaler/scale"] = scale.detach()
+    tensors["scaler/growth_tracker"] = growth.detach()
     return True
 
 
 def scaler_together(scaler: GradScaler | None, kept: bool, tensors: Mapping[str, Tensor]) -> None:
     if scaler is None or not kept:
         return
-    scale, growth = tensors["scaler/scale"], tensors["scaler/growth_tracker"]
-    if scaler._scale is not None and scaler._growth_tracker is not None:
-        scaler._scale.copy_(scale)
-        scaler._growth_tracker.copy_(growth)
-    else:  # not used yet: it makes its tensors from these
-        scaler._init_scale = float(scale)
-        scaler._init_growth_tracker = int(growth)
+    scale = tensors["scaler/scale"]
+    growth = tensors["scaler/growth_tracker"]
+    live = scaler_tensors(scaler)
+    if live is None:
+        start_scaler(scaler, float(scale), int(growth))
+        return
+    live_scale, live_growth = live
+    live_scale.copy_(scale)
+    live_growth.copy_(growth)
 
 
 def _apart(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
@@ -333,15 +341,9 @@ def _fill(root: nn.Module, stored: Mapping[str, Tensor]) -> None:
         name for name, tensor in stored.items() if name in live and live[name].shape == tensor.shape
     ]
     if same:
-        torch._foreach_copy_(
-            [live[name].detach() for name in same], [stored[name] for name in same]
-        )
+        foreach_copy_([live[name].detach() for name in same], [stored[name] for name in same])
     device = next((tensor.device for tensor in live.values()), None)
     for name in stored.keys() - set(same):  # made or resized since
         owner = _owner(root, name)
         if owner is not None:
             owner._buffers[name.rpartition(".")[2]] = stored[name].clone().to(device)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stepguard.state.host_memory import free_memory
 from stepguard.state.run_state import State
+from stepguard.tensors.torch_private import foreach_copy_
 
 Standing = Literal["young", "good", "bad"]
 SHARE_OF_FREE = 0.5
@@ -94,7 +95,7 @@ class Ring:
             return None
         buffers = self._fitting(state.tensors)
         names = list(buffers)
-        torch._foreach_copy_(
+        foreach_copy_(
             [buffers[n] for n in names], [state.tensors[n] for n in names], non_blocking=True
         )
         self._serial += 1

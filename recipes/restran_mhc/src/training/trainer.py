@@ -90,12 +90,12 @@ class Trainer:
         if self.guard is None:
             self._steps = state["step"]
         elif self.guard.steps == 0:
-            self.guard.start_at(state["step"])
+            self.guard.port.start_at(state["step"])
         said = f"{path.name}: step {state['step']}, its learning rate is {brought:g} at the peak"
         return said + (f"; {rate:g} is used" if rate is not None and rate != brought else "")
 
     def train(self, *, bar: bool = True) -> History:
-        """All epochs that are left; ends early when the validation accuracy has stopped improving."""
+        """Train all epochs that are left; end early when validation accuracy stops improving."""
         stale = 0
         try:
             while self.step < self.total_steps and stale < self.config.EARLY_STOPPING:

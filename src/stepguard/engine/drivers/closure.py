@@ -1,167 +1,89 @@
-"""Optimizers that call the loss several times a step (LBFGS, SAM): each evaluation is read, the
-step can be undone.
+"""Optimizers that call the loss several times a step (LBFGS, SAM).
+
+Each evaluation is read and judged, and the step can be undone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import re
-import sys
 from collections.abc import Callable
-from functools import cache
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from stepguard.engine import step_end
-from stepguard.engine.drivers.step import Stepper, skipped_after_all
+from stepguard.engine.drivers.step import StepDriver
+from stepguard.engine.incident.outcome import let_through, skipped_after_all
+from stepguard.engine.optimizer_kinds import evaluates_again
 from stepguard.engine.reader import MicroLoss
 from stepguard.engine.recover.rerun import run_again
 from stepguard.engine.result import StepResult
-from stepguard.engine.transaction import FINITE_KINDS, let_through
 from stepguard.records import Incident, Reading
-from stepguard.records.verdict import OK, Verdict
+from stepguard.records.verdict import OK
 from stepguard.sentinel.gradients import clip
 from stepguard.state.rng import capture_rng
 from stepguard.state.step import LossFn, Step
 from stepguard.state.undo import UndoCopy
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Does `step` evaluate the loss from the start, as often as it likes?"""
-    if isinstance(optimizer, LBFGS):
-        return True
-    closure = _closure_parameter(optimizer)
-    return (
-        closure is not None and closure.default is closure.empty and not evaluates_again(optimizer)
-    )
-
-
-def evaluates_again(optimizer: Optimizer) -> bool:
-    """Does `step` move along the gradients that are there, and then evaluate the loss once more
-    (SAM and its kin)?
-    """
-    if type(optimizer).__module__.startswith("torch.optim."):
-        return False
-    if callable(getattr(optimizer, "first_step", None)) and callable(
-        getattr(optimizer, "second_step", None)
-    ):
-        return True
-    return _closure_parameter(optimizer) is not None and _insists(type(optimizer).step)
-
-
-def takes_closure(optimizer: Optimizer) -> bool:
-    """Can it not step without one?"""
-    return needs_closure(optimizer) or evaluates_again(optimizer)
-
-
-def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
-    with contextlib.suppress(TypeError, ValueError):
-        return inspect.signature(type(optimizer).step).parameters.get("closure")
-    return None
-
-
-@cache
-def _insists(step: Callable[..., Any]) -> bool:
-    """Does it refuse to work without a closure? Only its text tells."""
-    with contextlib.suppress(OSError, TypeError):
-        text = inspect.getsource(inspect.unwrap(step))
-        return (
-            re.search(r"assert closure\b(?! is None)|if closure is None:\s+raise", text) is not None
-        )
-    return False
-
-
-def calls_of_step(optimizer: Optimizer) -> int:
-    """How many calls of its step are under way, one inside the other."""
-    frame: FrameType | None = sys._getframe()
-    code, count = Optimizer.profile_hook_step(Optimizer.step).__code__, 0
-    while frame is not None:
-        count += frame.f_code is code and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return count
-
-
-def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
-    """The one optimizer inside another that updates the same parameters; None where there is none,
-    or several.
-    """
-    found = [
-        item
-        for item in vars(optimizer).values()
-        if isinstance(item, Optimizer) and item is not optimizer
-    ]
-    if len(found) != 1:
-        return None
-    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    theirs = {id(p) for group in found[0].param_groups for p in group["params"]}
-    return found[0] if ours == theirs else None
-
-
-class ClosureStepper(Stepper):
-    """`guard.step` for LBFGS, and for SAM, whose first gradients are there before its closure is
-    called.
-    """
+class ClosureDriver(StepDriver):
+    """`guard.step` for LBFGS, and for SAM, whose first gradients come before its closure."""
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
-        step = self.shield.call(None, self.begin, loss_fn, micro_batches)
+        """One step, whose loss the optimizer may evaluate several times."""
+        context = self.context
+        step = self.begin(loss_fn, micro_batches)
         if step is None:
-            return self._plain(loss_fn, micro_batches)
+            return self._unguarded_closure(loss_fn, micro_batches)
         step.began = capture_rng()
         evaluations = Evaluations(self, step)
         undo: UndoCopy | None = None
         try:
-            if evaluates_again(self.context.optimizer):
+            if evaluates_again(context.optimizer):
                 evaluations.evaluate()
-                if evaluations.vetoed and evaluations.first is not None:
-                    return self._undone(step, None, evaluations, evaluations.first)
-            undo = UndoCopy(self.context.optimizer)
-            self.context.optimizer.step(evaluations.closure)
+            if not evaluations.vetoed:
+                undo = UndoCopy(context.optimizer)
+                context.optimizer.step(evaluations.closure)
         except Exception as error:
             if undo is not None:
                 undo.restore()  # a line search may have moved the weights already
             incident = self.exceptions.in_step(step, error)
             if incident is None:
                 raise
-            return self.left_out(incident)
+            return self.without_step(incident)
         reading = evaluations.first
         if evaluations.vetoed and reading is not None:
             return self._undone(step, undo, evaluations, reading)
-        self.shield.call(None, self.reader.after_update)
-        self._advance()
+        self.after_update()
         if reading is not None:
-            self._after(step, reading, went_through=True)
+            self._end(step, reading, committed=True)
         return StepResult().resolve(reading, committed=True)
 
     def _undone(
         self, step: Step, undo: UndoCopy | None, evaluations: Evaluations, reading: Reading
     ) -> StepResult:
-        context, incident = self.context, evaluations.incident
+        """Put everything back as it was before a step with a bad evaluation."""
         unknown = undo.restore() if undo is not None else ()
         if unknown:
-            self.recovery.say(
-                "veto", f"the update was vetoed, but {', '.join(unknown)} cannot be compared"
-            )
-        context.buffers.restore()
+            names = ", ".join(unknown)
+            self.recovery.say("veto", f"the update was vetoed, but {names} cannot be compared")
+        self.context.buffers.restore()
         for parameter, gradient in evaluations.bad_gradients:
             parameter.grad = gradient
-        self.shield.call(None, step_end.recorded, context, reading, went_through=False)
-        context.step += 1
-        if incident is not None:
-            decided = skipped_after_all(incident)
-            incident = self.shield.call(decided, step_end.apply, context, self.recovery, decided)
-        again = run_again(self, step, incident)
-        return again or StepResult().resolve(reading, committed=False, incident=incident)
+        self.step_end.dropped(reading)
+        self.context.step += 1
+        incident = self.transaction.conclude(skipped_after_all(evaluations.incident))
+        second = run_again(self, step, incident)
+        if second is not None:
+            return second
+        return StepResult().resolve(reading, committed=False, incident=incident)
 
-    def _plain(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+    def _unguarded_closure(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
         """The step of a disarmed guard."""
+        optimizer = self.context.optimizer
 
         def closure() -> float:
-            self.context.optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
             total = 0.0
             for batch in micro_batches:
                 loss = loss_fn(batch)
@@ -170,19 +92,20 @@ class ClosureStepper(Stepper):
                 total += float(loss)
             return total
 
-        if evaluates_again(self.context.optimizer):
+        if evaluates_again(optimizer):
             closure()
-        self.context.optimizer.step(closure)
-        self._advance()
+        optimizer.step(closure)
+        self.after_update()
         self.context.step += 1
         return StepResult().resolve(None, committed=True)
 
 
 class Evaluations:
-    """The evaluations of one step. After a bad one the rest are cut short by gradients of zero."""
+    """The evaluations of one step. After a bad one the rest are cut short by zero gradients."""
 
-    def __init__(self, stepper: Stepper, step: Step) -> None:
-        self._stepper, self._step = stepper, step
+    def __init__(self, driver: StepDriver, step: Step) -> None:
+        self._driver = driver
+        self._step = step
         self.first: Reading | None = None
         self.incident: Incident | None = None
         self.vetoed = False
@@ -196,51 +119,64 @@ class Evaluations:
         return self.evaluate()
 
     def evaluate(self) -> Any:
-        """Forward, backward and a look at what they leave."""
+        """Run forward and backward, and read what they leave."""
         self._step.rng.clear()
-        losses = self._stepper.forward_backward(self._step)
+        losses = self._driver.forward_backward(self._step)
         totals = [m.total.reshape(()) for m in losses]
         self._last = sum(totals[1:], start=totals[0])  # in order, as a loop adds them
-        self._stepper.shield.call(None, self._read, losses)
+        if self._driver.protect.armed:
+            with self._driver.protect.region:
+                self._read(losses)
         return self._last
 
     def _read(self, losses: list[MicroLoss]) -> None:
-        stepper, context = self._stepper, self._stepper.context
-        pending = stepper.reader.issue(losses)
-        reading, verdict = self._judge(stepper.reader.complete(pending))
+        """Read, agree and judge one evaluation."""
+        context = self._driver.context
+        transaction = self._driver.transaction
+        pending = transaction.reader.issue(losses)
+        reading, verdict = transaction.assess(self._step, transaction.read(pending))
+        if self.first is not None and verdict.finite_anomaly:
+            verdict = OK  # along a line search losses say nothing about the run
         self.first = self.first or reading
         if verdict.bad:
-            if verdict.kind not in FINITE_KINDS:
-                self._step.buffers.restore()  # before the replay, which starts from what is there
-            self.incident = stepper.shield.call(
-                None, stepper.pipeline.respond, self._step, reading, verdict
-            )
-            if not let_through(verdict, self.incident):
-                self.first, self.vetoed = reading, True
-                self.bad_gradients = [(p, p.grad) for p in context.parameters]
-                silence(context.optimizer)
+            update = ClosureUpdate(self._step, context.optimizer)
+            incident = transaction.respond(self._step, reading, verdict, update)
+            if not let_through(verdict, incident):
+                self.incident = incident
+                self.first = reading
+                self.vetoed = True
+                self.bad_gradients = update.silence()
                 return
-            self.incident = None
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(
                 context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm
             )
 
-    def _judge(self, reading: Reading) -> tuple[Reading, Verdict]:
-        """Later evaluations lie along a line search: their losses say nothing about the run."""
-        reading, verdict = self._stepper.assess(self._step, reading)
-        along_the_line = self.first is not None and verdict.kind in FINITE_KINDS
-        return reading, OK if along_the_line else verdict
+
+class ClosureUpdate:
+    """An update in the middle of its evaluations; gradients of zero end a line search at once."""
+
+    def __init__(self, step: Step, optimizer: Optimizer) -> None:
+        self._step = step
+        self._optimizer = optimizer
+
+    def stop(self) -> None:
+        """Nothing yet: the gradients are needed until the step is located (see `silence`)."""
+
+    def restore_buffers(self) -> None:
+        self._step.buffers.restore()
+
+    def silence(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Put zeros in the place of the gradients, and return those."""
+        kept = []
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                kept.append((parameter, parameter.grad))
+                parameter.grad = torch.zeros_like(parameter)
+        return kept
 
 
-def silence(optimizer: Optimizer) -> None:
-    """Gradients of exactly zero end a line search at once."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def wrapped_once(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
+def checked_once(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
     """A closure that is checked after it ran, for optimizers that call it once."""
 
     def checked() -> Any:
@@ -253,24 +189,28 @@ def wrapped_once(closure: Callable[[], Any], check: Callable[[], None]) -> Calla
 
 
 class Evaluated(Protocol):
-    """Who looks at the evaluations of one step."""
+    """Checks the evaluations of one watched step."""
 
     vetoing: bool
 
-    def forget(self) -> None: ...
-    def check(self, *, again: bool = False) -> None: ...
+    def forget(self) -> None:
+        """Drop what was observed of an evaluation that is made again."""
+
+    def check(self, *, again: bool = False) -> None:
+        """Read and judge what an evaluation left."""
 
 
-class Repeated:
-    """The user's closure for LBFGS: every evaluation is checked, and a bad one silences the rest."""
+class CheckedClosure:
+    """The user's closure for LBFGS and SAM: every evaluation is checked, a bad one ends the rest."""
 
     def __init__(
         self, watcher: Evaluated, closure: Callable[[], Any], *, again: bool = False
     ) -> None:
         """`again`: the step has been evaluated once already."""
-        self._watcher, self._closure = watcher, closure
+        self._watcher = watcher
+        self._closure = closure
         self._last: Any = None
-        self._count = int(again)
+        self._again = again
 
     def __call__(self) -> Any:
         if self._watcher.vetoing:
@@ -278,6 +218,6 @@ class Repeated:
         self._watcher.forget()
         with torch.enable_grad():
             self._last = self._closure()
-        self._watcher.check(again=self._count > 0)
-        self._count += 1
+        self._watcher.check(again=self._again)
+        self._again = True
         return self._last

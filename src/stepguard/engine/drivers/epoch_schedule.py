@@ -28,7 +28,7 @@ class EpochSchedule:
         """A step went through."""
         loss = self._context.history.last_loss
         if loss is not None:
-            self._sum += -loss if self._context.climbs else loss
+            self._sum += -loss if self._context.maximizes else loss
             self._losses += 1
 
     def passed(self) -> None:

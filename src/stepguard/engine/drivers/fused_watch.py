@@ -1,96 +1,94 @@
-"""A watched loop with a fused optimizer: the kernel takes the verdict from the device, the host
-reads it later.
-"""
+"""A watched loop with a fused optimizer: the kernel takes the verdict, the host reads it later."""
 
 from __future__ import annotations
 
 import torch
 
-from stepguard.engine.drivers.fused import LateUpdate, found_inf
-from stepguard.engine.drivers.watched_step import Watching
+from stepguard.engine.drivers.fused import FusedUpdate
+from stepguard.engine.drivers.watched_step import WatchedStep
+from stepguard.engine.optimizer_kinds import found_inf
 from stepguard.engine.reader import Pending
 from stepguard.engine.result import StepResult
 from stepguard.records import Reading
 from stepguard.records.verdict import Verdict
 from stepguard.state.buffers import BufferKeeper
 
+DROPPED_FOR_ANOTHER = "update dropped: another optimizer of the same backward pass found a bad step"
 
-class LateWatching(Watching):
-    """The part of a watcher that concerns updates which have been issued and not been read."""
 
-    _late: LateUpdate | None = None
+class FusedWatchedStep(WatchedStep):
+    """The part of a watch driver that is about updates which were issued and not read yet."""
+
+    _fused: FusedUpdate | None = None
     _own_flag = False
+    """`optimizer.found_inf` was set by the guard, not by the user's scaler."""
 
     def _flag(self, pending: Pending) -> None:
-        """Fused: tell the kernel, read later. A scaler's own flag is kept and joined."""
+        """Tell the kernel and read later. The flag of a scaler is kept and joined."""
         optimizer = self.context.optimizer
-        late, theirs = (
-            LateUpdate(self.context, self._step(None), pending, StepResult()),
-            found_inf(optimizer),
-        )
+        fused = FusedUpdate(self.context, self._step(None), pending, StepResult())
+        theirs = found_inf(optimizer)
         if theirs is not None:
-            late.flag = torch.maximum(theirs, late.flag.to(theirs))
-        optimizer.found_inf = late.flag  # type: ignore[attr-defined]
-        self._own_flag, self._late = theirs is None, late
+            fused.flag = torch.maximum(theirs, fused.flag.to(theirs))
+        optimizer.found_inf = fused.flag  # type: ignore[attr-defined]
+        self._own_flag = theirs is None
+        self._fused = fused
 
-    def _issued(self, late: LateUpdate) -> None:
-        """A fused update is on its way. Changed buffers cannot wait: the next forward needs them
-        put back.
-        """
-        self.shield.call(None, self.reader.after_update)
-        self.shield.call(None, late.issued, self.context)
+    def _issued(self, fused: FusedUpdate) -> None:
+        """A fused update is on its way."""
+        if self.protect.armed:
+            with self.protect.region:
+                self.reader.after_update()
+                fused.issued(self.context)
         try:
             self.dropped = False
             if not self._remembered or self.context.buffers.changing():
+                # changed buffers cannot wait: the next forward needs them put back
                 self.dropped = self.settle(inside=True)
             else:
-                late.step.buffers = BufferKeeper(())
+                fused.step.buffers = BufferKeeper(())
         finally:
             self._end_step()
 
     def settle(self, *, inside: bool = False) -> bool:
-        """Read a fused step whose verdict is still on the device; `inside` optimizer.step() or
-        later.
+        """Read a fused step whose verdict is still on the device; `inside`: in optimizer.step().
 
-        True when it had been vetoed, and what the loop has done since has been taken back.
+        True when it was vetoed, and what the loop has done since has been taken back.
         """
-        late, self._late = self._late, None
-        if late is None:
+        fused = self._fused
+        self._fused = None
+        if fused is None:
             return False
-        reading = self.shield.call(None, late.read, self.reader)
+        reading = fused.read(self.transaction)
         if reading is None:
-            self._book(late.step, None, went_through=not bool(late.flag))
+            self._close_books(fused.step, None, committed=not bool(fused.flag))
             return False
-        late.step.scale = reading.scale or 1.0
-        reading, verdict = self._assess(late.step, reading)
-        if verdict.severity == "note":
-            self.shield.spare(None, self.pipeline.note, reading, verdict)
-        together = late.pending.others_bad
-        vetoed = late.vetoed(reading) or together
+        reading, verdict = self.transaction.assess(fused.step, reading)
+        self.transaction.note(reading, verdict)
+        together = fused.pending.others_bad
+        vetoed = fused.vetoed(reading) or together
         if vetoed and not verdict.bad and not together:
-            self.hold.scaler_skipped()
+            self.rollback.scaler_skipped()
         elif vetoed:
-            late.take_back(self.context, calibrating=False, schedule=self.hold.every_step)
-        self._finish_late(late, reading, verdict, vetoed=vetoed, inside=inside)
+            every_step = self.rollback.every_step
+            fused.take_back(self.context, calibrating=False, schedule=every_step)
+        self._finish_fused(fused, reading, verdict, vetoed=vetoed, inside=inside)
         if vetoed and self._commits in self._averaged.values():
             self.recovery.say(
                 "veto", "an AveragedModel took in the weights once more after the vetoed update"
             )
         if together and not verdict.bad:
-            self.recovery.say(
-                "veto",
-                "update dropped: another optimizer of the same backward pass found a bad step",
-            )
+            self.recovery.say("veto", DROPPED_FOR_ANOTHER)
         return vetoed and (verdict.bad or together)
 
-    def _finish_late(
-        self, late: LateUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool
+    def _finish_fused(
+        self, fused: FusedUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool
     ) -> None:
         if not verdict.bad:
-            self._book(late.step, reading, went_through=not vetoed)
+            self._close_books(fused.step, reading, committed=not vetoed)
             return
-        incident = self.shield.call(
-            None, self.pipeline.respond, late.step, reading, verdict, committed=not vetoed
+        incident = self.transaction.respond(
+            fused.step, reading, verdict, None, committed=not vetoed
         )
-        self._book(late.step, reading, went_through=not vetoed)
-        self._apply(incident, hold=vetoed and inside)
+        self._close_books(fused.step, reading, committed=not vetoed)
+        self._conclude(incident, hold=vetoed and inside)

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+
 
 class SeveralSchedules:
     """A list of schedulers in the place of one; they advance in the order they were given in."""
@@ -108,3 +110,15 @@ def put_setting(group: dict[str, Any], key: str, value: Any) -> None:
         group[key].copy_(value)
     else:
         group[key] = value
+
+
+def scale_rates(optimizer: Optimizer, scheduler: Any, factors: Sequence[float]) -> None:
+    """Multiply each group's learning rates, and what schedulers derive theirs from."""
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        for key in RATES:
+            if isinstance(group.get(key), int | float | Tensor):
+                put_setting(group, key, group[key] * factor)
+    for member in members(scheduler):
+        if hasattr(member, "base_lrs"):
+            pairs = zip(member.base_lrs, factors, strict=False)
+            member.base_lrs = [rate * factor for rate, factor in pairs]

@@ -1,6 +1,4 @@
-"""The closer look, once the cheap reading is alarming: which tensors are bad, and is it only the
-loss scale.
-"""
+"""Look closer once the cheap reading is alarming: which tensors are bad, or is it the loss scale?"""
 
 from __future__ import annotations
 
@@ -9,55 +7,54 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepguard.engine.context import Context
 from stepguard.locate.impurity import kept_loss_function_state
 from stepguard.records import Origin, Reading
-from stepguard.sentinel.gradients import dense_real, finite, gradient_norm
+from stepguard.sentinel.gradients import gradient_norm
 from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.sentinel.stored_tensors import (
     bad_buffers,
     bad_parameters,
     bad_slots,
     norm_statistics,
-    parameter_names,
     state_tensors,
 )
 from stepguard.state.batch import bad_batch_tensors
 from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.step import Step
+from stepguard.tensors.names import parameter_names
+from stepguard.tensors.values import dense_real, is_finite
 
 LOWEST_SCALE = 2.0**-24
 LOOK_CLOSER_AFTER = 4
 """Overflows in a row after which it is no longer presumed that a scaler is calibrating."""
 FAR_BELOW = 2.0**-10
-"""Of a scale that overflows: where the step must be finite if the scale is all that is wrong."""
+"""Of a scale that overflows: at this share the step is finite if only the scale is wrong."""
 
 
 def examine(context: Context, step: Step, reading: Reading) -> Reading:
     """Name what is bad. Reads everything stored, so it is slow and only for bad steps."""
     if reading.state_born:
-        return reading  # found after the update, which has been undone since
-    if (
-        not reading.grads_finite
-        and _losses_finite(reading)
-        and overflows_by_scale(context, step, reading)
-    ):
+        # found after the update, which has been undone since
+        return reading
+    by_gradient = not reading.grads_finite and _losses_finite(reading)
+    if by_gradient and overflows_by_scale(context, step, reading):
         return replace(reading, overflow=True, bad_state=())
-    buffers_after = [
-        name for name in bad_buffers(context.roots) if name not in context.on_purpose()
-    ]
+    buffers_after = _unaccepted(context, bad_buffers(context.roots))
     with kept_buffers(context.roots.values()):
         step.buffers.restore()
-        before = stored_trouble(context)
-    made_now = buffers_after if not before and _only_buffers(context, reading) else []
+        bad_state = stored_trouble(context)
+    made_now = bool(buffers_after) and not bad_state and _only_buffers(context, reading)
+    if made_now:
+        bad_state = buffers_after
     if not buffers_after:
-        leave_out_sentinels(context)
+        ignore_sentinels(context)
     return replace(
         reading,
-        bad_state=tuple(before or made_now),
-        state_born=reading.state_born or bool(made_now),
+        bad_state=tuple(bad_state),
+        state_born=made_now,
         bad_inputs=tuple(bad_batch_tensors(step.micro_batches)),
         bad_grads=tuple(_bad_gradients(context, step)),
     )
@@ -70,20 +67,27 @@ def stored_trouble(context: Context) -> list[str]:
         *bad_buffers(context.roots),
         *bad_slots(context.optimizer),
     ]
-    return [name for name in found if name not in context.on_purpose()]
+    return _unaccepted(context, found)
+
+
+def _unaccepted(context: Context, names: list[str]) -> list[str]:
+    """Those that are not accepted as non-finite. Asking what is reads the device the first time."""
+    if not names:
+        return []
+    accepted = context.on_purpose()
+    return [name for name in names if name not in accepted]
 
 
 def _elsewhere(context: Context) -> set[int]:
-    """Ids of parameters that somebody else trains: data to this guard, but for a look before its
-    first update.
-    """
-    return context.ownership.elsewhere() if context.history.committed else set()
+    """Ids of parameters that another optimizer trains: to this guard they are data."""
+    if not context.history.committed:
+        # before the first update everything is checked
+        return set()
+    return context.ownership.elsewhere()
 
 
 def somebody_elses(context: Context, origin: Origin | None) -> Origin | None:
-    """A parameter that another optimizer trains has gone bad: data to this guard, and going back
-    cures nothing.
-    """
+    """Mark an origin in a parameter that another optimizer trains: going back cures nothing."""
     if origin is None or origin.phase != "state" or not (origin.tensor or "").startswith("param:"):
         return origin
     elsewhere = _elsewhere(context)
@@ -96,25 +100,29 @@ def somebody_elses(context: Context, origin: Origin | None) -> Origin | None:
 
 
 def born_in_update(context: Context) -> list[str]:
-    """What an update has just made non-finite. A finite norm of it all proves that there is nothing
-    to look for.
-    """
+    """Name what an update has just made non-finite."""
     stored = (*context.parameters, *state_tensors(context.optimizer))
-    looked = [dense_real(t).detach() for t in stored if id(t) not in context.ignored]
-    norm = gradient_norm([t for t in looked if t.is_floating_point()])
-    return [] if norm is None or bool(torch.isfinite(norm.total)) else stored_trouble(context)
+    checked: list[Tensor] = []
+    for tensor in stored:
+        if id(tensor) not in context.ignored:
+            values = dense_real(tensor).detach()
+            if values.is_floating_point():
+                checked.append(values)
+    # a finite norm of it all proves in one pass that every element is finite
+    norm = gradient_norm(checked)
+    if norm is None or bool(torch.isfinite(norm.total)):
+        return []
+    return stored_trouble(context)
 
 
 def bad_tensors(model: nn.Module) -> tuple[str, ...]:
-    """Non-finite parameters and norm statistics of a model that nothing else is known of."""
+    """Name the non-finite parameters and norm statistics of a model without a guard."""
     statistics = {id(buffer) for buffer in norm_statistics({"": model})}
-    parameters = [f"param:{name}" for name, p in model.named_parameters() if not finite(p)]
-    buffers = [
-        f"buffer:{name}"
-        for name, b in model.named_buffers()
-        if id(b) in statistics and not finite(b)
-    ]
-    return tuple(parameters + buffers)
+    found = [f"param:{name}" for name, p in model.named_parameters() if not is_finite(p)]
+    for name, buffer in model.named_buffers():
+        if id(buffer) in statistics and not is_finite(buffer):
+            found.append(f"buffer:{name}")
+    return tuple(found)
 
 
 def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
@@ -122,29 +130,34 @@ def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
     if not together:
         return tuple(stored_trouble(context))
     try:
-        everybody = context.agreement.together(lambda: {"bad": stored_trouble(context)})
-    except RankFault:  # a rank whose guard has disarmed itself does not take part
+        told = context.agreement.together(lambda: {"bad": stored_trouble(context)})
+    except RankFault:
+        # a rank whose guard has disarmed itself does not take part
         return tuple(stored_trouble(context))
-    return tuple(dict.fromkeys(name for told in everybody for name in told["bad"]))
+    names: dict[str, None] = {}
+    for facts in told:
+        names.update(dict.fromkeys(facts["bad"]))
+    return tuple(names)
 
 
 def accept(context: Context, names: Iterable[str]) -> None:
-    """The policy goes on with state that was bad from the start: it is not looked at again."""
+    """Ignore state that was bad from the start: the policy lets it pass."""
     context.accepted.update(names)
     stored = [
         *context.parameters,
         *norm_statistics(context.roots),
         *state_tensors(context.optimizer),
     ]
-    context.ignored.update(id(tensor) for tensor in stored if not finite(tensor))
+    _ignore_nonfinite(context, stored)
 
 
-def leave_out_sentinels(context: Context) -> None:
-    """Buffers that are non-finite on purpose and are written again and again: the cheap look need
-    not see them.
-    """
-    written = context.buffers.written()
-    context.ignored.update(id(buffer) for buffer in written if not finite(buffer))
+def ignore_sentinels(context: Context) -> None:
+    """Leave buffers that are non-finite on purpose and often written out of the cheap reading."""
+    _ignore_nonfinite(context, context.buffers.written())
+
+
+def _ignore_nonfinite(context: Context, tensors: Iterable[Tensor]) -> None:
+    context.ignored.update(id(tensor) for tensor in tensors if not is_finite(tensor))
 
 
 def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
@@ -157,11 +170,10 @@ def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
 
 
 def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> bool:
-    """A scaler that tries a higher scale overflows now and then: a healthy run is not run again for
-    that.
+    """Is it a scaler that tries a higher scale? It overflows now and then in a healthy run.
 
-    An overflow leaves infinities, so the norm is infinite. A NaN may have been born as one, so it
-    is looked into, and so is a scale that keeps falling.
+    An overflow leaves infinities, so the norm is infinite. A NaN may have been born as one, so the
+    step is run again, and so it is with a scale that keeps falling.
     """
     if context.overflows_in_a_row >= LOOK_CLOSER_AFTER:
         return False
@@ -174,18 +186,17 @@ def _finite_at_a_lower_scale(context: Context, step: Step, scale: float) -> bool
     if not context.scaling():
         return step.scale != 1.0 and step.replayable and rerun(step, scale=1.0).grads_finite
     if step.model_only:
-        # the loss's own backward cannot be run again: gradients that come back from it infinite are
-        # the scale's
+        # the loss's own backward cannot be run again: infinities out of it are the scale's
         return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
     if not step.replayable:
-        return True  # cannot be run again: a scaler that still falls is presumed to be calibrating
+        # cannot be run again: a scaler that still falls is presumed to be calibrating
+        return True
     return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
 
 
 def working_scale(step: Step) -> float:
-    """Half the largest power-of-two fraction of the static scale at which this step is finite:
-    others may be larger.
-    """
+    """Half the largest power-of-two fraction of the static scale at which this step is finite."""
+    # halved once more below: the next steps may have larger gradients
     scale = step.scale / 2
     while scale > LOWEST_SCALE and not rerun(step, scale=scale).grads_finite:
         scale /= 2
@@ -197,22 +208,23 @@ def _losses_finite(reading: Reading) -> bool:
 
 
 def _only_buffers(context: Context, reading: Reading) -> bool:
-    """Nothing else is wrong: this step's forward made a buffer non-finite."""
+    """Is a buffer all that is wrong? Then this step's forward made it non-finite."""
     # where gradients carry a rank's own trouble to the others, theirs are non-finite because of it
     grads_fine = reading.grads_finite or context.agreement.mode == "spread"
     return grads_fine and _losses_finite(reading) and "buffers" in reading.bad_state
 
 
 def _bad_gradients(context: Context, step: Step) -> list[str]:
-    """Names of parameters whose gradient is non-finite, from a second run where the first ones are
-    gone or clipped.
-    """
-    gradients = {id(p): p.grad for p in context.parameters}
+    """Names of parameters whose gradient is non-finite; from a second run where they are gone."""
+    gradients: dict[int, Tensor | None] = {id(p): p.grad for p in context.parameters}
     if step.grads_gone:
-        given = [id(p) for group in context.optimizer.param_groups for p in group["params"]]
-        gradients = dict(zip(given, rerun(step).gradients, strict=True)) if step.replayable else {}
-    found = [
-        (name, gradients.get(id(p)))
-        for p, name in parameter_names(context.roots, context.optimizer)
-    ]
-    return [name for name, gradient in found if gradient is not None and not finite(gradient)]
+        gradients = {}
+        if step.replayable:
+            given = [p for group in context.optimizer.param_groups for p in group["params"]]
+            gradients = dict(zip(map(id, given), rerun(step).gradients, strict=True))
+    found: list[str] = []
+    for parameter, name in parameter_names(context.roots, context.optimizer):
+        gradient = gradients.get(id(parameter))
+        if gradient is not None and not is_finite(gradient):
+            found.append(name)
+    return found

@@ -13,8 +13,8 @@ import torch
 from stepguard._errors import StepguardError
 from stepguard.engine.context import Context
 from stepguard.engine.incident.incident_record import record
-from stepguard.engine.protect import Shield
-from stepguard.engine.transaction import Pipeline
+from stepguard.engine.protect import Protection
+from stepguard.engine.transaction import Transaction
 from stepguard.locate.exception_origin import (
     Attempt,
     place_exception,
@@ -42,8 +42,10 @@ BROKEN_DEVICE = ("CUDA error", "device-side assert", "HIP error")
 class Exceptions:
     """What one guard does about exceptions that pass through it."""
 
-    def __init__(self, context: Context, shield: Shield, pipeline: Pipeline) -> None:
-        self._context, self._shield, self._pipeline = context, shield, pipeline
+    def __init__(self, context: Context, protect: Protection, transaction: Transaction) -> None:
+        self._context = context
+        self._protect = protect
+        self._transaction = transaction
         self._seen: dict[tuple[str, str | None], int] = {}
 
     def in_step(self, step: Step, error: Exception) -> Incident | None:
@@ -53,10 +55,13 @@ class Exceptions:
         Buffers, counters and random numbers are put back as they were before the step; its
         gradients are dropped.
         """
-        if isinstance(error, StepguardError) or not self._shield.armed:
+        if isinstance(error, StepguardError) or not self._protect.armed:
             return None
-        self._shield.spare(None, self._take_back, step)
-        incident = self._shield.spare(None, self._record, step, error, None, may_skip=True)
+        incident: Incident | None = None
+        with self._protect.part("state before an exception"):
+            self._take_back(step)
+        with self._protect.part("record of an exception"):
+            incident = self._record(step, error, None, may_skip=True)
         if step.start is not None:
             restore_rng(step.start)
         if incident is None or incident.decision is None or incident.decision.action != "skip":
@@ -72,8 +77,11 @@ class Exceptions:
         ours = (
             type(error).__module__.partition(".")[0] == "stepguard"
         )  # a replay of another guard that was cut short
-        if isinstance(error, Exception) and not ours and not recorded(error):
-            self._shield.spare(None, self._record, step, error, attempt, may_skip=False)
+        if not self._protect.armed or ours or not isinstance(error, Exception):
+            return
+        if not recorded(error):
+            with self._protect.part("record of an exception"):
+                self._record(step, error, attempt, may_skip=False)
 
     def _take_back(self, step: Step) -> None:
         step.buffers.restore()
@@ -91,9 +99,10 @@ class Exceptions:
             evidence={"type": type(error).__name__},
         )
         reading = Reading(step=step.index, lr=context.lr)
-        incident = self._pipeline.open_incident(step, reading, verdict)
+        incident = self._transaction.open_incident(step, reading, verdict)
         origin = traceback_origin(error, step.index, step.named_roots())
-        origin = self._shield.spare(origin, self._placed, origin, step, error, attempt)
+        with self._protect.part("place of an exception"):
+            origin = self._placed(origin, step, error, attempt)
         decision = self._decide(step, error, may_skip=may_skip)
         _complete(step)
         kept = (

@@ -50,6 +50,11 @@ def stored_culprit(origin: Origin | None) -> bool:
     )
 
 
+def weights_ruined(origin: Origin | None) -> bool:
+    """Has an earlier batch, fine in its time, been seen to fail on the present weights?"""
+    return origin is not None and "weights_ruined" in origin.notes
+
+
 def ruined(again: tuple[float, float]) -> bool:
     """An earlier healthy batch, on the present weights and when it was new."""
     now, then = again

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stepguard.sentinel.gradients import HALVES, dense_values
-from stepguard.sentinel.stored_tensors import parameter_names
+from stepguard.tensors.names import parameter_names
+from stepguard.tensors.torch_private import foreach_norm
+from stepguard.tensors.values import HALVES, dense_values
 
 Mode = Literal["note", "clip", "skip"]
 FEWEST = 32
@@ -161,9 +162,9 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
     for (_, dtype), members in groups.items():
         chosen = [gradients[index].detach() for index in members]
         found = (
-            torch._foreach_norm(chosen, 2, dtype=torch.float32)
+            foreach_norm(chosen, 2, dtype=torch.float32)
             if dtype in HALVES
-            else torch._foreach_norm(chosen)
+            else foreach_norm(chosen)
         )
         for index, norm in zip(members, found, strict=True):
             norms[index] = norm

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from stepguard.engine.context import Context
 from stepguard.engine.incident.lost_samples import note_lost
-from stepguard.engine.protect import spare
+from stepguard.engine.protect import explain_or_warn
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
@@ -23,8 +24,9 @@ MOST_CAPSULES = 20
 
 def record(context: Context, incident: Incident, step: Step) -> Incident:
     """On record, as far as that can be: the step stays vetoed whatever fails here."""
-    context.unrecorded = None
-    return spare(incident, partial(context.say, "output"), write_down, context, incident, step)
+    return explain_or_warn(
+        incident, partial(context.say, "output"), write_down, context, incident, step
+    )
 
 
 def write_down(context: Context, incident: Incident, step: Step) -> Incident:
@@ -53,6 +55,24 @@ def _write_folder(context: Context, incident: Incident) -> None:
             f"{type(fault).__name__}: {fault}"
         )
         context.say("output", summary)
+
+
+def free_id(context: Context, name: str) -> str:
+    """`name`, or `name-2`, ...: a step comes again after a rewind, and in a later run here."""
+    taken = {incident.id for incident in context.incidents}
+    candidate = name
+    for number in count(2):
+        if candidate not in taken and not _on_disk(context, candidate):
+            break
+        candidate = f"{name}-{number}"
+    return candidate
+
+
+def _on_disk(context: Context, name: str) -> bool:
+    run_dir = context.config.run_dir
+    if run_dir is None:
+        return False
+    return incident_folder(Path(run_dir), name, context.agreement.rank).exists()
 
 
 def incident_folder(run_dir: Path, name: str, rank: int) -> Path:

@@ -8,24 +8,13 @@ it stays vetoed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from stepguard.engine.context import Context
-from stepguard.engine.protect import Shield
 from stepguard.records import Reading, Verdict
 from stepguard.records.verdict import OK
-from stepguard.state.step import Step
 
-Assess = Callable[[Step, Reading], tuple[Reading, Verdict]]
 UNNAMED = "param:unnamed"
-
-
-def assess_or_presume(
-    context: Context, shield: Shield, assess: Assess, step: Step, reading: Reading
-) -> tuple[Reading, Verdict]:
-    """The verdict; whatever fails in it, what the reading itself proves to be bad stays refused."""
-    return shield.call((reading, presumed_verdict(context, reading)), assess, step, reading)
 
 
 def presumed_reading(context: Context, reading: Reading) -> Reading:

@@ -1,40 +1,54 @@
-"""Plain numbers about the run for the diagnosing rules, which see no torch."""
+"""Collect plain numbers about the run and its optimizer for the diagnosing rules, which see no torch.
+
+Read only once something is wrong: some of them read every parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 
 from stepguard.diagnose import RunFacts
+from stepguard.diagnose.run_facts import Scaling
 from stepguard.engine.context import Context
-from stepguard.engine.incident.update_facts import lost_squares, update_ratio
 from stepguard.records import Reading
+from stepguard.tensors.dtypes import dtype_name
+
+FAR_ABOVE = 1e6
+"""Times the smallest gradient whose square is not 0: above it, a square of 0 has been lost."""
 
 
 def run_facts(context: Context, reading: Reading) -> RunFacts:
-    """What the rules may know beyond the incident itself."""
-    history, optimizer = context.history, context.optimizer
-    group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    eps, betas = group.get("eps"), group.get("betas")
+    """Collect what the rules may know beyond the incident itself."""
+    history = context.history
+    optimizer = context.optimizer
+    first_group: dict[str, Any] = {}
+    if optimizer.param_groups:
+        first_group = optimizer.param_groups[0]
+    ratio = None
+    if history.rates:
+        ratio = update_ratio(optimizer, history.rates[-1])
+    dtypes = {dtype_name(p.dtype) for p in context.parameters}
     return RunFacts(
         lr_history=(*history.rates, reading.lr),
         configured_lr=history.configured_lr,
         first_lr=history.first_lr,
-        initial_lr=tuple(_initial(group) for group in optimizer.param_groups),
-        update_ratio=update_ratio(optimizer, history.rates[-1]) if history.rates else None,
+        initial_lr=tuple(_declared_rate(group) for group in optimizer.param_groups),
+        update_ratio=ratio,
         lost_squares=lost_squares(optimizer),
         losses=tuple(history.losses),
         grad_norms=tuple(history.norms),
-        param_dtypes=tuple(
-            sorted({str(p.dtype).removeprefix("torch.") for p in context.parameters})
-        ),
+        param_dtypes=tuple(sorted(dtypes)),
         optimizer=type(optimizer).__name__,
-        eps=float(eps) if isinstance(eps, int | float) else None,
-        betas=tuple(float(b) for b in betas) if isinstance(betas, tuple | list) else (),
+        eps=_number(first_group.get("eps")),
+        betas=_numbers(first_group.get("betas")),
         clip_norm=context.config.clip_norm,
-        scaling="dynamic"
-        if context.scaling()
-        else ("static" if context.loss_scale != 1.0 else "none"),
+        scaling=_scaling(context),
         world_size=context.agreement.size,
         committed=history.committed,
         resumed=context.resumed,
@@ -42,13 +56,135 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
     )
 
 
+def _scaling(context: Context) -> Scaling:
+    if context.scaling():
+        return "dynamic"
+    if context.loss_scale != 1.0:
+        return "static"
+    return "none"
+
+
 def _outlier(context: Context) -> tuple[int, str, float] | None:
-    seen = context.outliers.committed_one if context.outliers is not None else None
-    return (seen.step, seen.name, seen.norm / seen.usual) if seen is not None else None
+    if context.outliers is None or context.outliers.committed_one is None:
+        return None
+    seen = context.outliers.committed_one
+    return seen.step, seen.name, seen.norm / seen.usual
 
 
-def _initial(group: Mapping[str, Any]) -> float | None:
+def _declared_rate(group: Mapping[str, Any]) -> float | None:
     """The highest rate that the group's schedule declares; None where there is no schedule."""
-    declared = [group.get(key) for key in ("initial_lr", "max_lr")]
-    known = [float(rate) for rate in declared if isinstance(rate, int | float)]
-    return max(known, default=None)
+    initial = _number(group.get("initial_lr"))
+    peak = _number(group.get("max_lr"))
+    if initial is None or peak is None:
+        return initial if peak is None else peak
+    return max(initial, peak)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    return None
+
+
+def _numbers(values: Any) -> tuple[float, ...]:
+    if not isinstance(values, tuple | list):
+        return ()
+    return tuple(map(float, values))
+
+
+# --- what the optimizer's memory says about its last update
+
+
+def update_ratio(
+    optimizer: Optimizer, rates: Sequence[float], last_norm: float | None = None
+) -> float | None:
+    """Norm of the last update, made with `rates`, over the norm of its weights; None if unknown.
+
+    An optimizer without memory (plain SGD) made it of the last gradient, whose norm is `last_norm`.
+    """
+    moves: list[Tensor] = []
+    weights: list[Tensor] = []
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        for parameter in group["params"]:
+            direction = _direction(group, optimizer.state.get(parameter, {}))
+            if direction is not None and math.isfinite(rate):
+                moves.append(rate * direction)
+                weights.append(parameter.detach())
+    moved = _norm(moves)
+    if not moves and last_norm is not None and type(optimizer) is SGD:
+        weights = [p.detach() for p in _parameters(optimizer) if _is_plain(p.data)]
+        moved = max(rates, default=0.0) * last_norm
+    total = _norm(weights)
+    if not total:
+        return None
+    ratio = moved / total + _decay(optimizer, rates)
+    return ratio if math.isfinite(ratio) else None
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _decay(optimizer: Optimizer, rates: Sequence[float]) -> float:
+    """Share of the weights that weight decay alone takes off."""
+    largest = 0.0
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        largest = max(largest, rate * float(group.get("weight_decay") or 0.0))
+    return largest
+
+
+def _direction(group: dict[str, Any], state: Any) -> Tensor | None:
+    """Adam's update from its moments, SGD's from its momentum; for a rate of 1."""
+    if not isinstance(state, Mapping):
+        return None
+    moments = _moments(state)
+    betas = group.get("betas", ())
+    if moments is None or len(betas) != 2:
+        momentum = state.get("momentum_buffer")
+        return momentum.float() if _is_plain(momentum) else None
+    mean, square = moments
+    steps = max(1.0, float(state.get("step", 1.0)))
+    # Adam divides by how much of each average has been filled in so far
+    mean = mean.float() / (1.0 - float(betas[0]) ** steps)
+    square = square.float() / (1.0 - float(betas[1]) ** steps)
+    update: Tensor = mean / (square.sqrt() + float(group.get("eps", 1e-8)))
+    return update
+
+
+def lost_squares(optimizer: Optimizer) -> int:
+    """Count elements with a mean gradient but no mean square of it: the mean over 0 is huge.
+
+    No training leaves them behind. Small squares vanish when a checkpoint keeps them in half
+    precision. Gradients so small that the square is 0 in its own dtype are not counted.
+    """
+    found = 0
+    for state in optimizer.state.values():
+        moments = _moments(state)
+        if moments is not None:
+            mean, square = moments
+            representable = mean.abs() > math.sqrt(torch.finfo(square.dtype).tiny) * FAR_ABOVE
+            found += int(((square == 0) & representable).sum())
+    return found
+
+
+def _moments(state: Any) -> tuple[Tensor, Tensor] | None:
+    """Adam's mean and mean square of one parameter's gradients; None where they are not kept."""
+    if not isinstance(state, Mapping):
+        return None
+    mean = state.get("exp_avg")
+    square = state.get("exp_avg_sq")
+    if _is_plain(mean) and _is_plain(square) and mean.shape == square.shape:
+        return mean, square
+    return None
+
+
+def _is_plain(value: Any) -> TypeGuard[Tensor]:
+    """Not sharded (a norm would be a collective), not sparse, not complex."""
+    return type(value) is Tensor and value.layout is torch.strided and value.is_floating_point()
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    squares = 0.0
+    for tensor in tensors:
+        squares += float(torch.linalg.vector_norm(tensor.float())) ** 2
+    return math.sqrt(squares)

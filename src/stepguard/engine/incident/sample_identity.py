@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.engine.recover.leave_out import samples_in
+from stepguard.engine.recover.partial_step import samples_in
 from stepguard.records import Origin
 from stepguard.records.bad_samples import Identity
 from stepguard.state.batch_rows import part_named

@@ -1,4 +1,4 @@
-"""The steps since the last good snapshots, kept by reference so that they can be run again."""
+"""Keep the steps since the last good snapshots, by reference, so that they can be run again."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from torch import Tensor
 
 from stepguard.state.batch import named_tensors
 from stepguard.state.step import Step
+from stepguard.tensors.versions import versions, written_since
 
 MOST_STEPS = 512
 RANDOM_NUMBERS = 32 * 1024
-"""What the states of the generators take, roughly, for each micro-batch."""
+"""Bytes that the states of the generators take, roughly, for each micro-batch."""
 SAME_LOSS = 1e-3
-"""Relative difference up to which two losses of one step are the same but for the order of
-additions.
-"""
+"""Relative difference up to which two losses of one step differ only by the order of additions."""
 
 
 @dataclass(slots=True)
-class Kept:
-    """A step that went through, its loss, and marks that show whether its batch has been written to
-    since.
-    """
+class KeptStep:
+    """A step that went through, its loss, and marks that show whether its batch was written to."""
 
     step: Step
     loss: float | None
@@ -34,7 +31,7 @@ class Kept:
 
     @property
     def intact(self) -> bool:
-        return self.marks == [t._version for t in self.tensors]
+        return not written_since(self.tensors, self.marks)
 
     def same(self, loss: float | None) -> bool:
         """Is this the loss it had the first time?"""
@@ -43,57 +40,65 @@ class Kept:
         return math.isclose(loss, self.loss, rel_tol=SAME_LOSS, abs_tol=1e-12)
 
 
-class Window:
+class KeptSteps:
     """As many of the last steps as fit into `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._size = limit, 0
-        self._kept: deque[Kept] = deque()
-        self._whole_from = 0
+        self._limit = limit
+        self._size = 0
+        self._kept: deque[KeptStep] = deque()
+        self._complete_from = 0
         """Every step from here on is kept, but for those that had no effect."""
 
     def keep(self, step: Step, loss: float | None) -> None:
         if not step.replayable or not self._limit:
             self.broken(step.index)
             return
-        tensors = [t for batch in step.micro_batches for _, t in named_tensors(batch)]
-        size = sum(t.numel() * t.element_size() for t in tensors) + RANDOM_NUMBERS * len(
-            step.micro_batches
-        )
-        self._kept.append(Kept(step, loss, size, tensors, [t._version for t in tensors]))
+        tensors: list[Tensor] = []
+        for batch in step.micro_batches:
+            tensors += [tensor for _, tensor in named_tensors(batch)]
+        size = RANDOM_NUMBERS * len(step.micro_batches)
+        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        # torch counts the writes to a tensor in `_version`: the same count, the same values
+        self._kept.append(KeptStep(step, loss, size, tensors, versions(tensors)))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):
-            self._whole_from = self._drop_oldest() + 1
+            self._complete_from = self._drop_oldest() + 1
 
     def broken(self, index: int) -> None:
-        """This step changed the state and cannot be run again as it was."""
-        self.forget_before(index + 1)
+        """Drop everything: this step changed the state and cannot be run again as it was."""
         self._kept.clear()
-        self._size, self._whole_from = 0, index + 1
+        self._size = 0
+        self._complete_from = index + 1
 
     def forget_before(self, step: int) -> None:
-        """Nobody will go back further than this."""
+        """Drop the steps before this one: no rewind goes back further."""
         while self._kept and self._kept[0].step.index < step:
             self._drop_oldest()
-        self._whole_from = max(self._whole_from, step)
+        self._complete_from = max(self._complete_from, step)
 
-    def at(self, step: int) -> Kept | None:
+    def at(self, step: int) -> KeptStep | None:
         """This very step, if its batch is still as it was."""
-        return next((k for k in self._kept if k.step.index == step and k.intact), None)
+        for kept in self._kept:
+            if kept.step.index == step and kept.intact:
+                return kept
+        return None
 
-    def since(self, step: int) -> list[Kept] | None:
+    def since(self, step: int) -> list[KeptStep] | None:
         """The steps from this one on; None where some of them are missing or were written to."""
-        kept = [k for k in self._kept if k.step.index >= step]
-        return kept if self._whole_from <= step and all(k.intact for k in kept) else None
+        kept = [kept for kept in self._kept if kept.step.index >= step]
+        if self._complete_from > step or not all(each.intact for each in kept):
+            return None
+        return kept
 
-    def rewound(self, step: int) -> list[Kept]:
-        """Take out the steps from this one on: the run is before them now."""
-        gone = [k for k in self._kept if k.step.index >= step]
-        for kept in gone:
+    def take_since(self, step: int) -> list[KeptStep]:
+        """Take out the steps from this one on: the run has gone back before them."""
+        taken = [kept for kept in self._kept if kept.step.index >= step]
+        for kept in taken:
             self._kept.remove(kept)
             self._size -= kept.size
-        self._whole_from = min(self._whole_from, step)
-        return gone
+        self._complete_from = min(self._complete_from, step)
+        return taken
 
     def _drop_oldest(self) -> int:
         oldest = self._kept.popleft()

@@ -1,91 +1,79 @@
-"""What of a bad step is proven guilty, and the rest of the step: rows or micro-batches that can be
-trained on.
-"""
+"""Leave out what is proven guilty: the rest of a bad step, without its bad rows or micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepguard.engine.recover import leave_out
 from stepguard.locate.batch import sample_count
-from stepguard.records import Incident
+from stepguard.records import Incident, Origin
+from stepguard.state.batch_rows import keep_rows, row_count
 from stepguard.state.replay import rerun
 from stepguard.state.step import Step
 
 
 def proven_guilty(step: Step, incident: Incident) -> str:
-    """What the step could go on without, in words (people count micro-batches from 1); empty where
-    it is all of it.
-    """
+    """What the step could go on without, in words; empty where it is all of it."""
     reading = incident.reading
     if reading.bad_state or reading.overflow:
         return ""
-    rows = _sample_words(step, incident)
-    if rows:
-        return rows
+    samples = _sample_words(step, incident)
+    if samples:
+        return samples
     count = len(step.micro_batches)
     guilty = reading.bad_micro_batches
     if count == 1 or len(guilty) == count:
         return ""
-    return micro_batch_words(guilty, count) if guilty else "a micro-batch"
+    if not guilty:
+        return "a micro-batch"
+    return micro_batch_words(guilty, count)
 
 
 def _sample_words(step: Step, incident: Incident) -> str:
     origin = incident.origin
-    if origin is None or not origin.samples:
+    if origin is None or not _can_lose(step, origin):
         return ""
-    micro = origin.micro_batch or 0
-    if not _can_go(step.micro_batches[micro], origin.samples):
-        return ""
-    plural = "s" if len(origin.samples) > 1 else ""
-    rows = ", ".join(map(str, origin.samples))
+    said = "samples " if len(origin.samples) > 1 else "sample "
+    said += ", ".join(map(str, origin.samples))
     count = len(step.micro_batches)
-    where = f" of micro-batch {micro + 1} of {count}" if count > 1 else ""
-    return f"sample{plural} {rows}{where}"
+    if count > 1:
+        said += f" of micro-batch {(origin.micro_batch or 0) + 1} of {count}"
+    return said
 
 
 def micro_batch_words(guilty: Sequence[int], count: int) -> str:
-    """`micro-batch 2 of 4`, counted from 1."""
-    numbers = ", ".join(str(index + 1) for index in guilty)
-    return f"micro-batch{'es' if len(guilty) > 1 else ''} {numbers} of {count}"
+    """`micro-batch 2 of 4`, counted from 1 as people do."""
+    said = "micro-batches " if len(guilty) > 1 else "micro-batch "
+    said += ", ".join(str(index + 1) for index in guilty)
+    return f"{said} of {count}"
 
 
 def share_of(step: Step, incident: Incident) -> float:
     """Share of the step's samples that is lost without what is proven guilty."""
-    origin = incident.origin
     counts = [max(sample_count(batch), 1) for batch in step.micro_batches]
-    if (
-        origin is not None
-        and origin.samples
-        and _can_go(step.micro_batches[origin.micro_batch or 0], origin.samples)
-    ):
+    origin = incident.origin
+    if origin is not None and _can_lose(step, origin):
         return len(origin.samples) / sum(counts)
     guilty = incident.reading.bad_micro_batches or (0,)
     return sum(counts[index] for index in guilty) / sum(counts)
 
 
 def without_samples(step: Step, incident: Incident) -> Step | None:
-    """The step without its guilty rows, if it is finite then; None where it is not or cannot be
-    cut.
-    """
+    """The step without its guilty rows; None where it is not finite then or cannot be cut."""
     origin = incident.origin
     if origin is None or not origin.samples:
         return None
     micro = origin.micro_batch or 0
     batches: list[Any] = list(step.micro_batches)
-    batches[micro] = leave_out.without_samples(batches[micro], origin.samples)
+    batches[micro] = batch_without(batches[micro], origin.samples)
     if batches[micro] is None:
         return None
     rest = replace(step, micro_batches=tuple(batches))
-    return rest if _finite(rest, range(len(batches))) else None
-
-
-def _can_go(batch: Any, samples: Sequence[int]) -> bool:
-    """Is something left without these samples, and can the batch be cut safely?"""
-    count = leave_out.samples_in(batch)
-    return count is not None and len(samples) < count
+    if not _finite(rest, range(len(batches))):
+        return None
+    return rest
 
 
 def good_micro_batches(step: Step) -> list[int]:
@@ -93,9 +81,46 @@ def good_micro_batches(step: Step) -> list[int]:
     return [index for index in range(len(step.micro_batches)) if _finite(step, [index])]
 
 
+def _can_lose(step: Step, origin: Origin) -> bool:
+    """Are samples proven guilty, can their batch be cut, and is something left of it?"""
+    if not origin.samples:
+        return False
+    count = samples_in(step.micro_batches[origin.micro_batch or 0])
+    return count is not None and len(origin.samples) < count
+
+
 def _finite(step: Step, micro: Sequence[int]) -> bool:
     try:
         again = rerun(step, micro=micro)
-    except Exception:  # the user's code cannot take such a batch
+    except Exception:
+        # the user's code cannot take such a batch
         return False
-    return again.grads_finite and all(loss - loss == 0.0 for loss in again.losses)
+    return again.grads_finite and all(map(math.isfinite, again.losses))
+
+
+def samples_in(batch: Any) -> int | None:
+    """How many samples a batch has; None where its parts do not agree on a number."""
+    try:
+        return row_count(batch)
+    except Exception:
+        # a container class of the user's may raise anything
+        return None
+
+
+def batch_without(batch: Any, rows: Collection[int]) -> Any | None:
+    """The batch without these samples, in new tensors; the given one stays as it is.
+
+    None where it cannot be cut safely: its parts have no common first dimension (a graph, a packed
+    sequence, a sparse tensor), a class with unknown parts, a row it does not have, or nothing left.
+    """
+    count = samples_in(batch)
+    bad = set(rows)
+    if count is None or not bad or len(bad) == count:
+        return None
+    if min(bad) < 0 or max(bad) >= count:
+        return None
+    try:
+        return keep_rows(batch, [row for row in range(count) if row not in bad], count)
+    except Exception:
+        # a container class of the user's that cannot be copied, or refuses other sizes
+        return None

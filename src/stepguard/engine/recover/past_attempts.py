@@ -1,8 +1,7 @@
-"""What the journal of a run folder says about earlier attempts: where they started from, and how
-they ended.
+"""Read from the journal where earlier attempts of a run started, and how they ended.
 
-Read at `restore`, so that a run which is started again by a launcher does not run into the same
-wall for ever.
+Read at `restore`: a run that a launcher starts again and again must not stop at the same step each
+time.
 """
 
 from __future__ import annotations
@@ -43,51 +42,54 @@ class Past:
 
 
 def past_of(attempts: list[Attempt]) -> Past:
-    """All attempts together."""
-    return Past(
-        frozenset(step for attempt in attempts for step in attempt.lost_steps),
-        frozenset(attempt.stopped_at for attempt in attempts if attempt.stopped_at is not None),
-    )
+    """Sum up all attempts."""
+    lost: set[int] = set()
+    stopped: set[int] = set()
+    for attempt in attempts:
+        lost |= attempt.lost_steps
+        if attempt.stopped_at is not None:
+            stopped.add(attempt.stopped_at)
+    return Past(frozenset(lost), frozenset(stopped))
 
 
 def attempts_in(journal: Path) -> list[Attempt]:
-    """Every attempt of this folder, oldest first. Lines that cannot be read are passed over."""
+    """Every attempt in this journal, oldest first. Lines that cannot be read are passed over."""
     found: list[Attempt] = []
-    for line in _telling_lines(journal):
-        if line.get("type") == "run":
+    for line in _lines(journal):
+        kind = line.get("type")
+        if kind == "run":
             found.append(Attempt(run=str(line.get("run", ""))))
-        elif found:
-            _take(found[-1], line)
+        elif found and kind == "note" and line.get("kind") == "restored":
+            found[-1].restored = str(line.get("checkpoint") or "") or None
+        elif found and kind == "incident" and isinstance(line.get("incident"), dict):
+            _add_incident(found[-1], line["incident"])
     return found
 
 
 def failed_starts(attempts: list[Attempt], checkpoint: str) -> int:
     """How many attempts began with this checkpoint and were stopped by the policy."""
-    return sum(each.restored == checkpoint and each.stopped_at is not None for each in attempts)
+    started = [attempt for attempt in attempts if attempt.restored == checkpoint]
+    return sum(attempt.stopped_at is not None for attempt in started)
 
 
-def _take(attempt: Attempt, line: dict[str, Any]) -> None:
-    if line.get("type") == "note" and line.get("kind") == "restored":
-        attempt.restored = str(line.get("checkpoint") or "") or None
-        return
-    incident = line.get("incident")
-    if line.get("type") != "incident" or not isinstance(incident, dict):
-        return
+def _add_incident(attempt: Attempt, incident: dict[str, Any]) -> None:
     decision = incident.get("decision") or {}
     verdict = incident.get("verdict") or {}
     attempt.kinds.append(str(verdict.get("kind", "")))
     step = incident.get("step")
     if not isinstance(step, int):
         return
-    if decision.get("action") == "stop":
+    stopped = decision.get("action") == "stop"
+    if stopped:
         attempt.stopped_at = step
-    if decision.get("left_out") or decision.get("action") == "stop":
+    if stopped or decision.get("left_out"):
         attempt.lost_steps.add(step)
 
 
-def _telling_lines(journal: Path) -> Iterator[dict[str, Any]]:
+def _lines(journal: Path) -> Iterator[dict[str, Any]]:
     """Headers, notes and incidents; the lines of healthy steps are not parsed."""
-    if not journal.is_file():  # a device may never end
+    if not journal.is_file():
+        # a device may never end
         return
     try:
         with journal.open("rb") as lines:

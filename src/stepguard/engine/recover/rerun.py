@@ -1,4 +1,4 @@
-"""Running steps a second time: one that failed by chance, or those since a snapshot."""
+"""Run steps a second time: one that failed by chance, or those since a snapshot."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from typing import Any, Protocol
 
 from stepguard.engine.context import Context
-from stepguard.engine.recover.kept_steps import Kept
-from stepguard.engine.recover.snapshots import Recovery
+from stepguard.engine.recover.kept_steps import KeptStep
+from stepguard.engine.recover.rewind import Recovery
 from stepguard.engine.result import StepResult
 from stepguard.records import Incident
 from stepguard.state.rng import capture_rng, restore_rng
@@ -16,7 +16,7 @@ from stepguard.state.step import LossFn, Step
 
 
 class Runs(Protocol):
-    """Who runs steps."""
+    """A driver that runs steps itself."""
 
     context: Context
     recovery: Recovery
@@ -27,10 +27,9 @@ class Runs(Protocol):
 def run_again(
     runs: Runs, step: Step, incident: Incident | None, *, late: bool = False
 ) -> StepResult | None:
-    """What the decision asks for after the state has been put back; the bad step's new result, if
-    it got one.
+    """Run again what the decision asks for; the bad step's new result, None if it got none.
 
-    `late`: the loop has gone on since, so its random numbers are put back afterwards.
+    `late`: the loop has drawn random numbers since, so they are put back afterwards.
     """
     decision = incident.decision if incident is not None else None
     if incident is None or decision is None:
@@ -45,52 +44,52 @@ def run_again(
         _reorder(runs, incident)
     if end is not None:
         restore_rng(end)
-    return result.answering(incident) if result is not None else None
+    if result is None:
+        return None
+    return result.answering(incident)
 
 
 def _retry(runs: Runs, step: Step) -> StepResult:
     runs.recovery.retried = step.index
-    with runs.recovery.replaying():
+    with runs.recovery.snapshots.paused():
         return _once_more(runs, step)
 
 
 def _repeat(runs: Runs, step: Step) -> StepResult | None:
-    """The steps since the snapshot exactly as they were, then the one that failed."""
+    """Run the steps since the snapshot exactly as they were, then the one that failed."""
     recovery = runs.recovery
-    left, start = recovery.left, recovery.start
+    start = recovery.start
     assert start is not None
-    with recovery.replaying():
-        for kept in left:
+    with recovery.snapshots.paused():
+        for kept in recovery.left:
             result = _once_more(runs, kept.step)
             if result.incident is not None:
-                return None  # it fails again, and what is done about it has been decided anew
+                # it failed again, which was an incident of its own with its own decision
+                return None
             if not kept.same(result.loss):
-                _not_exact(runs, kept, result, start)
+                _undo_inexact(recovery, kept, result, start)
                 return None
         return _once_more(runs, step)
 
 
-def _not_exact(runs: Runs, kept: Kept, result: StepResult, start: Snapshot) -> None:
-    """The loss function depends on more than its batch: what was run again is something else, so it
-    is undone.
-    """
-    recovery = runs.recovery
+def _undo_inexact(recovery: Recovery, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
+    """Go back once more: the loss function depends on more than its batch."""
     recovery.say(
         "rewind",
         f"step {kept.step.index} gave loss {kept.loss} and gives {result.loss} when run again: its "
-        f"loss function "
-        f"depends on more than the batch it is given, so the steps since {start.step} are left "
-        f"behind instead",
+        f"loss function depends on more than the batch it is given, so the steps since "
+        f"{start.step} are left behind instead",
     )
     recovery.put_back(start)
 
 
 def _reorder(runs: Runs, incident: Incident) -> None:
-    """The good steps since the snapshot, in another order, with new random numbers."""
+    """Run the good steps since the snapshot in another order, with new random numbers."""
     recovery = runs.recovery
     order = list(recovery.left)
+    # seeded by what every rank knows, so that all of them run the same order
     random.Random(f"{incident.id}/{runs.context.budget.rewinds}").shuffle(order)
-    with recovery.replaying():
+    with recovery.snapshots.paused():
         for kept in order:
             assert kept.step.loss_fn is not None
             result = runs.run(kept.step.loss_fn, kept.step.micro_batches)

@@ -1,19 +1,20 @@
-"""Where a rewind would go: the places that every rank can go back to, and the next remedy that has
-not been tried.
-"""
+"""Plan a rewind: which states every rank can go back to, and which of them has not been tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from stepguard.engine.context import Context
-from stepguard.engine.recover.kept_steps import Window
+from stepguard.engine.recover.snapshots import Snapshots
 from stepguard.policy.decide import NOTHING_GOOD
-from stepguard.policy.rewind_choice import Place, Remedy, choose
-from stepguard.state.run_state import State, Whole
-from stepguard.state.snapshot import Ring, Snapshot
+from stepguard.policy.rewind_choice import RewindPlan, RewindTarget, next_rewind
+from stepguard.state.run_state import State
+from stepguard.state.snapshot import Snapshot
+
+Offer = list[Any]
+"""Step, kind and timeline of a state: what one rank tells the others of a rewind target."""
 
 
 class Archive(Protocol):
@@ -23,124 +24,130 @@ class Archive(Protocol):
     def read(self, step: int) -> State | None: ...
 
 
-class Planning:
-    """Chooses with the other ranks, and remembers what has been tried."""
+class RewindPlanner:
+    """Chooses with the other ranks where to go back to, and remembers what has been tried."""
 
-    def __init__(
-        self,
-        context: Context,
-        whole: Whole,
-        ring: Ring,
-        window: Window,
-        sound: Callable[[Snapshot], bool],
-    ) -> None:
-        self._context, self._whole, self._ring, self._window = context, whole, ring, window
-        self._sound = sound
+    def __init__(self, context: Context, snapshots: Snapshots) -> None:
+        self._context = context
+        self._snapshots = snapshots
+        self._ring = snapshots.ring
+        self._whole = snapshots.whole
         self.archive: Archive | None = None
         """Checkpoints, for going further back than memory does."""
-        self._tried: list[Remedy] = []
-        self._chosen: Remedy | None = None
+        self._tried: list[RewindPlan] = []
+        self._chosen: RewindPlan | None = None
         self._fetched: Snapshot | None = None
         """What the last plan has read from disk."""
 
-    def plan(self, *, transient: bool, visible: bool) -> tuple[Remedy | None, str]:
-        """The next remedy, the same on every rank; or why there is none.
+    def plan(self, *, transient: bool, visible: bool) -> tuple[RewindPlan | None, str]:
+        """Choose the next rewind, the same on every rank; or say why there is none.
 
         `visible`: the damage is NaN or Inf. Any snapshot without is from before, so the newest of
         them loses least. Damage that cannot be seen asks for one that has proved good, else for one
         on probation from a good level.
         """
-        everybody = self._context.agreement.together(partial(self._offer, visible))
-        tried: list[Place] = []
+        told = self._context.agreement.together(partial(self._offer, visible))
+        tried: list[RewindTarget] = []
         for standing in ("good", "young"):
-            common = set.intersection(
-                *({tuple(place) for place in told[standing]} for told in everybody)
-            )
-            places = [Place(step=s, kind=k, timeline=t) for s, k, t in sorted(common, reverse=True)]
-            exact = (
-                transient
-                and bool(places)
-                and all(places[0].step in told["repeatable"] for told in everybody)
-            )
-            self._chosen = self._choose(places, exact)
+            targets = _offered_by_all(facts[standing] for facts in told)
+            exact = transient and _repeatable_by_all(targets, told)
+            self._chosen = self._choose(targets, exact)
             if self._chosen is not None:
                 return self._chosen, ""
-            tried += places
-        steps = ", ".join(str(place.step) for place in tried)
-        return None, f"every remedy has been tried at step {steps}" if tried else NOTHING_GOOD
+            tried += targets
+        if not tried:
+            return None, NOTHING_GOOD
+        steps = ", ".join(str(target.step) for target in tried)
+        return None, f"every rewind has been tried at step {steps}"
 
-    def take(self) -> tuple[Remedy, Snapshot]:
-        """The remedy of the last plan, which counts as tried from now on, and the state it goes
-        back to.
-        """
-        remedy, self._chosen = self._chosen, None
-        assert remedy is not None, "a rewind is decided with a plan only"
-        self._tried.append(remedy)
-        place, fetched, self._fetched = remedy.place, self._fetched, None
-        if place.kind == "checkpoint" and fetched is not None:
-            return remedy, fetched
-        here = (place.step, place.timeline)
-        return remedy, next(
-            s for s in self._ring.snapshots if (s.step, s.memory["timeline"]) == here
-        )
+    def take(self) -> tuple[RewindPlan, Snapshot]:
+        """Hand out the last plan, which counts as tried from now on, and the state it goes to."""
+        plan = self._chosen
+        fetched = self._fetched
+        assert plan is not None, "a rewind is decided with a plan only"
+        self._chosen = None
+        self._fetched = None
+        self._tried.append(plan)
+        if plan.target.kind == "checkpoint" and fetched is not None:
+            return plan, fetched
+        for snapshot in self._ring.snapshots:
+            if _offer_of(snapshot) == [plan.target.step, "snapshot", plan.target.timeline]:
+                return plan, snapshot
+        raise LookupError(f"the snapshot of step {plan.target.step} is gone")
 
     def forget(self) -> None:
-        """Another run begins."""
+        """Forget what was tried: another run begins."""
         self._tried.clear()
 
-    def _choose(self, places: list[Place], exact: bool) -> Remedy | None:
-        """The next remedy whose place can really be had: a checkpoint is read before it is counted
-        on.
-        """
-        policy, rewinds = self._context.config.policy, self._context.budget.rewinds
+    def _choose(self, targets: list[RewindTarget], exact: bool) -> RewindPlan | None:
+        """The next rewind whose target can really be had: a checkpoint is read before it counts."""
+        policy = self._context.config.policy
+        rewinds = self._context.budget.rewinds
         while True:
-            remedy = choose(places, self._tried, policy, repeatable=exact, rewinds=rewinds)
-            if remedy is None or remedy.place.kind == "snapshot":
-                return remedy
-            told = self._context.agreement.together(partial(self._fetch, remedy.place.step))
+            plan = next_rewind(targets, self._tried, policy, repeatable=exact, rewinds=rewinds)
+            if plan is None or plan.target.kind == "snapshot":
+                return plan
+            told = self._context.agreement.together(partial(self._fetch, plan.target.step))
             if all(facts["there"] for facts in told):
-                return remedy
-            self._tried.append(remedy)
+                return plan
+            self._tried.append(plan)
 
     def _fetch(self, step: int) -> dict[str, Any]:
-        state = self.archive.read(step) if self.archive is not None else None
-        there = state is not None and not self._whole.misfit(state, own_only=True)
         self._fetched = None
-        if state is not None and there:
-            self._fetched = Snapshot(
-                step, 0, state, {"anchor": None, "ruined": False, "level": None}
-            )
-        return {"there": there}
+        state = self.archive.read(step) if self.archive is not None else None
+        if state is None or self._whole.misfit(state, own_only=True):
+            return {"there": False}
+        memory = {"anchor": None, "ruined": False, "level": None}
+        self._fetched = Snapshot(step, 0, state, memory)
+        return {"there": True}
+
+    # --- what this rank can go back to
 
     def _offer(self, visible: bool) -> dict[str, Any]:
         good = self._ring.snapshots
         if not visible:
-            good = [s for s in self._ring.good() if self._level_was_good(s)]
+            good = [snapshot for snapshot in self._ring.good() if self._level_was_good(snapshot)]
         young = [s for s in self._ring.snapshots if s not in good and self._level_was_good(s)]
-        places = [_place(s) for s in good if self._sound(s)]
-        if self.archive is not None:
-            taken = {step for step, *_ in places}
-            places += [
-                (step, "checkpoint", 0) for step in self.archive.steps() if step not in taken
-            ]
-        on_probation = [_place(s) for s in young if self._sound(s)]
-        # with parameters that came later, the steps from there on cannot be run again as they were
+        offered = self._sound_ones(good)
+        offered += self._checkpoints(beside={step for step, *_ in offered})
+        on_probation = self._sound_ones(young)
+        steps = [step for step, *_ in (*offered, *on_probation)]
+        return {"good": offered, "young": on_probation, "repeatable": self._repeatable(steps)}
+
+    def _sound_ones(self, snapshots: Iterable[Snapshot]) -> list[Offer]:
+        probation = self._snapshots.probation
+        return [_offer_of(snapshot) for snapshot in snapshots if probation.sound(snapshot)]
+
+    def _checkpoints(self, beside: set[int]) -> list[Offer]:
+        if self.archive is None:
+            return []
+        return [[step, "checkpoint", 0] for step in self.archive.steps() if step not in beside]
+
+    def _repeatable(self, steps: Iterable[int]) -> list[int]:
+        """Those from which on every step can be run again as it was."""
+        # not where parameters came later: the first steps had no use for them
         grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}
-        steps = [step for step, *_ in (*places, *on_probation) if step not in grown]
-        repeatable = [step for step in steps if self._window.since(step) is not None]
-        return {
-            "good": [list(p) for p in places],
-            "young": [list(p) for p in on_probation],
-            "repeatable": repeatable,
-        }
+        return [s for s in steps if s not in grown and self._snapshots.kept.since(s) is not None]
 
     def _level_was_good(self, snapshot: Snapshot) -> bool:
-        """Was the loss where this run had been when the snapshot was taken?"""
-        level, history = snapshot.memory["level"], self._context.history
+        """Was the loss near this run's best when the snapshot was taken?"""
+        level = snapshot.memory["level"]
+        history = self._context.history
         if level is None or history.best is None:
             return not snapshot.memory["ruined"]
         return bool(level <= history.back_limit)
 
 
-def _place(snapshot: Snapshot) -> tuple[int, str, int]:
-    return snapshot.step, "snapshot", snapshot.memory["timeline"]
+def _offer_of(snapshot: Snapshot) -> Offer:
+    return [snapshot.step, "snapshot", snapshot.memory["timeline"]]
+
+
+def _offered_by_all(offers: Iterable[list[Offer]]) -> list[RewindTarget]:
+    """The states that every rank has, newest first."""
+    common = set.intersection(*({tuple(offer) for offer in rank} for rank in offers))
+    newest_first = sorted(common, reverse=True)
+    return [RewindTarget(step=s, kind=kind, timeline=t) for s, kind, t in newest_first]
+
+
+def _repeatable_by_all(targets: Sequence[RewindTarget], told: Sequence[dict[str, Any]]) -> bool:
+    return bool(targets) and all(targets[0].step in facts["repeatable"] for facts in told)

@@ -1,8 +1,7 @@
-"""SIGTERM and Ctrl+C: the step under way ends, a good state is saved, and then the signal has its
-usual effect.
+"""Save a good state at SIGTERM and Ctrl+C, after the step that is running; then let them act.
 
 One handler serves every guard of the process; it only sets a mark, and each guard acts on it
-between two of its steps. A second signal has its effect at once.
+between two of its steps. A second signal has its usual effect at once.
 """
 
 from __future__ import annotations
@@ -26,12 +25,15 @@ class Signals:
     def __init__(
         self, save: Callable[[int], None], close: Callable[[], None], say: Callable[[str], None]
     ) -> None:
-        self._save, self._close, self._say = save, close, say
+        self._save = save
+        self._close = close
+        self._say = say
         self.waiting: int | None = None
         """The signal that this guard has not acted upon yet."""
 
     def listen(self) -> None:
-        """From now on; only the main thread may."""
+        """Install the handler, if this is the first guard."""
+        # Python allows signal handlers in the main thread only
         if threading.current_thread() is not threading.main_thread():
             return
         if not _listening:
@@ -49,8 +51,9 @@ class Signals:
 
     def do(self) -> None:
         """Save; the last guard to do so lets the signal have its effect."""
-        number, self.waiting = self.waiting, None
+        number = self.waiting
         assert number is not None
+        self.waiting = None
         self._save(number)
         if any(other.waiting is not None for other in _listening):
             return
@@ -60,15 +63,14 @@ class Signals:
         _usual_effect(number, before)
 
     def mark(self, number: int) -> None:
+        """Remember the signal until the step is over."""
         self.waiting = number
         name = signal.Signals(number).name
-        self._say(
-            f"{name}: the state is saved when this step is over; a second {name} ends the process "
-            f"at once"
-        )
+        second = f"a second {name} ends the process at once"
+        self._say(f"{name}: the state is saved when this step is over; {second}")
 
 
-def _heard(number: int, frame: FrameType | None) -> None:
+def _handle(number: int, frame: FrameType | None) -> None:
     if any(guard.waiting is not None for guard in _listening):
         _usual_effect(number, _before.get(number, signal.SIG_DFL), frame)
         return
@@ -78,7 +80,8 @@ def _heard(number: int, frame: FrameType | None) -> None:
 
 def _usual_effect(number: int, before: Any, frame: FrameType | None = None) -> None:
     if callable(before):
-        before(number, frame)  # for Ctrl+C that is Python's own, which raises KeyboardInterrupt
+        # for Ctrl+C that is Python's own handler, which raises KeyboardInterrupt
+        before(number, frame)
     elif number == signal.SIGTERM:
         raise SystemExit(EXIT_TERMINATED)
 
@@ -86,13 +89,15 @@ def _usual_effect(number: int, before: Any, frame: FrameType | None = None) -> N
 def _install() -> None:
     for number in SIGNALS:
         before = signal.getsignal(number)
-        if before not in (signal.SIG_IGN, None):  # None: somebody outside of Python takes it
+        # None: the handler was installed outside of Python and cannot be put back
+        if before not in (signal.SIG_IGN, None):
             _before[number] = before
-            signal.signal(number, _heard)
+            signal.signal(number, _handle)
 
 
 def _uninstall() -> None:
     for number, before in _before.items():
-        if signal.getsignal(number) is _heard:  # else somebody came after us and takes care of it
+        # another handler that was installed after this one is left alone
+        if signal.getsignal(number) is _handle:
             signal.signal(number, before)
     _before.clear()

@@ -10,7 +10,6 @@ takes itself away.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,8 +18,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from stepguard.tensors.torch_private import graphs_compiled
 
-class Threshold:
+
+class StepBoundary:
     """Calls `cross` once after every `open`."""
 
     def __init__(self, roots: Iterable[nn.Module], cross: Callable[[], None]) -> None:
@@ -44,7 +45,7 @@ class Threshold:
         if self._open:
             self._root_calls = False  # a whole step went by without a call
         self._open = True
-        if not self.reliable and not _compiled():
+        if not self.reliable and not graphs_compiled():
             self._parts = {id(module) for root in self._roots for module in root.modules()}
             self._handle = self._handle or register_module_forward_pre_hook(self._called)
 
@@ -72,9 +73,3 @@ class Threshold:
         self._open = False
         self.close()
         self._cross()
-
-
-def _compiled() -> bool:
-    """torch warns of hooks on every module where compiled modules are called."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-ATTRIBUTE = "_compiled_call_impl"
+from stepguard.tensors.torch_private import COMPILED_CALL
 
 
 class Hearer(Protocol):
@@ -60,7 +60,7 @@ class HeardCall:
         must run itself.
         """
         caller = sys._getframe(2).f_locals.get("self")
-        if isinstance(caller, nn.Module) and vars(caller).get(ATTRIBUTE) is self:
+        if isinstance(caller, nn.Module) and vars(caller).get(COMPILED_CALL) is self:
             return caller
         return self._module
 
@@ -74,10 +74,10 @@ class HeardCall:
 
 def hear_calls(module: nn.Module, hearer: Hearer) -> Callable[[], None]:
     """Start telling `hearer`; returns the call that stops it. Several may listen to one module."""
-    heard = vars(module).get(ATTRIBUTE)
+    heard = vars(module).get(COMPILED_CALL)
     if not isinstance(heard, HeardCall):
         heard = HeardCall(module, heard)
-        vars(module)[ATTRIBUTE] = heard
+        vars(module)[COMPILED_CALL] = heard
     heard.hearers.append(hearer)
     return partial(_stop, module, heard, hearer)
 
@@ -86,7 +86,7 @@ def hear_again(module: nn.Module, hearer: Hearer, stop: Callable[[], None]) -> C
     """`module.compile()` has put its own there since: listen around that. Gives the call that stops
     it.
     """
-    heard = vars(module).get(ATTRIBUTE)
+    heard = vars(module).get(COMPILED_CALL)
     if isinstance(heard, HeardCall):
         return stop
     stop()
@@ -96,9 +96,9 @@ def hear_again(module: nn.Module, hearer: Hearer, stop: Callable[[], None]) -> C
 def _stop(module: nn.Module, heard: HeardCall, hearer: Hearer) -> None:
     if hearer in heard.hearers:
         heard.hearers.remove(hearer)
-    if heard.hearers or vars(module).get(ATTRIBUTE) is not heard:
+    if heard.hearers or vars(module).get(COMPILED_CALL) is not heard:
         return  # others listen, or `module.compile()` has replaced it since
     if heard.below is None:
-        del vars(module)[ATTRIBUTE]
+        del vars(module)[COMPILED_CALL]
     else:
-        vars(module)[ATTRIBUTE] = heard.below
+        vars(module)[COMPILED_CALL] = heard.below

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.sentinel.risky_update import foreign
-from stepguard.sentinel.stored_tensors import parameter_names
 from stepguard.state.undo import UndoCopy
+from stepguard.tensors.names import parameter_names
+from stepguard.tensors.versions import versions, written_since
 
 
-class HiddenGradients:
+class GradientVeto:
     """Taken away before the update and given back after it."""
 
     def __init__(self, context: Context) -> None:
@@ -51,7 +52,7 @@ class HiddenGradients:
                 if self._undo is not None and gradient is not None
                 else None
             )
-        self._versions = [p._version for p, _ in self._kept]
+        self._versions = versions(p for p, _ in self._kept)
 
     def give_back(self) -> None:
         """The gradients, which the loop may still want to look at."""
@@ -65,12 +66,14 @@ class HiddenGradients:
         """Undo what the update moved without a reason; in words what cannot be undone, empty if
         nothing.
         """
-        kept, undo, versions = self._kept, self._undo, self._versions
+        kept = [parameter for parameter, _ in self._kept]
+        undo = self._undo
+        marks = self._versions
         self._kept, self._undo, self._versions = [], None, []
         if undo is not None:
             unknown = undo.restore()
             return f"{', '.join(unknown)} cannot be compared, and may have moved" if unknown else ""
-        moved = [p for (p, _), version in zip(kept, versions, strict=True) if p._version != version]
+        moved = written_since(kept, marks)
         if not moved:
             return ""
         ids, names = (

@@ -4,7 +4,6 @@ one can be.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from stepguard.engine.context import Context, bare_step
-from stepguard.engine.drivers.closure import needs_closure
+from stepguard.engine.optimizer_kinds import needs_closure
 from stepguard.locate import locate
 from stepguard.locate.live_trace import LiveTrace
 from stepguard.locate.shared_tracer import present_recorder, shared_recorder
 from stepguard.records import Origin, Reading
 from stepguard.state.step import Step
+from stepguard.tensors.torch_private import graphs_compiled
 
 ARMED_STEPS = 200
 """Steps after the last bad one during which the loop is traced, each of the first ones, then some.
@@ -34,7 +34,7 @@ WATCH_THE_COMPILED = (
 SETTLED_PHASES = ("state", "optimizer", "checkpoint")
 
 
-class Arming:
+class LiveTracing:
     """Says which steps of one watcher are traced, and tells their trace about calls of the model
     and backward passes.
 
@@ -79,7 +79,7 @@ class Arming:
     def _why_not(self, unheard: bool) -> str:
         if needs_closure(self._context.optimizer):
             return "the optimizer evaluates the loss several times a step"
-        if _anything_compiled():
+        if graphs_compiled():
             return COMPILED + (WATCH_THE_COMPILED if unheard else "")
         if self._futile >= MOST_FUTILE:
             return (
@@ -185,8 +185,3 @@ def placed(origin: Origin) -> bool:
     if origin.phase in SETTLED_PHASES or (origin.phase == "input" and origin.tensor is not None):
         return True
     return origin.op is not None and origin.source is not None
-
-
-def _anything_compiled() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
-from stepguard.engine.protect import Shield
+from stepguard.engine.protect import Protection
 from stepguard.engine.watch.call_listener import hear_again, hear_calls
 from stepguard.locate.source import Line, user_line
 from stepguard.state.batch import OUTPUT_GRADIENT
 from stepguard.state.rng import RngState, capture_rng
 from stepguard.state.step import ModelFn, unwrapped
+from stepguard.tensors.torch_private import tracing, transforming, tree_flatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,11 +73,14 @@ class ModelCall:
         return {**self.arguments, OUTPUT_GRADIENT: dict(self.gradients.held)}
 
 
-class Capture:
+class ModelCalls:
     """Remembers the calls of one model since the last update."""
 
-    def __init__(self, model: nn.Module, shield: Shield, on_call: Told, on_error: Failed) -> None:
-        self._model, self._shield = model, shield
+    def __init__(
+        self, model: nn.Module, protect: Protection, on_call: Told, on_error: Failed
+    ) -> None:
+        self._model = model
+        self._protect = protect
         self._on_call, self._on_error = on_call, on_error
         self._deaf = False
         self.off = False
@@ -132,7 +135,8 @@ class Capture:
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is about to run."""
         if self._hears(module):
-            self._shield.call(None, self._called, module, args, kwargs)
+            with self._protect.region:
+                self._called(module, args, kwargs)
 
     def raised(self, module: nn.Module, error: Exception) -> None:
         """The model has raised instead."""
@@ -147,10 +151,11 @@ class Capture:
     def returned(self, module: nn.Module, output: Any) -> None:
         """The model has run."""
         if self.calls and self._hears(module):
-            self._shield.call(None, self._returned, output)
+            with self._protect.region:
+                self._returned(output)
 
     def _hears(self, module: nn.Module) -> bool:
-        if self._deaf or self.off or not module.training:
+        if self._deaf or self.off or not module.training or not self._protect.armed:
             return False
         return torch.is_grad_enabled() and not _being_transformed()
 
@@ -169,11 +174,13 @@ class Capture:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def keep(self, gradients: OutputGradients, index: int, gradient: Tensor) -> None:
-        self._shield.call(None, gradients.keep, index, gradient)
+        if self._protect.armed:
+            with self._protect.region:
+                gradients.keep(index, gradient)
 
 
 def _received(
-    capture: weakref.ref[Capture], gradients: OutputGradients, index: int, gradient: Tensor
+    capture: weakref.ref[ModelCalls], gradients: OutputGradients, index: int, gradient: Tensor
 ) -> None:
     """Weak: whoever keeps a loss keeps its graph, and with it this hook, in C++ where no collector
     looks.
@@ -184,9 +191,9 @@ def _received(
 
 def _being_transformed() -> bool:
     """Compiled, exported, traced or under torch.func: there are no real tensors to remember."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or tracing():
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return transforming()
 
 
 def differentiable(output: Any) -> list[Tensor]:

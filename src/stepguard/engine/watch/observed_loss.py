@@ -11,13 +11,14 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.reader import MicroLoss
-from stepguard.sentinel.gradients import HALVES, GradientNorm, gradient_norm
+from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.risky_update import foreign
+from stepguard.tensors.values import HALVES
 
 Marks = list[tuple[int, int]]
 
 
-class Overheard:
+class ObservedLoss:
     """The losses and the norm of one guard's next update. Never waits for the device."""
 
     def __init__(self, context: Context, announce: Callable[[Tensor], None]) -> None:

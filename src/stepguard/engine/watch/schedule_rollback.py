@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import ScheduleCopy, position
+from stepguard.tensors.torch_private import pretend_stepped
 
 
-class Hold:
+class ScheduleRollback:
     """Schedule and scaler of one guard, from a vetoed update to the next one."""
 
     def __init__(self, context: Context) -> None:
@@ -30,7 +31,7 @@ class Hold:
             self._copy = ScheduleCopy(context.scheduler, context.optimizer)
             # where the scaler never called it: torch would warn of a schedule that moves before the
             # first update
-            context.optimizer._opt_called = True  # type: ignore[attr-defined]
+            pretend_stepped(context.optimizer)
         self.scaler = context.scaling()
 
     def scaler_skipped(self) -> None:

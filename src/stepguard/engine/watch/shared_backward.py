@@ -18,28 +18,28 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.recover.snapshots import Recovery
-from stepguard.engine.watch.observed_loss import Overheard
+from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.watch.observed_loss import ObservedLoss
 from stepguard.sentinel.torch_patches import backwards
 from stepguard.state.snapshot import Cadence
 from stepguard.state.step import unwrapped
 
-_everybody: list[weakref.ref[Peers]] = []
+_everybody: list[weakref.ref[SharedBackward]] = []
 
 
-class Watching(Protocol):
+class Sharing(Protocol):
     """Who watches one optimizer."""
 
     context: Context
     recovery: Recovery
-    heard: Overheard
-    peers: Peers
+    observed: ObservedLoss
+    shared: SharedBackward
 
 
-class Peers:
+class SharedBackward:
     """One watcher's place among those of the process."""
 
-    def __init__(self, watcher: Watching) -> None:
+    def __init__(self, watcher: Sharing) -> None:
         self._watcher = weakref.ref(watcher)
         self.root = unwrapped(watcher.context.model)
         self.serial, self.spent = -1, -1
@@ -50,7 +50,7 @@ class Peers:
         """Does that dropped update still count as a step of this guard?"""
         self.norm: Tensor | None = None
         """Of the gradients that the last update used, still on the device."""
-        self.partners: weakref.WeakSet[Peers] = weakref.WeakSet()
+        self.partners: weakref.WeakSet[SharedBackward] = weakref.WeakSet()
         _everybody.append(weakref.ref(self))
 
     def leave(self) -> None:
@@ -58,14 +58,14 @@ class Peers:
         _everybody[:] = [ref for ref in _everybody if ref() not in (None, self)]
 
     @property
-    def watcher(self) -> Watching | None:
+    def watcher(self) -> Sharing | None:
         return self._watcher()
 
-    def concerned(self) -> None:
+    def got_gradients(self) -> None:
         """The last backward pass left gradients here."""
         self.serial = backwards()
 
-    def due(self) -> list[Watching]:
+    def waiting(self) -> list[Sharing]:
         """Those that will step from the same backward and have not yet."""
         if self.serial < 0:
             return []
@@ -75,7 +75,7 @@ class Peers:
         ]
         return [p.watcher for p in waiting if p.watcher is not None and p.dropped != p.serial]
 
-    def _strangers(self) -> list[Peers]:
+    def _strangers(self) -> list[SharedBackward]:
         """Before the first update of all: others on the same model are presumed to belong to it."""
         known = [ref() for ref in _everybody]
         return [
@@ -84,11 +84,11 @@ class Peers:
             if p is not None and p is not self and p.root is self.root and p.spent < 0
         ]
 
-    def norm_of_others(self, due: list[Watching]) -> Tensor | None:
+    def norm_of_others(self, due: list[Sharing]) -> Tensor | None:
         """Of those that will step from the same backward, and of those that have; still on the
         device.
         """
-        norms = [watcher.heard.take_norm() for watcher in due]
+        norms = [watcher.observed.take_norm() for watcher in due]
         norms += [p.norm for p in self.partners if self.serial >= 0 and p.spent == self.serial]
         found = [norm for norm in norms if norm is not None]
         if len(found) < 2:
@@ -122,7 +122,7 @@ class Peers:
     def is_dropped(self) -> bool:
         return self.serial >= 0 and self.dropped == self.serial
 
-    def _pair(self, earlier: Peers) -> None:
+    def _pair(self, earlier: SharedBackward) -> None:
         if earlier in self.partners:
             return
         self.partners.add(earlier)
@@ -135,7 +135,7 @@ class Peers:
 class Following(Cadence):
     """A snapshot is due when the leader has just taken one. Knows which of them belong together."""
 
-    def __init__(self, leader: Watching) -> None:
+    def __init__(self, leader: Sharing) -> None:
         super().__init__("auto")
         self._leader = weakref.ref(leader)
         self.together: dict[int, int] = {}
@@ -154,16 +154,16 @@ class Following(Cadence):
         """Nothing is counted here."""
 
 
-def follow(follower: Watching, leader: Watching) -> None:
+def follow(follower: Sharing, leader: Sharing) -> None:
     """From now on both have snapshots of the same moments, and where one goes back the other goes
     with it.
     """
-    if isinstance(follower.recovery._cadence, Following) or isinstance(
-        leader.recovery._cadence, Following
+    if isinstance(follower.recovery.snapshots.cadence, Following) or isinstance(
+        leader.recovery.snapshots.cadence, Following
     ):
         return  # with a third one: both follow the first
     cadence = Following(leader)
-    follower.recovery._cadence = cadence
+    follower.recovery.snapshots.cadence = cadence
     follower.recovery.ring.drop(lambda _: True)  # of moments that the leader has no snapshot of
     leader.recovery.after_rewind.append(
         _Along(leader, follower, lambda step: cadence.together.get(step))
@@ -179,7 +179,7 @@ class _Along:
     moving: ClassVar[set[int]] = set()
     """Guards that are going back together now."""
 
-    def __init__(self, mover: Watching, other: Watching, same: Callable[[int], int | None]) -> None:
+    def __init__(self, mover: Sharing, other: Sharing, same: Callable[[int], int | None]) -> None:
         self._mover, self._other, self._same = weakref.ref(mover), weakref.ref(other), same
 
     def __call__(self) -> None:
@@ -203,7 +203,7 @@ class _Along:
         moving |= {id(mover), id(other)}
         try:
             other.recovery.put_back(snapshot)
-            other.peers.counts = (
+            other.shared.counts = (
                 False  # the update it is about to drop belongs to the time that is gone
             )
         finally:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from stepguard.preflight.answers import Pointless, Seen, count, failed, passed, some, warned
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
+from stepguard.tensors.names import optimizer_parameter_ids
 
 
 def _look(seen: Inspection) -> Seen:
     named = dict(seen.model.named_parameters())
     if not named:
         raise Pointless("the model has no parameters")
-    held = {id(p) for group in seen.optimizer.param_groups for p in group["params"]}
+    held = optimizer_parameter_ids(seen.optimizer)
     own = {id(p) for p in named.values()}
     if not held & own:
         return failed(

@@ -6,6 +6,7 @@ from stepguard.preflight.answers import Missing, Seen, failed, passed, warned
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.settings.precision import meant
+from stepguard.tensors.dtypes import dtype_name
 
 
 def _look(seen: Inspection) -> Seen:
@@ -23,9 +24,7 @@ def _look(seen: Inspection) -> Seen:
             f"{setting.key if setting else ''}."
         )
         return failed(f"{setting} is configured, the parameters are: {said}", fix=fix)
-    trained = {
-        str(p.dtype).removeprefix("torch.") for p in seen.model.parameters() if p.requires_grad
-    }
+    trained = {dtype_name(p.dtype) for p in seen.model.parameters() if p.requires_grad}
     if len(trained) > 1:
         fix = (
             "Train parameters of one dtype; load adapters and heads in the dtype of the rest, or "

@@ -1,4 +1,4 @@
-"""The healthy project with one thing wrong at a time. Each function is a build function of its own."""
+"""The healthy project with one thing wrong at a time; each function is a build function."""
 
 from __future__ import annotations
 

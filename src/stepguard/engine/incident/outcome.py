@@ -1,0 +1,52 @@
+"""What was decided about a bad step, and what was really done about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepguard.records import Incident, Verdict
+
+
+def not_applied(incident: Incident) -> Incident:
+    """The incident where a fault kept the decision from being applied: the step is dropped."""
+    decision = incident.decision
+    if decision is None or decision.action in ("skip", "stop", "leave_out"):
+        return incident
+    why = f"{decision.action} failed by a fault of stepguard's own"
+    return replace(incident, decision=replace(decision, action="skip", reason=why))
+
+
+def let_through(verdict: Verdict, incident: Incident | None) -> bool:
+    """A finite step that is only told, or that nothing could be decided on, is committed."""
+    if not verdict.finite_anomaly:
+        return False
+    return incident is None or incident.decision is None or incident.decision.action == "note"
+
+
+def rewinds(incident: Incident | None) -> bool:
+    """Was the step answered by a rewind, which takes back its update as well?"""
+    if incident is None or incident.decision is None:
+        return False
+    return incident.decision.action == "rewind"
+
+
+def leaves_out(incident: Incident | None) -> bool:
+    """Is the step to go on without what is proven guilty?"""
+    if incident is None or incident.decision is None:
+        return False
+    return incident.decision.action == "leave_out"
+
+
+def with_left_out(incident: Incident, what: str) -> Incident:
+    """Say in the decision what was really left out."""
+    assert incident.decision is not None
+    return replace(incident, decision=replace(incident.decision, left_out=what))
+
+
+def skipped_after_all(incident: Incident | None) -> Incident | None:
+    """Say that the whole step was dropped, because nothing could be cut out of it."""
+    if incident is None or incident.decision is None or not leaves_out(incident):
+        return incident
+    return replace(
+        incident, decision=replace(incident.decision, action="skip", left_out="the step")
+    )

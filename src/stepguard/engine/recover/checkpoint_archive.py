@@ -1,0 +1,109 @@
+"""The checkpoint store of one guard: which checkpoints belong to this run, and what one holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepguard._errors import StepguardError
+from stepguard.checkpoints import Background, Entry, Health, Store
+from stepguard.engine.context import Context
+from stepguard.engine.recover.probation import Probation
+from stepguard.state.run_state import State
+from stepguard.tensors.values import is_finite
+
+RANKED = ("rng", "loader")
+"""Facts that every rank has its own of."""
+
+
+class Archive:
+    """Writes checkpoints to one folder, and reads them."""
+
+    def __init__(self, context: Context, probation: Probation, folder: Path) -> None:
+        config = context.config
+        self._context = context
+        self._probation = probation
+        self.store = Store(folder, keep=config.keep, keep_every=config.keep_every)
+        self.background = Background(self.store, self._say)
+        context.resources.callback(self.store.close)
+        context.resources.callback(self.background.close)
+
+    # --- reading
+
+    def own_good(self) -> list[Entry]:
+        """Good checkpoints of this run, newest first."""
+        entries = [entry for entry in self.store.list() if entry.good]
+        if self._context.agreement.rank:
+            # ranks share a folder, and only the first one knows the run's name
+            return entries
+        return [entry for entry in entries if entry.health.run == self._context.run_id]
+
+    def steps(self) -> list[int]:
+        """Steps of the good checkpoints that a rewind can go back to."""
+        self.background.wait()
+        return sorted({e.step for e in self.own_good() if e.step <= self._context.step})
+
+    def read(self, step: int) -> State | None:
+        """Read the state of that step; None, and a line, where it is damaged."""
+        for entry in self.own_good():
+            if entry.step != step:
+                continue
+            try:
+                opened = self.store.open(entry.path)
+            except StepguardError as fault:
+                self._say(str(fault))
+                return None
+            if opened.step == step:
+                return State(opened.tensors, opened.facts)
+            return None
+        return None
+
+    # --- writing
+
+    def rank_part(self, state: State | None) -> dict[str, Any]:
+        """The part of a state that only this rank has; empty in a run of one process."""
+        if state is None or self._context.agreement.size == 1:
+            return {}
+        rank = str(self._context.agreement.rank)
+        prefixes = tuple(f"{kind}/" for kind in RANKED)
+        tensors = {name: t for name, t in state.tensors.items() if name.startswith(prefixes)}
+        facts = {kind: state.facts.get(kind, {}).get(rank) for kind in RANKED}
+        return {"facts": facts, "tensors": tensors}
+
+    def complete(self, state: State, parts: list[dict[str, Any]]) -> None:
+        """Add the parts of all ranks, and the names of tensors that are non-finite on purpose."""
+        for rank, part in enumerate(part for part in parts if part):
+            state.tensors.update(part["tensors"])
+            for kind, facts in part["facts"].items():
+                if facts is not None:
+                    state.facts.setdefault(kind, {})[str(rank)] = facts
+        bad = {name for name, tensor in state.tensors.items() if not is_finite(tensor)}
+        state.facts["nonfinite_ok"] = sorted(self._probation.meant_nonfinite(bad))
+
+    def health(self, *, good: bool = True) -> Health:
+        """What the seal of a checkpoint says about the run."""
+        context = self._context
+        return Health(
+            loss=context.history.last_loss,
+            level=context.history.level if context.history.losses else None,
+            steps_watched=context.config.probation,
+            incidents=context.budget.total,
+            good=good,
+            run=context.run_id,
+        )
+
+    def save(self, state: State) -> Path | None:
+        """Write a completed state now; None, and a line, where the disk refuses it."""
+        step = self._context.step
+        try:
+            return self.store.save(step, state.tensors, state.facts, self.health())
+        except Exception as fault:
+            self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
+            return None
+
+    def offer(self, step: int, state: State, *, good: bool = True) -> bool:
+        """Write a completed state in the background; False while another one is being written."""
+        return self.background.offer(step, state.tensors, state.facts, self.health(good=good))
+
+    def _say(self, summary: str) -> None:
+        self._context.say("checkpoint", summary)

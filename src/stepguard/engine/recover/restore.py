@@ -1,0 +1,197 @@
+"""Restore a run from a sealed checkpoint, passing over damaged ones and ones that led to a stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stepguard.checkpoints import Opened, Store
+from stepguard.detect.history import history_from
+from stepguard.engine.context import Context
+from stepguard.engine.drivers.schedule import scale_rates
+from stepguard.engine.incident.lost_samples import honour_ledger
+from stepguard.engine.recover.past_attempts import (
+    SAME_PLACE,
+    Attempt,
+    attempts_in,
+    failed_starts,
+    past_of,
+)
+from stepguard.engine.recover.rewind import Recovery
+from stepguard.policy.budget import budget_from
+from stepguard.state.run_state import State
+from stepguard.state.tree_json import put_together
+
+LAST_GOOD = "last-good"
+NEWEST = "newest"
+
+
+def restore_checkpoint(
+    context: Context, recovery: Recovery, store: Store, which: str | Path
+) -> int:
+    """Load a checkpoint into the live objects; returns the optimizer steps done."""
+    attempts: list[Attempt] = []
+    if context.journal is not None:
+        # the last one is this process's own
+        attempts = attempts_in(context.journal.path)[:-1]
+    opened = _open_together(context, store, _choose(context, store, which, attempts))
+    for passed in opened.passed_over:
+        context.say("checkpoint", f"{passed.path} is passed over: {passed.reason}")
+    difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
+    _load(context, recovery, State(opened.tensors, opened.facts))
+    context.run_id = opened.health.run or context.run_id
+    honour_ledger(context)
+    recovery.past = past_of(attempts)
+    recovery.say(
+        "restored",
+        f"restored {opened.path}: {opened.step} optimizer steps are done",
+        checkpoint=opened.path.name,
+        run=context.run_id,
+    )
+    _mention_newer(context, store, opened)
+    if difference is not None:
+        applied = context.config.resume_lr == "config"
+        if applied:
+            scale_rates(context.optimizer, context.scheduler, difference.factors)
+        context.say("lr_mismatch", difference.story(applied=applied))
+    return context.step
+
+
+def _choose(
+    context: Context, store: Store, which: str | Path, attempts: list[Attempt]
+) -> str | Path:
+    """What to open: an older checkpoint, where the last good one has led to a stop repeatedly."""
+    if which == NEWEST:
+        newest = next(iter(store.list()), None)
+        return LAST_GOOD if newest is None else newest.path
+    if which != LAST_GOOD:
+        return which
+    good = [entry for entry in store.list() if entry.good]
+    for entry in good:
+        if failed_starts(attempts, entry.path.name) >= SAME_PLACE:
+            continue
+        if entry is good[0]:
+            break
+        worn = good[0].path.name
+        starts = failed_starts(attempts, worn)
+        instead = f"going back to {entry.path.name}, which has not"
+        context.say("checkpoint", f"{worn} has led to a stop {starts} times: {instead}")
+        return entry.path
+    return which
+
+
+def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
+    """Open the same checkpoint on every rank: the first one chooses."""
+    agreement = context.agreement
+    chosen: list[Opened] = []
+
+    def choose() -> dict[str, Any]:
+        if agreement.rank:
+            return {}
+        chosen.append(store.open(which))
+        return {"path": str(chosen[0].path)}
+
+    path = agreement.together(choose)[0]["path"]
+    if agreement.rank:
+        chosen.append(store.open(Path(path)))
+    return chosen[0]
+
+
+def _load(context: Context, recovery: Recovery, state: State) -> None:
+    whole = recovery.snapshots.whole
+    for trouble in whole.put_back(state):
+        context.say("checkpoint", trouble)
+    own = put_together(state.facts["guard"], {})
+    configured = context.history.configured_lr
+    context.step = own["step"]
+    context.loss_scale = own["loss_scale"]
+    context.history = history_from(own["history"])
+    context.history.configured_lr = configured
+    # whoever starts the run again accepts what was lost: each attempt may lose its own share
+    context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
+    context.resumed = True
+    random_numbers = whole.random_numbers(state)
+    whole.put_back_random_numbers(state)
+    position = state.facts.get("loader", {}).get(str(context.agreement.rank))
+    if context.feed is not None and position is not None:
+        context.feed.go_to(put_together(position, state.tensors), random_numbers)
+    recovery.forget()
+
+
+def _mention_newer(context: Context, store: Store, opened: Opened) -> None:
+    """Tell of a newer state that is complete and finite, but was not called good."""
+    for entry in store.list():
+        if entry.good or entry.step <= opened.step:
+            continue
+        level = ""
+        if entry.health.level is not None:
+            level = f", loss {entry.health.level:.6g}"
+        context.say(
+            "checkpoint",
+            f"{entry.path.name} is newer, whole and finite{level}, and not called good because "
+            f"the run had lost what it learned; guard.restore('newest') takes it",
+        )
+        return
+
+
+# --- the learning rate of the checkpoint against the one this program configures
+
+
+@dataclass(frozen=True, slots=True)
+class RateDifference:
+    """For each group, what is configured now and what the restored state brings."""
+
+    configured: tuple[float, ...]
+    restored: tuple[float, ...]
+
+    @property
+    def factors(self) -> list[float]:
+        """What the restored rates have to be multiplied by."""
+        pairs = zip(self.configured, self.restored, strict=True)
+        return [configured / restored if restored else 1.0 for configured, restored in pairs]
+
+    def groups(self) -> list[int]:
+        """The groups whose rates differ."""
+        pairs = zip(self.configured, self.restored, strict=True)
+        return [g for g, (c, r) in enumerate(pairs) if not math.isclose(c, r, rel_tol=1e-6)]
+
+    def story(self, *, applied: bool) -> str:
+        said: list[str] = []
+        for group in self.groups():
+            rates = f"lr {self.configured[group]:.4g} and the checkpoint brings"
+            said.append(f"group {group} is configured with {rates} {self.restored[group]:.4g}")
+        done = (
+            "the checkpoint's is used; GuardConfig(resume_lr='config') applies the configured one"
+        )
+        if applied:
+            done = (
+                "the configured one is applied, at the same place of the schedule "
+                "(GuardConfig.resume_lr='config')"
+            )
+        return f"{'; '.join(said)}: {done}; see `stepguard explain SG802`"
+
+
+def compare_rates(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
+) -> RateDifference | None:
+    """Compare rates before the state is put back: where a schedule runs, those it starts from."""
+    if len(saved) != len(optimizer.param_groups):
+        return None
+    settings = [put_together(group["settings"], tensors) for group in saved]
+    found = RateDifference(
+        configured=tuple(_base_rate(group) for group in optimizer.param_groups),
+        restored=tuple(_base_rate(group) for group in settings),
+    )
+    return found if found.groups() else None
+
+
+def _base_rate(group: Mapping[str, Any]) -> float:
+    """The rate a group starts from; 0 for an optimizer that finds its own step size."""
+    rate = group.get("initial_lr", group.get("lr"))
+    return 0.0 if rate is None else float(rate)

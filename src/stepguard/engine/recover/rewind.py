@@ -1,0 +1,218 @@
+"""Go back to a snapshot or checkpoint of this run, the same one on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+
+from stepguard.detect.history import LR_JUMP, history_from
+from stepguard.engine.context import Context
+from stepguard.engine.recover import earlier_weights
+from stepguard.engine.recover.kept_steps import KeptStep
+from stepguard.engine.recover.past_attempts import Past
+from stepguard.engine.recover.probation import wait_for_copies
+from stepguard.engine.recover.rewind_planner import RewindPlanner
+from stepguard.engine.recover.snapshots import Snapshots
+from stepguard.policy.decide import NOTHING_GOOD
+from stepguard.policy.rewind_choice import RewindData, RewindPlan
+from stepguard.records import Incident
+from stepguard.state.snapshot import Snapshot
+from stepguard.state.step import Step
+from stepguard.state.tree_json import put_together
+
+
+class Recovery:
+    """Plans and makes the rewinds of one guard. Owns its snapshots."""
+
+    def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._context = context
+        self.snapshots = Snapshots(context, clock=clock)
+        self.probation = self.snapshots.probation
+        self.planner = RewindPlanner(context, self.snapshots)
+        self.start: Snapshot | None = None
+        """Where the last rewind went."""
+        self.left: list[KeptStep] = []
+        """The steps that the last rewind took back."""
+        self.retried = -1
+        """The last step that was run a second time."""
+        self.past = Past()
+        """What earlier attempts of this run came to."""
+        self.after_commit: list[Callable[[int], None]] = []
+        self.after_rewind: list[Callable[[], None]] = []
+        """Called when the state was replaced: for what holds numbers of the state that is gone."""
+        self.before_stop: list[Callable[[Incident], Path | None]] = []
+        """Called when the policy stops the run: each may save a state and say where."""
+
+    def plan(self, *, transient: bool, visible: bool) -> tuple[RewindPlan | None, str]:
+        """Choose where to go back to, the same on every rank; or say why that is not possible."""
+        if not self.snapshots.wanted:
+            return None, NOTHING_GOOD
+        plan, why_not = self.planner.plan(transient=transient, visible=visible)
+        if self.snapshots.off:
+            why_not = f"{why_not} ({self.snapshots.off})"
+        return plan, why_not
+
+    def rewind(self) -> None:
+        """Go where the last plan said.
+
+        The random numbers are not put back: else a step would fail again by what it draws.
+        """
+        context = self._context
+        came_from = context.step
+        plan, self.start = self.planner.take()
+        self.put_back(self.start)
+        facts = {"step": came_from, "to": context.step, "data": plan.data, "lr": context.lr}
+        since = f"the steps since are {_described(plan.data)}"
+        summary = f"rewound from step {came_from} to {plan.target.step}; {since}"
+        context.note("rewind", {**facts, "kind": "rewind", "summary": summary})
+
+    def put_back(self, snapshot: Snapshot) -> None:
+        """Make this snapshot the present state of the run, its random numbers left out."""
+        context = self._context
+        wait_for_copies()
+        for trouble in self.snapshots.whole.put_back(snapshot.state, own_only=True):
+            self.say("rewind", trouble)
+        own = put_together(snapshot.state.facts["guard"], {})
+        context.step = own["step"]
+        context.history = history_from(own["history"])
+        context.anchor = snapshot.memory.get("anchor")
+        self._bound_rates()
+        self.probation.rewound(snapshot)
+        self.left = self.snapshots.kept.take_since(snapshot.step)
+        self.snapshots.ring.drop(lambda other: other.step > snapshot.step)
+        self._restarted()
+
+    def _bound_rates(self) -> None:
+        """Lower a rate far above everything configured, whoever put it there."""
+        context = self._context
+        context.expect_declared_rates(context.lr)
+        for group, ceiling in zip(context.optimizer.param_groups, context.lr_ceiling, strict=True):
+            rate = group.get("lr")
+            if rate is not None and float(rate) > LR_JUMP * ceiling:
+                # capturable and compiled optimizers keep their rate in a tensor
+                bounded = torch.full_like(rate, ceiling) if isinstance(rate, Tensor) else ceiling
+                group["lr"] = bounded
+
+    def forget(self) -> None:
+        """Forget everything in memory: another state has been loaded."""
+        self.snapshots.ring.drop(lambda _: True)
+        self.snapshots.kept.broken(self._context.step - 1)
+        self.probation.forget()
+        self.planner.forget()
+        self.retried = -1
+        self._context.anchor = None
+        self._restarted()
+
+    def _restarted(self) -> None:
+        self.snapshots.restarted()
+        for tell in self.after_rewind:
+            tell()
+
+    def committed(self, done: int) -> None:
+        """So many steps are done: end probations that are over, and tell who waits for it."""
+        self.probation.commit(done)
+        for tell in self.after_commit:
+            tell(done)
+
+    # --- when the policy stops the run
+
+    def leave(self, incident: Incident) -> Path | None:
+        """Save the newest good state before the run stops; where it lies, None if nowhere."""
+        saved = [save(incident) for save in self.before_stop]
+        return next((path for path in saved if path is not None), None)
+
+    def leave_good_in_memory(self) -> int | None:
+        """Put the newest undamaged state back before the run stops, and say its step."""
+        if self._context.agreement.size > 1:
+            # ranks may hold different snapshots, and nothing is agreed upon here
+            return None
+        for snapshot in reversed(self.snapshots.ring.snapshots):
+            if self.probation.sound(snapshot):
+                self.put_back(snapshot)
+                return snapshot.step
+        return None
+
+    def say(self, kind: str, summary: str, **facts: Any) -> None:
+        """One line in journal, log and terminal."""
+        context = self._context
+        context.note("note", {"step": context.step, "kind": kind, "summary": summary, **facts})
+        if context.human is not None:
+            context.human.note(summary, context.step, kind)
+        context.terminal.line(f"step {context.step}: {summary}")
+
+    # --- the same under the names that drivers use until they are merged
+
+    @property
+    def ring(self) -> Any:
+        return self.snapshots.ring
+
+    @property
+    def window(self) -> Any:
+        return self.snapshots.kept
+
+    @property
+    def whole(self) -> Any:
+        return self.snapshots.whole
+
+    @property
+    def duties(self) -> Any:
+        return self.snapshots.duties
+
+    @duties.setter
+    def duties(self, duties: Any) -> None:
+        self.snapshots.duties = duties
+
+    @property
+    def ruined(self) -> bool:
+        return self.probation.ruined
+
+    def due(self) -> bool:
+        return self.snapshots.due()
+
+    def between(self) -> None:
+        self.snapshots.between_steps()
+
+    def before_update(self) -> None:
+        self.snapshots.before_update()
+
+    def at(self, step: int) -> Snapshot | None:
+        return self.snapshots.at(step)
+
+    def keep(self, step: Step, loss: float | None) -> None:
+        self.snapshots.keep(step, loss)
+
+    def do_without(self, why: str) -> None:
+        self.snapshots.turn_off(why)
+
+    def incident(self, step: int, *, hurt: bool) -> None:
+        self.probation.incident(step, hurt=hurt)
+
+    def moved_since_good(self) -> float | None:
+        return self.probation.moved_since_good()
+
+    def lost_before(self, step: int) -> bool:
+        return step in self.past.lost_steps
+
+    def loss_function_changed(self) -> bool:
+        return earlier_weights.loss_function_changed(self.snapshots)
+
+    def replaying(self) -> AbstractContextManager[None]:
+        return self.snapshots.paused()
+
+
+def _described(data: RewindData) -> str:
+    match data:
+        case "repeat":
+            return "run again as they were"
+        case "skip":
+            return "left behind"
+        case "reorder":
+            return "run again in another order"
+        case unknown:
+            assert_never(unknown)

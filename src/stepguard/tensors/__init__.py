@@ -1,0 +1,1 @@
+"""Small functions on tensors, modules and optimizers that every layer above shares."""

@@ -1,0 +1,151 @@
+"""Everything private in torch that the package uses, each with the reason.
+
+No other module names a private part of torch. tests/tensors/test_torch_private.py checks every
+name, so that a torch release that drops one fails there and says what depends on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+__all__ = [
+    "ATTRIBUTES",
+    "CLIP_NORM",
+    "COMPILED_CALL",
+    "MKLDNN",
+    "TorchDispatchMode",
+    "current_autograd_node",
+    "default_store",
+    "dispatch_mode_stack",
+    "finished_work",
+    "foreach_copy_",
+    "foreach_max",
+    "foreach_mul_",
+    "foreach_norm",
+    "graphs_compiled",
+    "next_sequence_number",
+    "pretend_stepped",
+    "scaler_tensors",
+    "start_scaler",
+    "tracing",
+    "transforming",
+    "tree_flatten",
+    "tree_map",
+    "tree_map_only",
+]
+
+MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
+"""Layout of opaque CPU tensors, whose values cannot be read; torch gives it no public name."""
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute of a module that `Module.__call__` runs instead of hooks and forward.
+
+torch leaves it out of copies and pickles, so a guard can listen there without being saved.
+"""
+CLIP_NORM = "_get_total_norm"
+"""Function of `torch.nn.utils.clip_grad` that every spelling of clip_grad_norm_ calls."""
+
+# One kernel for all tensors instead of one each; torch's own optimizers and clipping use them, and
+# there is no public spelling.
+foreach_norm = torch._foreach_norm
+foreach_max = torch._foreach_max
+foreach_mul_ = torch._foreach_mul_
+foreach_copy_ = torch._foreach_copy_
+
+ATTRIBUTES = {
+    "Tensor._version": "count of in-place writes; tells that a tensor changed without reading it",
+    "Tensor._post_accumulate_grad_hooks": "no public call removes such hooks for a replay",
+    "Tensor._values": "values of an uncoalesced sparse gradient, without coalescing it",
+    "Module._buffers": "a buffer is put back as the same object, registered buffers may be None",
+    "Module._modules": "Module.modules() takes several times as long, on every step",
+    "Module._parameters": "parameters of a half-built module, whose __init__ has not run yet",
+    "Module._call_impl": "what Module.__call__ runs if nothing is compiled",
+    "Module._compiled_call_impl": "what Module.__call__ runs if something is compiled",
+    "OptimizedModule._orig_mod": "the user's module inside torch.compile's wrapper",
+    "function._torchdynamo_orig_callable": "tells that a function was compiled",
+    "Optimizer._step_supports_amp_scaling": "a fused optimizer that takes found_inf",
+    "Optimizer._optimizer_step_pre_hooks": "accelerate's wrapper lacks it, real optimizers have it",
+    "Optimizer._zero_grad_profile_name": "torch's own attribute, not a part of the state",
+    "Optimizer._warned_capturable_if_run_uncaptured": "torch's own, not a part of the state",
+    "Optimizer.step._wrapped_by_lr_sched": "a schedule counts the steps of this optimizer",
+    "LRScheduler._last_lr": "the rates that a schedule has set last",
+    "SequentialLR._schedulers": "schedules inside a schedule",
+    "OpOverload._schema": "name and arguments of an operation in a dispatch mode",
+    "DataLoaderIter._shutdown_workers": "ends the workers of a loader after a few batches",
+}
+"""Attributes that are read where they are needed: a function around them would cost hot loops."""
+
+
+def current_autograd_node() -> Any:
+    """Return the backward node that is running; None outside a backward pass."""
+    return torch._C._current_autograd_node()
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next autograd node of this thread will get."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def tracing() -> bool:
+    """True inside `torch.jit.trace` and the old ONNX export, where tensors are symbols."""
+    return torch._C._get_tracing_state() is not None
+
+
+def transforming() -> bool:
+    """True under `torch.func` transforms, where tensors are wrappers without values."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def graphs_compiled() -> bool:
+    """True once torch.compile has made a graph in this process."""
+    # Not imported here: importing dynamo takes a second.
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group: a message without a collective."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def finished_work() -> Any:
+    """Return the handle of a collective that is already over, as a dispatched c10d call does."""
+    # Imported late: builds of torch without distributed have no such module.
+    from torch._C._distributed_c10d import FakeWork, Work
+
+    return Work.boxed(FakeWork())
+
+
+def scaler_tensors(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
+    """Return scale and growth counter on the device, without a sync; None before the first use."""
+    if scaler._scale is None or scaler._growth_tracker is None:
+        return None
+    return scaler._scale, scaler._growth_tracker
+
+
+def start_scaler(scaler: GradScaler, scale: float, growth: int) -> None:
+    """Set what a scaler that was not used yet makes its tensors from."""
+    scaler._init_scale = scale
+    scaler._init_growth_tracker = growth
+
+
+def pretend_stepped(optimizer: Optimizer) -> None:
+    """Keep torch from warning of a schedule that moves before the first update."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return what `module.compile()`, or a guard that listens, has put in the way of forward."""
+    return vars(module).get(COMPILED_CALL)

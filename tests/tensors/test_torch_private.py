@@ -1,0 +1,211 @@
+"""Every private name of torch that the package uses is there, and only one module uses them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ConstantLR, SequentialLR
+from torch.utils.data import DataLoader
+
+from stepguard.tensors import torch_private as private
+
+SOURCE = Path(private.__file__).parent.parent
+PRIVATE_MODULE = Path(private.__file__)
+
+
+def _scheduled() -> SGD:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    ConstantLR(optimizer)
+    return optimizer
+
+
+def _schedule() -> ConstantLR:
+    return ConstantLR(SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+
+
+def _sequence() -> SequentialLR:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    return SequentialLR(optimizer, [ConstantLR(optimizer), ConstantLR(optimizer)], [2])
+
+
+def _adamw() -> AdamW:
+    return AdamW([nn.Parameter(torch.zeros(1))], fused=True)
+
+
+def _plain_adamw() -> AdamW:
+    return AdamW([nn.Parameter(torch.zeros(1))])
+
+
+def _loader() -> Any:
+    # The class only: an instance would start worker processes.
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    assert DataLoader
+    return _MultiProcessingDataLoaderIter
+
+
+def _compiled_function() -> Any:
+    return torch.compile(lambda x: x)
+
+
+EXAMPLES: dict[str, Callable[[], Any]] = {
+    "Tensor._version": lambda: torch.zeros(1),
+    "Tensor._post_accumulate_grad_hooks": lambda: nn.Parameter(torch.zeros(1)),
+    "Tensor._values": lambda: torch.zeros(1),
+    "Module._buffers": lambda: nn.Linear(1, 1),
+    "Module._modules": lambda: nn.Linear(1, 1),
+    "Module._parameters": lambda: nn.Linear(1, 1),
+    "Module._call_impl": lambda: nn.Linear(1, 1),
+    "Module._compiled_call_impl": lambda: nn.Linear(1, 1),
+    "OptimizedModule._orig_mod": lambda: torch.compile(nn.Linear(1, 1)),
+    "function._torchdynamo_orig_callable": _compiled_function,
+    "Optimizer._step_supports_amp_scaling": _adamw,
+    "Optimizer._optimizer_step_pre_hooks": _adamw,
+    "Optimizer._zero_grad_profile_name": _adamw,
+    "Optimizer._warned_capturable_if_run_uncaptured": _plain_adamw,
+    "Optimizer.step._wrapped_by_lr_sched": lambda: _scheduled().step,
+    "LRScheduler._last_lr": _schedule,
+    "SequentialLR._schedulers": _sequence,
+    "OpOverload._schema": lambda: torch.ops.aten.add.Tensor,
+    "DataLoaderIter._shutdown_workers": _loader,
+}
+
+
+# importing torch._dynamo warns of parts of torch.jit
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", private.ATTRIBUTES)
+def test_private_attribute_is_there(name: str) -> None:
+    owner = EXAMPLES[name]()
+    attribute = name.rpartition(".")[2]
+    assert hasattr(owner, attribute), (
+        f"torch {torch.__version__} has no {name} any more. "
+        f"The package needs it: {private.ATTRIBUTES[name]}."
+    )
+
+
+@pytest.mark.parametrize("name", private.__all__)
+def test_private_name_is_there(name: str) -> None:
+    assert getattr(private, name, None) is not None, (
+        f"stepguard.tensors.torch_private.{name} is missing under torch {torch.__version__}"
+    )
+
+
+def test_module_calls_look_for_a_compiled_forward_on_the_instance() -> None:
+    model = nn.Linear(1, 1)
+    assert private.compiled_call(model) is None
+    setattr(model, private.COMPILED_CALL, lambda *args: "instead")
+    assert model(torch.zeros(1)) == "instead"
+
+
+def test_every_spelling_of_clipping_calls_the_wrapped_norm() -> None:
+    source = inspect.getsource(clip_grad.clip_grad_norm_)
+    assert hasattr(clip_grad, private.CLIP_NORM)
+    assert private.CLIP_NORM in source, (
+        f"torch {torch.__version__}: clip_grad_norm_ no longer calls {private.CLIP_NORM}; "
+        "a watched loop's norm before clipping is then not observed"
+    )
+
+
+def test_foreach_functions_compute_what_their_names_say() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]
+    assert [n.item() for n in private.foreach_norm(tensors)] == [5.0, 2.0]
+    assert [m.item() for m in private.foreach_max(tensors)] == [4.0, 2.0]
+    private.foreach_mul_(tensors, 2.0)
+    copies = [torch.zeros(2), torch.zeros(1)]
+    private.foreach_copy_(copies, tensors)
+    assert [c.tolist() for c in copies] == [[6.0, 8.0], [4.0]]
+
+
+def test_the_running_node_is_known_in_a_backward_pass_only() -> None:
+    seen = []
+    value = torch.ones(1, requires_grad=True)
+    result = value * 2
+    result.register_hook(lambda grad: seen.append(private.current_autograd_node()))
+    result.backward()
+    assert seen[0] is not None
+    assert private.current_autograd_node() is None
+
+
+def test_sequence_numbers_grow_with_every_node() -> None:
+    before = private.next_sequence_number()
+    torch.ones(1, requires_grad=True) * 2
+    assert private.next_sequence_number() == before + 1
+
+
+def test_tracing_and_transforming_are_told() -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((private.tracing(), private.transforming()))
+        return x * 1.0
+
+    look(torch.ones(1))
+    torch.func.grad(lambda x: look(x).sum())(torch.ones(1))
+    assert seen == [(False, False), (False, True)]
+
+
+def test_a_scaler_shows_its_tensors_once_it_was_used() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    assert private.scaler_tensors(scaler) is None
+    private.start_scaler(scaler, 8.0, 3)
+    scaler.scale(torch.ones(1))
+    tensors = private.scaler_tensors(scaler)
+    assert tensors is not None
+    assert [t.item() for t in tensors] == [8.0, 3]
+
+
+def test_a_schedule_does_not_warn_after_a_pretended_step() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = ConstantLR(optimizer)
+    private.pretend_stepped(optimizer)
+    schedule.step()  # warnings are errors here
+
+
+def test_a_finished_collective_can_be_awaited() -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no distributed package")
+    assert private.finished_work() is not None
+    assert callable(torch.distributed.distributed_c10d._get_default_store)
+
+
+def test_no_other_module_names_a_private_part_of_torch() -> None:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path == PRIVATE_MODULE:
+            continue
+        for name in _private_names(ast.parse(path.read_text(encoding="utf-8"))):
+            found.append(f"{path.relative_to(SOURCE)}: {name}")
+    assert found == [], "move these to tensors/torch_private.py, with the reason and a test"
+
+
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and _is_torch(node.module or ""):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if _is_torch(alias.name)]
+        elif isinstance(node, ast.Attribute) and _is_torch(ast.unparse(node)):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        yield from (name for name in names if _has_private_part(name))
+
+
+def _is_torch(name: str) -> bool:
+    """A dotted name and nothing else: a call inside an expression is not one."""
+    return re.fullmatch(r"(torch|dist)(\.\w+)*", name) is not None
+
+
+def _has_private_part(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
