@@ -39,9 +39,9 @@ INCIDENT = Incident(
 def _write_run(folder: Path) -> Path:
     journal = Journal(folder)
     journal.write("run", {"stepguard": "0.1.0", "name": "größe ✓\u2028"})
-    journal.write_step(Reading(step=0, loss=1.0, lr=(0.1,)), committed=True)
-    journal.write_step(Reading(step=1, loss=NAN, micro_losses=(NAN,)), committed=False)
-    journal.write_incident(INCIDENT)
+    journal.step(Reading(step=0, loss=1.0, lr=(0.1,)), committed=True)
+    journal.step(Reading(step=1, loss=NAN, micro_losses=(NAN,)), committed=False)
+    journal.incident(INCIDENT)
     journal.write("note", {"text": "spike"})
     journal.close()
     return journal.path
@@ -87,7 +87,7 @@ def test_every_line_is_strict_json_with_a_schema(tmp_path: Path) -> None:
 
 def test_step_line_carries_only_what_was_seen(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.write_step(Reading(step=0, loss=0.0, grad_norm=0.0), committed=True)
+    journal.step(Reading(step=0, loss=0.0, grad_norm=0.0), committed=True)
     journal.close()
     line = {
         "v": SCHEMA,
@@ -205,9 +205,9 @@ def test_incident_is_on_disk_before_writing_returns(
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     journal = Journal(tmp_path)
-    journal.write_step(Reading(step=0, loss=1.0), committed=True)
+    journal.step(Reading(step=0, loss=1.0), committed=True)
     assert synced == []
-    journal.write_incident(INCIDENT)
+    journal.incident(INCIDENT)
     assert len(synced) == 1
     journal.close()
 

@@ -71,7 +71,7 @@ class Guard:
         check_optimizer(model, optimizer, modules)
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
         self._wiring = Wiring(self._context)
-        self._protect = Protection(self._fault, partial(self._context.say, "fault"))
+        self._protect = Protection(self._fault, partial(self._context.outputs.note, "fault"))
         self._recovery = Recovery(self._context)
         kind = ClosureDriver if takes_closure(self._context.optimizer) else StepDriver
         self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._recovery)
@@ -82,13 +82,13 @@ class Guard:
             self._context.feed = Feed(
                 loader,
                 self._between,
-                partial(self._recovery.say, "loader"),
+                partial(self._context.outputs.note, "loader"),
                 lambda: self._context.step,
             )
         self._epochs: EpochSchedule | None = None
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
-        self._signals = Signals(self._leave, self.close, partial(self._recovery.say, "signal"))
+        self._signals = Signals(self._leave, self.close, partial(self._context.outputs.note, "signal"))
         self._recovery.duties += [self._saving, self._signals]
         self._closed = False
         self._entered = False
@@ -102,7 +102,7 @@ class Guard:
     def _make_known(self) -> None:
         """To a later guard for the same optimizer, and to the end of the process."""
         owners[self._context.optimizer] = weakref.ref(self)
-        if self._context.journal is not None:
+        if self._context.outputs.journal is not None:
             self._context.resources.callback(
                 atexit.unregister, atexit.register(partial(_died, weakref.ref(self)))
             )
@@ -145,7 +145,7 @@ class Guard:
         """
         self._driver.settle()
         if not self.armed:
-            self._recovery.say(
+            self._context.outputs.note(
                 "checkpoint", "NOT saved: a disarmed guard cannot tell whether the state is good"
             )
             return None
@@ -289,7 +289,7 @@ class Guard:
         where = "no new checkpoint; the last good one stays"
         if saved is not None:
             where = f"saved {saved}"
-        self._recovery.say("signal", f"ending after {signal.Signals(number).name}: {where}")
+        self._context.outputs.note("signal", f"ending after {signal.Signals(number).name}: {where}")
 
     def _last_look(self) -> None:
         """Were the parameters still finite after the last update, which no step will read?"""
@@ -307,15 +307,12 @@ class Guard:
         context = self._context
         fields = {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed}
         error = ending(self._error)
-        context.note("end", {**fields, "error": error} if error else fields)
+        context.outputs.line("end", {**fields, "error": error} if error else fields)
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
         context.agreement.leave()
-        context.note("fault", {"step": context.step, "error": in_words(fault)})
-        if context.human is not None:
-            context.human.fault(in_words(fault))
-        context.terminal.fault(in_words(fault))
+        context.outputs.line("fault", {"step": context.step, "error": in_words(fault)})
 
     def in_use(self, framework: str) -> str:
         """Why another guard cannot take the place of this one, in words; empty where it can."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_pla
 from stepguard.records.incident import Incident
 from stepguard.records.linefile import LineFile
 from stepguard.records.reading import Reading
+from stepguard.records.sink import Sink
 
 SCHEMA = 1
 """Raised when a line's meaning changes; readers refuse what is newer than themselves."""
@@ -23,9 +24,8 @@ def journal_path(run_dir: Path, rank: int = 0) -> Path:
     return run_dir / ("journal.jsonl" if rank == 0 else f"journal.rank{rank}.jsonl")
 
 
-class Journal:
-    """Appends lines; a line is one `write` of a whole record, so a crash can tear only the last
-    one.
+class Journal(Sink):
+    """Appends lines; a line is one `write` of a whole record, so a crash can tear only the last one.
 
     A line that cannot be written raises OSError and leaves nothing of itself behind.
     """
@@ -35,12 +35,15 @@ class Journal:
         self.path = journal_path(run_dir, rank)
         self._file = LineFile(self.path)
 
-    def write(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
+    def write(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
         """Append one record; `durable` waits until it is on disk."""
         line = dumps({"v": SCHEMA, "type": kind, **fields}) + "\n"
         self._file.append(line.encode(), durable=durable)
 
-    def write_step(self, reading: Reading, *, committed: bool) -> None:
+    def note(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self.write(kind, fields)
+
+    def step(self, reading: Reading, committed: bool) -> None:
         """One line a step, with only what was seen."""
         fields = {
             key: value
@@ -49,7 +52,7 @@ class Journal:
         }
         self.write("step", {**fields, "committed": committed})
 
-    def write_incident(self, incident: Incident) -> None:
+    def incident(self, incident: Incident) -> None:
         self.write("incident", {"incident": to_plain(incident)}, durable=True)
 
     def close(self) -> None:

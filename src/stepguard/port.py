@@ -76,4 +76,4 @@ class Port:
 
     def say(self, kind: str, summary: str) -> None:
         """Tell one line, such as a save that was refused, to every output."""
-        self._context.say(kind, summary)
+        self._context.outputs.note(kind, summary)

@@ -26,9 +26,9 @@ def write_run(folder: Path) -> Path:
             grad_norm=NAN if bad else 0.5,
             lr=(1e-4,),
         )
-        journal.write_step(reading, committed=not bad)
+        journal.step(reading, committed=not bad)
         if bad:
-            journal.write_incident(_incident(reading, folder))
+            journal.incident(_incident(reading, folder))
     journal.close()
     return folder
 

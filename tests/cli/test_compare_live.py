@@ -19,7 +19,7 @@ def _healthy(folder: Path, steps: int = 12) -> Path:
     journal = Journal(folder)
     journal.write("run", {"stepguard": "0.1.0"})
     for step in range(steps):
-        journal.write_step(
+        journal.step(
             Reading(step=step, loss=2.0 - step / 10, grad_norm=0.5, lr=(1e-4,)), committed=True
         )
     journal.close()

@@ -26,7 +26,7 @@ def test_picture_lies_inside_the_run_by_default(run: Path) -> None:
     assert (run / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("words", [["--format", "html"], ["--out", "{run}/loss_curve.html"]])
+@pytest.mark.parametrize("words", [["--format", "html"], ["-o", "{run}/loss_curve.html"]])
 def test_page_by_format_or_by_ending(run: Path, words: list[str]) -> None:
     done = CliRunner().invoke(app, ["plot", str(run), *(word.format(run=run) for word in words)])
     assert done.exit_code == 0, done.output
@@ -52,17 +52,16 @@ def test_run_without_a_step_is_one_line(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "nothing to draw" in done.stderr
 
 
-def test_missing_matplotlib_offers_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+@pytest.mark.parametrize(("library", "kind"), [("matplotlib", "png"), ("plotly", "html")])
+def test_missing_library_is_one_line_that_names_the_extra(
+    run: Path, monkeypatch: pytest.MonkeyPatch, library: str, kind: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(app, ["plot", str(run)])
+    monkeypatch.setitem(sys.modules, library, None)
+    done = CliRunner().invoke(app, ["plot", str(run), "--format", kind])
     assert done.exit_code == 2
-    assert (
-        "stepguard[plot]" in done.stderr
-        and "--format html" in done.stderr
-        and done.stderr.count("\n") == 1
-    )
+    assert "stepguard[plot]" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_plot_works_in_a_process_of_its_own_without_torch(run: Path) -> None:

@@ -41,7 +41,7 @@ def _notes(
     with (Guard if how == "step" else stepguard.watch)(
         model, optimizer, config=quiet(), **handed
     ) as guard:
-        guard._context.outlet.note = lambda kind, fields: said.append(str(fields.get("summary")))  # type: ignore[method-assign]
+        guard._context.outputs.note = lambda kind, text, **facts: said.append(text)  # type: ignore[method-assign]
         for index, batch in enumerate(DATA):
             if before is not None:
                 before(index)

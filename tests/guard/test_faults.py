@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import stepguard.detect
 import stepguard.engine.incident.incident_record
-import stepguard.engine.outlet
+import stepguard.engine.outputs
 import stepguard.engine.reader
 import stepguard.engine.recover.rewind
 import stepguard.engine.step_end
@@ -59,7 +59,7 @@ WEAK_SPOTS: dict[str, tuple[Any, str]] = {
     "history": (stepguard.detect.History, "add"),
 }
 SPARED: dict[str, tuple[Any, str]] = {
-    "journal": (stepguard.journal.Journal, "write_step"),
+    "journal": (stepguard.journal.Journal, "step"),
     "readable log": (stepguard.report.humanlog.HumanLog, "step"),
     "snapshots": (stepguard.engine.recover.rewind.Recovery, "between"),
     "probation": (stepguard.engine.recover.rewind.Recovery, "committed"),
@@ -77,11 +77,11 @@ AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "recording": (stepguard.engine.incident.incident_record, "write_down"),
     "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),
     "folder of the incident": (stepguard.engine.incident.incident_record, "write_file"),
-    "journal": (stepguard.journal.Journal, "write_incident"),
-    "step line": (stepguard.journal.Journal, "write_step"),
+    "journal": (stepguard.journal.Journal, "incident"),
+    "step line": (stepguard.journal.Journal, "step"),
     "readable log": (stepguard.report.humanlog.HumanLog, "incident"),
     "terminal": (stepguard.report.terminal, "paint_incident"),
-    "sink": (stepguard.engine.outlet.Outlet, "incident"),
+    "sink": (stepguard.engine.outputs.Outputs, "incident"),
     "applying": (stepguard.engine.transaction.Transaction, "apply"),
     "verdict": (stepguard.engine.transaction, "judge_reading"),
 }

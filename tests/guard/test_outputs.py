@@ -18,7 +18,7 @@ import torch
 import stepguard
 from guard.scenes import LOOPS, Scene, batches, grouped, plain_net, poisoned, quiet
 from stepguard import ConfigError, Guard
-from stepguard.engine.outputs import Output, OutputLost
+from stepguard.engine.outputs import OutputLost
 from stepguard.journal import read_run
 
 SCRIPT = Path(__file__).with_name("full_disk_run.py")
@@ -106,23 +106,3 @@ def test_folder_that_cannot_be_made_is_refused_at_building(setting: str, tmp_pat
     stepguard.watch(
         model, optimizer, config=quiet()
     ).close()  # nothing of the refused guard is left behind
-
-
-def test_output_that_fails_is_tried_less_and_less_and_says_what_was_lost() -> None:
-    said: list[str] = []
-    tries = []
-    works = False
-
-    def write(number: int) -> None:
-        tries.append(number)
-        if not works:
-            raise OSError("gone")
-
-    output = Output("the log", said.append)
-    with pytest.warns(OutputLost, match="the log cannot be written: OSError: gone"):
-        for number in range(200):
-            output.put_often(write, number)
-    assert tries == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
-    works = True
-    assert output.put(write, 200)
-    assert said[1:] == ["the log can be written again; 200 of its records are lost"]

@@ -29,9 +29,9 @@ def run_dir(tmp_path: Path) -> Path:
     journal = Journal(tmp_path / "run")
     journal.write("run", {"stepguard": "0"})
     for step in range(2):
-        journal.write_step(Reading(step=step, loss=1.0 / (step + 1), lr=(0.1,)), committed=True)
-    journal.write_step(reading, committed=False)
-    journal.write_incident(incident)
+        journal.step(Reading(step=step, loss=1.0 / (step + 1), lr=(0.1,)), committed=True)
+    journal.step(reading, committed=False)
+    journal.incident(incident)
     journal.close()
     return tmp_path / "run"
 

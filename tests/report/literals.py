@@ -187,3 +187,8 @@ class FakeTerminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def note(kind: str, summary: str, step: int) -> dict[str, Any]:
+    """The fields of a note, as sinks get them."""
+    return {"step": step, "kind": kind, "summary": summary}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from report.literals import BARE, INF, MASKED_ROW, NAN, masked_row
+from report.literals import BARE, INF, MASKED_ROW, NAN, masked_row, note
 from stepguard.records import Decision, Reading, Verdict
 from stepguard.report.humanlog import HumanLog, drop_torn_line, step_line
 
@@ -132,8 +132,19 @@ def test_healthy_run_has_no_error_line(tmp_path: Path) -> None:
     with HumanLog(tmp_path, 0) as log:
         for step in range(5):
             log.step(reading(step))
-        log.note("GradScaler calibration", 5, "scale_calibration")
-    assert "ERROR" not in (tmp_path / "latest.log").read_text()
+        log.note("note", note("scale_calibration", "GradScaler calibration", 5))
+    text = (tmp_path / "latest.log").read_text()
+    assert "ERROR" not in text
+    assert text.endswith("note at step 5: loss-scale calibration: GradScaler calibration\n")
+
+
+def test_disarmed_guard_is_an_error_and_lines_for_programs_are_left_out(tmp_path: Path) -> None:
+    with HumanLog(tmp_path, 0) as log:
+        log.note("end", {"steps": 5})
+        log.note("fault", {"step": 5, "error": "RuntimeError: boom"})
+    assert (tmp_path / "latest.log").read_text() == (
+        "ERROR: the guard failed and is disarmed; training goes on unguarded: RuntimeError: boom\n"
+    )
 
 
 def test_every_step_is_a_strict_json_object_with_a_loss(tmp_path: Path) -> None:

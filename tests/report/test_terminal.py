@@ -15,10 +15,12 @@ import pytest
 import rich
 from rich.progress import Progress
 
-from report.literals import BARE, MASKED_ROW, FakeTerminal, masked_row
+import stepguard.report.terminal
+from report.literals import BARE, MASKED_ROW, FakeTerminal, masked_row, note
 from stepguard.records import Decision, Policy, Reading, Remedy
 from stepguard.report.terminal import Terminal, incident_svg
 
+EXIT = "stepguard-exit: step=52"
 FULL = """\
 stepguard: step 48, non-finite loss ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
  WHAT    loss is nan (text_loss)
@@ -116,8 +118,8 @@ def test_other_place_or_cause_is_a_new_kind_with_its_own_panel(
 def test_notes_of_a_kind_are_thinned_to_powers_of_two(out: io.StringIO) -> None:
     terminal = Terminal(out)
     for step in range(20):
-        terminal.note("gradients overflow", step, "scale_calibration")
-    terminal.note("no target counts", 20, "no_labels")
+        terminal.note("note", note("scale_calibration", "gradients overflow", step))
+    terminal.note("note", note("no_labels", "no target counts", 20))
     lines = out.getvalue().splitlines()
     assert [int(line.split()[2].rstrip(":")) for line in lines] == [0, 1, 3, 7, 15, 20]
     assert lines[0] == "stepguard: step 0: gradients overflow"
@@ -128,7 +130,7 @@ def test_notes_of_a_kind_are_thinned_to_powers_of_two(out: io.StringIO) -> None:
 
 
 def test_fault_says_that_training_goes_on_unguarded(out: io.StringIO) -> None:
-    Terminal(out).fault("RuntimeError: boom")
+    Terminal(out).note("fault", {"error": "RuntimeError: boom"})
     expected = (
         "stepguard: ERROR: the guard failed and is disarmed; training goes on unguarded: "
         "RuntimeError: boom\n"
@@ -141,11 +143,12 @@ def test_halt_says_why_and_where_the_weights_are(out: io.StringIO) -> None:
     stopped = masked_row(52, "stop", 4, "no rewind: 3 rewinds used")
     terminal.incident(stopped)
     out.truncate(out.seek(0))
-    terminal.halted(stopped)
+    terminal.halted(stopped, EXIT)
     assert out.getvalue().splitlines() == [
         "stepguard: Stopping training to prevent corruption at step 52: no rewind: 3 rewinds used",
         "stepguard: weights are those from before the bad step",
         "stepguard: next: stepguard report runs/demo",
+        EXIT,
     ]
 
 
@@ -155,7 +158,7 @@ def test_halt_on_damaged_state_does_not_call_the_weights_good(out: io.StringIO) 
         reading=Reading(step=7, bad_state=("param:emb.weight",)),
         decision=Decision(action="stop"),
     )
-    Terminal(out).halted(hurt)
+    Terminal(out).halted(hurt, EXIT)
     assert (
         "the state in memory is damaged (param:emb.weight): restore a good checkpoint"
         in out.getvalue()
@@ -164,22 +167,31 @@ def test_halt_on_damaged_state_does_not_call_the_weights_good(out: io.StringIO) 
 
 
 def test_halt_shows_the_panel_where_nobody_showed_it_before(out: io.StringIO) -> None:
-    Terminal(out).halted(masked_row(52, "stop"))
+    Terminal(out).halted(masked_row(52, "stop"), EXIT)
     assert out.getvalue().count(" WHAT ") == 1
 
 
-@pytest.mark.parametrize("silent", [{"rank": 1}, {"quiet": True}])
-def test_other_ranks_and_quiet_print_nothing(out: io.StringIO, silent: dict[str, Any]) -> None:
-    terminal = Terminal(out, **silent)
-    terminal.incident(MASKED_ROW)
-    terminal.note("x", 1, "spike")
-    terminal.fault("x")
-    terminal.halted(MASKED_ROW)
-    assert out.getvalue() == ""
+def test_exit_line_is_printed_even_where_the_panel_cannot_be_drawn(
+    out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no panel")
+
+    monkeypatch.setattr(stepguard.report.terminal, "paint_incident", broken)
+    with pytest.raises(RuntimeError, match="no panel"):
+        Terminal(out).halted(masked_row(52, "stop"), EXIT)
+    assert out.getvalue().splitlines()[-1] == EXIT
+
+
+def test_refused_save_is_printed_every_time(out: io.StringIO) -> None:
+    terminal = Terminal(out)
+    for step in range(5):
+        terminal.note("note", note("save-refused", "not saved", step))
+    assert out.getvalue().count("not saved") == 5
 
 
 def test_default_stream_is_the_stderr_of_the_moment(capsys: pytest.CaptureFixture[str]) -> None:
-    Terminal().note("x", 1, "spike")
+    Terminal().note("note", note("spike", "x", 1))
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == "stepguard: step 1: x\n"
 
@@ -277,7 +289,7 @@ def test_context_without_numbers_is_shown_as_it_is(out: io.StringIO) -> None:
 
 
 def test_no_exclamation_mark_and_no_emoji(out: io.StringIO) -> None:
-    Terminal(out).halted(masked_row(52, "stop"))
+    Terminal(out).halted(masked_row(52, "stop"), EXIT)
     assert "!" not in out.getvalue()
     assert all(ord(character) < 0x2600 for character in out.getvalue())
 
@@ -309,7 +321,7 @@ def test_bars_of_tqdm_are_cleared_while_writing(monkeypatch: pytest.MonkeyPatch)
     module.tqdm = tqdm
     monkeypatch.setitem(sys.modules, "tqdm", module)
     screen = Screen()
-    Terminal(screen).note("x", 1, "spike")
+    Terminal(screen).note("note", note("spike", "x", 1))
     assert events == ["clear", "write", "redraw"]
 
 
@@ -319,7 +331,7 @@ def test_real_tqdm_bar_stays_on_its_own_line(monkeypatch: pytest.MonkeyPatch) ->
     screen = FakeTerminal()
     with tqdm(total=3, file=screen, ncols=40, mininterval=0, miniters=1) as bar:
         bar.update()
-        Terminal(screen).note("x", 1, "spike")
+        Terminal(screen).note("note", note("spike", "x", 1))
         bar.update()
     line = next(line for line in screen.getvalue().split("\n") if "step 1: x" in line)
     assert "it/s" not in line.rpartition("\r")[2]
@@ -337,6 +349,6 @@ def test_line_goes_above_a_live_bar_of_rich(monkeypatch: pytest.MonkeyPatch) -> 
         progress.add_task("epoch", total=3)
         progress.refresh()
         before = screen.tell()
-        Terminal(FakeTerminal()).note("x", 1, "spike")
+        Terminal(FakeTerminal()).note("note", note("spike", "x", 1))
         written = screen.getvalue()[before:]
     assert written.index("step 1: x") < written.index("epoch")

@@ -78,7 +78,7 @@ class PlainLoop(Loop):
         )
         self._since = now
         if self._journal is not None:
-            self._journal.write_step(reading, committed=done.committed)
+            self._journal.step(reading, committed=done.committed)
         if self._log is not None:
             self._log.step(reading, committed=done.committed)
         self._steps += 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepguard._errors import ConfigError
 from stepguard.cli._run_folder import RankOption, RunArgument, folder_of, open_run
+
+if TYPE_CHECKING:
+    from stepguard.report.figure import RunFigure
 
 
 class PlotFormat(StrEnum):
@@ -19,10 +22,13 @@ class PlotFormat(StrEnum):
     HTML = "html"
 
 
+ENDINGS = {".png": PlotFormat.PNG, ".html": PlotFormat.HTML}
+
+
 def plot(
     run: RunArgument,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where to write; loss_curve.png inside RUN.")
+        Path | None, typer.Option("--out", "-o", help="Where to write; loss_curve.png inside RUN.")
     ] = None,
     kind: Annotated[
         PlotFormat | None,
@@ -31,39 +37,46 @@ def plot(
     rank: RankOption = 0,
 ) -> None:
     """Draw loss, gradient norm and learning rate over the steps, with every incident marked."""
-    from stepguard.report.plot import write_html, write_png
+    from stepguard.report.figure import describe
 
     chosen, path = choose_output(folder_of(run), out, kind)
     record = open_run(run, rank)
     if not record.steps:
         raise ConfigError(f"{record.path} holds no step yet, so there is nothing to draw.")
-    write = write_png if chosen is PlotFormat.PNG else write_html
+    title = f"training loss: {folder_of(run).resolve().name}"
+    shown = describe(record.steps, record.incidents, title)
     try:
-        write(
-            record.steps,
-            record.incidents,
-            path,
-            title=f"training loss: {folder_of(run).resolve().name}",
-        )
+        _write(shown, chosen, path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
     typer.echo(f"wrote {path}")
 
 
+def _write(shown: RunFigure, kind: PlotFormat, path: Path) -> None:
+    if kind is PlotFormat.PNG:
+        from stepguard.report.plot_png import write_png
+
+        write_png(shown, path)
+    else:
+        from stepguard.report.plot_html import write_html
+
+        write_html(shown, path)
+
+
 def choose_output(
     folder: Path, out: Path | None, kind: PlotFormat | None
 ) -> tuple[PlotFormat, Path]:
-    """The format and the file: `--format` and the file's ending must not contradict each other."""
-    by_name = (
-        {".png": PlotFormat.PNG, ".html": PlotFormat.HTML}.get(out.suffix.lower()) if out else None
-    )
-    if kind is not None and by_name is not None and kind is not by_name:
-        raise ConfigError(
-            f"--format {kind} does not fit --out {out}; leave --format out or change the ending."
-        )
-    chosen = kind or by_name or PlotFormat.PNG
-    if out is not None and by_name is None and kind is None:
+    """Choose format and file; `--format` and the ending of `--out` must not contradict."""
+    if out is None:
+        chosen = kind or PlotFormat.PNG
+        return chosen, folder / f"loss_curve.{chosen}"
+    by_ending = ENDINGS.get(out.suffix.lower())
+    if kind is None and by_ending is None:
         raise ConfigError(
             f"--out {out} does not end with .png or .html; change the ending or give --format."
         )
-    return chosen, out or folder / f"loss_curve.{chosen}"
+    if kind is not None and by_ending is not None and kind is not by_ending:
+        raise ConfigError(
+            f"--format {kind} does not fit --out {out}; leave --format out or change the ending."
+        )
+    return kind or by_ending or PlotFormat.PNG, out

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -28,8 +27,7 @@ from stepguard.engine.drivers.schedule import advance, members, one_schedule
 from stepguard.engine.incident.declared_rates import DeclaredRates, group_rates
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.interception import borrowing
-from stepguard.engine.outlet import Outlet
-from stepguard.engine.outputs import JournalOutput, LogOutput, TerminalOutput
+from stepguard.engine.outputs import Outputs, add_people_outputs
 from stepguard.journal import Journal, starts_in
 from stepguard.ledger import Ledger
 from stepguard.locate.locate_budget import LocateBudget
@@ -71,17 +69,14 @@ class Context:
     history: History
     buffers: BufferKeeper
     roots: dict[str, nn.Module]
-    journal: JournalOutput | None
-    human: LogOutput | None
-    terminal: TerminalOutput
     ownership: Ownership
     declared: DeclaredRates
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
     name: str = ""
     """Which guard this is, where a process has several."""
-    outlet: Outlet = field(default_factory=Outlet)
-    """The user's loggers."""
+    outputs: Outputs = field(default_factory=Outputs)
+    """Journal, readable log, terminal and the user's loggers."""
     budget: Budget = field(default_factory=Budget)
     incidents: list[Incident] = field(default_factory=list)
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -189,8 +184,7 @@ class Context:
                 "scheduler then gets the "
                 "mean loss of each pass"
             )
-            self.note("note", {"step": self.step, "kind": "schedule", "summary": summary})
-            self.terminal.line(f"step {self.step}: {summary}")
+            self.outputs.note("schedule", summary)
 
     def on_purpose(self) -> set[str]:
         """Buffers that held Inf or NaN from the beginning are meant to; reads the device the first
@@ -205,19 +199,6 @@ class Context:
     def scaling(self) -> bool:
         """Does a GradScaler really scale?"""
         return self.scaler is not None and self.scaler.is_enabled()
-
-    def note(self, kind: str, fields: dict[str, Any]) -> None:
-        """A journal line that is neither a step nor an incident."""
-        if self.journal is not None:
-            self.journal.write(kind, fields)
-        self.outlet.note(kind, fields)
-
-    def say(self, kind: str, summary: str, **facts: Any) -> None:
-        """One line in journal, readable log and terminal."""
-        self.note("note", {"step": self.step, "kind": kind, "summary": summary, **facts})
-        if self.human is not None:
-            self.human.note(summary, self.step, kind)
-        self.terminal.line(f"step {self.step}: {summary}")
 
 
 def build_context(
@@ -245,11 +226,6 @@ def build_context(
         history=History(window=config.spike_window),
         buffers=BufferKeeper(roots.values()),
         roots=roots,
-        journal=None,
-        human=None,
-        terminal=TerminalOutput(
-            quiet=config.terminal == "quiet", rank=agreement.rank, policy=config.policy
-        ),
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
@@ -273,13 +249,10 @@ def _configure_rates(context: Context) -> None:
 
 
 def _register(context: Context) -> None:
-    """Number the guard, and let its terminal say which one speaks where there are several."""
+    """Number the guard."""
     optimizer, model = context.optimizer, context.roots[""]
     number = next(number for number in count() if number not in guarded.values())
-    context.name = name = (
-        f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
-    )
-    context.terminal.whose = lambda: name if len(guarded) > 1 else ""
+    context.name = f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
     context.resources.callback(context.agreement.close)
     guarded[optimizer] = number
     context.resources.callback(guarded.pop, optimizer, None)
@@ -301,26 +274,31 @@ def _open_files(context: Context) -> None:
 
 
 def _open(context: Context) -> None:
-    config, rank = context.config, context.agreement.rank
-    context.terminal.told_by(partial(_output_lost, context, "terminal"))
-    if borrowing():
-        return
-    if config.run_dir is not None:
-        journal = _made("GuardConfig.run_dir", config.run_dir, lambda folder: Journal(folder, rank))
-        context.attempt = 1 + starts_in(Path(config.run_dir), rank)
-        context.journal = JournalOutput(journal, partial(_output_lost, context, "journal"))
-        context.resources.callback(context.journal.close)
-        context.journal.write("run", _header(context))
-    if config.human_log is not None:
-        log = _made(
-            "GuardConfig.human_log", config.human_log, lambda folder: HumanLog(folder, rank)
-        )
-        context.human = LogOutput(log, partial(_output_lost, context, "log"))
-        context.resources.callback(context.human.close)
-    if config.sinks and rank == 0:
-        context.outlet = Outlet(config.sinks)
-        context.outlet.say = partial(_output_lost, context, "sink")
-        context.resources.callback(context.outlet.close)
+    config = context.config
+    rank = context.agreement.rank
+    name = context.name
+    outputs = context.outputs = Outputs(lambda: context.step)
+    context.resources.callback(outputs.close)
+    if not borrowing():
+        if config.run_dir is not None:
+            _open_journal(context, config.run_dir)
+        if config.human_log is not None:
+            log = _made(
+                "GuardConfig.human_log", config.human_log, lambda folder: HumanLog(folder, rank)
+            )
+            outputs.add(log, "log", f"the readable log in {log.folder}")
+        for sink in config.sinks if rank == 0 else ():
+            outputs.add_user_sink(sink)
+    # Messages name their guard only where a process has several.
+    add_people_outputs(outputs, config, rank, lambda: name if len(guarded) > 1 else "")
+
+
+def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
+    rank = context.agreement.rank
+    journal = _made("GuardConfig.run_dir", run_dir, lambda folder: Journal(folder, rank))
+    context.attempt = 1 + starts_in(Path(run_dir), rank)
+    context.outputs.add_journal(journal)
+    context.outputs.line("run", _header(context))
 
 
 def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> T:
@@ -331,17 +309,6 @@ def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> 
         raise ConfigError(
             f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can."
         ) from fault
-
-
-def _output_lost(context: Context, kind: str, summary: str) -> None:
-    """To every output that is left."""
-    context.note("note", {"step": context.step, "kind": kind, "summary": summary})
-    if kind == "sink":
-        return
-    if context.human is not None and kind != "log":
-        context.human.note(summary, context.step, kind)
-    if kind != "terminal":
-        context.terminal.line(f"step {context.step}: {summary}")
 
 
 def _header(context: Context) -> dict[str, Any]:

@@ -19,10 +19,8 @@ def halt(context: Context, recovery: Recovery, incident: Incident, state: Path |
     if state is not None:
         restart = "same-place" if incident.step in recovery.past.stopped_at else "helps"
     cause = incident.findings[0].code if incident.findings else incident.verdict.kind
-    context.terminal.halted(incident)
-    context.terminal.launcher_line(
-        exit_line(step=incident.step, cause=cause, restart=restart, state=state)
-    )
+    line = exit_line(step=incident.step, cause=cause, restart=restart, state=state)
+    context.outputs.halted(incident, line)
     exit_with_code_three()
     where = str(state) if state is not None else None
     raise TrainingHalted(incident, state=where, restart=restart)

@@ -1,161 +1,193 @@
-"""What a run is written to. An output that fails costs what it would have held, said once; the
-protection goes on.
+"""Pass a run's events on to every output: journal, readable log, terminal, logging, user's sinks.
 
-While one fails it is tried again, less and less often; when it works again, a line says what was
-lost.
+An output that fails costs what it would have held; the run stays protected. stepguard's own outputs
+are tried again, less and less often, and a note says what was lost once they work again. A sink of
+the user's is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, ParamSpec
+from functools import partial
+from typing import Any
 
 from stepguard.engine.protect import quiet_warning
 from stepguard.journal import Journal
-from stepguard.records import Incident, Reading
-from stepguard.report.humanlog import HumanLog
-from stepguard.report.screen import Paint
+from stepguard.records import GuardConfig, Incident, Reading, Sink
+from stepguard.report.logging_sink import LoggingSink
 from stepguard.report.terminal import Terminal
 
-P = ParamSpec("P")
-Say = Callable[[str], None]
 RARELY = 64
 """While an output fails, at least one of so many writes tries it again."""
 
 
 class OutputLost(RuntimeWarning):
-    """The journal, the readable log or another output cannot be written. The run is still
-    protected.
-    """
+    """Journal, readable log or terminal cannot be written. The run is still protected."""
+
+
+class SinkDropped(RuntimeWarning):
+    """A sink of the user's failed and gets no more events of this run; the journal does."""
+
+
+class Outputs:
+    """The outputs of one guard, in the order in which they are told."""
+
+    def __init__(self, present_step: Callable[[], int] = lambda: 0) -> None:
+        self._present_step = present_step
+        self._outputs: list[Output] = []
+        self.journal: Journal | None = None
+
+    def add_journal(self, journal: Journal) -> None:
+        self.journal = journal
+        self.add(journal, "journal", f"the journal {journal.path}")
+
+    def add(self, sink: Sink, kind: str, name: str) -> None:
+        """Tell `sink` from now on; its own failures are notes of this kind, under this name."""
+        self._outputs.append(Output(sink, name, partial(self.note, kind)))
+
+    def add_user_sink(self, sink: Sink) -> None:
+        self._outputs.append(UserOutput(sink, repr(sink), partial(self.note, "sink")))
+
+    def step(self, reading: Reading, *, committed: bool) -> None:
+        for output in self._outputs:
+            output.put_often(lambda sink: sink.step(reading, committed))
+
+    def incident(self, incident: Incident) -> None:
+        self._tell(lambda sink: sink.incident(incident))
+
+    def note(self, kind: str, text: str, *, step: int | None = None, **facts: Any) -> None:
+        """Tell people and journal in one sentence; `facts` are for the journal and for sinks.
+
+        `step` is the present one if not given. A long series of one kind is thinned out by the
+        terminal, which knows what comes in series (see `report.terminal.THINNED_OUT`).
+        """
+        at = self._present_step() if step is None else step
+        self.line("note", {"step": at, "kind": kind, "summary": text, **facts})
+
+    def line(self, type_: str, fields: dict[str, Any]) -> None:
+        """Write a journal line of another type: `rewind`, `fault`, `end`."""
+        self._tell(lambda sink: sink.note(type_, fields))
+
+    def halted(self, incident: Incident, exit_line: str) -> None:
+        self._tell(lambda sink: sink.halted(incident, exit_line))
+
+    def close(self) -> None:
+        """Close every output, the journal last: it records what fails while the others close."""
+        for output in reversed(tuple(self._outputs)):
+            output.put(lambda sink: sink.close())
+            if isinstance(output, UserOutput):
+                # It may serve other guards as well, and is not to hear more of this one.
+                self._outputs.remove(output)
+
+    def _tell(self, event: Event) -> None:
+        for output in self._outputs:
+            output.put(event)
+
+
+Event = Callable[[Sink], None]
 
 
 class Output:
-    """One of them, by the name it has in messages."""
+    """One sink, the name it has in messages, and what its failures have cost so far."""
 
-    def __init__(self, name: str, say: Say) -> None:
-        self.name, self._say = name, say
+    def __init__(self, sink: Sink, name: str, tell: Callable[[str], None]) -> None:
+        self.name = name
+        self._sink = sink
+        self._tell_all = tell
         self._lost = 0
-        """Writes lost since it last worked."""
+        """Events lost since it last worked."""
         self._failures = 0
         """How often it has begun to fail."""
-        self._saying = False
+        self._telling = False
 
-    def put(self, write: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Write; False where it could not be. Never raises for the output's own failure."""
-        if self._saying:  # a word about its own failure
+    def put(self, event: Event) -> bool:
+        """Pass on an event; False if that failed. Never raises for the output's own failure."""
+        if self._telling:
+            # This is the note about its own failure, which may fail as well.
             with contextlib.suppress(Exception):
-                write(*args, **kwargs)
+                event(self._sink)
             return False
         try:
-            write(*args, **kwargs)
+            event(self._sink)
         except Exception as fault:
             self._failed(fault)
             return False
-        lost, self._lost = self._lost, 0
-        if lost and self._worth_saying():
-            self._tell(f"{self.name} can be written again; {lost} of its records are lost")
+        self._worked()
         return True
 
-    def put_often(self, write: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """For what comes with every step: after a failure only the 1st, 2nd, 4th, 8th, ... and
-        every 64th is tried.
+    def put_often(self, event: Event) -> bool:
+        """Pass on what comes with every step: while the output fails, only some of it is tried.
+
+        That is the 1st, 2nd, 4th, 8th, ... and every 64th.
         """
         if _power_of_two(self._lost) or self._lost % RARELY == 0:
-            return self.put(write, *args, **kwargs)
+            return self.put(event)
         self._lost += 1
         return False
 
-    def _worth_saying(self) -> bool:
-        """A disk that is nearly full fails again and again."""
-        return _power_of_two(self._failures)
+    def _worked(self) -> None:
+        lost = self._lost
+        self._lost = 0
+        if lost and self._worth_telling():
+            self._tell(f"{self.name} can be written again; {lost} of its records are lost")
 
     def _failed(self, fault: Exception) -> None:
         self._lost += 1
         if self._lost > 1:
             return
         self._failures += 1
-        summary = (
+        text = (
             f"{self.name} cannot be written: {type(fault).__name__}: {fault}. The run is "
             f"still protected"
         )
-        if self._worth_saying():
-            self._tell(summary)
+        if self._worth_telling():
+            self._tell(text)
         if self._failures == 1:
-            quiet_warning(f"stepguard: {summary}.", OutputLost)
+            quiet_warning(f"stepguard: {text}.", OutputLost)
 
-    def _tell(self, summary: str) -> None:
-        self._saying = True
+    def _worth_telling(self) -> bool:
+        # A disk that is nearly full fails and works in turns.
+        return _power_of_two(self._failures)
+
+    def _tell(self, text: str) -> None:
+        self._telling = True
         try:
-            self._say(summary)
+            self._tell_all(text)
         finally:
-            self._saying = False
+            self._telling = False
+
+
+class UserOutput(Output):
+    """A sink of the user's: it is dropped at its first failure."""
+
+    _dropped = False
+
+    def put(self, event: Event) -> bool:
+        return not self._dropped and super().put(event)
+
+    def _failed(self, fault: Exception) -> None:
+        self._dropped = True
+        text = (
+            f"{self.name} failed and is dropped, training goes on without it: "
+            f"{type(fault).__name__}: {fault}"
+        )
+        self._tell(text)
+        quiet_warning(f"stepguard: {text}", SinkDropped)
+
+
+def add_people_outputs(
+    outputs: Outputs, config: GuardConfig, rank: int, whose: Callable[[], str]
+) -> None:
+    """Add what people read while training runs, on rank 0, as `GuardConfig.terminal` says."""
+    if rank != 0:
+        return
+    if config.terminal == "auto":
+        terminal = Terminal(policy=config.policy, whose=whose)
+        outputs.add(terminal, "terminal", "the terminal report")
+    logs = LoggingSink(propagate=config.terminal == "logging", whose=whose)
+    outputs.add(logs, "logging", "the logger stepguard")
 
 
 def _power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-class JournalOutput:
-    """The journal of one guard."""
-
-    def __init__(self, journal: Journal, say: Say) -> None:
-        self._journal, self._output = journal, Output(f"the journal {journal.path}", say)
-
-    @property
-    def path(self) -> Path:
-        return self._journal.path
-
-    def write(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
-        self._output.put(self._journal.write, kind, fields, durable=durable)
-
-    def write_step(self, reading: Reading, *, committed: bool) -> None:
-        self._output.put_often(self._journal.write_step, reading, committed=committed)
-
-    def write_incident(self, incident: Incident) -> None:
-        self._output.put(self._journal.write_incident, incident)
-
-    def close(self) -> None:
-        self._journal.close()
-
-
-class LogOutput:
-    """The readable log of one guard."""
-
-    def __init__(self, log: HumanLog, say: Say) -> None:
-        self._log, self._output = log, Output(f"the readable log in {log.folder}", say)
-
-    def step(self, reading: Reading, *, committed: bool = True) -> None:
-        self._output.put_often(self._log.step, reading, committed=committed)
-
-    def incident(self, incident: Incident) -> None:
-        self._output.put(self._log.incident, incident)
-
-    def note(self, verdict_summary: str, step: int, kind: str) -> None:
-        self._output.put(self._log.note, verdict_summary, step, kind)
-
-    def fault(self, message: str) -> None:
-        self._output.put(self._log.fault, message)
-
-    def line(self, text: str) -> None:
-        self._output.put(self._log.line, text)
-
-    def close(self) -> None:
-        self._log.close()
-
-
-class TerminalOutput(Terminal):
-    """The terminal of one guard: what cannot be drawn is not drawn."""
-
-    _output: Output | None = None
-
-    def told_by(self, say: Say) -> None:
-        """Where its failure goes on record."""
-        self._output = Output("the terminal report", say)
-
-    def _paint(self, paint: Paint) -> None:
-        if self._output is None:
-            super()._paint(paint)
-        else:
-            self._output.put(super()._paint, paint)

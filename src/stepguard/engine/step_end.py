@@ -66,8 +66,4 @@ def write_step(context: Context, reading: Reading, *, committed: bool) -> None:
     """Write the one line of this step."""
     if reading.overflow:
         context.overflows_in_a_row += 1
-    if context.journal is not None:
-        context.journal.write_step(reading, committed=committed)
-    if context.human is not None:
-        context.human.step(reading, committed=committed)
-    context.outlet.step(reading, committed=committed)
+    context.outputs.step(reading, committed=committed)

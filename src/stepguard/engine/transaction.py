@@ -232,18 +232,10 @@ class Transaction:
         """Tell a verdict that is worth a line, not an action."""
         if verdict.severity != "note":
             return
-        context = self.context
         with self.protect.part("notes"):
-            fields = {
-                "step": reading.step,
-                "kind": verdict.kind,
-                "summary": verdict.summary,
-                "evidence": verdict.evidence,
-            }
-            context.note("note", fields)
-            if context.human is not None:
-                context.human.note(verdict.summary, reading.step, verdict.kind)
-            context.terminal.note(verdict.summary, reading.step, verdict.kind)
+            self.context.outputs.note(
+                verdict.kind, verdict.summary, step=reading.step, evidence=verdict.evidence
+            )
 
     def open_incident(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
         """What is known of a bad step before anything is located."""
@@ -321,7 +313,7 @@ class Transaction:
         return replace(incident, findings=find_causes(incident, facts))
 
     def _not_explained(self, why: str) -> None:
-        self.recovery.say("unexplained", why)
+        self.context.outputs.note("unexplained", why)
 
     # --- decide and apply -----------------------------------------------------------------------
 

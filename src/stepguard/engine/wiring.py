@@ -303,7 +303,7 @@ class Wiring:
 
     def _say(self, summary: str) -> None:
         self._said.add(summary)
-        self._context.say("wiring", summary)
+        self._context.outputs.note("wiring", summary)
 
 
 REPLACED = "the optimizer holds parameters that are no longer the model's: they were replaced after the guard was built"

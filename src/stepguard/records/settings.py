@@ -185,8 +185,11 @@ class GuardConfig:
     """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run
     again elsewhere.
     """
-    terminal: Literal["auto", "quiet"] = "auto"
-    """`quiet` prints nothing; incidents are still recorded."""
+    terminal: Literal["auto", "quiet", "logging"] = "auto"
+    """`quiet` prints nothing; `logging` hands messages to Python's logging instead of stderr.
+
+    Incidents are recorded in any case.
+    """
     sinks: tuple[Sink, ...] = ()
     """Loggers that get every step and incident, on rank 0: see stepguard.integrations.sinks."""
 
@@ -226,7 +229,7 @@ class GuardConfig:
                 f"GuardConfig.build={self.build!r} must look like 'package.module:function'."
             )
         _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))
-        _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet"))
+        _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet", "logging"))
         _sinks(self.sinks)
 
     def _check_types(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's events go besides the journal: TensorBoard, W&B, a dashboard of your own."""
+"""What a run's events are passed on to: journal, readable log, terminal, TensorBoard, your own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from stepguard.records.reading import Reading
 
 
 class Sink:
-    """Hears a run's events as they happen, on rank 0. Override what you need; a fault drops the
-    sink, not the run.
+    """Receives a run's events as they happen. Override what you need.
+
+    A sink of yours is called on rank 0; if it raises, it is dropped and training continues.
     """
 
     def step(self, reading: Reading, committed: bool) -> None:
@@ -22,6 +23,9 @@ class Sink:
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Any other line of the journal: a note, a fault of the guard's own, the end of the run."""
+
+    def halted(self, incident: Incident, exit_line: str) -> None:
+        """The policy stops the run for this incident; `exit_line` says so to launch scripts."""
 
     def close(self) -> None:
         """The guard is closed: flush, and close what this sink opened itself. An event may follow

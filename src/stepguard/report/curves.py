@@ -1,4 +1,4 @@
-"""The series behind a plot: plain lists, so that the picture and the web page draw the same."""
+"""The series behind a plot, as plain lists."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Curves:
     """Steps whose update was dropped because something was wrong."""
     calibrations: list[int] = field(default_factory=list)
     let_through: list[int] = field(default_factory=list)
-    """Incidents that the policy let through (`warn`)."""
+    """Incidents that the policy let through (`note`)."""
     labels: list[Label] = field(default_factory=list)
     first_step: int = 0
     last_step: int = 0
@@ -53,7 +53,8 @@ class Curves:
 
 def gather(steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -> Curves:
     """The series of a run, from its step lines and incidents."""
-    loss, norm = _series(steps, "loss"), _series(steps, "grad_norm")
+    loss = _series(steps, "loss")
+    norm = _series(steps, "grad_norm")
     calibrations = calibration_steps(steps, incidents)
     committed = {line["step"] for line in steps if line.get("committed", True)}
     dropped = {line["step"] for line in steps} - committed - calibrations
@@ -83,7 +84,8 @@ def scale_for(values: Sequence[float]) -> Scale:
     if min(values) > 0:
         return "log"
     sizes = [abs(value) for value in values if value]
-    return "symlog" if sizes and max(sizes) / median(sizes) > 100 else "linear"
+    spans_decades = bool(sizes) and max(sizes) / median(sizes) > 100
+    return "symlog" if spans_decades else "linear"
 
 
 def symlog_threshold(values: Sequence[float]) -> float:
@@ -93,17 +95,21 @@ def symlog_threshold(values: Sequence[float]) -> float:
 
 
 def _series(steps: Sequence[Mapping[str, Any]], name: str) -> Series:
-    points = [(line["step"], float(line[name])) for line in steps if phrases.finite(line.get(name))]
-    return [step for step, _ in points], [value for _, value in points]
+    numbers = []
+    values = []
+    for line in steps:
+        if phrases.finite(line.get(name)):
+            numbers.append(line["step"])
+            values.append(float(line[name]))
+    return numbers, values
 
 
 def _rates(steps: Sequence[Mapping[str, Any]]) -> Series:
-    points = [
-        (line["step"], line["lr"][0])
-        for line in steps
-        if line.get("lr") and phrases.finite(line["lr"][0])
-    ]
-    return [step for step, _ in points], [value for _, value in points]
+    first_rates = []
+    for line in steps:
+        if line.get("lr"):
+            first_rates.append({"step": line["step"], "lr": line["lr"][0]})
+    return _series(first_rates, "lr")
 
 
 def _smooth(series: Series) -> Series:
@@ -113,9 +119,14 @@ def _smooth(series: Series) -> Series:
     if window < 3:
         return [], []
     half = window // 2
-    # for long runs one median every few steps is as smooth and far cheaper
-    places = range(half, len(values) - half, max(1, len(values) // 2000))
-    return [steps[i] for i in places], [median(values[i - half : i + half + 1]) for i in places]
+    # For long runs one median every few steps is as smooth and far cheaper.
+    every = max(1, len(values) // 2000)
+    middles = []
+    medians = []
+    for i in range(half, len(values) - half, every):
+        middles.append(steps[i])
+        medians.append(median(values[i - half : i + half + 1]))
+    return middles, medians
 
 
 def stretches(steps: Sequence[int]) -> list[tuple[int, int]]:
@@ -137,21 +148,18 @@ def thin(steps: Sequence[int], most: int = MOST_MARKS) -> Sequence[int]:
 
 
 def _labels(incidents: Sequence[Incident]) -> list[Label]:
-    groups = group_incidents(incidents)
     labels = []
-    for group in groups[:MOST_LABELS]:
-        times = f" (x{group.count})" if group.count > 1 else ""
+    for group in group_incidents(incidents)[:MOST_LABELS]:
         name = group.code or phrases.verdict_title(group.verdict)
-        labels.append(
-            Label(step=group.first_step, text=f"{name} at step {group.first_step}{times}")
-        )
+        text = f"{name} at step {group.first_step}"
+        if group.count > 1:
+            text += f" (x{group.count})"
+        labels.append(Label(step=group.first_step, text=text))
     return labels
 
 
 def decimate(series: Series, most: int = 4000) -> Series:
-    """At most about `most` points: the lowest and highest of each stretch, so that no spike is
-    lost.
-    """
+    """Keep at most about `most` points: the lowest and highest of each stretch, so every spike."""
     steps, values = series
     if len(steps) <= most:
         return series

@@ -8,12 +8,12 @@ most the line being written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from stepguard.records import Incident, Reading
+from stepguard.records import Incident, Reading, Sink
 from stepguard.records.codec import dumps
 from stepguard.records.linefile import LineFile
 from stepguard.report import phrases
@@ -36,7 +36,7 @@ _ACTION_LINES = {
 }
 
 
-class HumanLog:
+class HumanLog(Sink):
     """Written by rank 0; on other ranks every method does nothing (their journals have it all)."""
 
     def __init__(
@@ -61,7 +61,7 @@ class HumanLog:
         drop_torn_line(self.folder / STEPS)
         self._steps = LineFile(self.folder / STEPS)
 
-    def step(self, reading: Reading, *, committed: bool = True) -> None:
+    def step(self, reading: Reading, committed: bool = True) -> None:
         """One line a step, and one JSON object whose `loss` is null where it is not finite."""
         self.line(step_line(reading, committed=committed))
         if self._steps is not None:
@@ -85,13 +85,13 @@ class HumanLog:
         for text in error_lines(incident):
             self.line(text)
 
-    def note(self, verdict_summary: str, step: int, kind: str) -> None:
-        """Something worth a line that is no error."""
-        self.line(f"note at step {step}: {phrases.verdict_title(kind)}: {verdict_summary}")
-
-    def fault(self, message: str) -> None:
-        """The guard's own failure."""
-        self.line(f"ERROR: the guard failed and is disarmed; training goes on unguarded: {message}")
+    def note(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Write one line; other lines of the journal than notes and faults are for programs."""
+        if kind == "fault":
+            self.line(phrases.disarmed(fields))
+        elif kind == "note":
+            title = phrases.verdict_title(str(fields.get("kind")))
+            self.line(f"note at step {fields.get('step')}: {title}: {fields.get('summary')}")
 
     def line(self, text: str) -> None:
         """Any line, for instance `Checking model parameters before epoch 15...`."""

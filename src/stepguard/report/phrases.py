@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from stepguard.records import Decision, Incident, Operand, Origin, Policy
 from stepguard.report.unbroken import middle
 
+STOPPING = "Stopping training to prevent corruption"
 LONGEST_IDENTITY = 40
 """Characters of a sample's row and id; longer ones lose their middle."""
 
@@ -236,6 +238,51 @@ def kind_of(incident: Incident) -> tuple[str, ...]:
         else ("", "", "")
     )
     return (incident.verdict.kind, *where, incident.findings[0].code if incident.findings else "")
+
+
+def incident_line(incident: Incident, counted: str = "", *, again: bool = False) -> str:
+    """One line about an incident; `counted`: which of its kind it is, `again`: done as before."""
+    decision = incident.decision
+    line = f"step {incident.step} {done(decision) if decision else 'is bad'}"
+    if again:
+        line += " again"
+    if counted:
+        line += f" ({counted})"
+    line += f": {_gist(incident)}"
+    if decision is not None and decision.reason:
+        line += f"; {decision.reason}"
+    return line
+
+
+def _gist(incident: Incident) -> str:
+    parts = [incident.verdict.summary or verdict_title(incident.verdict.kind)]
+    if incident.origin is not None:
+        parts.append(place(incident.origin))
+        parts.append(culprits(incident.origin))
+    if incident.findings:
+        parts.append(incident.findings[0].code)
+    return "; ".join(part for part in parts if part)
+
+
+def note_line(fields: Mapping[str, Any]) -> str:
+    """One line about a note of the journal."""
+    return f"step {fields.get('step')}: {fields.get('summary')}"
+
+
+def disarmed(fields: Mapping[str, Any]) -> str:
+    """One line about a `fault` line of the journal: the guard itself failed."""
+    return (
+        "ERROR: the guard failed and is disarmed; training goes on unguarded: "
+        f"{fields.get('error')}"
+    )
+
+
+def stopping(incident: Incident) -> str:
+    """Say that the policy stops the run, and why."""
+    line = f"{STOPPING} at step {incident.step}"
+    if incident.decision is not None and incident.decision.reason:
+        line += f": {incident.decision.reason}"
+    return line
 
 
 def sparkline(values: Sequence[float], *, plain: bool = False) -> str:

@@ -1,41 +1,37 @@
-"""What the guard says while training runs: a panel for the first incident of a kind, one counted
-line for the rest.
-"""
+"""Print incidents while training runs: a panel for the first of a kind, a counted line after that."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from stepguard.records import Incident, Policy
+from stepguard.records import Incident, Policy, Sink
 from stepguard.report import phrases, screen
 from stepguard.report.panel import next_commands, paint_incident
 
-STOPPING = "Stopping training to prevent corruption"
 SVG_WIDTH = 96
+THINNED_OUT = frozenset({*phrases.VERDICT_TITLES, "tracing", "outlier", "parameters", "filtered"})
+"""Kinds of notes that may come with every step: the 1st, 2nd, 4th, 8th, ... are printed."""
 
 
-class Terminal:
-    """Prints to stderr on rank 0 only. Never raises for a stream that is closed or gone."""
+class Terminal(Sink):
+    """Prints to stderr. Never raises for a stream that is closed or gone."""
 
     def __init__(
         self,
         stream: TextIO | None = None,
-        quiet: bool = False,
-        rank: int = 0,
         *,
         policy: Policy | None = None,
+        whose: Callable[[], str] = str,
     ) -> None:
+        """`whose` gives the name of the guard that prints, and nothing where it is the only one."""
         self._stream = stream
-        self.whose: Callable[[], str] = str
-        """Gives the name of the guard that speaks, and nothing where it is the only one."""
-        self._silent = quiet or rank != 0
+        self._whose = whose
         self._policy = policy
         self._kinds: Counter[tuple[str, ...]] = Counter()
         self._answers: Counter[tuple[str, ...]] = Counter()
@@ -43,104 +39,84 @@ class Terminal:
         self._shown: set[str] = set()
 
     def incident(self, incident: Incident) -> None:
-        """The first of its kind as a panel, every further one as a counted line."""
+        """Print the first of its kind as a panel, every further one as a counted line."""
         kind = phrases.kind_of(incident)
-        answer = (*kind, incident.decision.action if incident.decision else "")
+        decision = incident.decision
+        answer = (*kind, decision.action if decision else "")
         self._kinds[kind] += 1
         self._answers[answer] += 1
         self._shown.add(incident.id)
-        if self._kinds[kind] == 1:
-            known = partial(
-                paint_incident, incident=incident, policy=self._policy, whose=self.whose()
-            )
-            self._paint(partial(known, unicode=self._unicode))
-        else:
-            self._line(
-                _repeat(incident, self._kinds[kind], again=self._answers[answer] > 1), "bold red"
-            )
+        times = self._kinds[kind]
+        if times == 1:
+            self._panel(incident)
+            return
+        counted = f"{phrases.ordinal(times)} of this kind"
+        if decision is not None:
+            counted += f", {decision.consecutive} in a row"
+        again = self._answers[answer] > 1
+        self._line(phrases.incident_line(incident, counted, again=again), "bold red")
 
-    def note(self, verdict_summary: str, step: int, kind: str) -> None:
-        """One line; of a kind that goes on, the 1st, 2nd, 4th, 8th, ... are printed."""
+    def note(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Print one line; other lines of the journal than notes and faults are for programs."""
+        if kind == "fault":
+            self._line(phrases.disarmed(fields), "bold red")
+        elif kind == "note":
+            self._note(str(fields.get("kind")), phrases.note_line(fields))
+
+    def _note(self, kind: str, text: str) -> None:
         self._notes[kind] += 1
         times = self._notes[kind]
-        if times & (times - 1):
-            return
-        counted = (
-            f" ({phrases.ordinal(times)} of this kind, next shown is the "
-            f"{phrases.ordinal(2 * times)})"
-        )
-        self._line(f"step {step}: {verdict_summary}" + (counted if times > 1 else ""), "yellow")
-
-    def line(self, text: str) -> None:
-        """Something that is said every time: what became of a checkpoint, a signal, the loader."""
+        if kind in THINNED_OUT and times > 1:
+            power_of_two = times & (times - 1) == 0
+            if not power_of_two:
+                return
+            this = phrases.ordinal(times)
+            following = phrases.ordinal(2 * times)
+            text += f" ({this} of this kind, next shown is the {following})"
         self._line(text, "yellow")
 
-    def fault(self, message: str) -> None:
-        """The guard itself failed: training goes on without it."""
-        self._line(
-            f"ERROR: the guard failed and is disarmed; training goes on unguarded: {message}",
-            "bold red",
-        )
+    def halted(self, incident: Incident, exit_line: str) -> None:
+        """Say why the run stops and where the weights are; then the line for launch scripts."""
+        try:
+            self._halted(incident)
+        finally:
+            self._paint(lambda console: console.print(Text(exit_line), soft_wrap=True))
 
-    def launcher_line(self, line: str) -> None:
-        """One line for programs: as it is, on stderr."""
-        self._paint(lambda console: console.print(Text(line), soft_wrap=True))
-
-    def halted(self, incident: Incident) -> None:
-        """The policy stopped the run."""
+    def _halted(self, incident: Incident) -> None:
         if incident.id not in self._shown:
             self.incident(incident)
-        reason = incident.decision.reason if incident.decision else ""
-        self._line(
-            f"{STOPPING} at step {incident.step}" + (f": {reason}" if reason else ""), "bold red"
-        )
+        self._line(phrases.stopping(incident), "bold red")
         self._line(phrases.effect(incident) or phrases.ACTION_EFFECT["stop"], "")
         report = [command for command in next_commands(incident) if " report " in command]
         if report:
             self._line(f"next: {report[0]}", "")
 
-    @property
-    def _unicode(self) -> bool:
-        return screen.takes_unicode(self._target)
+    def _panel(self, incident: Incident) -> None:
+        def paint(console: Console) -> None:
+            paint_incident(
+                console,
+                incident,
+                policy=self._policy,
+                whose=self._whose(),
+                unicode=screen.takes_unicode(self._target),
+            )
+
+        self._paint(paint)
 
     @property
     def _target(self) -> TextIO:
-        # looked up anew each time: notebooks, test runners and loggers replace sys.stderr
+        # Looked up at every use: notebooks, test runners and loggers replace sys.stderr.
         return self._stream if self._stream is not None else sys.stderr
 
     def _line(self, text: str, style: str) -> None:
-        whose = self.whose()
+        whose = self._whose()
         speaker = f"stepguard ({whose}): " if whose else "stepguard: "
-        # soft-wrapped: one line stays one line in a log, whatever the window's width
-        self._paint(
-            lambda console: console.print(
-                Text.assemble((speaker, "bold"), (text, style)), soft_wrap=True
-            )
-        )
+        line = Text.assemble((speaker, "bold"), (text, style))
+        # Soft-wrapped: one line stays one line in a log, whatever the window's width.
+        self._paint(lambda console: console.print(line, soft_wrap=True))
 
-    def _paint(self, paint: Callable[[Console], None]) -> None:
-        if not self._silent:
-            screen.put(screen.draw(self._target, paint), self._target)
-
-
-def _repeat(incident: Incident, times: int, *, again: bool) -> str:
-    decision = incident.decision
-    done = phrases.done(decision) if decision else "is bad"
-    counted = f"{phrases.ordinal(times)} of this kind"
-    if decision is not None:
-        counted += f", {decision.consecutive} in a row"
-    line = f"step {incident.step} {done}{' again' if again else ''} ({counted}): {_gist(incident)}"
-    return line + (f"; {decision.reason}" if decision is not None and decision.reason else "")
-
-
-def _gist(incident: Incident) -> str:
-    parts = [incident.verdict.summary or phrases.verdict_title(incident.verdict.kind)]
-    if incident.origin is not None:
-        parts.append(phrases.place(incident.origin))
-        parts.append(phrases.culprits(incident.origin))
-    if incident.findings:
-        parts.append(incident.findings[0].code)
-    return "; ".join(part for part in parts if part)
+    def _paint(self, paint: screen.Paint) -> None:
+        screen.put(screen.draw(self._target, paint), self._target)
 
 
 def incident_svg(

@@ -74,11 +74,11 @@ class FusedWatchedStep(WatchedStep):
             fused.take_back(self.context, calibrating=False, schedule=every_step)
         self._finish_fused(fused, reading, verdict, vetoed=vetoed, inside=inside)
         if vetoed and self._commits in self._averaged.values():
-            self.recovery.say(
+            self.context.outputs.note(
                 "veto", "an AveragedModel took in the weights once more after the vetoed update"
             )
         if together and not verdict.bad:
-            self.recovery.say("veto", DROPPED_FOR_ANOTHER)
+            self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
         return vetoed and (verdict.bad or together)
 
     def _finish_fused(

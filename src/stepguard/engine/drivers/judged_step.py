@@ -186,7 +186,7 @@ class JudgedStep(FusedWatchedStep):
         incident = self._with_not_restored(self._incident, self._put_back())
         self._close_books(self._step(self._reading), self._reading, committed=False)
         if dropped_by_peer or peer is not None or self._dropped_late:
-            self.recovery.say("veto", DROPPED_FOR_ANOTHER)
+            self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
         self._dropped_late = False
         self._end_step(counts=not dropped_by_peer or self.shared.counts)
         self._conclude(incident, hold=True)
@@ -209,7 +209,7 @@ class JudgedStep(FusedWatchedStep):
         if not left:
             return incident
         if incident is None or incident.decision is None:
-            self.recovery.say("veto", f"the update was vetoed, but {left}")
+            self.context.outputs.note("veto", f"the update was vetoed, but {left}")
             return incident
         return replace(incident, decision=replace(incident.decision, not_restored=left))
 

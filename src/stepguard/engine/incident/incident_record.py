@@ -25,7 +25,7 @@ MOST_CAPSULES = 20
 def record(context: Context, incident: Incident, step: Step) -> Incident:
     """On record, as far as that can be: the step stays vetoed whatever fails here."""
     return explain_or_warn(
-        incident, partial(context.say, "output"), write_down, context, incident, step
+        incident, partial(context.outputs.note, "output"), write_down, context, incident, step
     )
 
 
@@ -33,14 +33,10 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
     """Everything that outlives the process first, the screen last."""
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
-    if context.journal is not None:
-        context.journal.write_incident(incident)
+    if context.outputs.journal is not None:
         _write_folder(context, incident)
     note_lost(context, step, incident)
-    if context.human is not None:
-        context.human.incident(incident)
-    context.outlet.incident(incident)
-    context.terminal.incident(incident)
+    context.outputs.incident(incident)
     return incident
 
 
@@ -54,7 +50,7 @@ def _write_folder(context: Context, incident: Incident) -> None:
             f"the folder of incident {incident.id} could not be written: "
             f"{type(fault).__name__}: {fault}"
         )
-        context.say("output", summary)
+        context.outputs.note("output", summary)
 
 
 def free_id(context: Context, name: str) -> str:
@@ -104,7 +100,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             limit_bytes=config.capsule_limit,
         )
     except Exception as fault:  # a full disk or an odd tensor must not cost the incident
-        context.say(
+        context.outputs.note(
             "capsule", f"no capsule of incident {incident.id}: {type(fault).__name__}: {fault}"
         )
         return incident
@@ -113,6 +109,6 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             f"no capsule: the step is larger than {config.capsule_limit} bytes "
             f"(GuardConfig.capsule_limit)"
         )
-        context.say("capsule", summary)
+        context.outputs.note("capsule", summary)
         return incident
     return replace(incident, capsule=str(folder.relative_to(Path(str(config.run_dir)))))

@@ -43,8 +43,7 @@ def note_lost(context: Context, step: Step, incident: Incident) -> None:
                 f"the ledger of bad samples misses step {incident.step}: "
                 f"{type(fault).__name__}: {fault}"
             )
-            context.note("note", {"step": incident.step, "kind": "ledger", "summary": summary})
-            context.terminal.line(f"step {incident.step}: {summary}")
+            context.outputs.note("ledger", summary, step=incident.step)
 
 
 def naming(

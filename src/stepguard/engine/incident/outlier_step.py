@@ -15,8 +15,5 @@ def keep_out_outliers(context: Context) -> Callable[[], None] | None:
         return None
     words = context.outliers.words()
     if words:
-        context.note("note", {"step": context.step, "kind": "outlier", "summary": words})
-        if context.human is not None:
-            context.human.note(words, context.step, "outlier")
-        context.terminal.note(words, context.step, "outlier")
+        context.outputs.note("outlier", words)
     return context.outliers.act()

@@ -106,4 +106,4 @@ class Archive:
         return self.background.offer(step, state.tensors, state.facts, self.health(good=good))
 
     def _say(self, summary: str) -> None:
-        self._context.say("checkpoint", summary)
+        self._context.outputs.note("checkpoint", summary)

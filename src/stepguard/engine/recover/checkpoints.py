@@ -224,7 +224,7 @@ class Checkpoints:
         return archive.background.wait()
 
     def _say(self, summary: str) -> None:
-        self._context.say("checkpoint", summary)
+        self._context.outputs.note("checkpoint", summary)
 
 
 def _step(pending: Snapshot | int) -> int:

@@ -74,7 +74,7 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
 
 def _undo_inexact(recovery: Recovery, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
     """Go back once more: the loss function depends on more than its batch."""
-    recovery.say(
+    runs.context.outputs.note(
         "rewind",
         f"step {kept.step.index} gave loss {kept.loss} and gives {result.loss} when run again: its "
         f"loss function depends on more than the batch it is given, so the steps since "

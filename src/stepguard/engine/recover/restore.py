@@ -37,18 +37,18 @@ def restore_checkpoint(
 ) -> int:
     """Load a checkpoint into the live objects; returns the optimizer steps done."""
     attempts: list[Attempt] = []
-    if context.journal is not None:
+    if context.outputs.journal is not None:
         # the last one is this process's own
-        attempts = attempts_in(context.journal.path)[:-1]
+        attempts = attempts_in(context.outputs.journal.path)[:-1]
     opened = _open_together(context, store, _choose(context, store, which, attempts))
     for passed in opened.passed_over:
-        context.say("checkpoint", f"{passed.path} is passed over: {passed.reason}")
+        context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
     difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
     _load(context, recovery, State(opened.tensors, opened.facts))
     context.run_id = opened.health.run or context.run_id
     honour_ledger(context)
     recovery.past = past_of(attempts)
-    recovery.say(
+    context.outputs.note(
         "restored",
         f"restored {opened.path}: {opened.step} optimizer steps are done",
         checkpoint=opened.path.name,
@@ -59,7 +59,7 @@ def restore_checkpoint(
         applied = context.config.resume_lr == "config"
         if applied:
             scale_rates(context.optimizer, context.scheduler, difference.factors)
-        context.say("lr_mismatch", difference.story(applied=applied))
+        context.outputs.note("lr_mismatch", difference.story(applied=applied))
     return context.step
 
 
@@ -81,7 +81,7 @@ def _choose(
         worn = good[0].path.name
         starts = failed_starts(attempts, worn)
         instead = f"going back to {entry.path.name}, which has not"
-        context.say("checkpoint", f"{worn} has led to a stop {starts} times: {instead}")
+        context.outputs.note("checkpoint", f"{worn} has led to a stop {starts} times: {instead}")
         return entry.path
     return which
 
@@ -106,7 +106,7 @@ def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
 def _load(context: Context, recovery: Recovery, state: State) -> None:
     whole = recovery.snapshots.whole
     for trouble in whole.put_back(state):
-        context.say("checkpoint", trouble)
+        context.outputs.note("checkpoint", trouble)
     own = put_together(state.facts["guard"], {})
     configured = context.history.configured_lr
     context.step = own["step"]
@@ -132,7 +132,7 @@ def _mention_newer(context: Context, store: Store, opened: Opened) -> None:
         level = ""
         if entry.health.level is not None:
             level = f", loss {entry.health.level:.6g}"
-        context.say(
+        context.outputs.note(
             "checkpoint",
             f"{entry.path.name} is newer, whole and finite{level}, and not called good because "
             f"the run had lost what it learned; guard.restore('newest') takes it",

@@ -70,14 +70,14 @@ class Recovery:
         facts = {"step": came_from, "to": context.step, "data": plan.data, "lr": context.lr}
         since = f"the steps since are {_described(plan.data)}"
         summary = f"rewound from step {came_from} to {plan.target.step}; {since}"
-        context.note("rewind", {**facts, "kind": "rewind", "summary": summary})
+        context.outputs.line("rewind", {**facts, "kind": "rewind", "summary": summary})
 
     def put_back(self, snapshot: Snapshot) -> None:
         """Make this snapshot the present state of the run, its random numbers left out."""
         context = self._context
         wait_for_copies()
         for trouble in self.snapshots.whole.put_back(snapshot.state, own_only=True):
-            self.say("rewind", trouble)
+            self._context.outputs.note("rewind", trouble)
         own = put_together(snapshot.state.facts["guard"], {})
         context.step = own["step"]
         context.history = history_from(own["history"])
@@ -137,14 +137,6 @@ class Recovery:
                 self.put_back(snapshot)
                 return snapshot.step
         return None
-
-    def say(self, kind: str, summary: str, **facts: Any) -> None:
-        """One line in journal, log and terminal."""
-        context = self._context
-        context.note("note", {"step": context.step, "kind": kind, "summary": summary, **facts})
-        if context.human is not None:
-            context.human.note(summary, context.step, kind)
-        context.terminal.line(f"step {context.step}: {summary}")
 
     # --- the same under the names that drivers use until they are merged
 

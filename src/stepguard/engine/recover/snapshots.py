@@ -126,7 +126,7 @@ class Snapshots:
             why = str(fault) or type(fault).__name__
         if why:
             self.turn_off(why)
-            context.say("snapshots", f"no snapshots: {why.removesuffix('.')}")
+            context.outputs.note("snapshots", f"no snapshots: {why.removesuffix('.')}")
             return None
         snapshot = self.ring.take(context.step, state, must=must)
         if snapshot is None:

@@ -88,8 +88,7 @@ class LiveTracing:
         return ""
 
     def _say(self, step: int, summary: str) -> None:
-        self._context.note("note", {"step": step, "kind": "tracing", "summary": summary})
-        self._context.terminal.note(summary, step, "tracing")
+        self._context.outputs.note("tracing", summary, step=step)
 
     # --- around the user's code
     # --------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class _Along:
         snapshot = other.recovery.at(step) if step is not None else None
         if snapshot is None:
             name = type(other.context.optimizer).__name__
-            other.recovery.say(
+            other.context.outputs.note(
                 "rewind", f"{name} has no snapshot of the same moment: its state stays as it is"
             )
             return
