@@ -10,12 +10,12 @@ intention then, and it is the gradient of the unselected branch that hurts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stepguard.locate.calls import COPIES, Call, ancestors, earliest, real_maker
 from stepguard.locate.discarded_values import DiscardedValues
-from stepguard.locate.facts import fact
 from stepguard.locate.tracer import MOST_POSITIONS, Tracer
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
 
 SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 """A mask is added to what was learned; an infinity that multiplies it is a weight."""
@@ -29,7 +29,7 @@ class FirstBad:
 
     call: Call
     consumer: Call | None = None
-    notes: list[str] = field(default_factory=list)
+    evidence: Evidence = NO_EVIDENCE
 
 
 def blame_loss(tracer: Tracer, losses: list[Call]) -> FirstBad | None:
@@ -66,7 +66,7 @@ class _Walk:
         first = self._first_bad()
         if first is None:
             return self._from_intended_inf()
-        return self._as_data(first) or self._finish(first, [])
+        return self._as_data(first) or self._finish(first, NO_EVIDENCE)
 
     def from_gradients(self) -> FirstBad | None:
         first = self._first_bad()
@@ -79,7 +79,7 @@ class _Walk:
             return self._from_backward(first)
         if first.stage == "forward":
             return self._from_forward(first)
-        return self._finish(first, [])
+        return self._finish(first, NO_EVIDENCE)
 
     def _first_bad(self, stage: str | None = None) -> Call | None:
         for call in self._chain:
@@ -95,9 +95,8 @@ class _Walk:
                 return found
         # One autograd node runs several operations: any of them may show the 0 that came in.
         siblings = [call for call in self._chain if call.sequence == root.sequence]
-        if any(map(self._discarded.upstream_deselected, siblings)):
-            return self._finish(root, [fact("where", "unselected")])
-        return self._finish(root, [])
+        unselected = any(map(self._discarded.upstream_deselected, siblings))
+        return self._finish(root, Evidence(unselected=unselected))
 
     def _from_bad_output(self, root: Call, owner: Call) -> FirstBad | None:
         """The forward operation behind the bad gradient gave a bad value as well."""
@@ -105,7 +104,7 @@ class _Walk:
         if self._discarded.deselected(owner):
             if first is not None and self._discarded.made_and_dropped(first):
                 return self._finish(first, self._dropping(first))
-            return self._finish(root, [fact("where", "unselected")])
+            return self._finish(root, Evidence(unselected=True))
         if first is not None:
             return self._finish(first, self._absorption(owner))
         return None
@@ -140,8 +139,8 @@ class _Walk:
         new = self._first_bad("backward")
         if new is not None and new.index < gradient.index and new.sequence != gradient.sequence:
             return self._from_backward(new)
-        notes = [fact("where", "unselected"), fact("selected_against", original.op)]
-        return self._finish(gradient, notes)
+        evidence = Evidence(unselected=True, selected_against=original.op)
+        return self._finish(gradient, evidence)
 
     def _first_bad_of_forward(self, root: Call) -> list[Call]:
         """List the first bad values of the forward that the bad gradient goes back to."""
@@ -153,7 +152,7 @@ class _Walk:
 
     def _original(self, call: Call) -> Call:
         """Return the same operation of the first forward, where a checkpointed block ran twice."""
-        if "recomputed" not in call.notes:
+        if not call.evidence.recomputed:
             return call
         # Blocks of one class share their lines: the module tells them apart.
         wanted = (call.op, call.line, call.module)
@@ -164,14 +163,11 @@ class _Walk:
                 return other
         return call
 
-    def _dropping(self, first: Call) -> list[str]:
-        by = self._discarded.dropped_by(first)
-        return [fact("discarded_by", by)] if by is not None else []
+    def _dropping(self, first: Call) -> Evidence:
+        return Evidence(discarded_by=self._discarded.dropped_by(first))
 
-    def _absorption(self, call: Call) -> list[str]:
-        notes = [fact("absorbed", "forward")]
-        by = self._discarded.absorbed_by(call)
-        return [*notes, fact("absorbed_by", by)] if by is not None else notes
+    def _absorption(self, call: Call) -> Evidence:
+        return Evidence(absorbed=True, absorbed_by=self._discarded.absorbed_by(call))
 
     def _gradient_of(self, sequences: list[int]) -> Call | None:
         """Return the operation that gave the bad gradient of one of these autograd nodes."""
@@ -203,7 +199,7 @@ class _Walk:
         found = earliest(by_number or reducing or calls)
         if found is None:
             return None
-        return self._as_data(found) or self._finish(found, ["tame_inf"])
+        return self._as_data(found) or self._finish(found, Evidence(intended_inf=True))
 
     def _as_data(self, first: Call) -> FirstBad | None:
         """Return the batch tensor or table whose -inf came in as data, not as a mask on scores."""
@@ -213,7 +209,7 @@ class _Walk:
             call = stack.pop()
             if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
                 consumer = first if call.op.startswith("batch") else self._first_use(call)
-                return FirstBad(call, consumer, ["as_data"])
+                return FirstBad(call, consumer, Evidence(as_data=True))
             if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))
                 stack.extend(call.flawed)
@@ -238,26 +234,25 @@ class _Walk:
         assert self._from_parameters is not None
         return id(call) in self._from_parameters or call.op.startswith("param:")
 
-    def _finish(self, first: Call, notes: list[str]) -> FirstBad:
+    def _finish(self, first: Call, evidence: Evidence) -> FirstBad:
         if first.stage == "stored" or first.uninitialised:
-            return FirstBad(first, self._consumer(first), notes)
+            return FirstBad(first, self._consumer(first), evidence)
         chooser = self._chosen_constant(first)
         if chooser is not None:
-            return FirstBad(chooser, None, [*notes, *_condition_of(chooser)])
-        turned = self._turned_nan(first)
-        if turned is not None:
-            notes = [*notes, fact("then", turned.op)]
-        return FirstBad(first, None, notes)
+            evidence |= Evidence(chosen_by=_condition_of(chooser))
+            return FirstBad(chooser, None, evidence)
+        evidence |= Evidence(turned_nan_by=self._turned_nan(first))
+        return FirstBad(first, None, evidence)
 
-    def _turned_nan(self, first: Call) -> Call | None:
-        """Return the operation that made a NaN of the infinity."""
+    def _turned_nan(self, first: Call) -> str | None:
+        """Name the operation that made a NaN of the infinity."""
         if first.out.nan or not first.out.inf:
             return None
         for call in self._chain:
             if call is first or not call.out.nan:
                 continue
             if not any(cause.out.nan for cause in call.causes):
-                return call
+                return call.op
         return None
 
     def _chosen_constant(self, first: Call) -> Call | None:
@@ -294,12 +289,14 @@ def _with_bad_inputs(calls: list[Call]) -> list[Call]:
     return found
 
 
-def _condition_of(call: Call) -> list[str]:
-    """Which operation the condition looked at, behind comparisons."""
-    asked = call.parents[0] if call.parents else None
-    while asked is not None and not asked.numeric and asked.parents:
+def _condition_of(choice: Call) -> str | None:
+    """Name the operation that the condition of a `where` depends on, behind comparisons."""
+    if not choice.parents:
+        return None
+    asked = choice.parents[0]
+    while not asked.numeric and asked.parents:
         asked = real_maker(asked.parents[0])
-    return [fact("chosen_by", asked.op)] if asked is not None and asked.stage != "stored" else []
+    return None if asked.stage == "stored" else asked.op
 
 
 def _first_evaluated(sequences: list[int], backward: list[Call]) -> int | None:

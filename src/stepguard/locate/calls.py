@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from stepguard.locate.finite import CLEAN, Flaws
 from stepguard.locate.source import Line
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
 from stepguard.records.origin import Operand
 
 Stage = Literal["stored", "forward", "backward", "optimizer"]
@@ -57,8 +58,8 @@ class Call:
     """Works element by element."""
     reduces: bool = False
     """Combines elements into fewer."""
-    number: str | None = None
-    """A NaN or infinite Python number that the operation computes with: `other:nan`."""
+    number: tuple[str, float] | None = None
+    """Argument and value of a NaN or infinite Python number that the operation computes with."""
     rounded_to_zero: float | None = None
     """A constant argument, an epsilon for instance, that is 0 in the dtype of the output."""
     uninitialised: bool = False
@@ -70,7 +71,7 @@ class Call:
     shape: tuple[int, ...] = ()
     inputs: tuple[Operand, ...] = ()
     output: Operand | None = None
-    notes: list[str] = field(default_factory=list)
+    evidence: Evidence = NO_EVIDENCE
 
     @property
     def harmful(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 from stepguard.locate.calls import Call, real_maker
-from stepguard.locate.facts import fact
 from stepguard.locate.tracer import Tracer
 
 SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
@@ -75,7 +74,7 @@ class DiscardedValues:
 
     def upstream_deselected(self, root: Call) -> bool:
         """True if the 0 that met an infinite derivative comes from a condition that left it out."""
-        if fact("upstream_grad", "zero") not in root.notes:
+        if not root.evidence.zero_upstream_gradient:
             return False
         queue = []
         for parent in root.parents:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from stepguard.locate.facts import fact
 from stepguard.locate.finite import plain
 from stepguard.locate.loss_function_state import LossFunctionState
 from stepguard.locate.replay import Replayer
-from stepguard.records.origin import Origin
+from stepguard.records.evidence import Evidence
+from stepguard.records.origin import Origin, with_evidence
 from stepguard.state.step import Step
 
 ROUNDING = 1e-3
@@ -34,14 +33,13 @@ def kept_loss_function_state(step: Step) -> Iterator[LossFunctionState]:
 
 def with_changed_state(origin: Origin, own: LossFunctionState) -> Origin:
     """Add the names of what the replays changed."""
-    moved = own.changed()[:MOST_NAMED]
-    return replace(origin, notes=(*origin.notes, *(fact("moves", words) for words in moved)))
+    return with_evidence(origin, Evidence(moves=own.changed()[:MOST_NAMED]))
 
 
-def different_losses(replayer: Replayer) -> list[str]:
+def different_losses(replayer: Replayer) -> tuple[float, float] | None:
     """Run two more forward passes: finite losses that are far apart show an impure function."""
     if replayer.step.model_only or not replayer.budget.affords(1.0):
-        return []
+        return None
     # Let the state move on as it does in the loop.
     own = replayer.loss_fn_state
     replayer.loss_fn_state = None
@@ -53,8 +51,8 @@ def different_losses(replayer: Replayer) -> list[str]:
     for one, other in zip(first, second, strict=True):
         both_finite = math.isfinite(one) and math.isfinite(other)
         if both_finite and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9):
-            return [fact("losses", f"{one:.6g} and {other:.6g}")]
-    return []
+            return one, other
+    return None
 
 
 def _losses(replayer: Replayer) -> list[float]:

@@ -83,13 +83,13 @@ class Operator:
             return True
         return self.name not in OVERWRITES and _root(name) != "out"
 
-    def bad_number(self, numbers: list[tuple[str, float]]) -> str | None:
+    def bad_number(self, numbers: list[tuple[str, float]]) -> tuple[str, float] | None:
         """Find a NaN among the numbers, or an infinity where the operator computes with it."""
         for name, value in numbers:
             if math.isnan(value):
-                return f"{name}:{value}"
+                return name, value
             if math.isinf(value) and self.name not in TAKES_INFINITY:
-                return f"{name}:{value}"
+                return name, value
         return None
 
     def selects(self, entries: list[Entry]) -> bool:

@@ -7,13 +7,102 @@ an innocent one (sufficiency). Where batch statistics or empty reductions blur t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from stepguard.locate import batch as batches
-from stepguard.locate.replay import Replayer, ReplayError
+from stepguard.locate.blame import FirstBad
+from stepguard.locate.finite import numeric, plain
+from stepguard.locate.locate_budget import MOST_FRUITLESS, LocateBudget, OutOfTimeError
+from stepguard.locate.replay import Replayer, ReplayError, Traced
+from stepguard.locate.tracer import bad_rows
+from stepguard.records.evidence import Evidence
+from stepguard.records.origin import Origin, with_evidence
 
 MOST_GUILTY = 8
 """More bad samples than this say something about the batch, not about samples."""
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+"""The autograd node that adds a gradient to `.grad`: what overflows there is a sum of batches."""
+UNCUT = "no sample can be told: your code takes this batch whole or not at all"
+FRUITLESS = (
+    f"no sample was searched for: none could be told at this place {MOST_FRUITLESS} times before"
+)
+
+
+def with_samples(origin: Origin, found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
+    """Name the samples that made the bad value, where samples can be guilty at all."""
+    if origin.phase not in ("input", "forward", "loss", "backward"):
+        return origin
+    if origin.node == ACCUMULATE or origin.evidence.scale_overflow:
+        return origin
+    batch = replayer.step.micro_batches[traced.micro_batch]
+    trial = Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
+    suspects = _suspects(found, origin, batch, trial.count)
+    guilty = _search(trial, suspects, origin, batch, replayer.budget)
+    if guilty:
+        origin = with_evidence(origin, _contrast(batch, guilty, trial.count))
+        return replace(origin, samples=guilty)
+    if trial.count < 2 or replayer.budget.cut:
+        return origin
+    return with_evidence(origin, Evidence(confounded_samples=True))
+
+
+def _search(
+    trial: Trial, suspects: list[int], origin: Origin, batch: Any, budget: LocateBudget
+) -> tuple[int, ...]:
+    """Search the guilty samples, unless earlier incidents have shown that none can be told."""
+    kind = tuple(
+        (name, tensor.dim(), tensor.dtype) for name, tensor in batches.named_tensors(batch)
+    )
+    place = (origin.phase, origin.op, origin.node, origin.source, origin.tensor)
+    if kind in budget.whole_only:
+        budget.cut.append(UNCUT)
+        return ()
+    if budget.in_vain(place):
+        budget.cut.append(FRUITLESS)
+        return ()
+    guilty: tuple[int, ...] = ()
+    try:
+        guilty = guilty_samples(trial, suspects)
+    except OutOfTimeError:
+        budget.leave_out("the search for the guilty samples")
+    if trial.whole_only:
+        budget.whole_only.add(kind)
+        budget.cut.append(UNCUT)
+    budget.searched(place, found=bool(guilty))
+    return guilty
+
+
+def _suspects(found: FirstBad, origin: Origin, batch: Any, count: int) -> list[int]:
+    """List the samples that the positions of the bad elements point to."""
+    if origin.phase == "input" and origin.tensor is not None:
+        tensor = dict(batches.named_tensors(batch))[origin.tensor]
+        bad = ~plain(tensor).isfinite()
+        if not bad.dim() or bad.shape[0] != count:
+            return []
+        return bad_rows(bad)
+    call = found.call
+    if not call.shape:
+        return []
+    return suspects_from_rows(call.rows, call.shape[0], count)
+
+
+def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
+    """Compare the largest magnitude in the guilty samples with that in all others."""
+    inside = [0.0]
+    outside = [0.0]
+    for _, tensor in batches.named_tensors(batch):
+        if not numeric(tensor) or not tensor.dim() or tensor.shape[0] != count:
+            continue
+        values = plain(tensor).nan_to_num(0.0, 0.0, 0.0).abs().reshape(count, -1)
+        if not values.numel():
+            continue
+        for sample, largest in enumerate(values.amax(1).tolist()):
+            if sample in guilty:
+                inside.append(largest)
+            else:
+                outside.append(largest)
+    return Evidence(sample_max=max(inside), others_max=max(outside))
 
 
 class Trial:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stepguard.locate import bad_state
 from stepguard.locate.blame import FirstBad, blame_loss
+from stepguard.locate.operands import summarise
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.records.origin import Origin
@@ -21,7 +22,11 @@ def buffer_origin(step: Step, reading: Reading) -> Origin:
     """Name the operation that wrote the bad value into the first bad buffer."""
     name = reading.bad_state[0]
     unlocated = Origin(
-        step=reading.step, phase="forward", module=_owner(name), tensor=name, method="scan"
+        step=reading.step,
+        phase="forward",
+        module=bad_state.owner_of(name),
+        tensor=name,
+        method="scan",
     )
     with untouched(step) as keeper:
         replayer = Replayer(step, keeper)
@@ -33,8 +38,8 @@ def buffer_origin(step: Step, reading: Reading) -> Origin:
             buffer = bad_state.stored_tensor(step, name)
             if buffer is not None and not is_finite(buffer):
                 origin = _writer_origin(buffer, name, traced, replayer) or unlocated
-                return replace(origin, tensor=name, output=bad_state.operand_of(name, buffer))
-    return replace(unlocated, reproduced=False, notes=("not-reproduced",))
+                return replace(origin, tensor=name, output=summarise(name, buffer))
+    return replace(unlocated, reproduced=False)
 
 
 def _writer_origin(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Origin | None:
@@ -55,7 +60,3 @@ def _last_reader(name: str, traced: Traced) -> FirstBad | None:
         if any(parent.stage == "stored" and parent.op == name for parent in call.parents):
             return FirstBad(call)
     return None
-
-
-def _owner(name: str) -> str:
-    return name.partition(":")[2].rpartition(".")[0]

@@ -22,6 +22,7 @@ from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, nume
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operators import TESTS, UNINITIALISED, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
+from stepguard.records.evidence import Evidence
 from stepguard.state import faked_collectives
 from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.torch_private import (
@@ -197,7 +198,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if caller.recomputed:
             # A checkpointed block computes its forward again inside a backward node.
             call.stage = "forward"
-            call.notes.append("recomputed")
+            call.evidence = Evidence(recomputed=True)
         elif call.module is not None:
             # A module called autograd.grad in its forward (gradient penalty, forces).
             call.stage = "forward"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from stepguard.engine.context import Context
 from stepguard.locate.impurity import kept_loss_function_state
-from stepguard.records import Origin, Reading
+from stepguard.records import Evidence, Origin, Reading
+from stepguard.records.origin import with_evidence
 from stepguard.sentinel.gradients import gradient_norm
 from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.sentinel.stored_tensors import (
@@ -96,7 +97,7 @@ def somebody_elses(context: Context, origin: Origin | None) -> Origin | None:
         for p, name in parameter_names(context.roots, context.optimizer)
         if id(p) in elsewhere
     }
-    return replace(origin, notes=(*origin.notes, "as_data")) if origin.tensor in names else origin
+    return with_evidence(origin, Evidence(as_data=origin.tensor in names))
 
 
 def born_in_update(context: Context) -> list[str]:
