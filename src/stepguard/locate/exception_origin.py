@@ -14,6 +14,7 @@ from torch import nn
 
 from stepguard.locate import batch as batches
 from stepguard.locate import samples
+from stepguard.locate.calls import COPIES
 from stepguard.locate.locate_budget import clock_for
 from stepguard.locate.source import Line, context, is_users, spell
 from stepguard.records.origin import Origin, Phase
@@ -165,7 +166,9 @@ class _FailedOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.failed is None:
                 self.failed = self._before if name in CHECKS else name
             raise
-        self._before = name
+        # Autograd detaches what it saves: that is not what a test is about.
+        if name not in COPIES:
+            self._before = name
         return out
 
 
