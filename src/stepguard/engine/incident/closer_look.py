@@ -1,4 +1,4 @@
-"""Look closer once the cheap reading is alarming: which tensors are bad, or is it the loss scale?"""
+"""Look closer after an alarming reading: which tensors are bad, or is it the loss scale?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stepguard.sentinel.stored_tensors import (
 from stepguard.state.batch import bad_batch_tensors
 from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.step import Step
-from stepguard.tensors.names import parameter_names
+from stepguard.tensors.names import optimizer_parameters, parameter_names
 from stepguard.tensors.values import dense_real, is_finite
 
 LOWEST_SCALE = 2.0**-24
@@ -221,7 +221,7 @@ def _bad_gradients(context: Context, step: Step) -> list[str]:
     if step.grads_gone:
         gradients = {}
         if step.replayable:
-            given = [p for group in context.optimizer.param_groups for p in group["params"]]
+            given = optimizer_parameters(context.optimizer)
             gradients = dict(zip(map(id, given), rerun(step).gradients, strict=True))
     found: list[str] = []
     for parameter, name in parameter_names(context.roots, context.optimizer):
