@@ -206,7 +206,7 @@ def softmax_after_an_in_place_mask() -> Case:
 
 
 @kind
-def memory_that_nobody_wrote() -> Case:
+def memory_that_was_never_written() -> Case:
     class Scratch(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The eight scenarios of the issue, each with the exact place and element."""
+"""Typical incidents and healthy steps, each with the exact place and element."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A loss function with a counter or generator of its own is named as such before hardware is
-blamed.
-"""
+"""A loss function with state of its own is named before hardware is blamed."""
 
 from __future__ import annotations
 
@@ -107,7 +105,7 @@ def test_impure_loss_function_is_named_before_hardware(make: Callable[[], Draw])
 
 
 def test_losses_that_differ_show_it_where_no_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is where nobody looks: in the environment of the process."""
+    """The state is outside the function's reach: in the environment of the process."""
     model = nn.Linear(3, 1)
     monkeypatch.setenv("STEPGUARD_TEST_CALLS", "0")
 

@@ -1,4 +1,4 @@
-"""An incident is rare, but a diagnosis must not stop a run: the step is run at most six times over.
+"""Locating an incident must not stop a run: the step is run at most six times over.
 
 Times and memory are measured by `python -m benchmarks.location`.
 """
@@ -183,7 +183,9 @@ def test_where_steps_are_short_the_floor_is_the_budget(replays: list[int]) -> No
     assert case.locate(case.effort(second=FLOOR / 20))[0].samples == (40,)
 
 
-def test_a_place_where_no_sample_could_be_told_is_not_searched_for_ever(replays: list[int]) -> None:
+def test_place_where_no_sample_was_found_is_not_searched_again_and_again(
+    replays: list[int],
+) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"]).pow(2).mean() + batch["w"].log().mean()
 

@@ -1,6 +1,4 @@
-"""A replay leaves no trace: weights, gradients, buffers, optimizer state, RNG and modes are as they
-were.
-"""
+"""A replay changes nothing: weights, gradients, buffers, optimizer state, RNG and modes stay."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ def _rebuild(value: Any, change: Change, name: str, joint: str) -> Any:
         return change(name, value)
     if type(value) is dict:
         return {key: below(key, item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [below(position, item) for position, item in enumerate(value)]
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         items = [below(position, item) for position, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
         # A named tuple takes its items one by one.
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return _rebuild_object(value, below)

@@ -5,7 +5,7 @@ blamed. When only the gradient is bad, a bad value of the forward is the origin 
 there (erf, clamp, gather) or if it is a NaN that indexing or a mask dropped later on. The backward
 node is the origin if the forward had deselected the value by a condition on the function's own
 argument, as in `where(x > 0, sqrt(x), 0)`, or if it was only infinite: the forward is right by
-intention then, and it is the gradient of the unselected branch that hurts.
+intention then, and only the gradient of the unselected branch does harm.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class _Walk:
         self._tracer = tracer
         self._targets = targets
         self._discarded = DiscardedValues(tracer)
-        reached = {id(call): call for target in targets for call in ancestors(target)}
+        reached: dict[int, Call] = {}
+        for target in targets:
+            reached.update((id(call), call) for call in ancestors(target))
         self._chain = sorted(reached.values(), key=lambda call: call.index)
         """Every call whose bad values reach a target, in the order in which they ran."""
         self._from_parameters: set[int] | None = None
@@ -323,7 +325,7 @@ def _may_be_same_elements(owner: Call, root: Call) -> bool:
     """True unless the bad elements of a forward value and of its gradient are known to differ."""
     if owner.shape != root.shape or not owner.bad_positions or not root.bad_positions:
         return True
-    # Only so many positions are kept: a list that is full may be cut.
+    # Not all positions are kept: a list that is full may be cut.
     if max(len(owner.bad_positions), len(root.bad_positions)) >= MOST_POSITIONS:
         return True
     return bool(set(owner.bad_positions) & set(root.bad_positions))

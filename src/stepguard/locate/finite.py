@@ -15,7 +15,7 @@ MASK_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Flaws:
-    """Which kinds of non-finite value a tensor holds."""
+    """Kinds of non-finite values that a tensor holds."""
 
     nan: bool = False
     inf: bool = False

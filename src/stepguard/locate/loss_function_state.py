@@ -59,7 +59,7 @@ class Remembered:
         now = self.read()
         if now == self.fingerprint:
             return False
-        # A NaN differs from itself, but NaN before and after is no change.
+        # A NaN differs from itself, but NaN before and after is not a change.
         both_nan = now != now and self.fingerprint != self.fingerprint
         return not both_nan
 

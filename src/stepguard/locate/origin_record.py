@@ -37,7 +37,7 @@ def origin_of(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
         return _stored_origin(found, traced, replayer)
     at = call
     if call.uninitialised and found.consumer is not None:
-        # Allocating memory is no mistake: reading it is.
+        # Not the allocation is the mistake, but reading what is not written yet.
         at = found.consumer
     evidence = call.evidence | found.evidence | _surroundings(replayer.step, traced)
     evidence |= Evidence(

@@ -46,7 +46,7 @@ class StoppingReplayer(Replayer):
         return StoppingTracer(spans, self.last)
 
 
-def frames_at_birth(step: Step, reading: Reading) -> TracebackType | None:
+def frames_at_origin(step: Step, reading: Reading) -> TracebackType | None:
     """Return the user's frames at the origin, innermost last; of a backward origin, its forward's.
 
     None where no frame of the user's is involved: the optimizer made it, or the replay is clean.

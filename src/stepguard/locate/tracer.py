@@ -63,6 +63,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.local_collectives = False
         """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
+        """Who wrote the memory at this address. torch reuses addresses of freed tensors: then the
+        next operation that writes there takes over."""
         self._bad_number: Call | None = None
         """Maker of the last bad value that was read as a Python number."""
         self._last_sequence = -1
