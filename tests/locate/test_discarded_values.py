@@ -1,4 +1,4 @@
-"""A NaN that the forward drops is named where it was made, a guarded pole as an unselected branch."""
+"""A NaN that the forward drops is named where it was made; a guarded pole is another cause."""
 
 from __future__ import annotations
 
