@@ -141,7 +141,7 @@ class LiveTracing:
         recorder = present_recorder()
         if recorder is None:
             return False
-        return recorder.work(id(self), on=on)
+        return recorder.set_working(id(self), on=on)
 
     def finish(self) -> None:
         """The gradients are there: this step's trace is complete, and that of the step before is of
