@@ -72,7 +72,7 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
         return _once_more(runs, step)
 
 
-def _undo_inexact(recovery: Recovery, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
+def _undo_inexact(runs: Runs, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
     """Go back once more: the loss function depends on more than its batch."""
     runs.context.outputs.note(
         "rewind",
