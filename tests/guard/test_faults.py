@@ -64,7 +64,7 @@ SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "step"),
     "readable log": (stepguard.report.humanlog.HumanLog, "step"),
     "snapshots": (stepguard.engine.recover.snapshots.Snapshots, "between_steps"),
-    "probation": (stepguard.engine.recover.rewind.Recovery, "committed"),
+    "probation": (stepguard.engine.recover.rewind.Rewinder, "committed"),
 }
 """Parts that no verdict needs."""
 AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
@@ -74,7 +74,7 @@ AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "diagnosing": (stepguard.engine.transaction, "find_causes"),
     "facts of the run": (stepguard.engine.transaction, "run_facts"),
     "deciding": (stepguard.engine.transaction, "choose_remedy"),
-    "planning": (stepguard.engine.recover.rewind.Recovery, "plan"),
+    "planning": (stepguard.engine.recover.rewind.Rewinder, "plan"),
     "probation": (stepguard.engine.recover.probation.Probation, "incident"),
     "recording": (stepguard.engine.incident.incident_record, "write_down"),
     "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),
@@ -239,7 +239,7 @@ def test_warnings_that_are_errors_do_not_undo_a_veto(
     assert read_run(tmp_path).notes[-1]["armed"] is True
 
 
-@pytest.mark.parametrize("part", ["locate", "diagnose"])
+@pytest.mark.parametrize("part", ["locate", "find_causes"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
     loop: str, part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -20,7 +20,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.halting import halt
 from stepguard.engine.incident import incident_record
-from stepguard.engine.incident.anomaly_check import Suspicion
+from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import accept, examine, somebody_elses, stored_trouble
 from stepguard.engine.incident.exploded_weights import blamed_on_update, ruined, surfaces_only
 from stepguard.engine.incident.lost_samples import naming
@@ -32,7 +32,7 @@ from stepguard.engine.incident.situation import SituationReader
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.recover.earlier_weights import loss_function_changed
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.locate import locate
 from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
@@ -63,7 +63,7 @@ class Transaction:
         self,
         context: Context,
         protect: Protection,
-        recovery: Recovery,
+        rewinder: Rewinder,
         find: Find | None = None,
         *,
         reruns: bool = True,
@@ -71,14 +71,14 @@ class Transaction:
         """`find` locates the origin of a bad step. `reruns`: the guard runs the steps itself."""
         self.context = context
         self.protect = protect
-        self.recovery = recovery
+        self.rewinder = rewinder
         self.reader = Reader(context)
         self._find = naming(context, find or self._replay)
-        self._anomalies = Suspicion(context, recovery, clips_itself=reruns)
-        self._situations = SituationReader(context, recovery, self._anomalies, reruns=reruns)
+        self._anomalies = AnomalyCheck(context, rewinder, clips_itself=reruns)
+        self._situations = SituationReader(context, rewinder, self._anomalies, reruns=reruns)
         self._unrecorded: tuple[Incident, Step] | None = None
         """An incident that is not on record yet."""
-        recovery.after_rewind.append(self.reader.rewound)
+        rewinder.after_rewind.append(self.reader.rewound)
 
     # --- the nine verbs -------------------------------------------------------------------------
 
@@ -104,15 +104,25 @@ class Transaction:
             return self._anomalies.weigh(step, reading, verdict)
         return reading, verdict
 
-    def veto(self, update: VetoedUpdate, verdict: Verdict) -> None:
-        """Stop the update, and put back what the forward pass wrote. Runs when disarmed, too."""
+    def veto(self, update: VetoedUpdate, verdict: Verdict) -> bool:
+        """Stop the update, and put back what the forward pass wrote. Runs when disarmed, too.
+
+        False where buffers could not be put back: then a replay would start from other values.
+        """
+        stopped = False
         with self.protect.part("veto"):
             update.stop()
+            stopped = True
+        if not stopped:
+            # the last resort: an optimizer leaves a parameter without a gradient alone
+            for parameter in self.context.parameters:
+                parameter.grad = None
         if verdict.finite_anomaly:
-            return  # the update may still be let through
+            return True  # the update may still be let through
         with self.protect.part("buffers before the step"):
-            # before `locate`, whose replay starts from what is there
             update.restore_buffers()
+            return True
+        return False
 
     def locate(self, incident: Incident, step: Step) -> Incident:
         """Add the origin. Where ranks decide together, a fault in here is a fault of all."""
@@ -150,7 +160,8 @@ class Transaction:
             factors = [decision.lr_factor] * len(optimizer.param_groups)
             scale_rates(optimizer, self.context.scheduler, factors)
         if decision.action == "stop" and incident.reading.bad_state:
-            decision = replace(decision, rewound_to=self.recovery.leave_good_in_memory())
+            with self.protect.part("good weights at the stop"):
+                decision = replace(decision, rewound_to=self.rewinder.leave_good_in_memory())
         return replace(incident, decision=decision)
 
     def record(self, incident: Incident, step: Step) -> Incident:
@@ -181,15 +192,15 @@ class Transaction:
 
         `update` is None where nothing is left to stop: the device has done it, or it was undone.
         """
-        if update is not None:
-            self.veto(update, verdict)
+        replayable = update is None or self.veto(update, verdict)
         if not self.protect.armed:
             return None
         self.record_open_incident()
         incident = self.open_incident(step, reading, verdict)
         self._unrecorded = (incident, step)
         with self.protect.region:
-            incident = self.locate(incident, step)
+            if replayable:
+                incident = self.locate(incident, step)
             incident = self.diagnose(incident)
             incident = self.decide(incident, step, committed=committed)
         decision = incident.decision
@@ -307,7 +318,7 @@ class Transaction:
         """Does an earlier step fail now even on the weights it had?"""
         if self.context.agreement.size > 1:
             return False  # ranks would have to ask together
-        return loss_function_changed(self.recovery.snapshots)
+        return loss_function_changed(self.rewinder.snapshots)
 
     def _diagnosed(self, incident: Incident) -> Incident:
         facts = run_facts(self.context, incident.reading)
@@ -323,7 +334,7 @@ class Transaction:
         situation = self._situations.situation(incident, step, committed=committed)
         policy = context.config.policy
         decision, context.budget = choose_remedy(situation, policy, context.budget)
-        self.recovery.probation.incident(incident.step, hurt=situation.fault in ("state", "anomaly"))
+        self.rewinder.probation.incident(incident.step, hurt=situation.fault in ("state", "anomaly"))
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
         return decision
@@ -331,7 +342,7 @@ class Transaction:
     def _rewound(self, decision: Decision) -> Decision:
         """A rewind that fails leaves an unknown state: then the run stops."""
         try:
-            self.recovery.rewind()
+            self.rewinder.rewind()
         except Exception as fault:
             why = (
                 f"the rewind to step {decision.rewound_to} failed ({type(fault).__name__}: {fault})"
@@ -345,5 +356,5 @@ class Transaction:
         """Stop even where the newest good state cannot be written."""
         state: Path | None = None
         with self.protect.part("checkpoint at the stop"):
-            state = self.recovery.leave(incident)
-        halt(self.context, self.recovery, incident, state)
+            state = self.rewinder.leave(incident)
+        halt(self.context, self.rewinder, incident, state)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from stepguard.detect.anomalies import MOVED
 from stepguard.engine.context import Context
-from stepguard.engine.incident.anomaly_check import Suspicion
+from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import working_scale
 from stepguard.engine.incident.exploded_weights import stored_culprit, weights_ruined
 from stepguard.engine.recover.partial_step import proven_guilty, share_of
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.decide import Fault, Situation, allows_continuing
 from stepguard.policy.rewind_choice import RewindPlan
 from stepguard.records import Incident, Reading
@@ -20,11 +20,11 @@ class SituationReader:
     """Gathers the facts that a decision needs. Ranks gather them together."""
 
     def __init__(
-        self, context: Context, recovery: Recovery, anomalies: Suspicion, *, reruns: bool
+        self, context: Context, rewinder: Rewinder, anomalies: AnomalyCheck, *, reruns: bool
     ) -> None:
         """`reruns`: the guard runs the steps itself, so it can run them again."""
         self._context = context
-        self._recovery = recovery
+        self._rewinder = rewinder
         self._anomalies = anomalies
         self._reruns = reruns
 
@@ -34,7 +34,7 @@ class SituationReader:
         reading = incident.reading
         ruined = weights_ruined(incident.origin) or self._diverged(reading)
         fault = self._fault(incident, committed=committed, ruined=ruined)
-        repeatable = self._reruns and step.whole
+        repeatable = self._reruns and step.replayable
         may_act = fault == "anomaly" and self._anomalies.proven
         remedy, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined, repeatable=repeatable
@@ -62,7 +62,7 @@ class SituationReader:
             at_start=at_start,
             leave_out=leave_out,
             lost_share=lost_share,
-            known=step.index in self._recovery.past.lost_steps,
+            known=step.index in self._rewinder.past.lost_steps,
             new_scale=self._new_scale(step, reading),
         )
 
@@ -85,7 +85,7 @@ class SituationReader:
     def _worth_a_retry(self, incident: Incident, step: Step, fault: Fault) -> bool:
         """A step that did not fail when it was replayed gets one more chance."""
         by_chance = incident.origin is not None and incident.origin.reproduced is False
-        return by_chance and fault == "data" and self._recovery.retried != step.index
+        return by_chance and fault == "data" and self._rewinder.retried != step.index
 
     def _way_back(
         self, fault: Fault, *, may_act: bool, visible: bool, repeatable: bool
@@ -94,11 +94,11 @@ class SituationReader:
         if fault == "anomaly":
             if not may_act:
                 return None, ""
-            return self._recovery.plan(transient=False, visible=False)
+            return self._rewinder.plan(transient=False, visible=False)
         if fault != "state" and allows_continuing(self._context.config.policy):
             return None, ""
         transient = repeatable and visible and fault == "state"
-        return self._recovery.plan(transient=transient, visible=visible)
+        return self._rewinder.plan(transient=transient, visible=visible)
 
     def _diverged(self, reading: Reading) -> bool:
         """Had the loss run far above everything, on moved weights, before it was non-finite?"""
@@ -107,7 +107,7 @@ class SituationReader:
             return False
         if self._context.agreement.size > 1 or not history.level > history.far_limit:
             return False
-        moved = self._recovery.probation.moved_since_good()
+        moved = self._rewinder.probation.moved_since_good()
         return moved is not None and not moved < MOVED
 
     def _new_scale(self, step: Step, reading: Reading) -> float | None:

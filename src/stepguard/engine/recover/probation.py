@@ -13,7 +13,7 @@ from stepguard.detect.anomalies import MOVED
 from stepguard.detect.history import SUDDEN
 from stepguard.engine.context import Context
 from stepguard.engine.incident.run_facts import update_ratio
-from stepguard.state.run_state import Whole
+from stepguard.state.run_state import RunState
 from stepguard.state.snapshot import Ring, Snapshot
 from stepguard.tensors.values import is_finite
 
@@ -24,9 +24,9 @@ LARGE_STEP = 0.1
 class Probation:
     """Which snapshots of one guard are good, young or bad."""
 
-    def __init__(self, context: Context, whole: Whole, ring: Ring) -> None:
+    def __init__(self, context: Context, run_state: RunState, ring: Ring) -> None:
         self._context = context
-        self._whole = whole
+        self._run_state = run_state
         self._ring = ring
         self.incident_at = -1
         """The step of the last incident."""
@@ -84,7 +84,7 @@ class Probation:
         if not snapshot.memory["sound"]:
             return False
         # asked every time: parameters may have been added or removed since
-        return not self._whole.misfit(snapshot.state, own_only=True)
+        return not self._run_state.misfit(snapshot.state, own_only=True)
 
     def worth_keeping(self, snapshot: Snapshot) -> bool:
         """Can training go on from it? Finite, and no incident found the weights hurt since."""
@@ -134,7 +134,7 @@ class Probation:
     def _moved_since(self, oldest: int) -> float | None:
         for snapshot in self._ring.good():
             if snapshot.step >= oldest and self.sound(snapshot):
-                return self._whole.distance(snapshot.state)
+                return self._run_state.distance(snapshot.state)
         return None
 
 

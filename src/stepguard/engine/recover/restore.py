@@ -23,9 +23,9 @@ from stepguard.engine.recover.past_attempts import (
     failed_starts,
     past_of,
 )
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
-from stepguard.state.run_state import State
+from stepguard.state.run_state import SavedState
 from stepguard.state.tree_json import put_together
 
 LAST_GOOD = "last-good"
@@ -33,7 +33,7 @@ NEWEST = "newest"
 
 
 def restore_checkpoint(
-    context: Context, recovery: Recovery, store: Store, which: str | Path
+    context: Context, rewinder: Rewinder, store: Store, which: str | Path
 ) -> int:
     """Load a checkpoint into the live objects; returns the optimizer steps done."""
     attempts: list[Attempt] = []
@@ -44,10 +44,10 @@ def restore_checkpoint(
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
     difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
-    _load(context, recovery, State(opened.tensors, opened.facts))
+    _load(context, rewinder, SavedState(opened.tensors, opened.facts))
     context.run_id = opened.health.run or context.run_id
     skip_lost_batches(context)
-    recovery.past = past_of(attempts)
+    rewinder.past = past_of(attempts)
     context.outputs.note(
         "restored",
         f"restored {opened.path}: {opened.step} optimizer steps are done",
@@ -103,9 +103,9 @@ def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
     return chosen[0]
 
 
-def _load(context: Context, recovery: Recovery, state: State) -> None:
-    whole = recovery.snapshots.whole
-    for trouble in whole.put_back(state):
+def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
+    run_state = rewinder.snapshots.run_state
+    for trouble in run_state.put_back(state):
         context.outputs.note("checkpoint", trouble)
     own = put_together(state.facts["guard"], {})
     configured = context.history.configured_lr
@@ -116,12 +116,12 @@ def _load(context: Context, recovery: Recovery, state: State) -> None:
     # whoever starts the run again accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
     context.resumed = True
-    random_numbers = whole.random_numbers(state)
-    whole.put_back_random_numbers(state)
+    random_numbers = run_state.random_numbers(state)
+    run_state.put_back_random_numbers(state)
     position = state.facts.get("loader", {}).get(str(context.agreement.rank))
     if context.feed is not None and position is not None:
         context.feed.go_to(put_together(position, state.tensors), random_numbers)
-    recovery.forget()
+    rewinder.forget()
 
 
 def _mention_newer(context: Context, store: Store, opened: Opened) -> None:

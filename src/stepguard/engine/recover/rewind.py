@@ -24,7 +24,7 @@ from stepguard.state.snapshot import Snapshot
 from stepguard.state.tree_json import put_together
 
 
-class Recovery:
+class Rewinder:
     """Plans and makes the rewinds of one guard. Owns its snapshots."""
 
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -73,7 +73,7 @@ class Recovery:
         """Make this snapshot the present state of the run, its random numbers left out."""
         context = self._context
         wait_for_copies()
-        for trouble in self.snapshots.whole.put_back(snapshot.state, own_only=True):
+        for trouble in self.snapshots.run_state.put_back(snapshot.state, own_only=True):
             self._context.outputs.note("rewind", trouble)
         own = put_together(snapshot.state.facts["guard"], {})
         context.step = own["step"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.watch.observed_loss import ObservedLoss
 from stepguard.sentinel.torch_patches import backwards
 from stepguard.state.snapshot import Cadence
@@ -31,7 +31,7 @@ class Sharing(Protocol):
     """Who watches one optimizer."""
 
     context: Context
-    recovery: Recovery
+    rewinder: Rewinder
     observed: ObservedLoss
     shared: SharedBackward
 
@@ -143,7 +143,7 @@ class Following(Cadence):
 
     def due(self, step: int) -> bool:
         leader = self._leader()
-        return leader is not None and leader.recovery.snapshots.at(leader.context.step) is not None
+        return leader is not None and leader.rewinder.snapshots.at(leader.context.step) is not None
 
     def took(self, step: int, seconds: float) -> None:
         leader = self._leader()
@@ -158,17 +158,17 @@ def follow(follower: Sharing, leader: Sharing) -> None:
     """From now on both have snapshots of the same moments, and where one goes back the other goes
     with it.
     """
-    if isinstance(follower.recovery.snapshots.cadence, Following) or isinstance(
-        leader.recovery.snapshots.cadence, Following
+    if isinstance(follower.rewinder.snapshots.cadence, Following) or isinstance(
+        leader.rewinder.snapshots.cadence, Following
     ):
         return  # with a third one: both follow the first
     cadence = Following(leader)
-    follower.recovery.snapshots.cadence = cadence
-    follower.recovery.snapshots.ring.drop(lambda _: True)  # of moments that the leader has no snapshot of
-    leader.recovery.after_rewind.append(
+    follower.rewinder.snapshots.cadence = cadence
+    follower.rewinder.snapshots.ring.drop(lambda _: True)  # of moments that the leader has no snapshot of
+    leader.rewinder.after_rewind.append(
         _Along(leader, follower, lambda step: cadence.together.get(step))
     )
-    follower.recovery.after_rewind.append(
+    follower.rewinder.after_rewind.append(
         _Along(follower, leader, lambda step: _key(cadence.together, step))
     )
 
@@ -188,11 +188,11 @@ class _Along:
             mover is None
             or other is None
             or id(other) in moving
-            or mover.recovery.snapshots.at(mover.context.step) is None
+            or mover.rewinder.snapshots.at(mover.context.step) is None
         ):
             return
         step = self._same(mover.context.step)
-        snapshot = other.recovery.snapshots.at(step) if step is not None else None
+        snapshot = other.rewinder.snapshots.at(step) if step is not None else None
         if snapshot is None:
             name = type(other.context.optimizer).__name__
             other.context.outputs.note(
@@ -202,7 +202,7 @@ class _Along:
         first = not moving
         moving |= {id(mover), id(other)}
         try:
-            other.recovery.put_back(snapshot)
+            other.rewinder.put_back(snapshot)
             other.shared.counts = (
                 False  # the update it is about to drop belongs to the time that is gone
             )
