@@ -42,7 +42,7 @@ class SituationReader:
         if damaged and unseen and rewind is None:
             # nothing to go back to: skipping loses nothing more, and its share is bounded
             fault = "data"
-        leave_out = self._part_to_leave_out(incident, step) if repeatable else ""
+        leave_out, lost_share = self._part_to_leave_out(incident, step, repeatable=repeatable)
         return Situation(
             step=incident.step,
             fault=fault,
@@ -52,7 +52,7 @@ class SituationReader:
             can_retry=repeatable and self._worth_a_retry(incident, step, fault),
             at_start=damaged and self._bad_before_first_step(reading),
             leave_out=leave_out,
-            lost_share=share_of(step, incident) if leave_out else 1.0,
+            lost_share=lost_share,
             known=step.index in self._rewinder.past.lost_steps,
             new_scale=self._new_scale(step, reading),
         )
@@ -72,11 +72,16 @@ class SituationReader:
             return "data"
         return "update"
 
-    def _part_to_leave_out(self, incident: Incident, step: Step) -> str:
-        """What is proven guilty, in words; ranks have to drop the same, so there it is the step."""
-        if self._context.agreement.size > 1:
-            return ""
-        return proven_guilty(step, incident)
+    def _part_to_leave_out(
+        self, incident: Incident, step: Step, *, repeatable: bool
+    ) -> tuple[str, float]:
+        """What is proven guilty, in words, and its share of the samples; else the whole step."""
+        # ranks have to drop the same
+        if repeatable and self._context.agreement.size == 1:
+            words = proven_guilty(step, incident)
+            if words:
+                return words, share_of(step, incident)
+        return "", 1.0
 
     def _bad_before_first_step(self, reading: Reading) -> bool:
         return bool(reading.bad_state) and self._context.history.committed == 0
@@ -100,7 +105,7 @@ class SituationReader:
         return self._rewinder.plan(transient=transient, visible=visible)
 
     def _ruined(self, incident: Incident) -> bool:
-        """Are the weights ruined though finite: by an earlier batch that fails, or by divergence?"""
+        """Are the weights ruined though finite? An earlier batch fails on them, or they diverged."""
         return weights_ruined(incident.origin) or self._diverged(incident.reading)
 
     def _diverged(self, reading: Reading) -> bool:
