@@ -13,7 +13,7 @@ from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.incident.outcome import let_through
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import Pending
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.transaction import VetoedUpdate
 from stepguard.engine.watch.shared_backward import Sharing
 from stepguard.engine.wiring import Wiring
@@ -39,9 +39,9 @@ class JudgedStep(FusedWatchedStep):
     """The part of a watch driver that judges the step at hand."""
 
     def __init__(
-        self, context: Context, protect: Protection, recovery: Recovery, wiring: Wiring
+        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
     ) -> None:
-        super().__init__(context, protect, recovery, wiring)
+        super().__init__(context, protect, rewinder, wiring)
         self._not_reached = UpdateNotReached(self)
         self._dropped_late = False
         """The update is dropped for an optimizer that was refused before this one stepped."""

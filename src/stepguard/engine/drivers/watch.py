@@ -29,7 +29,7 @@ from stepguard.engine.optimizer_kinds import (
 )
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import count_labels
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.scaler import present_scale
 from stepguard.engine.wiring import Wiring
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
@@ -45,9 +45,9 @@ class WatchDriver(JudgedStep):
     """Optimizer hooks of one guard; also gets the calls of patched torch functions."""
 
     def __init__(
-        self, context: Context, protect: Protection, recovery: Recovery, wiring: Wiring
+        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
     ) -> None:
-        super().__init__(context, protect, recovery, wiring)
+        super().__init__(context, protect, rewinder, wiring)
         self._stepping = 0
         """Running calls of `step`: one that calls `super().step()` runs the hooks twice."""
         resources = context.resources
@@ -132,7 +132,7 @@ class WatchDriver(JudgedStep):
         if scaler.is_enabled() and self.protect.armed:
             with self.protect.region:
                 context.scaler = scaler
-                self.recovery.snapshots.run_state.scaler = scaler
+                self.rewinder.snapshots.run_state.scaler = scaler
                 self.observed.divide(scaler._get_scale_async())
 
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool:
@@ -195,11 +195,11 @@ class WatchDriver(JudgedStep):
             self._vetoed()
         self._begin()
         if inside_backward():
-            self.recovery.snapshots.turn_off(IN_BACKWARD)
-        if self.protect.armed and self.recovery.snapshots.due():
+            self.rewinder.snapshots.turn_off(IN_BACKWARD)
+        if self.protect.armed and self.rewinder.snapshots.due():
             # the root module was not called, only its methods or its children
             with self.protect.part("snapshots and checkpoints"):
-                self.recovery.snapshots.before_update()
+                self.rewinder.snapshots.before_update()
 
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, with a check of what each evaluation leaves."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.watch.observed_loss import ObservedLoss
 from stepguard.sentinel.torch_patches import backwards
 from stepguard.state.snapshot import Cadence
@@ -31,7 +31,7 @@ class Sharing(Protocol):
     """The driver of one watched optimizer."""
 
     context: Context
-    recovery: Recovery
+    rewinder: Rewinder
     observed: ObservedLoss
     shared: SharedBackward
 
@@ -167,7 +167,7 @@ class Following(Cadence):
 
     def due(self, step: int) -> bool:
         leader = self._leader()
-        return leader is not None and leader.recovery.snapshots.at(leader.context.step) is not None
+        return leader is not None and leader.rewinder.snapshots.at(leader.context.step) is not None
 
     def took(self, step: int, seconds: float) -> None:
         leader = self._leader()
@@ -190,14 +190,14 @@ class Following(Cadence):
 def follow(follower: Sharing, leader: Sharing) -> None:
     """Take snapshots of both at the same moments; where one goes back, the other goes with it."""
     for watcher in (follower, leader):
-        if isinstance(watcher.recovery.snapshots.cadence, Following):
+        if isinstance(watcher.rewinder.snapshots.cadence, Following):
             return  # with a third one: both follow the first
     cadence = Following(leader)
-    follower.recovery.snapshots.cadence = cadence
+    follower.rewinder.snapshots.cadence = cadence
     # of moments that the leader has no snapshot of
-    follower.recovery.snapshots.ring.drop(lambda _: True)
-    leader.recovery.after_rewind.append(_Along(leader, follower, cadence.step_of_follower))
-    follower.recovery.after_rewind.append(_Along(follower, leader, cadence.step_of_leader))
+    follower.rewinder.snapshots.ring.drop(lambda _: True)
+    leader.rewinder.after_rewind.append(_Along(leader, follower, cadence.step_of_follower))
+    follower.rewinder.after_rewind.append(_Along(follower, leader, cadence.step_of_leader))
 
 
 class _Along:
@@ -216,10 +216,10 @@ class _Along:
         other = self._other()
         if mover is None or other is None or id(other) in _Along.moving:
             return
-        if mover.recovery.snapshots.at(mover.context.step) is None:
+        if mover.rewinder.snapshots.at(mover.context.step) is None:
             return
         step = self._same(mover.context.step)
-        snapshot = other.recovery.snapshots.at(step) if step is not None else None
+        snapshot = other.rewinder.snapshots.at(step) if step is not None else None
         if snapshot is None:
             name = type(other.context.optimizer).__name__
             other.context.outputs.note(
@@ -229,7 +229,7 @@ class _Along:
         first = not _Along.moving
         _Along.moving |= {id(mover), id(other)}
         try:
-            other.recovery.put_back(snapshot)
+            other.rewinder.put_back(snapshot)
             # the update it is about to drop belongs to the time that is gone
             other.shared.counts = False
         finally:
