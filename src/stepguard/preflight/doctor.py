@@ -35,8 +35,7 @@ from stepguard.records.preflight import Status
 from stepguard.records.verification import Verification
 from stepguard.report.health import concerns
 from stepguard.report.live_view import judge_run
-from stepguard.report.phrases import count
-from stepguard.report.phrases import size
+from stepguard.report.phrases import count, size
 from stepguard.state.importing import import_function, importable
 from stepguard.verification import Plan
 from stepguard.verification import check_path as verify

@@ -193,11 +193,6 @@ def first_few(items: Iterable[object], most: int = 8) -> str:
     return ", ".join(listed[:most]) + more
 
 
-def confidence(value: float) -> str:
-    """A share as a whole percentage."""
-    return f"{value:.0%} confident"
-
-
 def budget(decision: Decision, policy: Policy | None = None) -> str:
     """How many incidents so far; of how many, where the policy is known."""
     row = str(decision.consecutive)

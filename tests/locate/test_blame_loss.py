@@ -1,6 +1,4 @@
-"""Bad values born in the forward pass or in the loss: exact operation, module and, where one is
-guilty, sample.
-"""
+"""Bad values of the forward pass or the loss: exact operation, module and guilty sample."""
 
 from __future__ import annotations
 
@@ -321,7 +319,7 @@ def mean_of_an_empty_selection() -> Case:
 def test_forward_origin_is_exact(name: str) -> None:
     origin = check(CASES[name]())
     assert origin.source is not None and (
-        "test_forward_kinds.py:" in origin.source or "cases.py:" in origin.source
+        "test_blame_loss.py:" in origin.source or "cases.py:" in origin.source
     )
 
 
@@ -351,7 +349,7 @@ def test_epsilon_that_vanishes_in_half_precision_is_a_fact() -> None:
     )
 
 
-def test_batches_of_a_users_own_class_are_looked_into() -> None:
+def test_tensors_inside_a_users_own_batch_class_are_found() -> None:
     class Graph:
         def __init__(self, nodes: Tensor) -> None:
             self.nodes, self.name = nodes, "g"

@@ -1,4 +1,4 @@
-"""The eight scenarios of the issue, each with the exact place and element."""
+"""Typical incidents and healthy steps, each with the exact place and element."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_exp_overflow_inside_a_block_names_block_line_and_sample() -> None:
             samples=(1,),
         )
     )
-    assert origin.source is not None and "test_scenarios.py:" in origin.source
+    assert origin.source is not None and "test_find_origin.py:" in origin.source
     assert any("torch.exp(x)" in line for line in origin.context)
     exponent = origin.inputs[0]
     assert exponent.name == "self" and exponent.value is not None and exponent.value > 88
@@ -56,7 +56,7 @@ def test_square_root_at_zero_is_a_backward_origin() -> None:
         evidence=Evidence(zero_denominator=True, singular_at=0.0),
     )
     origin = check(case)
-    assert origin.source is not None and "test_scenarios.py" in origin.source
+    assert origin.source is not None and "test_find_origin.py" in origin.source
 
 
 def test_fully_masked_softmax_blames_the_softmax_and_not_the_mask() -> None:

@@ -1,6 +1,4 @@
-"""A replay leaves no trace: weights, gradients, buffers, optimizer state, RNG and modes are as they
-were.
-"""
+"""A replay changes nothing: weights, gradients, buffers, optimizer state, RNG and modes stay."""
 
 from __future__ import annotations
 
@@ -14,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepguard.locate import locate
+from stepguard.locate.replay import Replayer
 from stepguard.records import Reading
 from stepguard.state.buffers import BufferKeeper
+from stepguard.state.isolation import untouched
 from stepguard.state.rng import capture_rng
 from stepguard.state.step import Step
 
@@ -166,3 +166,26 @@ def test_a_clean_step_that_does_not_repeat_itself_is_nondeterministic() -> None:
     step.loss_fn = lambda batch: steady(batch) * (1.0 + 1e-3 * next(calls))
     origin = locate(step, reading)
     assert origin.reproduced is False and origin.evidence.same_bits is False
+
+
+def test_tests_of_the_guard_are_not_part_of_the_trace() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    keeper = BufferKeeper([model])
+    keeper.remember()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(
+        0,
+        model,
+        optimizer,
+        {},
+        keeper,
+        lambda x: {"main": model(x).pow(2).mean()},
+        (noise(3, 2),),
+        [capture_rng()],
+    )
+    with untouched(step) as kept:
+        traced = Replayer(step, kept).trace(0)
+    calls = traced.tracer.calls
+    assert traced.ran.clean and traced.ran.parts.keys() == {"main"}
+    assert [c.op for c in calls if c.stage == "forward"] == ["aten.mm", "aten.pow", "aten.mean"]
+    assert "aten.sum" not in {c.op for c in calls}

@@ -1,6 +1,4 @@
-"""A NaN of the forward that is dropped later is named where it was made; a guarded pole is the
-branch not taken.
-"""
+"""A NaN that the forward drops is named where it was made; a guarded pole is another cause."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ LOG_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("node", LOG_SUMS)
 @pytest.mark.parametrize("how", ["where", "index"])
-def test_log_sum_of_nothing_but_minus_infinity_is_no_unselected_branch(node: str, how: str) -> None:
+def test_log_sum_of_only_minus_infinity_is_not_an_unselected_branch(node: str, how: str) -> None:
     model = nn.Linear(3, 2)
 
     def loss_fn(b: dict[str, Tensor]) -> Tensor:

@@ -1,6 +1,4 @@
-"""A loss function with a counter or generator of its own is named as such before hardware is
-blamed.
-"""
+"""A loss function with state of its own is named before hardware is blamed."""
 
 from __future__ import annotations
 
@@ -8,9 +6,7 @@ import itertools
 import math
 import os
 import random
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from stepguard import Guard
-from stepguard.locate.loss_function_state import OwnState
 
 from .guarded import SKIPPING, code, evidence, first_incident, noise
 
@@ -106,11 +101,11 @@ def test_impure_loss_function_is_named_before_hardware(make: Callable[[], Draw])
     finding = incident.findings[0]
     assert (finding.code, incident.origin and incident.origin.reproduced) == ("SG702", False)
     assert "not a function of its batch" in finding.evidence[0]
-    assert finding.confidence < 0.9
+    assert finding.certainty == "likely"
 
 
 def test_losses_that_differ_show_it_where_no_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is where nobody looks: in the environment of the process."""
+    """The state is outside the function's reach: in the environment of the process."""
     model = nn.Linear(3, 1)
     monkeypatch.setenv("STEPGUARD_TEST_CALLS", "0")
 
@@ -193,28 +188,3 @@ def test_history_kept_for_logging_does_not_hide_the_sample() -> None:
         True,
     )
     assert len(history) == 2  # one entry a step: those of the replays are taken back
-
-
-def test_own_state_names_and_restores_what_moved() -> None:
-    state: dict[str, Any] = {"step": 3, "limit": math.nan, "seen": [1, 2]}
-    own = OwnState(lambda: state)
-    state["step"] += 1
-    state["seen"].append(3)
-    assert own.moved() == ("the number `state['step']`", "the list `state['seen']`")
-    own.restore()
-    assert state["step"] == 3 and state["seen"] == [1, 2]
-    assert own.moved() == ()
-
-
-def test_nothing_is_put_back_while_another_thread_may_be_the_one_that_moved_it() -> None:
-    state, done = {"next": 3}, threading.Event()
-    own = OwnState(lambda: state)
-    other = threading.Thread(target=done.wait, name="prefetch")
-    other.start()
-    try:
-        state["next"] += 1
-        own.restore()
-        assert state["next"] == 4
-    finally:
-        done.set()
-        other.join()

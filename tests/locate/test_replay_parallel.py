@@ -1,6 +1,4 @@
-"""Data-parallel and compiled models: a replay holds no collective, and compiled-only faults are
-told apart.
-"""
+"""Replays of data-parallel and compiled models: no collective, and faults of compiled code only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same for half precision, extreme values, stored tensors and losses of several parts."""
+"""Bad values of half precision, extreme values, stored tensors and losses of several parts."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def softmax_after_an_in_place_mask() -> Case:
 
 
 @kind
-def memory_that_nobody_wrote() -> Case:
+def memory_that_was_never_written() -> Case:
     class Scratch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -267,5 +267,5 @@ def forces_computed_in_the_forward() -> Case:
 def test_forward_origin_is_exact(name: str) -> None:
     origin = check(CASES[name]())
     assert origin.source is not None and (
-        "test_forward_precision.py:" in origin.source or "cases.py:" in origin.source
+        "test_blame_loss_precision.py:" in origin.source or "cases.py:" in origin.source
     )

@@ -306,7 +306,7 @@ def test_indexing_by_positions_deselects_nothing() -> None:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_origin_of_a_bad_gradient_is_exact(name: str) -> None:
     origin = check(CASES[name]())
-    assert origin.source is not None and "test_backward_kinds.py:" in origin.source
+    assert origin.source is not None and "test_blame_gradients.py:" in origin.source
 
 
 def test_gradient_accumulation_overflow_names_the_micro_batch() -> None:

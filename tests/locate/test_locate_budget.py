@@ -1,4 +1,4 @@
-"""An incident is rare, but a diagnosis must not stop a run: the step is run at most six times over.
+"""Locating an incident must not stop a run: the step is run at most six times over.
 
 Times and memory are measured by `python -m benchmarks.location`.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepguard.locate import locate
-from stepguard.locate.locate_budget import FLOOR, MOST_FRUITLESS, Effort
+from stepguard.locate.locate_budget import FLOOR, MOST_FRUITLESS, LocateBudget
 from stepguard.locate.replay import Ran, Replayer
 from stepguard.records import Origin, Reading
 from stepguard.state.step import Step
@@ -108,13 +108,13 @@ class Case:
         self.step: Step = loop.last[0]
         self.reading: Reading = loop.last[1]
 
-    def effort(self, steps: float = 6.0, second: float = 1.0) -> Effort:
-        effort = Effort(steps, clock=lambda: len(self.replays) * second)
+    def effort(self, steps: float = 6.0, second: float = 1.0) -> LocateBudget:
+        effort = LocateBudget(steps, clock=lambda: len(self.replays) * second)
         for _ in range(4):
             effort.took(second)
         return effort
 
-    def locate(self, effort: Effort) -> tuple[Origin, int]:
+    def locate(self, effort: LocateBudget) -> tuple[Origin, int]:
         before = len(self.replays)
         return locate(self.step, self.reading, effort), len(self.replays) - before
 
@@ -183,7 +183,9 @@ def test_where_steps_are_short_the_floor_is_the_budget(replays: list[int]) -> No
     assert case.locate(case.effort(second=FLOOR / 20))[0].samples == (40,)
 
 
-def test_a_place_where_no_sample_could_be_told_is_not_searched_for_ever(replays: list[int]) -> None:
+def test_place_where_no_sample_was_found_is_not_searched_again_and_again(
+    replays: list[int],
+) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"]).pow(2).mean() + batch["w"].log().mean()
 
@@ -198,7 +200,7 @@ def test_a_place_where_no_sample_could_be_told_is_not_searched_for_ever(replays:
 
 
 def test_traced_steps_do_not_count_as_bare_ones() -> None:
-    effort = Effort()
+    effort = LocateBudget()
     effort.took(1.0)
     effort.tracing = True
     for _ in range(20):

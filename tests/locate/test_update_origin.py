@@ -36,6 +36,8 @@ def test_epsilon_that_is_zero_in_half_precision(optimizer: type[torch.optim.Opti
     assert evidence.eps_underflow and evidence.eps == 1e-08
     assert evidence.zero_denominator and evidence.half_precision
     assert origin.reproduced is True and origin.samples == ()
+    # All frames are torch's: a line of the program that asked for the replay would mislead.
+    assert origin.source is None
 
 
 def test_a_foreach_update_names_the_operands_of_the_tensor_that_went_bad() -> None:
