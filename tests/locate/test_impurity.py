@@ -101,7 +101,7 @@ def test_impure_loss_function_is_named_before_hardware(make: Callable[[], Draw])
     finding = incident.findings[0]
     assert (finding.code, incident.origin and incident.origin.reproduced) == ("SG702", False)
     assert "not a function of its batch" in finding.evidence[0]
-    assert finding.confidence < 0.9
+    assert finding.certainty == "likely"
 
 
 def test_losses_that_differ_show_it_where_no_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

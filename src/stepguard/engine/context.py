@@ -37,7 +37,7 @@ from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import Step, unwrapped
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.tensors.values import elements, is_finite
@@ -96,7 +96,7 @@ class Context:
     """Ids of accepted tensors, so that the cheap look leaves them out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
     """Extremes of every buffer before the first step, on the device until something is wrong."""
-    feed: Feed | None = None
+    feed: ResumableLoader | None = None
     """The user's loader, where the guard was given it."""
     ledger: Ledger | None = None
     """Where lost samples are written down; made with the first loss."""

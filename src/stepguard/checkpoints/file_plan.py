@@ -1,9 +1,8 @@
-"""How tensors lie in safetensors files, decided before the first byte is written.
+"""Plan how tensors lie in safetensors files, before the first byte is written.
 
-The format is documented and small (8 bytes of header length, a JSON header, the data), and it is
-written by hand here because the library's `save_file` wants the whole dict at once: digest, finite
-test and writing would each be a pass of their own, and nothing could be said about a file but that
-it is complete. Every file loads with the official reader.
+The format is small (8 bytes of header length, a JSON header, the data). It is written by hand
+because the library's `save_file` takes the whole dict at once: digest, finite test and writing
+would each be a pass of their own. Every file loads with the official reader.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from stepguard.tensors.dtypes import dtype_name
 
 FILE_BYTES = 1 << 31
 FILE_TENSORS = 50_000
-"""A file takes this much at most, or a single larger tensor; the format allows a header of 100 MB.
-"""
-
+"""A file holds this much at most, or one larger tensor; the format allows a header of 100 MB."""
 _METADATA = "__metadata__"
 _CODES = {
     torch.bool: "BOOL",
@@ -47,15 +44,15 @@ REAL_PART = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-"""The format has no complex numbers: they lie there as pairs, and the seal knows better."""
+"""The format has no complex numbers: they are stored as pairs, and the seal has their type."""
 _BY_NAME = {
     dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What a tensor is, and how it is stored."""
+class TensorForm:
+    """Type and shape of a tensor, and how it is stored."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,16 +67,18 @@ class Form:
 
     @property
     def stored_code(self) -> str:
-        """The format's dtype; a rare one of a byte (float8_e8m0fnu, fnuz) lies there as U8."""
+        """Return the format's dtype; rare 8-bit floats (e8m0fnu, fnuz) are stored as U8."""
         return _CODES.get(REAL_PART.get(self.dtype, self.dtype), "U8")
 
     @property
     def stored_shape(self) -> list[int]:
-        return [*self.shape, 2] if self.dtype in REAL_PART else list(self.shape)
+        if self.dtype in REAL_PART:
+            return [*self.shape, 2]
+        return list(self.shape)
 
     @property
     def stored_width(self) -> int:
-        return self.dtype.itemsize // 2 if self.dtype in REAL_PART else self.dtype.itemsize
+        return REAL_PART.get(self.dtype, self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +91,9 @@ class FilePlan:
     size: int
 
 
-def form_of(name: str, tensor: Tensor) -> Form:
-    """The form of a tensor that can be stored; StoreError for one that cannot."""
-    form = Form(tensor.dtype, tuple(tensor.shape))
+def form_of(name: str, tensor: Tensor) -> TensorForm:
+    """Return the form of a tensor; StoreError for one that cannot be stored."""
+    form = TensorForm(tensor.dtype, tuple(tensor.shape))
     odd = None
     if name == _METADATA:
         odd = "has the one name that safetensors keeps for itself; give it another"
@@ -112,56 +111,57 @@ def form_of(name: str, tensor: Tensor) -> Form:
     return form
 
 
-def named_form(dtype: str, shape: tuple[int, ...]) -> Form:
-    """The form a seal speaks of."""
+def form_from_seal(dtype: str, shape: tuple[int, ...]) -> TensorForm:
+    """Return the form that a seal names; ValueError for a type that this torch does not have."""
     if dtype not in _BY_NAME:
-        raise ValueError(f"{dtype[:50]!r} is no dtype of torch {torch.__version__}")
-    return Form(_BY_NAME[dtype], shape)
+        raise ValueError(f"{dtype[:50]!r} is not a dtype of torch {torch.__version__}")
+    return TensorForm(_BY_NAME[dtype], shape)
 
 
-def planned(forms: Mapping[str, Form]) -> list[FilePlan]:
-    """The files of a checkpoint. Wide elements first, so that every tensor is aligned where a
-    reader maps the file.
-    """
-    groups = _groups(stored_order(forms, forms), forms)
-    return [
-        plan_of(f"tensors-{index:05d}.safetensors", group, forms)
-        for index, group in enumerate(groups)
-    ]
+def plan_files(forms: Mapping[str, TensorForm]) -> list[FilePlan]:
+    """Plan the files of a checkpoint."""
+    plans = []
+    for index, group in enumerate(_groups(stored_order(forms, forms), forms)):
+        plans.append(plan_file(f"tensors-{index:05d}.safetensors", group, forms))
+    return plans
 
 
-def stored_order(names: Iterable[str], forms: Mapping[str, Form]) -> list[str]:
-    """The order of tensors in a file."""
+def stored_order(names: Iterable[str], forms: Mapping[str, TensorForm]) -> list[str]:
+    """Return the order of tensors in a file."""
+    # wide elements first, so that every tensor is aligned where a reader maps the file
     return sorted(names, key=lambda name: (-forms[name].stored_width, name))
 
 
-def plan_of(name: str, names: Iterable[str], forms: Mapping[str, Form]) -> FilePlan:
-    """The header is a function of names and forms alone: a reader that has the seal need not parse
-    it.
-    """
+def plan_file(name: str, names: Iterable[str], forms: Mapping[str, TensorForm]) -> FilePlan:
+    """Plan one file. The header follows from names and forms, so a reader need not parse it."""
+    ordered = tuple(names)
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
-    for tensor in (ordered := tuple(names)):
+    for tensor in ordered:
         form = forms[tensor]
-        begin, end = end, end + form.nbytes
+        begin = end
+        end += form.nbytes
         entries[tensor] = {
             "dtype": form.stored_code,
             "shape": form.stored_shape,
             "data_offsets": [begin, end],
         }
+    # the format wants the data to begin at a multiple of eight bytes, and allows blanks for that
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return FilePlan(name, header, ordered, len(header) + end)
 
 
-def _groups(order: list[str], forms: Mapping[str, Form]) -> Iterator[list[str]]:
+def _groups(order: list[str], forms: Mapping[str, TensorForm]) -> Iterator[list[str]]:
+    """Divide the tensors into files; a checkpoint without tensors has one empty file."""
     group: list[str] = []
     size = 0
     for name in order:
         if group and (size + forms[name].nbytes > FILE_BYTES or len(group) >= FILE_TENSORS):
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(name)
         size += forms[name].nbytes
     if group or not order:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepguard.records.examination import Examination, Section
 from stepguard.records.verification import Problem, Verification
 from stepguard.report.doctor import render_examination
-from stepguard.report.verification import render_checked, size
+from stepguard.report.verification import render_results
 
 BAD = Problem(
     file="run/a/optimizer.pt",
@@ -25,7 +25,7 @@ FOLDER = Verification(
 
 
 def test_every_checkpoint_has_a_line_and_every_problem_its_place() -> None:
-    text = render_checked([FOLDER], width=100, colour=False)
+    text = render_results([FOLDER], width=100, colour=False)
     for words in (
         "run/b",
         "DCP",
@@ -40,30 +40,20 @@ def test_every_checkpoint_has_a_line_and_every_problem_its_place() -> None:
 
 
 def test_problem_of_a_part_is_told_once() -> None:
-    assert render_checked([FOLDER], width=100, colour=False).count("1 NaN of 3") == 1
+    assert render_results([FOLDER], width=100, colour=False).count("1 NaN of 3") == 1
 
 
 def test_long_lists_are_cut_and_say_so() -> None:
     many = tuple(Problem(file="a", kind="nan", tensor=f"w{n}", detail="bad") for n in range(30))
-    text = render_checked(
+    text = render_results(
         [Verification(path="a", format="x", problems=many)], width=80, colour=False
     )
     assert "and 18 more; --json lists all" in text
 
 
 def test_narrow_window_holds_everything() -> None:
-    lines = render_checked([FOLDER], width=60, colour=False).splitlines()
+    lines = render_results([FOLDER], width=60, colour=False).splitlines()
     assert all(len(line) <= 60 for line in lines)
-
-
-def test_sizes_in_words() -> None:
-    assert [size(n) for n in (12, 1200, 3_400_000, 2.1e9, 5e12)] == [
-        "12 B",
-        "1.2 kB",
-        "3.4 MB",
-        "2.1 GB",
-        "5 TB",
-    ]
 
 
 def test_sections_are_numbered_and_commands_stay_whole() -> None:

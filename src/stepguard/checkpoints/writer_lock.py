@@ -1,8 +1,8 @@
-"""One writer a folder: another process gets a clear error, another thread waits its turn.
+"""One writer per folder: another process gets an error, another thread waits its turn.
 
-POSIX record locks, because they end with the process, however it ends, and a forked data loader
-does not inherit them. They do not know threads and are lost when any descriptor of the file is
-closed, so each process keeps one table.
+POSIX record locks end with the process, however it ends, and a forked data loader does not inherit
+them. They do not know threads and are lost when any descriptor of the file is closed, so each
+process keeps one table of the folders it has locked.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from stepguard.state.atomic import Disk
 
 LOCK = ".writer.lock"
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-"""Some network filesystems have none; then two writers are the user's affair."""
+"""Some network filesystems have no locks; there, keeping to one writer is up to the user."""
 
 
 @dataclass(slots=True)
-class _Hold:
-    """A folder this process writes to."""
+class _LockedFolder:
+    """A folder that this process writes to."""
 
     descriptor: int
     owners: int = 0
@@ -34,65 +34,62 @@ class _Hold:
     thread: int | None = None
 
 
-_HOLDS: dict[Path, _Hold] = {}
+_LOCKED: dict[Path, _LockedFolder] = {}
+# reentrant: the garbage collector can release one lock while this thread is taking another
 _TABLE = threading.RLock()
-"""Reentrant, because a claim can be collected, and so released, while this thread is making
-another.
-"""
 
 
-class Claim:
-    """A store's right to write into its folder, from its first save until it is released or
-    collected.
-    """
+class WriterLock:
+    """A store's right to write into its folder, from its first save until it is released."""
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self._pid = 0
         self._folder = folder.resolve()
         with _TABLE:
-            if self._folder not in _HOLDS:
-                _HOLDS[self._folder] = _Hold(_locked(self._folder, disk))
-            _HOLDS[self._folder].owners += 1
+            if self._folder not in _LOCKED:
+                _LOCKED[self._folder] = _LockedFolder(_lock(self._folder, disk))
+            _LOCKED[self._folder].owners += 1
         self._pid = os.getpid()
 
     @property
     def lost(self) -> bool:
-        """Released, or this is a forked process: locks belong to the one that made them."""
+        """Was it released, or is this a fork? Locks belong to the process that took them."""
         return self._pid != os.getpid()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """One save at a time."""
-        hold = _HOLDS[self._folder]
-        if hold.thread == threading.get_ident():
+        """Allow one save at a time; a thread waits for another, but not for itself."""
+        locked = _LOCKED[self._folder]
+        if locked.thread == threading.get_ident():
             raise StoreError(
                 f"{self._folder} is being written by this very thread: a save cannot start inside "
                 f"a save."
             )
-        with hold.turn:
-            hold.thread = threading.get_ident()
+        with locked.turn:
+            locked.thread = threading.get_ident()
             try:
                 yield
             finally:
-                hold.thread = None
+                locked.thread = None
 
     def release(self) -> None:
-        """Let others write; a second time does nothing."""
+        """Let another process write; a second call does nothing."""
         if self.lost:
             return
         self._pid = 0
         with _TABLE:
-            hold = _HOLDS[self._folder]
-            hold.owners -= 1
-            if not hold.owners:
-                os.close(hold.descriptor)
-                del _HOLDS[self._folder]
+            locked = _LOCKED[self._folder]
+            locked.owners -= 1
+            if not locked.owners:
+                os.close(locked.descriptor)
+                del _LOCKED[self._folder]
 
     def __del__(self) -> None:
         self.release()
 
 
-def _locked(folder: Path, disk: Disk) -> int:
+def _lock(folder: Path, disk: Disk) -> int:
+    """Lock a folder for this process; returns the descriptor that holds the lock."""
     path = folder / LOCK
     with suppress(FileExistsError), disk.new_file(path):
         pass
@@ -112,13 +109,14 @@ def _locked(folder: Path, disk: Disk) -> int:
     return descriptor
 
 
-def _forget() -> None:
-    """After a fork: the child has none of the locks."""
+def _forget_locks() -> None:
+    """Empty the table in a forked child, which has none of the locks."""
     global _TABLE
+    # another thread of the parent may have held it at the moment of the fork
     _TABLE = threading.RLock()
-    for hold in _HOLDS.values():
-        os.close(hold.descriptor)
-    _HOLDS.clear()
+    for locked in _LOCKED.values():
+        os.close(locked.descriptor)
+    _LOCKED.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget_locks)
