@@ -334,7 +334,9 @@ class Transaction:
         situation = self._situations.situation(incident, step, committed=committed)
         policy = context.config.policy
         decision, context.budget = choose_remedy(situation, policy, context.budget)
-        self.rewinder.probation.incident(incident.step, hurt=situation.fault in ("state", "anomaly"))
+        self.rewinder.probation.incident(
+            incident.step, hurt=situation.fault in ("state", "anomaly")
+        )
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
         return decision

@@ -164,7 +164,8 @@ def follow(follower: Sharing, leader: Sharing) -> None:
         return  # with a third one: both follow the first
     cadence = Following(leader)
     follower.rewinder.snapshots.cadence = cadence
-    follower.rewinder.snapshots.ring.drop(lambda _: True)  # of moments that the leader has no snapshot of
+    # the follower's are of moments that the leader has no snapshot of
+    follower.rewinder.snapshots.ring.drop(lambda _: True)
     leader.rewinder.after_rewind.append(
         _Along(leader, follower, lambda step: cadence.together.get(step))
     )
