@@ -31,7 +31,7 @@ from stepguard.engine.interception import offer
 from stepguard.engine.optimizer_kinds import takes_closure
 from stepguard.engine.protect import Protection, in_words
 from stepguard.engine.recover.checkpoints import Checkpoints
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.recover.signals import Signals
 from stepguard.engine.result import StepResult
 from stepguard.engine.wiring import (
@@ -72,12 +72,12 @@ class Guard:
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
         self._wiring = Wiring(self._context)
         self._protect = Protection(self._fault, partial(self._context.outputs.note, "fault"))
-        self._recovery = Recovery(self._context)
+        self._rewinder = Rewinder(self._context)
         kind = ClosureDriver if takes_closure(self._context.optimizer) else StepDriver
-        self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._recovery)
-        self.port = Port(self._context, self._recovery, self._driver)
+        self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._rewinder)
+        self.port = Port(self._context, self._rewinder, self._driver)
         """What framework integrations ask of this guard."""
-        self._saving = Checkpoints(self._context, self._recovery)
+        self._saving = Checkpoints(self._context, self._rewinder)
         if loader is not None:
             self._context.feed = ResumableLoader(
                 loader,
@@ -90,7 +90,7 @@ class Guard:
             self._schedule_by_epoch(self._context.feed)
         say = partial(self._context.outputs.note, "signal")
         self._signals = Signals(self._leave, self.close, say)
-        self._recovery.snapshots.duties += [self._saving, self._signals]
+        self._rewinder.snapshots.duties += [self._saving, self._signals]
         self._closed = False
         self._entered = False
         self._framework = building_for.get()
@@ -266,8 +266,8 @@ class Guard:
             )
         self._epochs = EpochSchedule(self._context, feed)
         feed.after_pass.append(self._pass_ended)
-        self._recovery.after_commit.append(self._epochs.committed)
-        self._recovery.after_rewind.append(self._epochs.rewound)
+        self._rewinder.after_commit.append(self._epochs.committed)
+        self._rewinder.after_rewind.append(self._epochs.rewound)
 
     def _pass_ended(self) -> None:
         """The schedule moves only once the last step of the pass has been read."""
@@ -384,6 +384,6 @@ def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
         settings["config"] = replace(config, scheduler_every=None)
     guard = Guard(model, optimizer, **settings)
     guard._wiring.expect_own_steps()
-    guard._driver = WatchDriver(guard._context, guard._protect, guard._recovery, guard._wiring)
+    guard._driver = WatchDriver(guard._context, guard._protect, guard._rewinder, guard._wiring)
     guard.port.driver = guard._driver
     return guard
