@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
-from stepguard.engine.context import bare_step, build_context
+from stepguard.engine.build import build_context
+from stepguard.engine.context import bare_step
 from stepguard.engine.drivers.closure import ClosureDriver
 from stepguard.engine.drivers.epoch_schedule import EpochSchedule
 from stepguard.engine.drivers.step import StepDriver

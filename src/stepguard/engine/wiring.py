@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, TrainingHalted
-from stepguard.engine.context import Context, real_optimizer, volunteers
+from stepguard.engine.context import Context, automatic, real_optimizer
 from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
 from stepguard.records import GuardConfig
@@ -96,27 +96,37 @@ def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
     named = modules if isinstance(modules, dict) else {}
     further = {name: module for name, module in named.items() if isinstance(module, nn.Module)}
     _check_parameters({"": unwrapped(model), **further}, optimizer)
-    volunteers.pop(optimizer, lambda: None)()
+    automatic.pop(optimizer, lambda: None)()
     _make_way(optimizer)
 
 
 def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None:
-    """An optimizer of another model. Parameters that lie in no module (master copies, loose
-    tensors) may be meant.
+    """Refuse the optimizer of another model.
+
+    Parameters that lie in no module (master copies, loose tensors) may be meant.
     """
     given = optimizer_parameter_ids(optimizer)
-    known = [id(p) for root in roots.values() for p in root.parameters()]
-    if not given or not known or given.intersection(known):
+    known: set[int] = set()
+    for root in roots.values():
+        known.update(id(parameter) for parameter in root.parameters())
+    if not given or not known or given & known:
         return
-    ours = {id(module) for root in roots.values() for module in root.modules()}
-    for other in _modules():
-        if id(other) not in ours and any(id(p) in given for p in _own_parameters(other)):
-            raise ConfigError(
-                f"the optimizer holds no parameter of the {type(roots['']).__name__} it is given "
-                f"with, but some of "
-                f"another {type(other).__name__}; build it from this model's parameters(), or give "
-                f"the other model."
-            )
+    other = _module_with(given)
+    if other is not None:
+        raise ConfigError(
+            f"the optimizer holds no parameter of the {type(roots['']).__name__} it is given with, "
+            f"but some of another {type(other).__name__}; build it from this model's parameters(), "
+            "or give the other model."
+        )
+
+
+def _module_with(parameters: set[int]) -> nn.Module | None:
+    """Any module of the process that holds one of these parameters itself."""
+    for module in _modules():
+        for parameter in _own_parameters(module):
+            if id(parameter) in parameters:
+                return module
+    return None
 
 
 def _make_way(optimizer: Optimizer) -> None:
