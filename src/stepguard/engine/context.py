@@ -78,7 +78,7 @@ class Context:
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
     accepted: set[str] = field(default_factory=set)
-    """Names of tensors allowed to be non-finite: sentinels, and what `bad_start="note"` lets pass."""
+    """Names of tensors that may be non-finite: sentinels, and what `bad_start="note"` accepts."""
     ignored: set[int] = field(default_factory=set)
     """Ids of accepted tensors, which the cheap check leaves out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)

@@ -48,7 +48,6 @@ owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Owner]] = weakref.WeakK
 
 
 # --- at building
-# ------------------------------------------------------------------------------------------------------
 
 
 def check_config(config: object) -> GuardConfig:
@@ -156,7 +155,6 @@ def _own_parameters(module: nn.Module) -> list[Any]:
 
 
 # --- while it runs
-# ----------------------------------------------------------------------------------------------------
 
 
 class Wiring:
@@ -279,11 +277,12 @@ class Wiring:
         self._backwards += int(reached)
         if reached and self._backwards == WITHOUT_STEP:
             self._warn(
-                f"{WITHOUT_STEP} backward passes, and the watched optimizer has made no step; call its step()"
+                f"{WITHOUT_STEP} backward passes, and the watched optimizer has made no step; "
+                "call its step()"
             )
 
     def update(self, norm: object) -> None:
-        """The watched optimizer steps; `norm` is that of its gradients, None where there are none."""
+        """The watched optimizer steps; `norm` is None where it has no gradients."""
         if self._steps == 0:
             self._look_for_anomaly_mode()
         self._steps += 1
@@ -299,11 +298,13 @@ class Wiring:
             return
         if self._outside:
             self._say(
-                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside of guard.step"
+                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside of "
+                "guard.step"
             )
         elif self._backwards:
             self._say(
-                f"this guard saw no step: {self._backwards} backward passes, and the optimizer never stepped"
+                f"this guard saw no step: {self._backwards} backward passes, and the optimizer never "
+                "stepped"
             )
 
     def _warn(self, summary: str) -> None:
@@ -316,7 +317,10 @@ class Wiring:
         self._context.outputs.note("wiring", summary)
 
 
-REPLACED = "the optimizer holds parameters that are no longer the model's: they were replaced after the guard was built"
+REPLACED = (
+    "the optimizer holds parameters that are no longer the model's: they were replaced after the "
+    "guard was built"
+)
 
 
 def _position(scheduler: Any) -> tuple[int, ...] | None:
