@@ -298,13 +298,13 @@ class Wiring:
             return
         if self._outside:
             self._say(
-                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside of "
-                "guard.step"
+                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside "
+                "of guard.step"
             )
         elif self._backwards:
             self._say(
-                f"this guard saw no step: {self._backwards} backward passes, and the optimizer never "
-                "stepped"
+                f"this guard saw no step: {self._backwards} backward passes, and the optimizer "
+                "never stepped"
             )
 
     def _warn(self, summary: str) -> None:
