@@ -26,7 +26,9 @@ def test_array_takes_the_state_that_numpy_writes() -> None:
 
 def test_array_ignores_a_state_that_numpy_does_not_write() -> None:
     raw = PickledBytes(100, 24)
-    for state in (None, (), (1, (-2,), NumpyType("f4"), False, raw), (1, (2,), "f4", False, raw)):
+    f4 = NumpyType("f4")
+    huge = (1, (1 << 8000,) * 4, f4, False, raw)
+    for state in (None, (), (1, (-2,), f4, False, raw), (1, (2,), "f4", False, raw), huge):
         array = ArrayRecord()
         array.set_state(state)
         assert array.raw is None

@@ -52,6 +52,8 @@ def test_tensors_get_their_bytes_and_roles(tmp_path: Path) -> None:
         ({"a": {"dtype": "F32", "shape": [-3], "data_offsets": [0, 12]}}, "malformed"),
         ({"a": {"dtype": 1, "shape": [3], "data_offsets": [0, 12]}}, "malformed"),
         ({"a": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 12]}}, "malformed"),
+        ({"a": {"dtype": "F32", "shape": [10**4000] * 2, "data_offsets": [0, 12]}}, "malformed"),
+        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 10**4000]}}, "malformed"),
         ({"a": {"shape": [3]}}, "malformed"),
     ],
 )

@@ -154,11 +154,10 @@ class _Index:
 
     def _check_total(self, size: int) -> None:
         total = self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
-        # JSON here may hold NaN and Infinity
-        if isinstance(total, int | float) and math.isfinite(total) and total > size:
+        if isinstance(total, int | float) and total > size:
+            # not :d, for JSON may hold Infinity
             detail = (
-                f"{self.name} says {int(total):,} bytes of tensors, all shards together have "
-                f"{size:,}"
+                f"{self.name} says {total:,} bytes of tensors, all shards together have {size:,}"
             )
             self.problems.add("index", detail, severity="warning")
 
@@ -221,8 +220,7 @@ def _check_history(history: list[Any], problems: ProblemList) -> None:
             continue
         bad = [key for key in LOGGED if _is_nonfinite(entry.get(key))]
         if bad:
-            keys = first_few(bad, 5)
-            detail = f"{TRAINER_STATE}: {keys} not finite at step {entry.get('step')}"
+            detail = f"{TRAINER_STATE}: {first_few(bad, 5)} not finite at step {entry.get('step')}"
             problems.add("loss", detail, severity="warning")
             return
 
