@@ -6,11 +6,12 @@ understood is reported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from stepguard._errors import ConfigError
 from stepguard.preflight.settings.files import read_settings
@@ -30,7 +31,6 @@ SEALED_FACTS = "facts"
 """The JSON file of a checkpoint of stepguard."""
 SEALED_MODEL = "model/"
 """How a checkpoint of stepguard names the model's tensors among all others."""
-LARGEST_JSON = 16 * 2**20
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ def _read_file(facts: CheckpointFacts, file: Path) -> None:
             _take(facts, read_inert(file))
         elif file.suffix == ".safetensors":
             facts.shapes |= _safetensors_shapes(file)
-    except (Damaged, OSError, ValueError, KeyError, TypeError) as fault:
+    except (Damaged, OSError, SafetensorError) as fault:
         kind = type(fault).__name__
         if isinstance(fault, Damaged):
             kind = fault.kind
@@ -131,19 +131,13 @@ def _is_plain(value: Any) -> bool:
 
 def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Shapes from the header; the tensors are not read."""
-    with file.open("rb") as stream:
-        # The header is JSON behind eight bytes that say its length.
-        length = int.from_bytes(stream.read(8), "little")
-        if length > LARGEST_JSON:
-            raise ValueError(f"its header claims {length:,} bytes")
-        header = json.loads(stream.read(length))
     shapes = {}
     sealed = {}
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            shapes[name] = tuple(tensor["shape"])
-        if name.startswith(SEALED_MODEL):
-            sealed[name.removeprefix(SEALED_MODEL)] = shapes[name]
+    with safe_open(str(file), framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (not a dict)
+            shapes[name] = tuple(tensors.get_slice(name).get_shape())
+            if name.startswith(SEALED_MODEL):
+                sealed[name.removeprefix(SEALED_MODEL)] = shapes[name]
     return sealed or shapes
 
 

@@ -129,7 +129,7 @@ def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
     column.whole &= not real or (single and float(tensor).is_integer())
     low, high = _bounds(tensor)
     # A NaN makes both bounds NaN.
-    if not math.isfinite(low) or not math.isfinite(high):
+    if not all(map(math.isfinite, (low, high))):
         facts.nonfinite.add(_bad_place(name, key, tensor))
         return
     column.low = min(column.low, low)

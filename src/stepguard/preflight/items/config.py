@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
+from stepguard.preflight.answers import (
+    Answer,
+    NotApplicable,
+    NotGiven,
+    failed,
+    listed,
+    passed,
+    warned,
+)
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
 from stepguard.preflight.settings.keys import (
@@ -119,15 +127,9 @@ def changed(run: Inspection) -> Answer:
     for key in sorted(new.keys() & old.keys()):
         if key.rpartition(".")[2] not in DIFFERENT_EVERY_START and not _same(old[key], new[key]):
             differences.append(f"{key}: {old[key]!r} -> {new[key]!r}")
-    gone = sorted(old.keys() - new.keys())
-    added = sorted(new.keys() - old.keys())
-    said = []
-    if differences:
-        said.append(f"changed: {first_few(differences)}")
-    if gone:
-        said.append(f"only in the checkpoint: {first_few(gone, 4)}")
-    if added:
-        said.append(f"new: {first_few(added, 4)}")
+    said = listed("changed", differences, 8)
+    said += listed("only in the checkpoint", sorted(old.keys() - new.keys()))
+    said += listed("new", sorted(new.keys() - old.keys()))
     if not said:
         return passed(f"{len(new)} values equal those stored in {stored.path.name}")
     return warned(
