@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +31,7 @@ from stepguard.preflight.subject import Subject
 from stepguard.preflight.traced_step import TracedStep, trace_step
 from stepguard.preflight.tracking import Tracked, plain
 from stepguard.records.verification import Verification
-from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.rng import kept_rng
 from stepguard.verification.check import check as verify
 
 BUILD = "give TARGET as module:function whose function returns"
@@ -152,7 +151,7 @@ class Inspection:
         if self.subject.batch is not None:
             return self.subject.batch
         try:
-            with kept_randomness():
+            with kept_rng():
                 batch = self._first_batch()
         except Exception as fault:
             raise NotGiven(
@@ -217,7 +216,7 @@ class Inspection:
                 f"give --data PATH, or {BUILD.removeprefix('give ')} a dataset, loader or batch"
             )
         labels = LabelFacts(key=self.subject.label_key, ignore_index=self.subject.ignore_index)
-        with kept_randomness():
+        with kept_rng():
             return gather(source, labels, self._progress)
 
     @cached_property
@@ -225,7 +224,7 @@ class Inspection:
         source = validation_of(self.subject)
         if source is None:
             raise NotGiven("give --validation PATH, or return a `validation` dataset")
-        with kept_randomness():
+        with kept_rng():
             return gather(source, LabelFacts(), self._progress)
 
     @cached_property
@@ -257,13 +256,3 @@ class Inspection:
             # A configuration in Python names all its keys, which is not a use of them.
             leave_out = frozenset({self.invocation.config_file.resolve()})
         return read_project(self.invocation.folder, leave_out=leave_out)
-
-
-@contextmanager
-def kept_randomness() -> Iterator[None]:
-    """Put every random generator back as it was."""
-    state = capture_rng()
-    try:
-        yield
-    finally:
-        restore_rng(state)

@@ -58,22 +58,24 @@ def check(
 
 def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Item]:
     """The items these patterns leave; a pattern that matches none is a mistake."""
-    for pattern in (*only, *skip):
-        if not any(_matches(item, (pattern,)) for item in ITEMS):
-            sections = sorted({item.id.partition(".")[0] for item in ITEMS})
+    chosen = _matching(only or ("*",)) - _matching(skip)
+    return [item for item in ITEMS if item.id in chosen]
+
+
+def _matching(patterns: tuple[str, ...]) -> set[str]:
+    """Ids that are meant by an id, a section or a pattern."""
+    found: set[str] = set()
+    ids = [item.id for item in ITEMS]
+    for pattern in patterns:
+        matches = {*fnmatch.filter(ids, pattern), *fnmatch.filter(ids, f"{pattern}.*")}
+        if not matches:
+            sections = sorted({item.partition(".")[0] for item in ids})
             raise ConfigError(
                 f"{pattern!r} is not an item; use an id such as 'lr.config', or one of "
                 f"{', '.join(sections)}."
             )
-    wanted = list(ITEMS)
-    if only:
-        wanted = [item for item in ITEMS if _matches(item, only)]
-    return [item for item in wanted if not _matches(item, skip)]
-
-
-def _matches(item: Item, patterns: tuple[str, ...]) -> bool:
-    section = item.id.partition(".")[0]
-    return any(p == section or fnmatch.fnmatchcase(item.id, p) for p in patterns)
+        found |= matches
+    return found
 
 
 def run_item(item: Item, inspection: Inspection) -> Outcome:

@@ -8,22 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stepguard.preflight.settings.keys import names
 from stepguard.state.host_memory import free_memory
 from stepguard.tensors.names import optimizer_parameters
 
-SLOTS = {
-    "adam": 2,
-    "adamw": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adamax": 2,
-    "adadelta": 2,
-    "lion": 1,
-    "muon": 1,
-    "adagrad": 1,
-    "rmsprop": 1,
-}
-"""Tensors of the parameter's size an optimizer keeps for each parameter, by its name."""
+ONE_SLOT = names("lion muon adagrad rmsprop")
+TWO_SLOTS = names("adam adamw nadam radam adamax adadelta")
+"""Optimizers that keep so many tensors of a parameter's size for each parameter."""
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -51,7 +42,9 @@ def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int,
 
 def _slots(optimizer: Optimizer) -> int:
     name = type(optimizer).__name__.lower()
-    slots = SLOTS.get(name, 0)
+    if name in TWO_SLOTS:
+        return 2
+    slots = int(name in ONE_SLOT)
     if name in ("sgd", "rmsprop") and optimizer.param_groups[0].get("momentum"):
         slots += 1
     return slots

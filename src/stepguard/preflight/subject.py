@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
-from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.rng import kept_rng
 
 WANTED = (
     "return (model, optimizer, loss_fn), a dict, a stepguard.preflight.Subject, or a "
@@ -172,14 +172,12 @@ def _collated(trainer: Any) -> Any:
     collate = getattr(trainer, "data_collator", None)
     if not callable(collate) or not hasattr(dataset, "__len__") or not len(dataset):
         return None
-    state = capture_rng()
     try:
-        return collate([dataset[index] for index in range(min(2, len(dataset)))])
+        with kept_rng():
+            return collate([dataset[index] for index in range(min(2, len(dataset)))])
     except Exception:
         # The dataset has columns that the Trainer drops when it trains.
         return None
-    finally:
-        restore_rng(state)
 
 
 def _described(value: Any) -> str:

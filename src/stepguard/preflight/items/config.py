@@ -121,8 +121,8 @@ def changed(run: Inspection) -> Answer:
     stored = run.checkpoint
     if not stored.config:
         raise NotApplicable(f"{stored.path.name} holds no configuration that can be read")
-    new = {leaf.key: leaf.value for leaf in flat(now)}
-    old = {leaf.key: leaf.value for leaf in flat(stored.config)}
+    new = dict(flat(now))
+    old = dict(flat(stored.config))
     differences = []
     for key in sorted(new.keys() & old.keys()):
         if key.rpartition(".")[2] not in DIFFERENT_EVERY_START and not _same(old[key], new[key]):

@@ -16,13 +16,7 @@ ENVIRONMENT = {
     "WORLD_SIZE": "num_processes",
     "CUDA_VISIBLE_DEVICES": "gpu_ids",
 }
-FIELDS = (
-    "mixed_precision",
-    "gradient_accumulation_steps",
-    "distributed_type",
-    "num_processes",
-    "gpu_ids",
-)
+"""Variable -> field of accelerate's file."""
 
 
 @dataclass(slots=True)
@@ -54,7 +48,7 @@ class Launcher:
 def read_launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str, str]) -> Launcher:
     """Merge both sources. The environment is what the script will see, so it wins."""
     found = Launcher()
-    for name in FIELDS:
+    for name in ENVIRONMENT.values():
         if file.get(name) is not None:
             found.values[name] = file[name]
             found.places[name] = file_name
