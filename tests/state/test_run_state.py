@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from guard.scenes import batches, difference, generators, noisy_net, plain_net
-from stepguard.state.run_state import State, StateError, Whole
+from stepguard.state.run_state import RunState, SavedState, StateError
 from stepguard.state.sharded import why_sharded
 
 DATA = batches(6)
@@ -70,9 +70,9 @@ def _train(model: nn.Module, optimizer: Any, scheduler: Any = None, count: int =
             scheduler.step()
 
 
-def _frozen(state: State) -> State:
+def _frozen(state: SavedState) -> SavedState:
     """A copy that has been through JSON, as one from disk has."""
-    return State(
+    return SavedState(
         {name: t.clone() for name, t in state.tensors.items()}, json.loads(json.dumps(state.facts))
     )
 
@@ -93,7 +93,7 @@ def test_optimizer_state_comes_back_bit_for_bit_and_in_place(name: str) -> None:
     model = noisy_net()
     optimizer = OPTIMIZERS[name](model.parameters())
     _train(model, optimizer)
-    whole = Whole({"": model}, optimizer)
+    whole = RunState({"": model}, optimizer)
     state, then = _frozen(whole.gather()), _everything(model, optimizer)
     tensors = {
         id(v) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)
@@ -117,10 +117,10 @@ def test_schedule_comes_back_and_goes_on_as_it_would_have(name: str) -> None:
 
     model, optimizer, scheduler = built()
     _train(model, optimizer, scheduler)
-    state = _frozen(Whole({"": model}, optimizer, scheduler=scheduler).gather())
+    state = _frozen(RunState({"": model}, optimizer, scheduler=scheduler).gather())
     _train(model, optimizer, scheduler, count=2)
     fresh = built()
-    Whole({"": fresh[0]}, fresh[1], scheduler=fresh[2]).put_back(state)
+    RunState({"": fresh[0]}, fresh[1], scheduler=fresh[2]).put_back(state)
     _train(*fresh, count=2)
     assert difference(_everything(*fresh), _everything(model, optimizer, scheduler)) == ""
 
@@ -128,7 +128,7 @@ def test_schedule_comes_back_and_goes_on_as_it_would_have(name: str) -> None:
 def test_counters_and_buffers_that_state_dict_leaves_out_come_back() -> None:
     model = Counting()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    whole = Whole({"": model}, optimizer)
+    whole = RunState({"": model}, optimizer)
     whole.gather()
     _train(model, optimizer, count=2)
     state = _frozen(whole.gather())
@@ -141,15 +141,15 @@ def test_counters_and_buffers_that_state_dict_leaves_out_come_back() -> None:
 def test_setting_of_a_fresh_program_is_not_overwritten_by_an_old_state() -> None:
     model = Counting()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    state = _frozen(Whole({"": model}, optimizer).gather())
+    state = _frozen(RunState({"": model}, optimizer).gather())
     model.width = 99
-    Whole({"": model}, optimizer).put_back(state)
+    RunState({"": model}, optimizer).put_back(state)
     assert model.width == 99
 
 
 def test_random_numbers_come_back_when_asked_for() -> None:
     model = plain_net()
-    whole = Whole({"": model}, torch.optim.SGD(model.parameters(), 0.1))
+    whole = RunState({"": model}, torch.optim.SGD(model.parameters(), 0.1))
     state, then = _frozen(whole.gather()), generators()
     torch.rand(3), random.random(), np.random.rand()
     whole.put_back(state)
@@ -167,14 +167,14 @@ def test_scaler_comes_back_also_into_one_that_has_not_been_used() -> None:
         scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
         scaler.step(optimizer)
         scaler.update()
-    state = _frozen(Whole({"": model}, optimizer, scaler=scaler).gather())
+    state = _frozen(RunState({"": model}, optimizer, scaler=scaler).gather())
     saved = scaler.state_dict()
     fresh = GradScaler("cpu", init_scale=2.0, growth_interval=2)
-    Whole({"": model}, optimizer, scaler=fresh).put_back(state)
+    RunState({"": model}, optimizer, scaler=fresh).put_back(state)
     fresh.scale(torch.ones(()))
     assert fresh.state_dict() == saved
     scaler._scale.fill_(1.0)
-    Whole({"": model}, optimizer, scaler=scaler).put_back(state)
+    RunState({"": model}, optimizer, scaler=scaler).put_back(state)
     assert scaler.state_dict() == saved
 
 
@@ -195,7 +195,7 @@ def test_further_objects_come_back_and_share_no_memory_with_the_copy() -> None:
     model = plain_net()
     shadow, average = Shadow(), torch.optim.swa_utils.AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    whole = Whole({"": model}, optimizer, extra={"ema": shadow, "swa": average})
+    whole = RunState({"": model}, optimizer, extra={"ema": shadow, "swa": average})
     state = _frozen(whole.gather())
     shadow.values["w"] += 5
     shadow.updates = 7
@@ -212,9 +212,9 @@ def test_order_of_parameters_does_not_matter() -> None:
     names = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(names.values(), 0.01)
     _train(model, optimizer)
-    state = _frozen(Whole({"": model}, optimizer).gather())
+    state = _frozen(RunState({"": model}, optimizer).gather())
     turned = torch.optim.AdamW(reversed(list(names.values())), 0.5)
-    Whole({"": model}, turned).put_back(state)
+    RunState({"": model}, turned).put_back(state)
     for parameter in names.values():
         assert difference(dict(turned.state[parameter]), dict(optimizer.state[parameter])) == ""
     assert turned.param_groups[0]["lr"] == 0.01
@@ -224,7 +224,7 @@ def test_learning_rate_that_is_a_tensor_keeps_its_identity() -> None:
     model = plain_net()
     rate = torch.tensor(0.1)
     optimizer = torch.optim.SGD(model.parameters(), rate)
-    whole = Whole({"": model}, optimizer)
+    whole = RunState({"": model}, optimizer)
     state = _frozen(whole.gather())
     rate.fill_(9.0)
     whole.put_back(state)
@@ -234,10 +234,10 @@ def test_learning_rate_that_is_a_tensor_keeps_its_identity() -> None:
 def test_choice_of_a_kernel_is_not_part_of_the_state() -> None:
     model = plain_net()
     state = _frozen(
-        Whole({"": model}, torch.optim.AdamW(model.parameters(), 0.01, foreach=False)).gather()
+        RunState({"": model}, torch.optim.AdamW(model.parameters(), 0.01, foreach=False)).gather()
     )
     fused = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
-    Whole({"": model}, fused).put_back(state)
+    RunState({"": model}, fused).put_back(state)
     assert fused.param_groups[0]["fused"] is True
 
 
@@ -262,11 +262,11 @@ def test_state_that_does_not_fit_is_refused_before_anything_is_touched(
     change: Any, said: str
 ) -> None:
     model = plain_net()
-    state = _frozen(Whole({"": model}, torch.optim.SGD(model.parameters(), 0.1)).gather())
+    state = _frozen(RunState({"": model}, torch.optim.SGD(model.parameters(), 0.1)).gather())
     other = change(plain_net())
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(StateError, match=said):
-        Whole({"": other}, torch.optim.SGD(other.parameters(), 0.1)).put_back(state)
+        RunState({"": other}, torch.optim.SGD(other.parameters(), 0.1)).put_back(state)
     assert difference(dict(other.state_dict()), dict(before)) == ""
 
 
@@ -279,7 +279,9 @@ def test_what_cannot_be_kept_is_named() -> None:
 
     model = plain_net()
     with pytest.raises(StateError, match="extra:odd/seen is a set"):
-        Whole({"": model}, torch.optim.SGD(model.parameters(), 0.1), extra={"odd": Odd()}).gather()
+        RunState(
+            {"": model}, torch.optim.SGD(model.parameters(), 0.1), extra={"odd": Odd()}
+        ).gather()
 
 
 def test_sharded_state_is_refused_with_what_to_use_instead() -> None:
