@@ -170,8 +170,10 @@ class Checkpoints:
         if self._context.agreement.rank == 0 and isinstance(pending, Snapshot):
             archive.complete(pending.state, [facts["own"] for facts in told])
             good = all(facts["good"] for facts in told)
-            pending.lent = archive.offer(pending.step, pending.state, good=good)
-            self._lent = pending if pending.lent else None
+            if archive.offer(pending.step, pending.state, good=good):
+                pending.lent = True
+                self._lent = pending
+            # else an earlier one is still being written, and stays lent until it is
 
     def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
         if not isinstance(pending, Snapshot):
