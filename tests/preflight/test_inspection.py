@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 
 from stepguard import ConfigError
 from stepguard.preflight.answers import NotApplicable, NotGiven
-from stepguard.preflight.inspection import Inspection, Invocation
+from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.subject import Subject
 from stepguard.records.verification import Verification
 
 
 def inspect(**parts: Any) -> Inspection:
-    return Inspection(Subject(**parts), Invocation(Path()))
+    return Inspection(Subject(**parts), CheckContext(Path()))
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_checkpoint_that_does_not_exist_is_an_error_and_a_verified_one_is_not_re
     with pytest.raises(ConfigError, match=r"no\.pt does not exist"):
         _ = inspect(checkpoint="no.pt").verified
     known = Verification(path="no.pt", format="made up")
-    assert Inspection(Subject(), Invocation(Path()), verified=known).verified is known
+    assert Inspection(Subject(), CheckContext(Path()), verified=known).verified is known

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, passed
-from stepguard.preflight.inspection import Inspection, Invocation
+from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.item import item
 from stepguard.preflight.run import run_item
 from stepguard.preflight.subject import Subject
 
-NOTHING = Inspection(Subject(), Invocation(Path()))
+NOTHING = Inspection(Subject(), CheckContext(Path()))
 
 
 @item("made.up", "something is there")

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepguard.preflight.inspection import Inspection, Invocation
+from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.status import alignment, status_facts
 from stepguard.preflight.subject import Subject
 
 
 def inspect(**parts: Any) -> Inspection:
-    return Inspection(Subject(**parts), Invocation(Path()))
+    return Inspection(Subject(**parts), CheckContext(Path()))
 
 
 def half() -> Any:

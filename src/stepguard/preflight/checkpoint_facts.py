@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from stepguard._errors import ConfigError
-from stepguard.preflight.settings.files import read_settings
+from stepguard.preflight.settings.settings_file import read_settings
 from stepguard.verification.damage import Damaged
 from stepguard.verification.pickle_values import Made, TensorRecord
 from stepguard.verification.torch_format import read_inert

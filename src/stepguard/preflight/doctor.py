@@ -18,14 +18,14 @@ from torch import nn
 from stepguard._errors import JournalError
 from stepguard.journal import read_run
 from stepguard.preflight.fresh_model import FreshModel
-from stepguard.preflight.inspection import Inspection, Invocation
+from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.items import config as config_items
 from stepguard.preflight.items import lr as lr_items
 from stepguard.preflight.items.model import floating_tensors
 from stepguard.preflight.run import run_item
-from stepguard.preflight.settings.files import read_settings
 from stepguard.preflight.settings.keys import as_number, flat, last_part, names
 from stepguard.preflight.settings.rates import RATE_NAMES, rate_settings
+from stepguard.preflight.settings.settings_file import read_settings
 from stepguard.preflight.subject import Subject
 from stepguard.records.examination import Examination, Section, SectionStatus, not_checked
 from stepguard.records.verification import Verification
@@ -91,7 +91,7 @@ def _configuration(file: Path, settings: dict[str, Any], best: Verification | No
             shown.append(f"{leaf.key} = {leaf.value}")
     lines = [", ".join(shown) or f"{file.name} names no known setting"]
     status: SectionStatus = "fine"
-    run = Inspection(Subject(config=settings), Invocation(Path.cwd(), file), verified=best)
+    run = Inspection(Subject(config=settings), CheckContext(Path.cwd(), file), verified=best)
     for item in (config_items.types, config_items.values, lr_items.checkpoint):
         outcome = run_item(item, run)
         if outcome.status != "fail":

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from stepguard._errors import ConfigError
-from stepguard.preflight.framework import Framework
-from stepguard.preflight.inspection import Inspection, Invocation
+from stepguard.preflight.framework import FrameworkFacts
+from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.items.model import judge_step, stored_finite
 from stepguard.preflight.run import run_item
 from stepguard.preflight.subject import Subject, subject_of
@@ -61,7 +61,7 @@ class FreshModel:
             return not_checked("fresh model", GIVE_BUILD)
         if self._fault:
             return Section(title="fresh model", status="failed", lines=(self._fault,))
-        outcome = run_item(stored_finite, Inspection(self._subject, Invocation(Path.cwd())))
+        outcome = run_item(stored_finite, Inspection(self._subject, CheckContext(Path.cwd())))
         said = f"{type(self.model).__name__}: {', '.join(outcome.evidence)}"
         return Section(title="fresh model", status=STATUSES[outcome.status], lines=(said,))
 
@@ -81,7 +81,7 @@ class FreshModel:
             return not_checked("forward pass", GIVE_INPUTS)
         model.eval()
         with _bad_modules(model) as bad:
-            step = trace_step(Subject(model=model, batch=inputs), Framework(), inputs)
+            step = trace_step(Subject(model=model, batch=inputs), FrameworkFacts(), inputs)
         answer = judge_step(step)
         said = ", ".join(answer.evidence)
         if bad:

@@ -20,8 +20,8 @@ from stepguard.preflight.answers import NotApplicable, NotGiven, one_line
 from stepguard.preflight.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from stepguard.preflight.data.examples import first_batch, is_map, source_of, validation_of
 from stepguard.preflight.data.facts import DataFacts, Progress, gather
-from stepguard.preflight.data.labels import LabelFacts
-from stepguard.preflight.framework import Framework, read_framework
+from stepguard.preflight.data.label_facts import LabelFacts
+from stepguard.preflight.framework import FrameworkFacts, read_framework
 from stepguard.preflight.probe import Probe, probe_precision
 from stepguard.preflight.project import Project, read_project
 from stepguard.preflight.schedule import DryRun, dry_run
@@ -38,7 +38,7 @@ BUILD = "give TARGET as module:function whose function returns"
 
 
 @dataclass(frozen=True, slots=True)
-class Invocation:
+class CheckContext:
     """How the check was started."""
 
     folder: Path
@@ -57,13 +57,13 @@ class Inspection:
     def __init__(
         self,
         subject: Subject,
-        invocation: Invocation,
+        context: CheckContext,
         progress: Progress | None = None,
         *,
         verified: Verification | None = None,
     ) -> None:
         self.subject = subject
-        self.invocation = invocation
+        self.context = context
         self._progress = progress
         self._verified = verified
 
@@ -118,7 +118,7 @@ class Inspection:
         return read_launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
 
     @cached_property
-    def framework(self) -> Framework:
+    def framework(self) -> FrameworkFacts:
         return read_framework(self.subject.autocast)
 
     @property
@@ -252,7 +252,7 @@ class Inspection:
     def project(self) -> Project:
         """The source below the folder the check was started in."""
         leave_out: frozenset[Path] = frozenset()
-        if self.invocation.config_file is not None:
+        if self.context.config_file is not None:
             # A configuration in Python names all its keys, which is not a use of them.
-            leave_out = frozenset({self.invocation.config_file.resolve()})
-        return read_project(self.invocation.folder, leave_out=leave_out)
+            leave_out = frozenset({self.context.config_file.resolve()})
+        return read_project(self.context.folder, leave_out=leave_out)

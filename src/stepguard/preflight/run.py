@@ -9,7 +9,7 @@ from pathlib import Path
 from stepguard._errors import ConfigError, StepguardError
 from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, one_line
 from stepguard.preflight.data.facts import Progress
-from stepguard.preflight.inspection import Inspection, Invocation
+from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.items import ITEMS
 from stepguard.preflight.status import alignment, status_facts
@@ -23,7 +23,7 @@ def check(
     only: Iterable[str] = (),
     skip: Iterable[str] = (),
     target: str = "",
-    invocation: Invocation | None = None,
+    context: CheckContext | None = None,
     progress: Progress | None = None,
 ) -> Preflight:
     """Check everything the subject has. `only` and `skip` take ids or patterns such as `data.*`.
@@ -31,11 +31,11 @@ def check(
     The subject's objects are left bit for bit as they were. Raises ConfigError for a subject that
     cannot be used.
     """
-    if invocation is None:
-        invocation = Invocation(
+    if context is None:
+        context = CheckContext(
             Path.cwd(), why_untracked="wrap the configuration in stepguard.preflight.Tracked"
         )
-    inspection = Inspection(subject, invocation, progress)
+    inspection = Inspection(subject, context, progress)
     chosen = selected(tuple(only), tuple(skip))
     answered = {}
     for item in sorted(chosen, key=lambda item: item.last):

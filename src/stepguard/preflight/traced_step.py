@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from stepguard.diagnose.ops import words
 from stepguard.preflight.answers import one_line
-from stepguard.preflight.framework import Framework
+from stepguard.preflight.framework import FrameworkFacts
 from stepguard.preflight.subject import Subject
 from stepguard.state.batch import named_tensors
 from stepguard.state.buffers import BufferKeeper
@@ -154,7 +154,7 @@ def _user_line() -> str:
     return ""
 
 
-def trace_step(subject: Subject, framework: Framework, batch: Any) -> TracedStep:
+def trace_step(subject: Subject, framework: FrameworkFacts, batch: Any) -> TracedStep:
     """Run forward in the real context, and backward. The program's exceptions become `fault`."""
     model = subject.model
     assert model is not None

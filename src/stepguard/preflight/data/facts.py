@@ -13,7 +13,7 @@ from torch import Tensor
 from stepguard.preflight.answers import one_line
 from stepguard.preflight.data.examples import NAMING, Example, Source
 from stepguard.preflight.data.files import as_tensors
-from stepguard.preflight.data.labels import LabelFacts
+from stepguard.preflight.data.label_facts import LabelFacts
 from stepguard.report.phrases import count
 
 KEPT_NAMES = 50

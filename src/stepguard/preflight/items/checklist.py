@@ -223,7 +223,7 @@ def accumulation(run: Inspection) -> Answer:
 
 
 def _is_read_nowhere(run: Inspection, key: str) -> bool:
-    tracked = run.invocation.tracked
+    tracked = run.context.tracked
     if tracked is None or key not in unread(tracked):
         return False
     return key.rpartition(".")[2] not in run.project.mentions

@@ -97,9 +97,9 @@ def _impossible(leaf: Setting) -> str:
 @item("config.unread", "every key of the configuration is read", last=True)
 def unread_keys(run: Inspection) -> Answer:
     """A key counts as read if the program took it, or if its source names it (a training loop)."""
-    tracked = run.invocation.tracked
+    tracked = run.context.tracked
     if tracked is None:
-        raise NotGiven(run.invocation.why_untracked)
+        raise NotGiven(run.context.why_untracked)
     total = len(list(flat(plain(tracked))))
     left = unread(tracked)
     nowhere = [key for key in left if key.rpartition(".")[2] not in run.project.mentions]

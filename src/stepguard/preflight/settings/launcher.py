@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepguard.preflight.settings.keys import as_number
-from stepguard.preflight.settings.precision import meant
+from stepguard.preflight.settings.wanted_precision import meant
 
 ENVIRONMENT = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
