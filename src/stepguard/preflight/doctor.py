@@ -17,6 +17,7 @@ from torch import nn
 
 from stepguard._errors import JournalError
 from stepguard.journal import read_run
+from stepguard.preflight.answers import listed
 from stepguard.preflight.fresh_model import FreshModel
 from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.items import config as config_items
@@ -111,7 +112,7 @@ def _configuration(file: Path, settings: dict[str, Any], best: Verification | No
 def _checkpoints(folder: Path, found: Verification) -> Section:
     if not found.leaves:
         return not_checked("checkpoints", f"no checkpoint below {folder}")
-    bad = [leaf for leaf in found.leaves if leaf.corrupt]
+    bad = _corrupt(found)
     lines = [
         f"{count(len(found.leaves), 'checkpoint')}, {len(found.leaves) - len(bad)} good, "
         f"{len(bad)} corrupt, {size(found.bytes)}"
@@ -133,6 +134,10 @@ def _checkpoints(folder: Path, found: Verification) -> Section:
     if found.corrupt:
         status = "corrupt"
     return Section(title="checkpoints", status=status, lines=tuple(lines))
+
+
+def _corrupt(found: Verification) -> list[Verification]:
+    return [leaf for leaf in found.leaves if leaf.corrupt]
 
 
 def _watched_ranges(
@@ -184,13 +189,12 @@ def _recommendations(folder: Path, found: Verification, sections: Sequence[Secti
     elif found.leaves:
         lines.append("start afresh: no checkpoint is left that is whole and finite")
     missing = [section.title for section in sections if section.status == "not checked"]
-    if missing:
-        lines.append(f"not checked: {', '.join(missing)}")
+    lines += listed("not checked", missing, len(missing))
     advice = Section(title="recommendations", status="fine", lines=tuple(lines))
-    bad = sum(leaf.corrupt for leaf in found.leaves)
+    bad = _corrupt(found)
     if bad:
         move = (
-            f"move {count(bad, 'corrupt checkpoint')} out of the way, so that nothing resumes "
+            f"move {count(len(bad), 'corrupt checkpoint')} out of the way, so that nothing resumes "
             "from there:"
         )
         return _with_command(advice, f"stepguard quarantine {shlex.quote(str(folder))}", move)

@@ -67,6 +67,7 @@ def _accelerate(given: Any) -> FrameworkFacts:
     precision = str(given.mixed_precision)
     name = type(given).__name__
     unnamed = ""
+    # accelerate then opens torch.autocast without a dtype.
     if getattr(given, "native_amp", False) and meant(precision) == "float32":
         unnamed = f"{name}.native_amp is on while mixed_precision={precision!r}: {default_dtypes()}"
     facts = {}
@@ -90,10 +91,11 @@ def _transformers(given: Any) -> FrameworkFacts:
     own = getattr(given, "compute_loss_context_manager", None)
     if callable(own):
         found = replace(found, openers=(own, *found.openers))
-    asked = [name for name in ("bf16", "fp16") if getattr(given.args, name, False)]
-    if asked:
-        words = ", ".join(f"{name}=True" for name in asked)
-        found = replace(found, dtype=meant(asked[0]), said=f"TrainingArguments({words})")
+    # The Trainer refuses to have both.
+    for name in ("bf16", "fp16"):
+        if getattr(given.args, name, False):
+            said = f"TrainingArguments({name}=True)"
+            found = replace(found, dtype=meant(name), said=said)
     rate = getattr(given.args, "learning_rate", None)
     if rate is not None:
         found = replace(found, facts=found.facts | {"lr": rate})

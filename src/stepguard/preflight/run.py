@@ -42,9 +42,9 @@ def check(
         answered[item.id] = run_item(item, inspection)
     outcomes = tuple(answered[item.id] for item in chosen)
     # The probe runs the model: not for a check that leaves precision out.
-    if not any(item.id.startswith("precision.") for item in chosen):
+    if not fnmatch.filter(answered, "precision.*"):
         return Preflight(
-            target=target, outcomes=outcomes, alignment_why=("precision was not looked at",)
+            target=target, outcomes=outcomes, alignment_why=("precision was not checked",)
         )
     aligned, why = alignment(inspection)
     return Preflight(

@@ -22,7 +22,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    return _bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+    return _trained_bytes(model.parameters())
 
 
 def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int, str]:
@@ -32,11 +32,11 @@ def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int,
     held = 0
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            held += _bytes(value for value in state.values() if isinstance(value, Tensor))
+            held += _bytes(filter(torch.is_tensor, state.values()))
     if held:
         return held, "as it is"
     slots = _slots(optimizer)
-    trained = _bytes(p for p in optimizer_parameters(optimizer) if p.requires_grad)
+    trained = _trained_bytes(optimizer_parameters(optimizer))
     return slots * trained, f"{slots} slots a parameter"
 
 
@@ -48,6 +48,10 @@ def _slots(optimizer: Optimizer) -> int:
     if name in ("sgd", "rmsprop") and optimizer.param_groups[0].get("momentum"):
         slots += 1
     return slots
+
+
+def _trained_bytes(parameters: Iterable[Tensor]) -> int:
+    return _bytes(parameter for parameter in parameters if parameter.requires_grad)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -43,6 +43,7 @@ def _precision_probed(run: Inspection) -> Iterator[Fact]:
         yield "mixed precision", f"not probed: {why}"
         return
     amp = "no"
+    # Autocast inside of loss_fn is not seen from here, but its products are.
     own = next(iter(run.param_dtypes), "float32")
     if probe.autocast:
         amp = f"yes, autocast to {probe.autocast}"

@@ -120,7 +120,10 @@ def _parameters(build: Any) -> list[inspect.Parameter]:
 
 
 def _fits(build: Any, target: str, config: dict[str, Any] | None) -> None:
-    needed = [p.name for p in _parameters(build) if p.default is p.empty]
+    needed = []
+    for parameter in _parameters(build):
+        if parameter.default is parameter.empty:
+            needed.append(parameter.name)
     if len(needed) > 1:
         raise ConfigError(
             f"{target} needs {', '.join(needed)}; it is called with the configuration and nothing "

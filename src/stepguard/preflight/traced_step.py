@@ -122,6 +122,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._step.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
 
     def _classified(self, scores: Tensor) -> None:
+        # Classes are the second dimension, behind the batch, if there is a batch.
         if scores.dim() == 1:
             self._step.classes = int(scores.shape[0])
         elif scores.dim() > 1:
@@ -159,6 +160,7 @@ def trace_step(subject: Subject, framework: FrameworkFacts, batch: Any) -> Trace
     model = subject.model
     assert model is not None
     step = TracedStep()
+    # A step may write into its batch.
     copied = tree_map_only(Tensor, _copied, batch)
     with left_alone(model, subject.optimizer), _eagerly(model):
         try:

@@ -75,6 +75,7 @@ class Tracked(MutableMapping[str, Any]):
     def _tracked(self, key: str, value: Any) -> Any:
         if key in self._inner:
             return self._inner[key]
+        # Kept, so that a write into a nested mapping is found at the next read.
         inner = _wrap(value, f"{self._prefix}{key}", self._read)
         if inner is not value:
             self._inner[key] = inner

@@ -52,6 +52,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "ignore_index": names("ignore_index label_ignore_index"),
 }
 """Meaning -> names of the last part of a key, most telling first; case does not matter."""
+# Not `float`, which takes "nan" and "infinity" for numbers as well.
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from stepguard.preflight.settings.keys import as_number
 from stepguard.preflight.settings.wanted_precision import meant
 
+# accelerate launch sets its own variables, torchrun sets WORLD_SIZE.
 ENVIRONMENT = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
