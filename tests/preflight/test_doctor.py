@@ -11,7 +11,7 @@ import torch
 from preflight.doctored import TITLES, project_in
 from stepguard.preflight.doctor import best_of, examine
 from stepguard.records.examination import Examination
-from stepguard.verification.check import check
+from stepguard.verification import check_path
 from verification import saved
 
 
@@ -117,7 +117,7 @@ def test_newest_good_checkpoint_is_the_best(project: Path) -> None:
     saved.save_zip(Path("run/a.pt"), {"w": torch.ones(2), "global_step": 20})
     saved.save_zip(Path("run/b.pt"), {"w": torch.ones(2), "global_step": 3})
     saved.save_zip(Path("run/c.pt"), {"w": torch.tensor([torch.nan]), "global_step": 30})
-    best = best_of(check(Path("run")))
+    best = best_of(check_path(Path("run")))
     assert best is not None and best.path == "run/a.pt"
 
 

@@ -32,10 +32,9 @@ from stepguard.records.examination import Examination, Section, SectionStatus, n
 from stepguard.records.verification import Verification
 from stepguard.report.health import concerns
 from stepguard.report.live_view import judge_run
-from stepguard.report.phrases import count
-from stepguard.report.verification import size
-from stepguard.verification.check import Plan
-from stepguard.verification.check import check as verify
+from stepguard.report.phrases import count, size
+from stepguard.verification import Plan
+from stepguard.verification import check_path as verify
 
 LIMIT = 1.0
 """Above this a gate no longer damps what it multiplies."""
