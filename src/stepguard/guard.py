@@ -21,14 +21,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
-from stepguard.engine.context import bare_step, build_context
+from stepguard.engine.build import build_context
+from stepguard.engine.context import bare_step
 from stepguard.engine.drivers.closure import ClosureDriver
 from stepguard.engine.drivers.epoch_schedule import EpochSchedule
+from stepguard.engine.drivers.optimizer_kinds import takes_closure
 from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.interception import offer
-from stepguard.engine.optimizer_kinds import takes_closure
 from stepguard.engine.protect import Protection, in_words
 from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.rewind import Rewinder
@@ -44,7 +45,7 @@ from stepguard.engine.wiring import (
 )
 from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import LossFn
 
 __all__ = ["Guard", "StepResult", "watch"]
@@ -79,7 +80,7 @@ class Guard:
         """What framework integrations ask of this guard."""
         self._saving = Checkpoints(self._context, self._rewinder)
         if loader is not None:
-            self._context.feed = Feed(
+            self._context.feed = ResumableLoader(
                 loader,
                 self._between,
                 partial(self._context.outputs.note, "loader"),
@@ -163,7 +164,7 @@ class Guard:
         return self._saving.restore(path if path == "last-good" else Path(path))
 
     @property
-    def loader(self) -> Feed:
+    def loader(self) -> ResumableLoader:
         """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
         if self._context.feed is None:
             raise ConfigError(
@@ -255,7 +256,7 @@ class Guard:
         else:
             self._driver.settle()
 
-    def _schedule_by_epoch(self, feed: Feed | None) -> None:
+    def _schedule_by_epoch(self, feed: ResumableLoader | None) -> None:
         if feed is None:
             raise ConfigError(
                 "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
@@ -369,7 +370,7 @@ def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
 
 
 def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
-    """For integrations: the guard belongs to the framework, whose own clipping `clip_norm` tells."""
+    """For integrations: the guard is the framework's, and `clip_norm` tells its own clipping."""
     token = building_for.set(framework)
     try:
         return _watched(model, optimizer, **settings)

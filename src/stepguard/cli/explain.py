@@ -35,11 +35,19 @@ def explain(
 
 def as_plain(rule: Rule) -> dict[str, object]:
     """A rule as JSON values."""
-    fields = {
-        name: getattr(rule, name)
-        for name in ("code", "title", "what", "why", "how", "setup", "bad", "fixed")
+    text = rule.text
+    return {
+        "code": rule.code,
+        "title": text.title,
+        "what": text.what,
+        "why": text.why,
+        "how": text.how,
+        "setup": text.setup,
+        "bad": text.bad,
+        "fixed": rule.fixed,
+        "remedies": [asdict(remedy) for remedy in rule.ordered],
+        "see": list(text.see),
     }
-    return fields | {"remedies": [asdict(remedy) for remedy in rule.ordered], "see": list(rule.see)}
 
 
 def _print(markdown: str) -> None:

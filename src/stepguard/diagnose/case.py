@@ -1,6 +1,4 @@
-"""What a rule looks at: the origin, the reading, the verdict and the run, with the questions rules
-keep asking.
-"""
+"""One bad step as the rules see it: origin, reading, verdict, run, and the usual questions."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from stepguard.records.evidence import NO_EVIDENCE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One bad step as the rules see it. Every question has a harmless answer where nothing is
-    known.
-    """
+    """A bad step. Every question has a harmless answer where nothing is known."""
 
     reading: Reading
     verdict: Verdict
@@ -26,40 +22,58 @@ class Case:
 
     @property
     def phase(self) -> str:
-        return self.origin.phase if self.origin else ""
+        if self.origin:
+            return self.origin.phase
+        return ""
 
     @property
     def op(self) -> str:
-        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place, foreach and overload are of no interest
-        to a cause.
-        """
-        parts = (self.origin.op or "").split(".") if self.origin else [""]
+        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place and foreach do not matter to a cause."""
+        packet = ""
+        if self.origin:
+            packet = self.origin.op or ""
+        parts = packet.split(".")
         name = parts[1] if len(parts) > 1 else parts[0]
-        name = name.removeprefix("_foreach_")
-        return name.rstrip("_")
+        return name.removeprefix("_foreach_").rstrip("_")
 
     @property
     def node(self) -> str:
         """`SqrtBackward0` -> `Sqrt`, `torch::autograd::AccumulateGrad` -> `AccumulateGrad`."""
-        name = ((self.origin.node or "") if self.origin else "").rpartition("::")[2]
+        full = ""
+        if self.origin:
+            full = self.origin.node or ""
+        name = full.rpartition("::")[2]
         return name.partition("Backward")[0]
 
     @property
+    def operated(self) -> bool:
+        """An operation or a stored tensor is known as the origin."""
+        return self.origin is not None and bool(self.origin.op or self.origin.tensor)
+
+    @property
     def tensor(self) -> str:
-        return (self.origin.tensor or "") if self.origin else ""
+        if self.origin:
+            return self.origin.tensor or ""
+        return ""
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
-        return self.origin.inputs if self.origin else ()
+        if self.origin:
+            return self.origin.inputs
+        return ()
 
     @property
     def output(self) -> Operand | None:
-        return self.origin.output if self.origin else None
+        if self.origin:
+            return self.origin.output
+        return None
 
     @property
     def evidence(self) -> Evidence:
         """What locating measured around the bad value."""
-        return self.origin.evidence if self.origin else NO_EVIDENCE
+        if self.origin:
+            return self.origin.evidence
+        return NO_EVIDENCE
 
     @property
     def impure(self) -> bool:
@@ -71,11 +85,20 @@ class Case:
         for operand in self.inputs:
             if operand.name == name:
                 return operand
+        # a list of tensors, as foreach operators take it: `self[0]`, `self[1]`, ...
         listed = [operand for operand in self.inputs if operand.name.startswith(f"{name}[")]
         if listed:
-            return next((o for o in listed if not o.finite or has_zero(o)), listed[0])
+            return _most_telling(listed)
         if position < len(self.inputs) and not self.inputs[position].name:
             return self.inputs[position]
+        return None
+
+    @property
+    def bad_operand(self) -> Operand | None:
+        """The first operand, or else the result, that holds NaN or Inf."""
+        for operand in (*self.inputs, self.output):
+            if operand is not None and not operand.finite:
+                return operand
         return None
 
     @property
@@ -127,9 +150,7 @@ class Case:
 
     @property
     def computes(self) -> bool:
-        """Values are computed here, not their slopes: in a forward pass, a loss, or somebody's own
-        optimizer.
-        """
+        """Values are computed here, not their slopes: in a forward, a loss or an optimizer."""
         return self.forward or self.phase == "optimizer"
 
     @property
@@ -160,7 +181,9 @@ class Case:
             what += f" ({self.origin.node})"
         if self.origin.module:
             what += f" in `{self.origin.module}`"
-        return what + (f" at {self.origin.source}" if self.origin.source else "")
+        if self.origin.source:
+            what += f" at {self.origin.source}"
+        return what
 
     @property
     def overflows_by_scale(self) -> bool:
@@ -175,15 +198,26 @@ class Case:
         if self.origin is None or not self.origin.samples:
             return ""
         which = ", ".join(map(str, self.origin.samples))
-        batch = f" of micro-batch {self.origin.micro_batch}" if self.origin.micro_batch else ""
+        batch = ""
+        if self.origin.micro_batch:
+            batch = f" of micro-batch {self.origin.micro_batch}"
         return f"sample {which}{batch} causes it: without it the step is finite"
+
+
+def _most_telling(operands: list[Operand]) -> Operand:
+    """The first that holds NaN, Inf or 0, else the first."""
+    for operand in operands:
+        if not operand.finite or has_zero(operand):
+            return operand
+    return operands[0]
 
 
 def met(operand: Operand) -> tuple[float, float]:
     """What stood at the bad position: that one element where it is known, else the whole range."""
-    if operand.index is not None and operand.value is not None and math.isfinite(operand.value):
-        return operand.value, operand.value
-    return _ends(operand)
+    element = _element(operand)
+    if element is None:
+        return _ends(operand)
+    return (element, element)
 
 
 def low(operand: Operand) -> float:
@@ -196,26 +230,39 @@ def high(operand: Operand) -> float:
     return _ends(operand)[1]
 
 
+def _element(operand: Operand) -> float | None:
+    """The element at the bad position, where it is known and finite."""
+    if operand.index is None or operand.value is None or not math.isfinite(operand.value):
+        return None
+    return operand.value
+
+
 def _ends(operand: Operand) -> tuple[float, float]:
-    known = [
-        v for v in (operand.min, operand.max, operand.value) if v is not None and math.isfinite(v)
-    ]
-    return (min(known), max(known)) if known else (math.nan, math.nan)
+    stated = (operand.min, operand.max, operand.value)
+    known = [value for value in stated if value is not None and math.isfinite(value)]
+    if not known:
+        return math.nan, math.nan
+    return min(known), max(known)
 
 
 def reach(operand: Operand) -> float:
     """Largest finite absolute value."""
     small, big = _ends(operand)
-    return max(abs(small), abs(big)) if not math.isnan(small) else 0.0
+    if math.isnan(small):
+        return 0.0
+    return max(abs(small), abs(big))
 
 
 def has_zero(operand: Operand | None) -> bool:
     """A zero at the bad position where that is known, else a zero anywhere."""
     if operand is None:
         return False
-    if operand.index is not None and operand.value is not None and math.isfinite(operand.value):
-        return operand.value == 0.0
-    return operand.zeros > 0 or operand.value == 0.0 or (operand.min == 0.0 and operand.max == 0.0)
+    element = _element(operand)
+    if element is not None:
+        return element == 0.0
+    if operand.zeros > 0 or operand.value == 0.0:
+        return True
+    return operand.min == 0.0 and operand.max == 0.0
 
 
 def elements(operand: Operand) -> int:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Largest finite number, smallest positive one, and bits of precision (the hidden one
-    included).
-    """
+    """Largest finite number, smallest positive one, and bits of precision with the hidden one."""
 
     largest: float
     smallest: float
@@ -28,9 +26,7 @@ FORMATS = {
 SHORT = frozenset(FORMATS) - {"float64", "float32"}
 """Half precision and below."""
 NARROW = frozenset(name for name in SHORT if FORMATS[name].largest < 1e5)
-"""Formats whose range is small, so that ordinary activations can leave it. bfloat16 is not one of
-them.
-"""
+"""Formats whose range ordinary activations can leave. bfloat16 is not one of them."""
 
 
 def plain(dtype: str) -> str:
@@ -49,11 +45,11 @@ def floating(dtype: str) -> bool:
 
 
 def largest(dtype: str) -> float:
-    """The limit of this dtype; infinite for one that is not known, so that nothing is claimed about
-    it.
-    """
+    """The limit of this dtype; infinite for an unknown one, so that nothing is claimed about it."""
     known = FORMATS.get(plain(dtype))
-    return known.largest if known else math.inf
+    if known:
+        return known.largest
+    return math.inf
 
 
 def rounds_to_zero(value: float, dtype: str) -> bool:
@@ -65,4 +61,6 @@ def rounds_to_zero(value: float, dtype: str) -> bool:
 def exp_limit(dtype: str) -> float:
     """The largest x whose exp(x) is still finite."""
     limit = largest(dtype)
-    return math.log(limit) if math.isfinite(limit) else math.inf
+    if math.isfinite(limit):
+        return math.log(limit)
+    return math.inf

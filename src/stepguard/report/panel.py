@@ -207,7 +207,7 @@ def _source(origin: Origin, unicode: bool) -> RenderableType:
 def _why(incident: Incident) -> RenderableType:
     finding = incident.findings[0]
     title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
-    title.append(f"({phrases.confidence(finding.confidence)})", style="dim")
+    title.append(f"({finding.certainty})", style="dim")
     lines = [
         Unbroken(title),
         *(Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE]),

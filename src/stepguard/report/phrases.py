@@ -90,6 +90,17 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
 
 
+def size(count: float) -> str:
+    """Put a number of bytes into words: `2.1 GB`."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+    return f"{count / 1000:.3g} TB"
+
+
 def ordinal(n: int) -> str:
     """1st, 2nd, 3rd, 4th, 11th, ..."""
     ending = "th" if 10 <= n % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
@@ -180,11 +191,6 @@ def first_few(items: Iterable[object], most: int = 8) -> str:
     listed = [str(item) for item in items]
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
-
-
-def confidence(value: float) -> str:
-    """A share as a whole percentage."""
-    return f"{value:.0%} confident"
 
 
 def budget(decision: Decision, policy: Policy | None = None) -> str:

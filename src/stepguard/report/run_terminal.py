@@ -97,7 +97,7 @@ def _details(console: Console, position: int, group: IncidentGroup) -> None:
     )
     console.print(title)
     where = ", ".join(part for part in (group.where, group.culprits) if part)
-    sure = f" ({phrases.confidence(group.confidence)})" if group.confidence is not None else ""
+    sure = f" ({group.certainty})" if group.certainty else ""
     rows = [
         ("where", where),
         ("cause", f"{group.code} {group.title}{sure}" if group.code else ""),

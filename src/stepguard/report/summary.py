@@ -55,7 +55,7 @@ class IncidentGroup:
     culprits: str = ""
     code: str = ""
     title: str = ""
-    confidence: float | None = None
+    certainty: str = ""
     evidence: tuple[str, ...] = ()
     actions: dict[str, int] = field(default_factory=dict)
     lr: tuple[float, ...] = ()
@@ -191,7 +191,7 @@ def _group(members: list[Incident]) -> IncidentGroup:
         culprits=phrases.culprits(first.origin) if first.origin else "",
         code=finding.code if finding else "",
         title=finding.title if finding else "",
-        confidence=finding.confidence if finding else None,
+        certainty=finding.certainty if finding else "",
         evidence=finding.evidence if finding else (),
         actions=dict(Counter(member.decision.action for member in members if member.decision)),
         lr=first.reading.lr,

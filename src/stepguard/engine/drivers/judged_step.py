@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from stepguard.detect.judge import alarming
@@ -156,19 +157,16 @@ class JudgedStep(FusedWatchedStep):
             return
         if not pending.others_bad and damaged is None:
             return
-        asked = [damaged] if damaged is not None else sharing
-        for peer in asked:
-            if isinstance(peer, JudgedStep) and peer.found_bad():
-                self._dropped_for = peer
-                break
-        if self._dropped_for is not None:
-            for peer in sharing:
-                if peer is not self._dropped_for:
-                    peer.shared.drop(counts=True)
-        else:
+        self._dropped_for = _first_bad([damaged] if damaged is not None else sharing)
+        if self._dropped_for is None:
             self._dropped_late = self.shared.refused_before()
-        if self._dropped_for is not None or self._dropped_late:
-            self._refuse()
+            if self._dropped_late:
+                self._refuse()
+            return
+        for peer in sharing:
+            if peer is not self._dropped_for:
+                peer.shared.drop(counts=True)
+        self._refuse()
 
     def found_bad(self) -> bool:
         """Asked by another optimizer before this one steps: does its own reading veto?"""
@@ -229,3 +227,11 @@ class JudgedStep(FusedWatchedStep):
                 self.reader.after_update()
         self._close_books(step, reading, committed=True)
         self._end_step()
+
+
+def _first_bad(asked: Sequence[Sharing]) -> JudgedStep | None:
+    """The first of these drivers whose own reading vetoes its update."""
+    for peer in asked:
+        if isinstance(peer, JudgedStep) and peer.found_bad():
+            return peer
+    return None

@@ -20,17 +20,17 @@ from torch.optim.swa_utils import AveragedModel
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.closure import CheckedClosure, checked_once
 from stepguard.engine.drivers.judged_step import JudgedStep
-from stepguard.engine.optimizer_kinds import (
+from stepguard.engine.drivers.optimizer_kinds import (
     calls_of_step,
     evaluates_again,
     found_inf,
     inner_optimizer,
     needs_closure,
 )
+from stepguard.engine.drivers.scaler import present_scale
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import count_labels
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.engine.scaler import present_scale
 from stepguard.engine.wiring import Wiring
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
 from stepguard.state.step import LossFn, unwrapped
@@ -136,7 +136,7 @@ class WatchDriver(JudgedStep):
                 self.observed.divide(scaler._get_scale_async())
 
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool:
-        """Has this average taken in these very weights already? Its loop does not know of vetoes."""
+        """Has this average taken in these weights already? Its loop does not know of vetoes."""
         if not isinstance(model, nn.Module) or unwrapped(model) is not self.shared.root:
             return False
         last_vetoed = self._fused is None and self.dropped
@@ -172,6 +172,24 @@ class WatchDriver(JudgedStep):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Check the gradients; returns other arguments for `step` where it has a closure."""
+        self._before_update()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            # gradients from before a rewind belong to weights that are gone
+            if self.shared.is_dropped or self._rewound():
+                self._refuse()
+            else:
+                self.check()
+            return None
+        if self.shared.is_dropped:
+            self._refuse()
+        checked = _nothing if self.vetoing else self._checked(optimizer, closure)
+        rest = dict(kwargs)
+        rest.pop("closure", None)
+        return (args[0], checked, *args[2:]), rest
+
+    def _before_update(self) -> None:
+        """Close the last step, and take the snapshot that no call of the model has prompted."""
         if self._veto.hidden:
             # an exception of the optimizer ended that step: nothing has been put back yet
             self._vetoed()
@@ -182,16 +200,6 @@ class WatchDriver(JudgedStep):
             # the root module was not called, only its methods or its children
             with self.protect.part("snapshots and checkpoints"):
                 self.rewinder.snapshots.before_update()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if self.shared.is_dropped or (closure is None and self._rewound()):
-            self._refuse()
-        elif closure is None:
-            self.check()
-        if closure is None:
-            return None
-        checked = _nothing if self.vetoing else self._checked(optimizer, closure)
-        rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (args[0], checked, *args[2:]), rest
 
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, with a check of what each evaluation leaves."""

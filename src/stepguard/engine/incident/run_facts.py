@@ -6,6 +6,7 @@ Read only once something is wrong: some of them read every parameter.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -20,6 +21,7 @@ from stepguard.records import Reading
 from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.names import optimizer_parameters
 
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 FAR_ABOVE = 1e6
 """Times the smallest gradient whose square is not 0: above it, a square of 0 has been lost."""
 
@@ -49,12 +51,18 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         eps=_number(first_group.get("eps")),
         betas=_numbers(first_group.get("betas")),
         clip_norm=context.config.clip_norm,
+        configured_dtype=_launcher_precision(),
         scaling=_scaling(context),
         world_size=context.agreement.size,
         committed=history.committed,
         resumed=context.resumed,
         outlier=_outlier(context),
     )
+
+
+def _launcher_precision() -> str | None:
+    """What `accelerate launch` was asked for: it tells its processes by this variable."""
+    return PRECISIONS.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower())
 
 
 def _scaling(context: Context) -> Scaling:
