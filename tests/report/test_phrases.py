@@ -119,3 +119,8 @@ def test_long_id_of_a_sample_keeps_both_ends() -> None:
     )
     said = phrases.culprits(origin)
     assert len(said) < 60 and said.startswith("sample 3 = id s3://") and said.endswith("/0042.png")
+
+
+def test_number_of_bytes_in_words() -> None:
+    words = [phrases.size(count) for count in (12, 1200, 3_400_000, 2.1e9, 5e12)]
+    assert words == ["12 B", "1.2 kB", "3.4 MB", "2.1 GB", "5 TB"]

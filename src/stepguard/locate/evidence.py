@@ -181,7 +181,7 @@ def _argument_lineage(birth: Birth, name: str) -> Evidence:
 def _infinities(birth: Birth) -> Evidence:
     """Infinities that went in: written on purpose (a mask), times 0, or minus one another."""
     constants = [value for _, value in birth.numbers]
-    masked = any(read.tame and read.flaws for read in birth.reads)
+    masked = any(read.intended_inf and read.flaws for read in birth.reads)
     intended = Evidence(intended_inf=masked or any(map(math.isinf, constants)))
     met = [birth.at(read.name) for read in birth.reads] + constants
     if not any(value is not None and math.isinf(value) for value in met):
@@ -290,8 +290,8 @@ def _vanished_epsilon(birth: Birth, name: str) -> float | None:
     level = [read.maker] if read is not None else []
     for _ in range(EPSILON_DEPTH):
         for call in level:
-            if call.vanished is not None:
-                return call.vanished
+            if call.rounded_to_zero is not None:
+                return call.rounded_to_zero
         level = [parent for call in level for parent in call.parents]
     return None
 
@@ -299,7 +299,9 @@ def _vanished_epsilon(birth: Birth, name: str) -> float | None:
 def _before_epsilon(maker: Call) -> Call:
     """The call behind added constants; one that its dtype could not hold is reported by itself."""
     while (
-        maker.op in ("aten.add", "aten.add_") and len(maker.parents) == 1 and maker.vanished is None
+        maker.op in ("aten.add", "aten.add_")
+        and len(maker.parents) == 1
+        and maker.rounded_to_zero is None
     ):
         maker = real_maker(maker.parents[0])
     return maker

@@ -90,6 +90,17 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
 
 
+def size(count: float) -> str:
+    """Put a number of bytes into words: `2.1 GB`."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+    return f"{count / 1000:.3g} TB"
+
+
 def ordinal(n: int) -> str:
     """1st, 2nd, 3rd, 4th, 11th, ..."""
     ending = "th" if 10 <= n % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")

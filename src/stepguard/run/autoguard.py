@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from stepguard.engine.context import guarded, volunteers
+from stepguard.engine.context import automatic, guarded
 from stepguard.guard import Guard, watch
 from stepguard.records import GuardConfig
 from stepguard.run.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
@@ -66,7 +66,7 @@ class Volunteers:
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
         for guard in list(self.guards):
-            volunteers.pop(
+            automatic.pop(
                 guard.optimizer, None
             )  # a weak key whose value knows it: neither would ever go
             guard.close()
@@ -157,7 +157,7 @@ class Volunteers:
         if guard is None or not distributed() or isinstance(guard.model, DistributedDataParallel):
             return
         if isinstance(trained_by(optimizer).model, DistributedDataParallel):
-            volunteers.pop(optimizer)()
+            automatic.pop(optimizer)()
 
     # --- the guards
     # --------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Volunteers:
             )
             return
         self.guards.append(guard)
-        volunteers[optimizer] = functools.partial(self._make_way, guard)
+        automatic[optimizer] = functools.partial(self._make_way, guard)
 
     def _make_way(self, guard: Guard) -> None:
         """The user's own guard has come."""

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.fused import FusedUpdate, read_later
+from stepguard.engine.drivers.scaler import hold_scaler, scaled, unscale, update_scaler
+from stepguard.engine.drivers.step_end import StepEnd
 from stepguard.engine.drivers.unguarded import unguarded_step, unguarded_update
+from stepguard.engine.drivers.update_check import UpdateCheck
 from stepguard.engine.incident.exceptions import Exceptions
 from stepguard.engine.incident.outcome import (
     leaves_out,
@@ -27,12 +30,9 @@ from stepguard.engine.recover.partial_step import (
     without_samples,
 )
 from stepguard.engine.recover.rerun import run_again
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.result import StepResult
-from stepguard.engine.scaler import hold_scaler, scaled, unscale, update_scaler
-from stepguard.engine.step_end import StepEnd
 from stepguard.engine.transaction import Transaction
-from stepguard.engine.update_check import UpdateCheck
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import Verdict
 from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
@@ -56,13 +56,13 @@ class UpdateNotCalled:
 class StepDriver:
     """One optimizer step from zero_grad to scheduler.step, with the transaction in between."""
 
-    def __init__(self, context: Context, protect: Protection, recovery: Recovery) -> None:
+    def __init__(self, context: Context, protect: Protection, rewinder: Rewinder) -> None:
         self.context = context
         self.protect = protect
-        self.recovery = recovery
-        self.transaction = Transaction(context, protect, recovery)
+        self.rewinder = rewinder
+        self.transaction = Transaction(context, protect, rewinder)
         self.reader = self.transaction.reader
-        self.step_end = StepEnd(context, protect, recovery)
+        self.step_end = StepEnd(context, protect, rewinder)
         self.exceptions = Exceptions(context, protect, self.transaction)
         self.not_called = UpdateNotCalled(context)
         self._fused: FusedUpdate | None = None
@@ -90,9 +90,9 @@ class StepDriver:
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one read."""
-        if self.recovery.snapshots.due():
+        if self.rewinder.snapshots.due():
             self.settle()
-        self.recovery.snapshots.between_steps()
+        self.rewinder.snapshots.between_steps()
 
     # --- around the user's code -----------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class StepDriver:
             return None
         context = self.context
         with self.protect.part("snapshots and checkpoints"):
-            self.recovery.snapshots.between_steps()
+            self.rewinder.snapshots.between_steps()
         with self.protect.region:
             context.buffers.remember()
             self.reader.start()
@@ -270,16 +270,16 @@ class StepDriver:
     ) -> None:
         """Keep what went as it should, to run it again; what a bad step left behind cannot be."""
         if incident is None:
-            self.recovery.snapshots.keep(step, reading.loss)
+            self.rewinder.snapshots.keep(step, reading.loss)
         elif committed:
-            self.recovery.snapshots.kept.broken(step.index)
+            self.rewinder.snapshots.kept.broken(step.index)
 
     # --- the good part of a bad step ------------------------------------------------------------
 
     def _commit_the_rest(
         self, step: Step, incident: Incident, result: StepResult | None = None
     ) -> StepResult | None:
-        """Update without the guilty samples, else without the bad micro-batches; None if neither."""
+        """Update without the guilty samples, else without bad micro-batches; None if neither."""
         rest: Step | None = None
         good: list[int] = []
         if not self.protect.armed:

@@ -111,23 +111,29 @@ def update_ratio(
 
     An optimizer without memory (plain SGD) made it of the last gradient, whose norm is `last_norm`.
     """
+    moves, weights = _last_moves(optimizer, rates)
+    moved = _norm(moves)
+    if not moves and last_norm is not None and type(optimizer) is SGD:
+        weights = list(filter(_is_plain, (p.data for p in optimizer_parameters(optimizer))))
+        moved = max(rates, default=0.0) * last_norm
+    total = _norm(weights) or math.nan
+    ratio = moved / total + _decay(optimizer, rates)
+    return ratio if math.isfinite(ratio) else None
+
+
+def _last_moves(optimizer: Optimizer, rates: Sequence[float]) -> tuple[list[Tensor], list[Tensor]]:
+    """The last update of each parameter whose optimizer remembers it, and these parameters."""
     moves: list[Tensor] = []
     weights: list[Tensor] = []
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        if not math.isfinite(rate):
+            continue
         for parameter in group["params"]:
             direction = _direction(group, optimizer.state.get(parameter, {}))
-            if direction is not None and math.isfinite(rate):
+            if direction is not None:
                 moves.append(rate * direction)
                 weights.append(parameter.detach())
-    moved = _norm(moves)
-    if not moves and last_norm is not None and type(optimizer) is SGD:
-        weights = [p.detach() for p in optimizer_parameters(optimizer) if _is_plain(p.data)]
-        moved = max(rates, default=0.0) * last_norm
-    total = _norm(weights)
-    if not total:
-        return None
-    ratio = moved / total + _decay(optimizer, rates)
-    return ratio if math.isfinite(ratio) else None
+    return moves, weights
 
 
 def _decay(optimizer: Optimizer, rates: Sequence[float]) -> float:
