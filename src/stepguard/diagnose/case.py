@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from stepguard.diagnose.dtypes import NARROW, SHORT, floating, plain
 from stepguard.diagnose.run_facts import RunFacts
 from stepguard.records import Operand, Origin, Reading, Verdict
+from stepguard.records.place import place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +181,7 @@ class Case:
         """The operation and where it stands, for a sentence."""
         if self.origin is None:
             return "the step"
-        what = self.origin.op or self.tensor or "an operation"
-        if self.origin.node:
-            what += f" ({self.origin.node})"
-        if self.origin.module:
-            what += f" in `{self.origin.module}`"
-        return what + (f" at {self.origin.source}" if self.origin.source else "")
+        return place(self.origin, self.origin.op or self.tensor or "an operation")
 
     @property
     def overflows_by_scale(self) -> bool:
