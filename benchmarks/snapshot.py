@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.parts import machine
-from stepguard.state.run_state import Whole
+from stepguard.state.run_state import RunState
 from stepguard.state.snapshot import Cadence, Ring
 
 RESULTS = machine.RESULTS / "snapshot.json"
@@ -53,7 +53,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def measure(parameters: int, rounds: int) -> dict[str, Any]:
     model, optimizer = trained(parameters)
-    whole, ring = Whole({"": model}, optimizer), Ring(2, 2**62)
+    whole, ring = RunState({"": model}, optimizer), Ring(2, 2**62)
 
     def snapshot() -> None:
         state = whole.gather()

@@ -254,10 +254,8 @@ class References:
         found = set()
         for path in (self.root / "src/stepguard/preflight/items").glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "Item":
-                    found |= {
-                        ast.literal_eval(word.value) for word in node.keywords if word.arg == "id"
-                    }
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "item":
+                    found.add(ast.literal_eval(node.args[0]))
         return found
 
     def _item(self, span: str) -> str | None:

@@ -71,7 +71,7 @@ def _origin(outcome: Outcome) -> str:
         if operand and operand.min is not None
         else ""
     )
-    given += ", divided by 0" if "denominator=zero" in origin.notes else ""
+    given += ", divided by 0" if origin.evidence.zero_denominator else ""
     place = PurePath(origin.source or "-").name
     samples = f", sample {', '.join(map(str, origin.samples))}" if origin.samples else ""
     return f"{origin.op or origin.tensor} in {origin.module or '-'}, {place}{given}{samples}"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepguard import StepguardError
-from stepguard.cli.examination import examine
+from stepguard.preflight.doctor import examine
 from stepguard.report import screen
 from stepguard.report.doctor import render_examination
 

@@ -88,8 +88,9 @@ class Guard:
         self._epochs: EpochSchedule | None = None
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
-        self._signals = Signals(self._leave, self.close, partial(self._context.outputs.note, "signal"))
-        self._recovery.duties += [self._saving, self._signals]
+        say = partial(self._context.outputs.note, "signal")
+        self._signals = Signals(self._leave, self.close, say)
+        self._recovery.snapshots.duties += [self._saving, self._signals]
         self._closed = False
         self._entered = False
         self._framework = building_for.get()

@@ -12,6 +12,7 @@ from stepguard._errors import JournalError
 from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_plain
 from stepguard.records.incident import Incident
 from stepguard.records.linefile import LineFile
+from stepguard.records.old_fields import upgrade_incident
 from stepguard.records.reading import Reading
 from stepguard.records.sink import Sink
 
@@ -187,10 +188,8 @@ def _sort(record: RunRecord, kind: str, fields: dict[str, Any]) -> None:
 
 
 def _take_incident(record: RunRecord, value: Any) -> None:
-    decision = value.get("decision") if isinstance(value, dict) else None
-    if isinstance(decision, dict) and decision.get("action") == "warn":
-        decision["action"] = "note"  # the word of earlier versions
+    fields = upgrade_incident(value) if isinstance(value, dict) else value
     try:
-        record.incidents.append(from_jsonable(Incident, value))
+        record.incidents.append(from_jsonable(Incident, fields))
     except ValueError:  # pydantic's ValidationError is one
         record.torn += 1

@@ -72,7 +72,7 @@ class Port:
     @property
     def good(self) -> bool:
         """Has the run kept what it learned, by its loss? See `trouble` for stored tensors."""
-        return not self._recovery.ruined
+        return not self._recovery.probation.ruined
 
     def say(self, kind: str, summary: str) -> None:
         """Tell one line, such as a save that was refused, to every output."""

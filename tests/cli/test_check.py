@@ -65,7 +65,7 @@ def test_json_is_one_object_even_if_the_program_prints(
     ("words", "said"),
     [
         (("nothing",), "'nothing' is neither a file nor a folder here"),
-        (("config.json", "--only", "lrr"), "'lrr' is no item"),
+        (("config.json", "--only", "lrr"), "'lrr' is not an item"),
         (("config.json", "--watch", "alpha"), "--watch 'alpha' must look like PATTERN=LIMIT"),
         (("config.json", "--watch", "alpha=-1"), "must look like PATTERN=LIMIT"),
         (("config.json", "--data", "nowhere"), "data nowhere does not exist"),

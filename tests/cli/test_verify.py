@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from cli.journals import run_stepguard
 from stepguard.cli import _checkpoint_results
 from stepguard.cli.app import app
-from stepguard.cli.settings_file import configured_rate, read_settings
 from verification import saved
 
 
@@ -97,29 +96,6 @@ def test_other_learning_rate_is_exit_code_5(good: Path, tmp_path: Path) -> None:
     config.write_text("trainer:\n  lr: 1e-4  # peak\n  min_lr: 1e-6\n")
     assert invoke(good, "--config", config).exit_code == 5
     assert invoke(good, "--config", config, "--lr", "1").exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.json", '{"trainer": {"learning_rate": 1e-4}}'),
-        ("a.toml", "[trainer]\nlearning_rate = 1e-4\n"),
-        ("a.yaml", "trainer:\n  lr: 1e-4\n  steps: 10\n"),
-        (
-            "a.py",
-            "import os\nclass Config:\n    LEARNING_RATE: float = 1e-4\n    PATH = os.getcwd()\n",
-        ),
-        ("a.ini", "lr = 0.0001\n"),
-    ],
-)
-def test_learning_rate_is_found_in_every_kind_of_file(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    assert configured_rate(tmp_path / name) == pytest.approx(1e-4)
-
-
-def test_python_configuration_is_read_and_never_run(tmp_path: Path) -> None:
-    (tmp_path / "c.py").write_text("LR = 1e-3\nraise SystemExit(3)\n")
-    assert read_settings(tmp_path / "c.py") == {"LR": 1e-3}
 
 
 @pytest.mark.parametrize(

@@ -4,37 +4,42 @@ replay moved.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from diagnose.diagnose_literals import INF, NAN, codes, found, number, origin, out, tensor
 from stepguard.diagnose import RunFacts
-from stepguard.records import Origin
+from stepguard.records import Evidence, Origin
 
 DIVERGED = (6.0, 5.8, 19.9, 292.0, 6112.0)
 CALM_LOSSES = (6.0, 5.8, 5.9, 5.7, 5.8)
 
 
-def huge_in_bfloat16(*notes: str) -> Origin:
+def huge_in_bfloat16(finite_in: str | None = None) -> Origin:
     """A layer norm of 3e20, on a batch that holds nothing unusual."""
     wide = tensor("input", (4, 8), -3e20, 3e20, dtype="bfloat16")
     made = out((4, 8), nan=32, dtype="bfloat16")
-    said = ("half", "batch_max=4.2", *notes)
+    evidence = Evidence(half_precision=True, batch_max=4.2, finite_in=finite_in)
     return origin(
-        "forward", "aten.native_layer_norm", wide, number("eps", 1e-5), output=made, notes=said
+        "forward",
+        "aten.native_layer_norm",
+        wide,
+        number("eps", 1e-5),
+        output=made,
+        evidence=evidence,
     )
 
 
-@pytest.mark.parametrize(
-    "notes", [(), ("finite_in=float32",)], ids=["in any dtype", "in bfloat16 only"]
-)
-def test_divergence_in_bfloat16_is_no_extreme_input(notes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("finite_in", [None, "float32"], ids=["in any dtype", "in bfloat16 only"])
+def test_divergence_in_bfloat16_is_no_extreme_input(finite_in: str | None) -> None:
     facts = RunFacts(losses=DIVERGED, committed=5)
-    assert codes(huge_in_bfloat16(*notes), facts=facts, lr=(1.0,))[0] == "SG505"
+    assert codes(huge_in_bfloat16(finite_in), facts=facts, lr=(1.0,))[0] == "SG505"
 
 
 def test_calm_run_in_bfloat16_is_not_called_diverged_first() -> None:
     facts = RunFacts(losses=CALM_LOSSES, committed=5)
-    assert codes(huge_in_bfloat16("finite_in=float32"), facts=facts)[0] == "SG301"
+    assert codes(huge_in_bfloat16("float32"), facts=facts)[0] == "SG301"
 
 
 def test_extreme_batch_stays_the_cause_in_a_diverging_run() -> None:
@@ -44,7 +49,7 @@ def test_extreme_batch_stays_the_cause_in_a_diverging_run() -> None:
         "aten.native_layer_norm",
         wide,
         output=out((4, 8), nan=8),
-        notes=("sample_max=3e20", "others_max=2"),
+        evidence=Evidence(sample_max=3e20, others_max=2.0),
     )
     assert codes(where, facts=RunFacts(losses=DIVERGED, committed=5))[0] == "SG103"
 
@@ -101,7 +106,7 @@ def test_temperature_annealed_to_nothing_is_not_a_certain_divergence() -> None:
         tensor("self", (4, 8), -3e9, 3e9),
         number("other", 1e-30),
         output=out((4, 8), posinf=3),
-        notes=("finite_in=float64", "batch_max=3"),
+        evidence=Evidence(finite_in="float64", batch_max=3.0),
     )
     facts = RunFacts(losses=DIVERGED, committed=9)
     said = codes(where, facts=facts)
@@ -109,7 +114,7 @@ def test_temperature_annealed_to_nothing_is_not_a_certain_divergence() -> None:
 
 
 def test_loss_function_that_changes_by_itself_makes_divergence_doubtful() -> None:
-    where = origin("optimizer", notes=("moves=the number `temperature`",))
+    where = origin("optimizer", evidence=Evidence(moves=("the number `temperature`",)))
     facts = RunFacts(losses=DIVERGED, committed=9)
     finding = found(
         "SG505",
@@ -125,7 +130,7 @@ def test_loss_function_that_changes_by_itself_makes_divergence_doubtful() -> Non
     assert "but the loss function changes by itself (the number `temperature`)" in finding.evidence
 
 
-def division(low: float, high: float, *notes: str, dtype: str = "float32") -> Origin:
+def division(low: float, high: float, *, dtype: str = "float32", **evidence: Any) -> Origin:
     divisor = tensor("other", (4,), low, high, zeros=1, index=(3,), value=0.0, dtype=dtype)
     return origin(
         "loss",
@@ -133,27 +138,27 @@ def division(low: float, high: float, *notes: str, dtype: str = "float32") -> Or
         tensor("self", (4,), 0.1, 0.5, index=(3,), value=0.3),
         divisor,
         output=out(posinf=1),
-        notes=("denominator=zero", *notes),
+        evidence=Evidence(zero_denominator=True, **evidence),
     )
 
 
 NO_COUNTS = {
     "logarithm of a length": division(
-        0.0, 2.83, "denominator_from=aten.log", "denominator_root=batch:length"
+        0.0, 2.83, denominator_from="aten.log", denominator_root="batch:length"
     ),
     "logarithm of lengths that are all 1": division(
-        0.0, 0.0, "denominator_from=aten.log", "denominator_root=batch:length"
+        0.0, 0.0, denominator_from="aten.log", denominator_root="batch:length"
     ),
     "weights between 0 and 3": division(
-        0.0, 3.0, "denominator_root=batch:mask", "denominator_fractional"
+        0.0, 3.0, denominator_root="batch:mask", denominator_fractional=True
     ),
-    "whole numbers below 0": division(-2.0, 3.0, "denominator_root=batch:label"),
+    "whole numbers below 0": division(-2.0, 3.0, denominator_root="batch:label"),
     "integers below 0": division(-2.0, 3.0, dtype="int64"),
 }
 COUNTS = {
-    "lengths": division(0.0, 17.0, "denominator_root=batch:length"),
+    "lengths": division(0.0, 17.0, denominator_root="batch:length"),
     "integers": division(0.0, 17.0, dtype="int64"),
-    "sum of a mask": division(0.0, 4.0, "denominator_from=aten.sum", "denominator_root=batch:mask"),
+    "sum of a mask": division(0.0, 4.0, denominator_from="aten.sum", denominator_root="batch:mask"),
 }
 
 
@@ -174,7 +179,7 @@ def test_epsilon_that_vanished_before_a_root_is_the_cause() -> None:
         tensor("self", (4,), -0.4, 0.4, dtype="float16"),
         tensor("other", (4, 1), 0.0, 0.3, zeros=1, dtype="float16"),
         output=out(nan=4, dtype="float16"),
-        notes=("denominator=zero", "denominator_from=aten.sqrt", "eps_vanished=1e-08"),
+        evidence=Evidence(zero_denominator=True, denominator_from="aten.sqrt", eps_vanished=1e-08),
     )
     assert codes(where)[0] == "SG302"
 
@@ -186,7 +191,7 @@ def test_value_computed_from_the_batch_is_the_divisor_and_not_what_is_divided() 
 
 def test_not_reproduced_names_the_loss_function_before_hardware() -> None:
     where = origin(
-        "loss", reproduced=False, notes=("not-reproduced", "transient", "moves=the generator `own`")
+        "loss", reproduced=False, evidence=Evidence(same_bits=True, moves=("the generator `own`",))
     )
     finding = found("SG702", where)
     assert (
@@ -197,12 +202,14 @@ def test_not_reproduced_names_the_loss_function_before_hardware() -> None:
     assert "hardware" in finding.evidence[-1]
     assert (
         finding.confidence
-        < found("SG702", origin("loss", reproduced=False, notes=("transient",))).confidence
+        < found(
+            "SG702", origin("loss", reproduced=False, evidence=Evidence(same_bits=True))
+        ).confidence
     )
 
 
 def test_state_loaded_bad_is_also_a_corrupted_checkpoint() -> None:
-    where = origin("state", tensor="param:head.weight", notes=("bad_elements=1",))
+    where = origin("state", tensor="param:head.weight", evidence=Evidence(bad_elements=1))
     fresh = RunFacts(resumed=True, committed=0)
     assert "SG603" in codes(where, loss=NAN, bad_state=("param:head.weight",), facts=fresh)
     later = RunFacts(resumed=True, committed=40)
@@ -211,7 +218,10 @@ def test_state_loaded_bad_is_also_a_corrupted_checkpoint() -> None:
 
 def test_autocast_seen_in_the_replay_counts_for_the_settings() -> None:
     where = origin(
-        "backward", "aten.mul", tensor("self", (4,), 0.0, 0.0), notes=("autocast=float16",)
+        "backward",
+        "aten.mul",
+        tensor("self", (4,), 0.0, 0.0),
+        evidence=Evidence(autocast="float16"),
     )
     assert "SG801" in codes(where, facts=RunFacts(scaling="none"))
     assert "SG801" not in codes(where, facts=RunFacts(scaling="dynamic"))

@@ -10,7 +10,7 @@ import pytest
 
 from diagnose.diagnose_literals import BACKWARD, codes, origin, out, tensor
 from stepguard.diagnose import RunFacts
-from stepguard.records import Operand, Origin
+from stepguard.records import Evidence, Operand, Origin
 
 
 def at(name: str, value: float, low: float, high: float, **more: Any) -> Operand:
@@ -19,7 +19,7 @@ def at(name: str, value: float, low: float, high: float, **more: Any) -> Operand
 
 
 LENGTHS = Operand(name="lengths", dtype="int64", shape=(4,), min=0.0, max=3.0, zeros=1)
-FROM_BATCH = ("argument=negative", "argument_root=batch:t")
+FROM_BATCH = Evidence(argument="negative", argument_root="batch:t")
 STOOD_STILL = RunFacts(losses=(1.0, 1.1, 40.0), lr_history=((0.05, 0.0), (0.05, 0.0), (0.05, 50.0)))
 UNFROZEN = RunFacts(losses=(1.0, 1.1, 40.0), lr_history=((0.05, 0.0), (0.05, 0.0), (0.05, 0.05)))
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.i0",
             at("self", 400.0, 0.7, 400.0),
             output=out(posinf=1),
-            notes=("finite_in=float64",),
+            evidence=Evidence(finite_in="float64"),
         ),
         {},
     ),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.log",
             at("self", -4.4e-8, -4.4e-8, 0.95),
             output=out(nan=1),
-            notes=(*FROM_BATCH, "argument_from=aten.cos"),
+            evidence=FROM_BATCH | Evidence(argument_from="aten.cos"),
         ),
         {},
     ),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.log",
             at("self", -4.0, -4.0, 4.0),
             output=out(nan=1),
-            notes=(*FROM_BATCH, "argument_from=aten.sub"),
+            evidence=FROM_BATCH | Evidence(argument_from="aten.sub"),
         ),
         {},
     ),
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "forward",
             "aten.where",
             output=out((), nan=1),
-            notes=("chosen_by=aten._linalg_slogdet",),
+            evidence=Evidence(chosen_by="aten._linalg_slogdet"),
         ),
         {},
     ),

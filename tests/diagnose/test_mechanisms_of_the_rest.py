@@ -8,10 +8,10 @@ import pytest
 
 from diagnose.diagnose_literals import BACKWARD, NAN, codes, origin, out, tensor
 from stepguard.diagnose import RunFacts
-from stepguard.records import Operand, Origin
+from stepguard.records import Evidence, Operand, Origin
 
 HALF, BRAIN = "float16", "bfloat16"
-HUGE = ("huge=param:biaffine.U", "finite_in=float64", "batch_max=3")
+HUGE = Evidence(huge_parameter="param:biaffine.U", finite_in="float64", batch_max=3.0)
 
 
 def at(
@@ -36,9 +36,11 @@ def _divided_by_a_norm(dtype: str) -> Origin:
         tensor(name, (), 0.0, 0.0, dtype=dtype, zeros=1, value=0.0, index=())
         for name in ("self", "other")
     )
-    notes = ("denominator=zero", "denominator_from=aten.clamp_min", "numerator=zero")
+    evidence = Evidence(
+        zero_denominator=True, denominator_from="aten.clamp_min", zero_numerator=True
+    )
     return origin(
-        "optimizer", "aten.div", *operands, output=out((), dtype=dtype, nan=1), notes=notes
+        "optimizer", "aten.div", *operands, output=out((), dtype=dtype, nan=1), evidence=evidence
     )
 
 
@@ -52,7 +54,12 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             at("self", 0.0, 0.0, 0.0, dtype=HALF, zeros=4),
             at("other", 0.0, 0.0, 0.0, dtype=HALF, zeros=4),
             output=out(dtype=HALF, nan=4),
-            notes=("denominator=zero", "denominator_from=aten.clamp_min", "numerator=zero", "half"),
+            evidence=Evidence(
+                zero_denominator=True,
+                denominator_from="aten.clamp_min",
+                zero_numerator=True,
+                half_precision=True,
+            ),
         ),
         {},
     ),
@@ -63,7 +70,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.log",
             at("self", 0.0, 0.0, 1.0, dtype=HALF, zeros=2),
             output=out(dtype=HALF, neginf=2),
-            notes=("argument=zero", "argument_from=aten.add", "half"),
+            evidence=Evidence(argument="zero", argument_from="aten.add", half_precision=True),
         ),
         {},
     ),
@@ -74,7 +81,9 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.reciprocal",
             at("self", 0.0, 0.0, 0.9, dtype=BRAIN, zeros=1),
             output=out(dtype=BRAIN, posinf=1),
-            notes=("denominator=zero", "denominator_from=aten.rsub", "half"),
+            evidence=Evidence(
+                zero_denominator=True, denominator_from="aten.rsub", half_precision=True
+            ),
         ),
         {},
     ),
@@ -97,13 +106,13 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             tensor("mat2", (4, 8), -90.0, 90.0, dtype=HALF),
             node="MmBackward0",
             output=out((8, 8), dtype=HALF, posinf=2),
-            notes=("half", "finite_in=float32"),
+            evidence=Evidence(half_precision=True, finite_in="float32"),
         ),
         BACKWARD,
     ),
     "static loss scale": (
         "SG301",
-        origin("backward", notes=("overflow=scale",)),
+        origin("backward", evidence=Evidence(scale_overflow=True)),
         BACKWARD | {"scale": 65536.0},
     ),
     "second moment in float16": (
@@ -116,7 +125,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             tensor("tensor2", (4,), 0.1, 400.0, dtype=HALF),
             tensor="opt:exp_avg_sq",
             output=out(dtype=HALF, posinf=1),
-            notes=("half", "finite_in=float32"),
+            evidence=Evidence(half_precision=True, finite_in="float32"),
         ),
         {
             "loss": 0.3,
@@ -170,7 +179,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             at("other", 0.0, 0.0, 2.0, zeros=1),
             node="SqrtBackward0",
             output=out(nan=1),
-            notes=("upstream_grad=zero", "singular_at=0"),
+            evidence=Evidence(zero_upstream_gradient=True, singular_at=0.0),
         ),
         BACKWARD,
     ),
@@ -189,7 +198,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             at("self", 1.0, 1.0, 1.0),
             at("other", 0.0, 0.0, 1.0, zeros=1),
             output=out(posinf=1),
-            notes=("where=unselected", "denominator=zero"),
+            evidence=Evidence(unselected=True, zero_denominator=True),
         ),
         BACKWARD,
     ),
@@ -202,7 +211,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             at("other", 0.0, 0.0, 1.0, zeros=1),
             node="LogBackward0",
             output=out(nan=1),
-            notes=("where=unselected",),
+            evidence=Evidence(unselected=True),
         ),
         BACKWARD,
     ),
@@ -213,12 +222,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.exp",
             at("self", 200.0, -1.0, 200.0),
             output=out(posinf=1),
-            notes=(
-                "absorbed=forward",
-                "absorbed_by=aten.reciprocal",
-                "exponent=200",
-                "finite_in=float64",
-            ),
+            evidence=Evidence(absorbed=True, absorbed_by="aten.reciprocal", finite_in="float64"),
         ),
         BACKWARD,
     ),
@@ -229,7 +233,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.log",
             at("self", 0.0, 0.0, 1.0, zeros=1),
             output=out(neginf=1),
-            notes=("absorbed=forward", "absorbed_by=aten.exp", "argument=zero"),
+            evidence=Evidence(absorbed=True, absorbed_by="aten.exp", argument="zero"),
         ),
         BACKWARD,
     ),
@@ -241,7 +245,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             at("self", 91.4, 0.7, 91.4),
             output=out(posinf=2),
             node="MishFnBackward",
-            notes=("exponent=91.4", "singular_at=91.4", "finite_in=float64"),
+            evidence=Evidence(singular_at=91.4, finite_in="float64"),
         ),
         BACKWARD,
     ),
@@ -254,7 +258,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             tensor("other", (4, 3), -2.4, -1.3, neginf=5),
             output=out((4, 3), nan=1, posinf=4, neginf=1),
             node="LogaddexpBackward0",
-            notes=("tame_inf", "inf_minus_inf"),
+            evidence=Evidence(intended_inf=True),
         ),
         BACKWARD,
     ),
@@ -277,7 +281,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             at("self", -2.6e-7, -2.6e-7, 3.6),
             Operand(name="exponent", dtype="float", value=-0.25),
             output=out(nan=3),
-            notes=("argument=negative", "argument_from=aten._linalg_eigh"),
+            evidence=Evidence(argument="negative", argument_from="aten._linalg_eigh"),
         ),
         OWN_OPTIMIZER,
     ),
@@ -342,7 +346,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
     ),
     "memory nobody wrote": (
         "SG601",
-        origin("forward", "aten.empty", output=out(nan=4), notes=("uninitialised",)),
+        origin("forward", "aten.empty", output=out(nan=4), evidence=Evidence(uninitialised=True)),
         {},
     ),
     "a weight of 1e38 before the first update": (
@@ -352,7 +356,7 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.bmm",
             tensor("mat2", (1, 6, 18), -3e38, 3e38),
             output=out(posinf=9),
-            notes=HUGE,
+            evidence=HUGE,
         ),
         {"loss": NAN, "facts": RunFacts(committed=0)},
     ),
@@ -363,18 +367,18 @@ CASES: dict[str, tuple[str, Origin, dict[str, Any]]] = {
             "aten.bmm",
             tensor("mat2", (1, 6, 18), -3e38, 3e38),
             output=out(posinf=9),
-            notes=HUGE,
+            evidence=HUGE,
         ),
         {"loss": NAN, "facts": RunFacts(committed=40, losses=(1.0, 3.0, 40.0, 9e5))},
     ),
     "a replay that is clean": (
         "SG702",
-        origin("backward", reproduced=False, notes=("not-reproduced",)),
+        origin("backward", reproduced=False, evidence=Evidence()),
         BACKWARD,
     ),
     "only the compiled step": (
         "SG703",
-        origin("forward", reproduced=False, notes=("compiled-only",)),
+        origin("forward", reproduced=False, evidence=Evidence(compiled_only=True)),
         {},
     ),
 }

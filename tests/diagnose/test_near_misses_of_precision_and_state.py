@@ -8,7 +8,7 @@ import pytest
 
 from diagnose.diagnose_literals import BACKWARD, INF, codes, origin, out, tensor
 from stepguard.diagnose import RunFacts
-from stepguard.records import Operand, Origin
+from stepguard.records import Evidence, Operand, Origin
 
 Bad = tuple[Origin | None, dict[str, Any]]
 HALF = "float16"
@@ -80,7 +80,10 @@ SILENT: dict[str, dict[str, Bad]] = {
         "a forward root": (origin("forward", "aten.sqrt", at("self", 0.0, 0.0, 1.0)), {}),
         "a discarded branch": (
             backward(
-                "aten.div", "SqrtBackward0", at("other", 0.0, 0.0, 1.0), notes=("where=unselected",)
+                "aten.div",
+                "SqrtBackward0",
+                at("other", 0.0, 0.0, 1.0),
+                evidence=Evidence(unselected=True),
             ),
             BACKWARD,
         ),
@@ -193,7 +196,10 @@ SILENT: dict[str, dict[str, Bad]] = {
         ),
         "an extreme batch": (
             origin(
-                "loss", "aten.mse_loss", tensor("self", (3,), 0.0, 1e25), notes=("batch_max=1e+25",)
+                "loss",
+                "aten.mse_loss",
+                tensor("self", (3,), 0.0, 1e25),
+                evidence=Evidence(batch_max=1e25),
             ),
             {"loss": INF, "facts": RunFacts(losses=(3.0, 2.0, 1.0))},
         ),
@@ -227,11 +233,11 @@ SILENT: dict[str, dict[str, Bad]] = {
         ),
         "no replay": (origin("backward", reproduced=None), BACKWARD),
         "a graph that only fails compiled": (
-            origin("forward", reproduced=False, notes=("compiled-only",)),
+            origin("forward", reproduced=False, evidence=Evidence(compiled_only=True)),
             {},
         ),
     },
-    "SG703": {"a transient": (origin("forward", reproduced=False, notes=("not-reproduced",)), {})},
+    "SG703": {"a transient": (origin("forward", reproduced=False, evidence=Evidence()), {})},
     "SG801": {
         "float16 with a scaler": (
             None,

@@ -8,7 +8,7 @@ import pytest
 
 from diagnose.diagnose_literals import BACKWARD, INF, NAN, codes, found, number, origin, out, tensor
 from stepguard.diagnose import RunFacts
-from stepguard.records import Operand, Origin
+from stepguard.records import Evidence, Operand, Origin
 
 Bad = tuple[Origin | None, dict[str, Any]]
 
@@ -61,7 +61,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
                 tensor("mat1", (3, 2), 0.1, 1e38),
                 samples=(2,),
                 output=out(posinf=1),
-                notes=("batch_max=1e+38", "others_max=1.5"),
+                evidence=Evidence(batch_max=1e38, others_max=1.5),
             ),
             {},
         ),
@@ -76,7 +76,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
             div(
                 at("self", 0.0, -1.0, 1.0),
                 at("other", 0.0, 0.0, 1.3, zeros=1),
-                notes=("denominator_from=aten.std",),
+                evidence=Evidence(denominator_from="aten.std"),
             ),
             {},
         ),
@@ -97,7 +97,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
                 "aten._softmax",
                 tensor("self", (2, 4, 6), -1.0, 1.0, neginf=12),
                 output=out((2, 4, 6), nan=12),
-                notes=("masked_rows=2", "rows=8"),
+                evidence=Evidence(masked_rows=2, rows=8),
             ),
             {},
         ),
@@ -152,7 +152,7 @@ SILENT: dict[str, dict[str, Bad]] = {
             div(
                 at("self", 0.0, 0.0, 2.0, zeros=1),
                 at("other", 0.0, 0.0, 2.0, zeros=1),
-                notes=("denominator_from=aten.linalg_vector_norm",),
+                evidence=Evidence(denominator_from="aten.linalg_vector_norm"),
             ),
             {},
         ),
@@ -160,14 +160,19 @@ SILENT: dict[str, dict[str, Bad]] = {
     },
     "SG103": {
         "ordinary operands": (
-            origin("forward", "aten.mm", tensor("self", (2, 2), -3.0, 3.0), notes=("batch_max=3",)),
+            origin(
+                "forward",
+                "aten.mm",
+                tensor("self", (2, 2), -3.0, 3.0),
+                evidence=Evidence(batch_max=3.0),
+            ),
             {},
         ),
         "a division by zero on an extreme batch": (
             div(
                 at("self", 1.0, 1.0, 1e30),
                 at("other", 0.0, 0.0, 1e30, zeros=1),
-                notes=("batch_max=1e+30",),
+                evidence=Evidence(batch_max=1e30),
             ),
             {},
         ),
@@ -177,7 +182,7 @@ SILENT: dict[str, dict[str, Bad]] = {
                 "aten.mm",
                 tensor("self", (2, 2), 1.0, 9e3, dtype="float16"),
                 output=out(dtype="float16", posinf=1),
-                notes=("finite_in=float32", "batch_max=12"),
+                evidence=Evidence(finite_in="float32", batch_max=12.0),
             ),
             {},
         ),
@@ -193,7 +198,7 @@ SILENT: dict[str, dict[str, Bad]] = {
                 at("self", 0.0, 0.0, 0.0, ()),
                 at("other", 0.0, 0.0, 0.0, ()),
                 phase="loss",
-                notes=("denominator_from=aten.sum", "denominator_root=batch:mask"),
+                evidence=Evidence(denominator_from="aten.sum", denominator_root="batch:mask"),
             ),
             {},
         ),
@@ -217,7 +222,11 @@ SILENT: dict[str, dict[str, Bad]] = {
             BACKWARD,
         ),
         "a discarded branch": (
-            div(at("self", 1.0, 1.0, 1.0), at("other", 0.0, 0.0, 1.0), notes=("where=unselected",)),
+            div(
+                at("self", 1.0, 1.0, 1.0),
+                at("other", 0.0, 0.0, 1.0),
+                evidence=Evidence(unselected=True),
+            ),
             BACKWARD,
         ),
         "a layer norm with an epsilon": (
@@ -234,7 +243,9 @@ SILENT: dict[str, dict[str, Bad]] = {
         "a positive argument": (origin("forward", "aten.log", at("self", 2.0, 0.1, 2.0)), {}),
         "log1p of -0.5": (origin("forward", "aten.log1p", at("self", -0.5, -0.5, 2.0)), {}),
         "a discarded branch": (
-            origin("forward", "aten.log", at("self", 0.0, 0.0, 1.0), notes=("where=unselected",)),
+            origin(
+                "forward", "aten.log", at("self", 0.0, 0.0, 1.0), evidence=Evidence(unselected=True)
+            ),
             {},
         ),
     },

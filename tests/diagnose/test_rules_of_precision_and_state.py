@@ -8,7 +8,7 @@ import pytest
 
 from diagnose.diagnose_literals import BACKWARD, INF, NAN, codes, found, origin, out, tensor
 from stepguard.diagnose import RunFacts
-from stepguard.records import Operand, Origin
+from stepguard.records import Evidence, Operand, Origin
 
 Bad = tuple[Origin | None, dict[str, Any]]
 HALF = "float16"
@@ -39,7 +39,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
                 at("self", -33.5, -61.0, -30.0, dtype=HALF),
                 at("other", -65504.0, -65504.0, 0.0, dtype=HALF),
                 output=out(dtype=HALF, neginf=1),
-                notes=("finite_in=float32",),
+                evidence=Evidence(finite_in="float32"),
             ),
             {},
         ),
@@ -51,7 +51,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
                 "forward",
                 "aten.rsqrt",
                 at("self", 0.0, 0.0, 1.0, dtype=HALF, zeros=1),
-                notes=("eps_underflow", "eps=1e-08"),
+                evidence=Evidence(eps_underflow=True, eps=1e-08),
             ),
             {},
         ),
@@ -76,7 +76,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
                 "ExpBackward0",
                 at("self", 0.0, 0.0, 1.0, zeros=1),
                 tensor("other", (4,), 1.0, 2.0, posinf=1),
-                notes=("where=unselected",),
+                evidence=Evidence(unselected=True),
             ),
             BACKWARD,
         ),
@@ -89,7 +89,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
                 "aten.reciprocal",
                 at("self", 0.0, 0.0, 1.0, zeros=1),
                 output=out(posinf=1),
-                notes=("absorbed=forward", "absorbed_by=aten.erf"),
+                evidence=Evidence(absorbed=True, absorbed_by="aten.erf"),
             ),
             BACKWARD,
         ),
@@ -101,7 +101,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
                 "optimizer",
                 "aten._foreach_norm",
                 tensor("self[0]", (9,), 1e20, 3e20),
-                notes=("finite_norm=9e+20",),
+                evidence=Evidence(finite_norm=9e20),
             ),
             CALM | {"kind": "infinite_norm", "grad_norm": INF, "facts": RunFacts(clip_norm=0.5)},
         ),
@@ -186,9 +186,8 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
                 None,
                 tensor("w", (4,), 1.0, 2.0, posinf=2),
                 tensor="param:w",
-                notes=("problem=seal broken",),
             ),
-            {},
+            {"summary": "seal broken"},
         ),
         ("param:w", "2 of 4 elements +inf", "seal broken"),
     ),
@@ -204,7 +203,7 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
         ("replayed", "head.weight", "rank 2"),
     ),
     "SG703": (
-        (origin("forward", notes=("compiled-only",)), {}),
+        (origin("forward", evidence=Evidence(compiled_only=True)), {}),
         ("compiled", "eagerly"),
     ),
     "SG801": (
@@ -253,7 +252,9 @@ def test_fires_with_the_numbers(code: str) -> None:
 
 def test_static_scale_comes_with_the_remedy_of_a_dynamic_one() -> None:
     finding = found(
-        "SG301", origin("backward", notes=("overflow=scale",)), **(BACKWARD | {"scale": 65536.0})
+        "SG301",
+        origin("backward", evidence=Evidence(scale_overflow=True)),
+        **(BACKWARD | {"scale": 65536.0}),
     )
     assert "dynamic loss scale" in finding.remedies[0].title
     assert "65536" in finding.evidence[0]

@@ -19,7 +19,7 @@ from diagnose.diagnose_literals import (
     tensor,
 )
 from stepguard.diagnose import RunFacts
-from stepguard.records import Operand
+from stepguard.records import Evidence, Operand
 
 HALF = "float16"
 SPIKE: dict[str, Any] = {"kind": "spike", "loss": 9e4, "grads_finite": True}
@@ -35,7 +35,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="attn",
             samples=(1,),
             output=out((8, 5, 5), nan=50, index=(2, 0, 0), value=NAN),
-            notes=("bad=50/200", "tame_inf", "masked_rows=10", "rows=40"),
+            evidence=Evidence(intended_inf=True, masked_rows=10, rows=40),
         ),
         {},
     ),
@@ -58,12 +58,11 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="attn",
             samples=(0,),
             output=out((2, 4, 4), dtype=HALF, neginf=4, index=(0, 0, 0), value=-INF),
-            notes=(
-                "half",
-                "dtype_limit=65504",
-                "finite_in=float32",
-                "absorbed=forward",
-                "then=aten._softmax",
+            evidence=Evidence(
+                half_precision=True,
+                finite_in="float32",
+                absorbed=True,
+                turned_nan_by="aten._softmax",
             ),
         ),
         BACKWARD,
@@ -76,11 +75,11 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             tensor("self", (), 0.0, 0.0, zeros=1, index=(), value=0.0),
             tensor("other", (), 0.0, 0.0, zeros=1, index=(), value=0.0),
             output=out((), nan=1, index=(), value=NAN),
-            notes=(
-                "denominator=zero",
-                "denominator_from=aten.sum",
-                "denominator_root=batch:mask",
-                "numerator=zero",
+            evidence=Evidence(
+                zero_denominator=True,
+                denominator_from="aten.sum",
+                denominator_root="batch:mask",
+                zero_numerator=True,
             ),
         ),
         {},
@@ -95,7 +94,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             number("reduction", 1),
             number("ignore_index", -100),
             output=out((), nan=1),
-            notes=("valid_targets=0", "targets=8"),
+            evidence=Evidence(valid_targets=0, targets=8),
         ),
         {"grads_finite": True},
     ),
@@ -108,10 +107,10 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             tensor("other", (4,), 0.0, 2.3, zeros=1, index=(2,), value=0.0),
             module="o_proj",
             output=out((4,), nan=1, index=(2,), value=NAN),
-            notes=(
-                "denominator=zero",
-                "denominator_from=aten.linalg_vector_norm",
-                "numerator=zero",
+            evidence=Evidence(
+                zero_denominator=True,
+                denominator_from="aten.linalg_vector_norm",
+                zero_numerator=True,
             ),
         ),
         {},
@@ -126,11 +125,11 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="frontend",
             samples=(2,),
             output=out((4, 1, 32), nan=32),
-            notes=(
-                "denominator=zero",
-                "denominator_from=aten.std",
-                "denominator_root=batch:w",
-                "numerator=zero",
+            evidence=Evidence(
+                zero_denominator=True,
+                denominator_from="aten.std",
+                denominator_root="batch:w",
+                zero_numerator=True,
             ),
         ),
         {},
@@ -143,11 +142,8 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             tensor("self", (3, 2), -1.0, 1.5, index=(2, 0), value=-1.0),
             samples=(2,),
             output=out((3, 2), nan=1),
-            notes=(
-                "argument=negative",
-                "argument_value=-1",
-                "argument_from=aten.div",
-                "argument_root=batch:box",
+            evidence=Evidence(
+                argument="negative", argument_from="aten.div", argument_root="batch:box"
             ),
         ),
         {},
@@ -159,11 +155,11 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             "aten.log",
             tensor("self", (3, 3), 0.0, 1.0, zeros=6, index=(0, 1), value=0.0),
             output=out((3, 3), neginf=6, index=(0, 1), value=-INF),
-            notes=(
-                "absorbed=forward",
-                "absorbed_by=aten.gather",
-                "argument=zero",
-                "argument_from=aten._softmax",
+            evidence=Evidence(
+                absorbed=True,
+                absorbed_by="aten.gather",
+                argument="zero",
+                argument_from="aten._softmax",
             ),
         ),
         {"loss": 0.0, "kind": "nonfinite_gradient"},
@@ -179,7 +175,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="mag",
             samples=(1,),
             output=out((3, 9), neginf=9),
-            notes=("denominator=zero", "singular_at=0"),
+            evidence=Evidence(zero_denominator=True, singular_at=0.0),
         ),
         BACKWARD,
     ),
@@ -193,7 +189,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             node="SqrtBackward0",
             module="act",
             output=out((4, 6), nan=12),
-            notes=("where=unselected", "upstream_grad=zero"),
+            evidence=Evidence(unselected=True, zero_upstream_gradient=True),
         ),
         BACKWARD,
     ),
@@ -208,7 +204,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="act",
             samples=(2,),
             output=out((4, 4), nan=3),
-            notes=("where=unselected", "zero_times_inf", "upstream_grad=zero"),
+            evidence=Evidence(unselected=True, zero_upstream_gradient=True),
         ),
         BACKWARD,
     ),
@@ -223,7 +219,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="criterion",
             samples=(0,),
             output=out((2, 1), posinf=1),
-            notes=("negative_power", "singular_at=0"),
+            evidence=Evidence(singular_at=0.0),
         ),
         BACKWARD,
     ),
@@ -236,11 +232,11 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="weight",
             samples=(0,),
             output=out((3, 4), posinf=4),
-            notes=(
-                "absorbed=forward",
-                "absorbed_by=aten.erf",
-                "denominator=zero",
-                "denominator_from=aten.sqrt",
+            evidence=Evidence(
+                absorbed=True,
+                absorbed_by="aten.erf",
+                zero_denominator=True,
+                denominator_from="aten.sqrt",
             ),
         ),
         BACKWARD,
@@ -254,7 +250,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             tensor("mat2", (32, 8), 12.0, 12.0, dtype=HALF),
             module="block.1.ff.wo",
             output=out((6, 8), dtype=HALF, posinf=48),
-            notes=("half", "dtype_limit=65504", "finite_in=float32", "batch_max=5"),
+            evidence=Evidence(half_precision=True, finite_in="float32", batch_max=5.0),
         ),
         {},
     ),
@@ -269,7 +265,13 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             number("value", -0.001),
             tensor="param:emb.weight",
             output=out((6, 4), dtype=HALF, nan=16),
-            notes=("denominator=zero", "numerator=zero", "half", "eps_underflow", "eps=1e-08"),
+            evidence=Evidence(
+                zero_denominator=True,
+                zero_numerator=True,
+                half_precision=True,
+                eps_underflow=True,
+                eps=1e-08,
+            ),
         ),
         {
             "loss": 0.7,
@@ -290,7 +292,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             node="torch::autograd::AccumulateGrad",
             micro_batch=2,
             output=out((1, 2), dtype=HALF, posinf=2),
-            notes=("half", "dtype_limit=65504", "finite_in=float32"),
+            evidence=Evidence(half_precision=True, finite_in="float32"),
         ),
         BACKWARD,
     ),
@@ -303,7 +305,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             module="attn",
             samples=(1,),
             output=out((2, 3, 3), nan=9),
-            notes=("masked_rows=3", "rows=6", "tame_inf"),
+            evidence=Evidence(masked_rows=3, rows=6, intended_inf=True),
         ),
         {"scale": 0.25},
     ),
@@ -317,7 +319,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             node="SqrtBackward0",
             module="",
             output=out((1,), posinf=1),
-            notes=("denominator=zero", "singular_at=0"),
+            evidence=Evidence(zero_denominator=True, singular_at=0.0),
         ),
         BACKWARD,
     ),
@@ -328,7 +330,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             "aten._foreach_norm",
             tensor("self[0]", (1, 100), 1e20, 1e20),
             output=out((), posinf=1),
-            notes=("finite_norm=1e+21", "finite_in=float64"),
+            evidence=Evidence(finite_norm=1e21, finite_in="float64"),
         ),
         {"loss": 3e20, "grads_finite": True, "grad_norm": INF, "kind": "infinite_norm"},
     ),
@@ -364,7 +366,7 @@ ZOO: dict[str, tuple[tuple[str, ...], Any, dict[str, Any]]] = {
             tensor="batch:x",
             module="lin",
             samples=(4,),
-            notes=("bad_elements=1",),
+            evidence=Evidence(bad_elements=1),
         ),
         {"kind": "nonfinite_input", "bad_inputs": ("batch:x",)},
     ),
@@ -427,7 +429,7 @@ def test_accepted_cause_comes_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_cause_does_not_hang_on_the_notes(name: str) -> None:
+def test_cause_does_not_hang_on_the_evidence(name: str) -> None:
     """The locator may say less: operation, node and operands carry the cause, except where only a
     note can tell.
     """
@@ -437,7 +439,7 @@ def test_cause_does_not_hang_on_the_notes(name: str) -> None:
             "SG402",
             "SG403",
         )  # an infinity that was discarded and one that was absorbed look alike
-    said = codes(replace(where, notes=()), **reading)
+    said = codes(replace(where, evidence=Evidence()), **reading)
     assert said and said[0] in accepted, said
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import stepguard
 from guard.scenes import quiet
 from stepguard import Guard, GuardConfig, Policy
-from stepguard.engine.incident.lost_samples import honour_ledger, known_bad
+from stepguard.engine.incident.lost_samples import known_bad, skip_lost_batches
 from stepguard.journal import read_run
 from stepguard.ledger import Ledger, ledger_path
 from stepguard.records.bad_samples import BadSamples
@@ -334,7 +334,7 @@ def test_ranks_pass_over_only_what_all_of_them_have_on_record(tmp_path: Path) ->
                 BadSamples(step=number, epoch=epoch, batch=number, cause="SG101", indices=(99,))
             )
         alone, guard._context.agreement = guard._context.agreement, TwoRanks()  # type: ignore[assignment]
-        honour_ledger(guard._context)
+        skip_lost_batches(guard._context)
         guard._context.agreement = alone
         assert [batch["file"][0] for batch in guard.loader] == [
             f"images/{n}.png" for n in (0, 8, 24, 32, 40)

@@ -20,7 +20,9 @@ import stepguard.detect
 import stepguard.engine.incident.incident_record
 import stepguard.engine.outputs
 import stepguard.engine.reader
+import stepguard.engine.recover.probation
 import stepguard.engine.recover.rewind
+import stepguard.engine.recover.snapshots
 import stepguard.engine.step_end
 import stepguard.engine.transaction
 import stepguard.engine.watch.live_tracing
@@ -61,7 +63,7 @@ WEAK_SPOTS: dict[str, tuple[Any, str]] = {
 SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "step"),
     "readable log": (stepguard.report.humanlog.HumanLog, "step"),
-    "snapshots": (stepguard.engine.recover.rewind.Recovery, "between"),
+    "snapshots": (stepguard.engine.recover.snapshots.Snapshots, "between_steps"),
     "probation": (stepguard.engine.recover.rewind.Recovery, "committed"),
 }
 """Parts that no verdict needs."""
@@ -73,7 +75,7 @@ AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "facts of the run": (stepguard.engine.transaction, "run_facts"),
     "deciding": (stepguard.engine.transaction, "choose_remedy"),
     "planning": (stepguard.engine.recover.rewind.Recovery, "plan"),
-    "probation": (stepguard.engine.recover.rewind.Recovery, "incident"),
+    "probation": (stepguard.engine.recover.probation.Probation, "incident"),
     "recording": (stepguard.engine.incident.incident_record, "write_down"),
     "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),
     "folder of the incident": (stepguard.engine.incident.incident_record, "write_file"),
@@ -237,7 +239,7 @@ def test_warnings_that_are_errors_do_not_undo_a_veto(
     assert read_run(tmp_path).notes[-1]["armed"] is True
 
 
-@pytest.mark.parametrize("part", ["locate", "diagnose"])
+@pytest.mark.parametrize("part", ["locate", "find_causes"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
     loop: str, part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from guard.optimizers import OPTIMIZERS as PUBLIC
 from guard.scenes import batches, calm_net, difference, plain_net, quiet
 from stepguard import Guard
-from stepguard.state.run_state import State, StateError, Whole
+from stepguard.state.run_state import RunState, SavedState, StateError
 
 DATA = batches(40)
 REFUSED = ("galore",)
@@ -125,8 +125,8 @@ def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return copy.deepcopy({"model": model.state_dict(), "state": stored, "own": plain})
 
 
-def _through_a_file(state: State) -> State:
-    return State(
+def _through_a_file(state: SavedState) -> SavedState:
+    return SavedState(
         {name: t.clone() for name, t in state.tensors.items()}, json.loads(json.dumps(state.facts))
     )
 
@@ -135,13 +135,13 @@ def _through_a_file(state: State) -> State:
 def test_state_put_into_fresh_objects_goes_on_bit_for_bit(name: str) -> None:
     model = calm_net()
     optimizer = EVERY[name](model.parameters())
-    whole = Whole({"": model}, optimizer)
+    whole = RunState({"": model}, optimizer)
     _train(model, optimizer, DATA[:7])
     state = _through_a_file(whole.gather())
     _train(model, optimizer, DATA[7:14])
     other = calm_net()
     fresh = EVERY[name](other.parameters())
-    assert Whole({"": other}, fresh).put_back(state) == []
+    assert RunState({"": other}, fresh).put_back(state) == []
     _train(other, fresh, DATA[7:14])
     assert difference(_everything(other, fresh), _everything(model, optimizer)) == ""
 
@@ -150,7 +150,7 @@ def test_state_put_into_fresh_objects_goes_on_bit_for_bit(name: str) -> None:
 def test_going_back_in_place_goes_on_bit_for_bit(name: str) -> None:
     model = calm_net()
     optimizer = EVERY[name](model.parameters())
-    whole = Whole({"": model}, optimizer)
+    whole = RunState({"": model}, optimizer)
     _train(model, optimizer, DATA[:4])
     state = _through_a_file(whole.gather())
     _train(model, optimizer, DATA[4:10])
@@ -284,17 +284,17 @@ def test_attribute_that_hides_tensors_is_refused_by_name() -> None:
     with pytest.raises(
         StateError, match=r"HidesTensors\.helper is a Preconditioner that holds tensors"
     ):
-        Whole({"": model}, HidesTensors(model.parameters())).gather()
+        RunState({"": model}, HidesTensors(model.parameters())).gather()
 
 
 def test_own_state_dict_is_asked_for_what_nothing_else_shows() -> None:
     model = plain_net()
     optimizer = HidesAndTells(model.parameters())
     optimizer.helper.factors[0].fill_(3.0)
-    state = _through_a_file(Whole({"": model}, optimizer).gather())
+    state = _through_a_file(RunState({"": model}, optimizer).gather())
     groups = optimizer.param_groups
     optimizer.helper.factors[0].fill_(4.0)
-    assert Whole({"": model}, optimizer).put_back(state) == []
+    assert RunState({"": model}, optimizer).put_back(state) == []
     assert optimizer.helper.factors[0].tolist() == [[3.0, 3.0], [3.0, 3.0]]
     assert optimizer.param_groups is groups  # schedulers and optimizers around it hold on to them
 
@@ -308,7 +308,7 @@ def test_state_dict_that_does_not_load_back_is_told_and_the_rest_is_back() -> No
     model = plain_net()
     optimizer = DoesNotLoadBack(model.parameters())
     _train(model, optimizer, DATA[:3])
-    whole = Whole({"": model}, optimizer)
+    whole = RunState({"": model}, optimizer)
     state, then = _through_a_file(whole.gather()), copy.deepcopy(model.state_dict())
     _train(model, optimizer, DATA[3:6])
     (told,) = whole.put_back(state)
@@ -319,10 +319,10 @@ def test_state_dict_that_does_not_load_back_is_told_and_the_rest_is_back() -> No
 def test_setting_that_never_moved_stays_the_program_s_own() -> None:
     model = plain_net()
     old = EVERY["sophia"](model.parameters())
-    state = _through_a_file(Whole({"": model}, old).gather())
+    state = _through_a_file(RunState({"": model}, old).gather())
     new: Any = EVERY["sophia"](model.parameters())
     new.every = 7
-    Whole({"": model}, new).put_back(state)
+    RunState({"": model}, new).put_back(state)
     assert new.every == 7
 
 
@@ -332,14 +332,14 @@ def test_state_of_a_parameter_that_left_the_optimizer_is_refused() -> None:
     _train(model, optimizer, DATA[:2])
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(StateError, match="keeps state of a parameter"):
-        Whole({"": nn.Sequential(model[0])}, optimizer).gather()
+        RunState({"": nn.Sequential(model[0])}, optimizer).gather()
 
 
 def test_checkpoint_of_an_earlier_version_still_loads() -> None:
     model = plain_net()
     optimizer = EVERY["madgrad"](model.parameters())
     _train(model, optimizer, DATA[:3])
-    whole = Whole({"": model}, optimizer)
+    whole = RunState({"": model}, optimizer)
     state = _through_a_file(whole.gather())
     del state.facts["optimizer_more"]
     whole.put_back(state)

@@ -16,7 +16,7 @@ import stepguard
 from guard.scenes import difference, quiet
 from stepguard import Guard
 from stepguard.state.ownership import Ownership
-from stepguard.state.run_state import Whole
+from stepguard.state.run_state import RunState
 
 STEPS = 24
 DAMAGE = 17
@@ -146,7 +146,7 @@ class Taught(nn.Module):
 def test_teacher_that_no_optimizer_holds_goes_back_with_its_student() -> None:
     model = Taught()
     optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
-    whole = Whole({"": model}, optimizer)
+    whole = RunState({"": model}, optimizer)
     state = whole.gather()
     state.tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
     then = copy.deepcopy(model.state_dict())
@@ -160,10 +160,10 @@ def test_teacher_that_no_optimizer_holds_goes_back_with_its_student() -> None:
 def test_only_own_parameters_are_lent() -> None:
     gan = Gan()
     optimizer = torch.optim.SGD(gan.maker.parameters(), 0.1)
-    whole = Whole({"": gan}, optimizer)
+    whole = RunState({"": gan}, optimizer)
     state = whole.gather()
     state.tensors = {name: torch.zeros_like(tensor) for name, tensor in state.tensors.items()}
-    with whole.lent(state):
+    with whole.parameters_from(state):
         assert not gan.maker[0].weight.any()
         assert gan.judge.net[0].weight.any()
     assert gan.maker[0].weight.any()

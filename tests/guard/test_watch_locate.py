@@ -202,7 +202,7 @@ def test_what_came_in_computed_is_not_called_an_input() -> None:
         optimizer.step()
     found = origin(guard.incidents[0])
     assert (found.phase, found.tensor, found.op, found.reproduced) == ("forward", None, None, None)
-    assert any("through an argument" in note for note in found.notes)
+    assert any("through an argument" in remark for remark in found.remarks)
 
 
 # --- outside the model: said honestly, then traced
@@ -221,7 +221,7 @@ def test_what_is_born_in_the_loss_is_said_to_be_outside_the_model(loss: Loss, ph
         None,
     )
     assert found.reproduced is None
-    assert any("outside the model" in note for note in found.notes)
+    assert any("outside the model" in remark for remark in found.remarks)
     assert (
         "output gradient" not in f"{incident.verdict.summary} {found} {incident.reading.bad_inputs}"
     )

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MOST_LINES = 400
-MOST_FUNCTION_LINES = 40
+MOST_FUNCTION_LINES = 50
+"""Lines of a body: forty plain lines read better than twenty folded ones."""
 LEAST_DOCSTRING = 20
 MACHINE_PATH = re.compile(r"(?<![\w.:/}-])/(?:work|root|home/\w+|Users/\w+)/[\w.]")
 REGISTRY = re.compile(
@@ -18,13 +19,23 @@ REGISTRY = re.compile(
 
 
 def long_functions(source: str) -> list[str]:
-    """Functions with more lines than allowed, decorators not counted."""
-    return [
-        f"{node.name} has {lines} lines"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MOST_FUNCTION_LINES
-    ]
+    """Functions whose body has too many lines; signature and docstring do not count."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = _body_lines(node)
+            if lines > MOST_FUNCTION_LINES:
+                found.append(f"{node.name} has {lines} lines")
+    return found
+
+
+def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = node.body
+    if ast.get_docstring(node, clean=False) is not None:
+        body = body[1:]
+    if not body:
+        return 0
+    return (node.end_lineno or node.lineno) - body[0].lineno + 1
 
 
 def too_long(source: str) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepguard.records import Origin
+from stepguard.records import Evidence, Origin
+from stepguard.records.evidence import NO_EVIDENCE
 
 from .loop import Loop
 
@@ -67,7 +69,7 @@ class Case:
     node: str | None = None
     tensor: str | None = None
     samples: tuple[int, ...] | None = None
-    facts: tuple[str, ...] = ()
+    evidence: Evidence = NO_EVIDENCE
     index: tuple[int, ...] | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
         default=lambda p: torch.optim.SGD(p, lr=0.01)
@@ -95,8 +97,10 @@ def check(case: Case) -> Origin:
     assert origin.tensor == case.tensor, origin
     if case.samples is not None:
         assert origin.samples == case.samples, origin
-    missing = [fact for fact in case.facts if fact not in origin.notes]
-    assert not missing, (missing, origin.notes)
+    stated = origin.evidence.stated()
+    for name, value in case.evidence.stated().items():
+        wanted = pytest.approx(value) if isinstance(value, float) else value
+        assert stated.get(name) == wanted, (name, stated)
     if case.index is not None:
         assert origin.inputs[0].index == case.index
     assert origin.reproduced is True

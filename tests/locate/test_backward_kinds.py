@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stepguard.locate import finite_unscaled, locate
+from stepguard.locate import locate
+from stepguard.records import Evidence
 
 from .cases import Case, Net, check, mse, net_case, noise, with_row
 from .loop import Loop
@@ -28,23 +30,23 @@ def kind(make: Callable[[], Case]) -> Callable[[], Case]:
 def backward(
     node: str,
     op: str,
-    *facts: str,
     module: str | None = "act",
     samples: tuple[int, ...] | None = (1,),
+    **evidence: Any,
 ) -> dict:
     return {
         "phase": "backward",
         "module": module,
         "op": op,
         "node": node,
-        "facts": facts,
+        "evidence": Evidence(**evidence),
         "samples": samples,
     }
 
 
 @kind
 def arccosine_at_one() -> Case:
-    place = backward("AcosBackward0", "aten.rsqrt", "denominator=zero", "singular_at=0")
+    place = backward("AcosBackward0", "aten.rsqrt", zero_denominator=True, singular_at=0.0)
     return net_case(lambda x: torch.acos(torch.tanh(x)), with_row(1000.0), **place)
 
 
@@ -53,7 +55,7 @@ def fractional_power_at_zero() -> Case:
     return net_case(
         lambda x: x.abs() ** 0.5,
         with_row(0.0),
-        **backward("PowBackward0", "aten.pow", "negative_power"),
+        **backward("PowBackward0", "aten.pow", negative_power=True),
     )
 
 
@@ -63,7 +65,7 @@ def distance_of_a_point_to_itself() -> Case:
         h = model(batch["x"])
         return ((h[:, None] - h[None]) ** 2).sum(-1).sqrt().mean()
 
-    place = backward("SqrtBackward0", "aten.div", "denominator=zero", module=None, samples=())
+    place = backward("SqrtBackward0", "aten.div", zero_denominator=True, module=None, samples=())
     return Case(nn.Linear(3, 3), {"x": noise(4, 3)}, loss, **place)
 
 
@@ -78,7 +80,9 @@ def eigenvectors_of_equal_eigenvalues() -> Case:
             values, vectors = torch.linalg.eigh(self.weight)
             return x @ vectors * values
 
-    place = backward("LinalgEighBackward0", "aten.div_", "denominator=zero", module="", samples=())
+    place = backward(
+        "LinalgEighBackward0", "aten.div_", zero_denominator=True, module="", samples=()
+    )
     return Case(Basis(), {"x": noise(4, 3), "y": noise(4, 3, seed=1)}, mse, **place)
 
 
@@ -96,7 +100,7 @@ def gradient_of_a_custom_function() -> Case:
             return grad * x / x.abs()
 
     return net_case(
-        Sign.apply, with_row(0.0), **backward("SignBackward", "aten.div", "denominator=zero")
+        Sign.apply, with_row(0.0), **backward("SignBackward", "aten.div", zero_denominator=True)
     )
 
 
@@ -123,7 +127,7 @@ def root_in_an_unselected_branch() -> Case:
         return torch.where(x > 0, torch.sqrt(x), torch.zeros_like(x))
 
     place = backward(
-        "SqrtBackward0", "aten.div", "where=unselected", "selected_against=aten.sqrt", samples=()
+        "SqrtBackward0", "aten.div", unselected=True, selected_against="aten.sqrt", samples=()
     )
     return net_case(branch, **place)
 
@@ -134,7 +138,11 @@ def root_at_zero_in_an_unselected_branch() -> Case:
         return torch.where(x != 0, torch.sqrt(x * x), torch.zeros_like(x))
 
     place = backward(
-        "SqrtBackward0", "aten.div", "where=unselected", "upstream_grad=zero", "numerator=zero"
+        "SqrtBackward0",
+        "aten.div",
+        unselected=True,
+        zero_upstream_gradient=True,
+        zero_numerator=True,
     )
     return net_case(branch, with_row(0.0), **place)
 
@@ -149,7 +157,9 @@ def root_of_a_zero_distance_between_indexed_points() -> Case:
         return torch.zeros_like(x).index_add(1, torch.tensor([0, 1]), unit)
 
     return net_case(
-        normalised, with_row(0.0), **backward("SqrtBackward0", "aten.div", "upstream_grad=zero")
+        normalised,
+        with_row(0.0),
+        **backward("SqrtBackward0", "aten.div", zero_upstream_gradient=True),
     )
 
 
@@ -158,9 +168,7 @@ def power_at_zero_in_an_unselected_branch() -> Case:
     def branch(x: Tensor) -> Tensor:
         return torch.where(x != 0, x.abs() ** 0.5, torch.zeros_like(x))
 
-    return net_case(
-        branch, with_row(0.0), **backward("PowBackward0", "aten.pow", "where=unselected")
-    )
+    return net_case(branch, with_row(0.0), **backward("PowBackward0", "aten.pow", unselected=True))
 
 
 @kind
@@ -169,7 +177,7 @@ def reciprocal_in_an_unselected_branch() -> Case:
         return torch.where(x.abs() > 0, 1 / x, torch.zeros_like(x))
 
     return net_case(
-        branch, with_row(0.0), **backward("ReciprocalBackward0", "aten.mul", "where=unselected")
+        branch, with_row(0.0), **backward("ReciprocalBackward0", "aten.mul", unselected=True)
     )
 
 
@@ -178,9 +186,7 @@ def logarithm_before_a_masked_fill() -> Case:
     def branch(x: Tensor) -> Tensor:
         return torch.log(x * x).masked_fill(x == 0, 0.0)
 
-    return net_case(
-        branch, with_row(0.0), **backward("LogBackward0", "aten.div", "where=unselected")
-    )
+    return net_case(branch, with_row(0.0), **backward("LogBackward0", "aten.div", unselected=True))
 
 
 @kind
@@ -189,7 +195,7 @@ def logarithm_before_a_boolean_index() -> Case:
         h = model(batch["x"]) ** 2
         return torch.log(h)[h > 0].mean()
 
-    place = backward("LogBackward0", "aten.div", "where=unselected", module=None)
+    place = backward("LogBackward0", "aten.div", unselected=True, module=None)
     return Case(nn.Linear(3, 3, bias=False), {"x": with_row(0.0)}, loss, **place)
 
 
@@ -199,32 +205,30 @@ def ratio_in_an_unselected_branch() -> Case:
         size = (x * x).sum(-1, keepdim=True)
         return torch.where(size > 0, x / size, x)
 
-    return net_case(
-        branch, with_row(0.0), **backward("DivBackward0", "aten.div", "where=unselected")
-    )
+    return net_case(branch, with_row(0.0), **backward("DivBackward0", "aten.div", unselected=True))
 
 
 def forward(
-    op: str, *facts: str, module: str | None = "act", samples: tuple[int, ...] = (1,)
+    op: str, module: str | None = "act", samples: tuple[int, ...] = (1,), **evidence: Any
 ) -> dict:
     return {
         "phase": "forward",
         "module": module,
         "op": op,
-        "facts": ("absorbed=forward", *facts),
+        "evidence": Evidence(absorbed=True, **evidence),
         "samples": samples,
     }
 
 
 @kind
 def infinity_absorbed_by_a_clamp() -> Case:
-    place = forward("aten.exp", "absorbed_by=aten.clamp")
+    place = forward("aten.exp", absorbed_by="aten.clamp")
     return net_case(lambda x: torch.exp(x).clamp(max=10.0), with_row(500.0), **place)
 
 
 @kind
 def not_a_number_absorbed_by_nan_to_num() -> Case:
-    place = forward("aten.div", "absorbed_by=aten.nan_to_num", "denominator=zero")
+    place = forward("aten.div", absorbed_by="aten.nan_to_num", zero_denominator=True)
     return net_case(lambda x: torch.nan_to_num(x / x), with_row(0.0), **place)
 
 
@@ -233,7 +237,7 @@ def infinity_absorbed_by_an_exponential() -> Case:
     return net_case(
         lambda x: torch.exp(-torch.exp(x)),
         with_row(400.0),
-        **forward("aten.exp", "absorbed_by=aten.exp"),
+        **forward("aten.exp", absorbed_by="aten.exp"),
     )
 
 
@@ -250,7 +254,7 @@ def logarithm_of_an_underflown_probability() -> Case:
         "phase": "loss",
         "module": None,
         "op": "aten.log",
-        "facts": ("argument_from=aten._softmax",),
+        "evidence": Evidence(argument_from="aten._softmax"),
     }
     return Case(model, {"x": torch.eye(3), "y": torch.arange(3)}, loss, **place)
 
@@ -272,12 +276,12 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     ("function", "value", "expected"),
     [
-        (lambda x: torch.sqrt(x * x), 0.0, backward("SqrtBackward0", "aten.div", "singular_at=0")),
+        (lambda x: torch.sqrt(x * x), 0.0, backward("SqrtBackward0", "aten.div", singular_at=0.0)),
         (lambda x: torch.exp(-torch.exp(x)), 400.0, forward("aten.exp")),
         (
             lambda x: torch.where(x <= 0, x.exp(), 1 + x),
             400.0,
-            backward("ExpBackward0", "aten.mul", "where=unselected"),
+            backward("ExpBackward0", "aten.mul", unselected=True),
         ),
         (
             lambda x: torch.exp(x),
@@ -296,7 +300,7 @@ def test_checkpointed_block_is_seen_through(
 
 def test_indexing_by_positions_deselects_nothing() -> None:
     origin = check(CASES["root_of_a_zero_distance_between_indexed_points"]())
-    assert "where=unselected" not in origin.notes
+    assert not origin.evidence.unselected
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -317,7 +321,7 @@ def test_gradient_accumulation_overflow_names_the_micro_batch() -> None:
     place = (origin.phase, origin.module, origin.op, origin.node, origin.micro_batch)
     assert place == ("backward", None, "aten.add_", "torch::autograd::AccumulateGrad", 2)
     assert origin.source is not None and origin.samples == ()
-    assert {"half", "finite_in=float32"} <= set(origin.notes)
+    assert origin.evidence.half_precision and origin.evidence.finite_in == "float32"
 
 
 def test_loss_scale_is_part_of_the_replay() -> None:
@@ -331,11 +335,11 @@ def test_loss_scale_is_part_of_the_replay() -> None:
     loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, scaler=scaler)
     origin = loop.step(0, [{"x": noise(8, 4) * 4, "y": noise(8, 1) * 4}])
     assert origin is not None and origin.phase == "backward" and origin.reproduced
-    assert {"scale=4.1943e+06", "half", "finite_in=float32"} <= set(origin.notes)
+    assert origin.evidence.half_precision and origin.evidence.finite_in == "float32"
+    assert origin.evidence.scale == 2.0**22
     assert loop.last is not None
     step, reading = loop.last
-    assert finite_unscaled(step) is True
-    assert "overflow=scale" in locate(step, replace(reading, overflow=True)).notes
+    assert locate(step, replace(reading, overflow=True)).evidence.scale_overflow
 
 
 def test_criterion_outside_the_model_keeps_its_name() -> None:

@@ -156,10 +156,10 @@ def test_a_batch_that_cannot_be_cut_is_not_searched_row_by_row_and_not_tried_aga
     effort = case.effort(steps=100.0)
     first, runs = case.locate(effort)
     assert (first.op, first.samples) == ("aten._softmax", ())
-    assert any("takes this batch whole" in note for note in first.notes)
+    assert any("takes this batch whole" in remark for remark in first.remarks)
     assert runs <= 6
     again, runs = case.locate(effort)
-    assert (again.op, again.notes) == (first.op, first.notes)
+    assert (again.op, again.evidence, again.remarks) == (first.op, first.evidence, first.remarks)
     assert runs == 1  # the traced one
 
 
@@ -167,7 +167,7 @@ def test_the_search_for_samples_ends_with_the_budget_and_says_so(replays: list[i
     case = transposed(replays, 64, guilty=40)
     origin, runs = case.locate(case.effort(steps=6.0))
     assert (origin.op, origin.samples) == ("aten.pow", ())
-    assert any("cut short" in note and "6 bare steps" in note for note in origin.notes)
+    assert any("cut short" in remark and "6 bare steps" in remark for remark in origin.remarks)
     assert runs <= 1 + 6  # the traced run, without which nothing is known, and the budget
 
 
@@ -175,7 +175,7 @@ def test_with_a_larger_budget_the_same_search_comes_to_its_end(replays: list[int
     case = transposed(replays, 64, guilty=40)
     origin, _ = case.locate(case.effort(steps=20.0))
     assert origin.samples == (40,)
-    assert not any("cut short" in note for note in origin.notes)
+    assert not any("cut short" in remark for remark in origin.remarks)
 
 
 def test_where_steps_are_short_the_floor_is_the_budget(replays: list[int]) -> None:
@@ -194,7 +194,7 @@ def test_a_place_where_no_sample_could_be_told_is_not_searched_for_ever(replays:
     last, runs = searches[-1]
     assert runs == 1
     assert last.op == "aten.log"
-    assert any("no sample was searched for" in note for note in last.notes)
+    assert any("no sample was searched for" in remark for remark in last.remarks)
 
 
 def test_traced_steps_do_not_count_as_bare_ones() -> None:

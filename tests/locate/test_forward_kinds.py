@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepguard.records import Evidence
+
 from .cases import Case, check, mse, net_case, noise, with_row
 
 CASES: dict[str, Callable[[], Case]] = {}
@@ -24,14 +26,18 @@ def kind(make: Callable[[], Case]) -> Callable[[], Case]:
 
 @kind
 def log_of_a_negative_activation() -> Case:
-    facts = ("argument=negative", "argument_from=aten.mm")
-    return net_case(torch.log, phase="forward", module="act", op="aten.log", facts=facts)
+    evidence = Evidence(argument="negative", argument_from="aten.mm")
+    return net_case(torch.log, phase="forward", module="act", op="aten.log", evidence=evidence)
 
 
 @kind
 def root_of_a_negative_activation() -> Case:
     return net_case(
-        torch.sqrt, phase="forward", module="act", op="aten.sqrt", facts=("argument=negative",)
+        torch.sqrt,
+        phase="forward",
+        module="act",
+        op="aten.sqrt",
+        evidence=Evidence(argument="negative"),
     )
 
 
@@ -43,7 +49,11 @@ def root_in_place() -> Case:
 @kind
 def power_of_a_negative_base() -> Case:
     return net_case(
-        lambda x: x**1.5, phase="forward", module="act", op="aten.pow", facts=("argument=negative",)
+        lambda x: x**1.5,
+        phase="forward",
+        module="act",
+        op="aten.pow",
+        evidence=Evidence(argument="negative"),
     )
 
 
@@ -58,7 +68,9 @@ def arcsine_outside_its_domain() -> Case:
 
 @kind
 def division_by_the_norm_of_a_zero_vector() -> Case:
-    facts = ("denominator=zero", "numerator=zero", "denominator_from=aten.linalg_vector_norm")
+    evidence = Evidence(
+        zero_denominator=True, zero_numerator=True, denominator_from="aten.linalg_vector_norm"
+    )
     return net_case(
         lambda x: x / x.norm(dim=-1, keepdim=True),
         with_row(0.0),
@@ -66,7 +78,7 @@ def division_by_the_norm_of_a_zero_vector() -> Case:
         module="act",
         op="aten.div",
         samples=(1,),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -79,7 +91,9 @@ def rsqrt_of_a_zero_variance() -> Case:
         module="act",
         op="aten.rsqrt",
         samples=(1,),
-        facts=("denominator=zero", "denominator_from=aten.var", "then=aten.mul"),
+        evidence=Evidence(
+            zero_denominator=True, denominator_from="aten.var", turned_nan_by="aten.mul"
+        ),
     )
 
 
@@ -93,7 +107,7 @@ def deviation_of_a_single_sample() -> Case:
         module="act",
         op="aten.std",
         samples=(),
-        facts=("one_element",),
+        evidence=Evidence(reduced_elements=1),
     )
 
 
@@ -105,7 +119,7 @@ def zero_times_infinity_blames_the_exp() -> Case:
         phase="forward",
         module="act",
         op="aten.exp",
-        facts=("then=aten.mul",),
+        evidence=Evidence(turned_nan_by="aten.mul"),
     )
 
 
@@ -117,7 +131,7 @@ def infinity_minus_infinity_blames_the_exp() -> Case:
         phase="forward",
         module="act",
         op="aten.exp",
-        facts=("then=aten.sub", "finite_in=float64"),
+        evidence=Evidence(turned_nan_by="aten.sub", finite_in="float64"),
     )
 
 
@@ -127,7 +141,7 @@ def mask_written_as_a_product_with_infinity() -> Case:
         return torch.softmax(model(batch["x"]) + (1 - batch["mask"]) * -math.inf, -1).pow(2).mean()
 
     batch = {"x": noise(4, 3), "mask": torch.ones(4, 3)}
-    facts = ("zero_times_inf", "tame_inf")
+    evidence = Evidence(zero_times_inf=True, intended_inf=True)
     return Case(
         nn.Linear(3, 3),
         batch,
@@ -136,7 +150,7 @@ def mask_written_as_a_product_with_infinity() -> Case:
         module=None,
         op="aten.mul",
         samples=(),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -148,7 +162,7 @@ def logsumexp_over_a_masked_row() -> Case:
     mask = torch.zeros(4, 3, dtype=torch.bool)
     mask[2] = True
     batch = {"x": noise(4, 3), "mask": mask}
-    facts = ("masked_rows=1", "tame_inf")
+    evidence = Evidence(masked_rows=1, intended_inf=True)
     return Case(
         nn.Linear(3, 3),
         batch,
@@ -157,7 +171,7 @@ def logsumexp_over_a_masked_row() -> Case:
         module=None,
         op="aten.logsumexp",
         samples=(2,),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -169,7 +183,7 @@ def target_class_is_masked() -> Case:
     mask = torch.zeros(4, 3, dtype=torch.bool)
     mask[2, 1] = True
     batch = {"x": noise(4, 3), "mask": mask, "y": torch.tensor([0, 1, 1, 2])}
-    facts = ("target_probability=zero",)
+    evidence = Evidence(zero_target_probability=True)
     return Case(
         nn.Linear(3, 3),
         batch,
@@ -178,7 +192,7 @@ def target_class_is_masked() -> Case:
         module=None,
         op="aten.nll_loss_forward",
         samples=(2,),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -188,7 +202,7 @@ def all_targets_ignored() -> Case:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     batch = {"x": noise(4, 3), "y": torch.full((4,), -100)}
-    facts = ("valid_targets=0", "targets=4")
+    evidence = Evidence(valid_targets=0, targets=4)
     return Case(
         nn.Linear(3, 3),
         batch,
@@ -197,7 +211,7 @@ def all_targets_ignored() -> Case:
         module=None,
         op="aten.nll_loss_forward",
         samples=(),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -221,7 +235,7 @@ def divergence_with_a_zero_probability() -> Case:
 
     q = torch.full((4, 3), 1 / 3)
     q[1] = torch.tensor([0.0, 0.5, 0.5])
-    facts = ("argument=zero", "argument_root=batch:q", "then=aten.mul")
+    evidence = Evidence(argument="zero", argument_root="batch:q", turned_nan_by="aten.mul")
     return Case(
         nn.Linear(3, 3),
         {"x": noise(4, 3), "q": q},
@@ -230,7 +244,7 @@ def divergence_with_a_zero_probability() -> Case:
         module=None,
         op="aten.log",
         samples=(1,),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -247,7 +261,7 @@ def attention_weights_that_sum_to_zero() -> Case:
 
     mask = torch.ones(4, 3)
     mask[0] = 0
-    facts = ("denominator=zero", "denominator_from=aten.sum")
+    evidence = Evidence(zero_denominator=True, denominator_from="aten.sum")
     return Case(
         Gate(),
         {"x": noise(4, 3), "mask": mask},
@@ -256,7 +270,7 @@ def attention_weights_that_sum_to_zero() -> Case:
         module="",
         op="aten.div",
         samples=(0,),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -265,11 +279,11 @@ def masked_mean_without_any_valid_element() -> Case:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return (model(batch["x"]).squeeze(-1) * batch["mask"]).sum() / batch["mask"].sum()
 
-    facts = (
-        "denominator=zero",
-        "numerator=zero",
-        "denominator_from=aten.sum",
-        "denominator_root=batch:mask",
+    evidence = Evidence(
+        zero_denominator=True,
+        zero_numerator=True,
+        denominator_from="aten.sum",
+        denominator_root="batch:mask",
     )
     batch = {"x": noise(4, 3), "mask": torch.zeros(4)}
     return Case(
@@ -280,7 +294,7 @@ def masked_mean_without_any_valid_element() -> Case:
         module=None,
         op="aten.div",
         samples=(),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -298,7 +312,7 @@ def mean_of_an_empty_selection() -> Case:
         module=None,
         op="aten.mean",
         samples=(),
-        facts=("reduced=0",),
+        evidence=Evidence(reduced_elements=0),
     )
 
 
@@ -322,7 +336,7 @@ def test_epsilon_that_vanishes_in_half_precision_is_a_fact() -> None:
             return h / (h.abs().sum(-1, keepdim=True) + 1e-8)
 
     batch = {"x": with_row(0.0).half(), "y": noise(4, 3).half()}
-    facts = ("denominator=zero", "eps_vanished=1e-08", "half")
+    evidence = Evidence(zero_denominator=True, eps_vanished=1e-08, half_precision=True)
     check(
         Case(
             Norm().half(),
@@ -332,7 +346,7 @@ def test_epsilon_that_vanishes_in_half_precision_is_a_fact() -> None:
             module="",
             op="aten.div",
             samples=(1,),
-            facts=facts,
+            evidence=evidence,
         )
     )
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepguard.records import Evidence
+
 from .cases import Case, check, mse, net_case, noise, with_row
 
 CASES: dict[str, Callable[[], Case]] = {}
@@ -26,9 +28,21 @@ def half_precision_overflow_in_a_linear_layer() -> Case:
     with torch.no_grad():
         model[0].weight.fill_(1.0)  # type: ignore[union-attr,operator]
     batch = {"x": with_row(60000.0).half(), "y": noise(4, 1).half()}
-    facts = ("half", "dtype_limit=65504", "finite_in=float32", "then=aten.native_layer_norm")
+    evidence = Evidence(
+        half_precision=True,
+        dtype_limit=65504.0,
+        finite_in="float32",
+        turned_nan_by="aten.native_layer_norm",
+    )
     return Case(
-        model, batch, mse, phase="forward", module="0", op="aten.mm", samples=(1,), facts=facts
+        model,
+        batch,
+        mse,
+        phase="forward",
+        module="0",
+        op="aten.mm",
+        samples=(1,),
+        evidence=evidence,
     )
 
 
@@ -36,7 +50,7 @@ def half_precision_overflow_in_a_linear_layer() -> Case:
 def half_precision_sum_overflow_names_no_sample() -> Case:
     model = nn.Linear(3, 8).half()
     batch = {"x": (noise(64, 3) * 100).abs().half()}
-    facts = ("finite_in=float32", "samples=confounded")
+    evidence = Evidence(finite_in="float32", confounded_samples=True)
     return Case(
         model,
         batch,
@@ -45,7 +59,7 @@ def half_precision_sum_overflow_names_no_sample() -> Case:
         module=None,
         op="aten.sum",
         samples=(),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -55,7 +69,7 @@ def bfloat16_rounds_a_denominator_to_zero() -> Case:
         return (model(batch["x"]).pow(2).mean(-1) / (1 - batch["t"].bfloat16())).mean()
 
     batch = {"x": noise(4, 3).bfloat16(), "t": torch.tensor([0.5, 0.9995, 0.3, 0.2])}
-    facts = ("half", "denominator=zero", "denominator_root=batch:t")
+    evidence = Evidence(half_precision=True, zero_denominator=True, denominator_root="batch:t")
     return Case(
         nn.Linear(3, 3).bfloat16(),
         batch,
@@ -64,13 +78,13 @@ def bfloat16_rounds_a_denominator_to_zero() -> Case:
         module=None,
         op="aten.div",
         samples=(1,),
-        facts=facts,
+        evidence=evidence,
     )
 
 
 @kind
 def extreme_finite_sample_overflows_downstream() -> Case:
-    facts = ("finite_in=float64", "sample_max=1e+30")
+    evidence = Evidence(finite_in="float64", sample_max=1e30)
     return net_case(
         lambda x: x**2,
         with_row(1e30),
@@ -78,7 +92,7 @@ def extreme_finite_sample_overflows_downstream() -> Case:
         module="act",
         op="aten.pow",
         samples=(1,),
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -91,7 +105,7 @@ def spectrum_of_silence_in_decibel() -> Case:
         module="act",
         op="aten.log10",
         samples=(1,),
-        facts=("argument=zero", "argument_from=aten.abs"),
+        evidence=Evidence(argument="zero", argument_from="aten.abs"),
     )
 
 
@@ -111,7 +125,7 @@ def weight_norm_of_a_zero_row() -> Case:
         mse,
         **place,
         samples=(),
-        facts=("denominator=zero",),
+        evidence=Evidence(zero_denominator=True),
     )
 
 
@@ -136,7 +150,7 @@ def ctc_target_longer_than_its_input() -> Case:
         module=None,
         op="aten._ctc_loss",
         samples=(1,),
-        facts=("ctc_infeasible=1",),
+        evidence=Evidence(ctc_infeasible=1),
     )
 
 
@@ -152,7 +166,7 @@ def negative_running_variance_in_evaluation_mode() -> Case:
         mse,
         **place,
         samples=(),
-        facts=("argument=negative",),
+        evidence=Evidence(argument="negative"),
     )
 
 
@@ -187,7 +201,7 @@ def softmax_after_an_in_place_mask() -> Case:
         module="",
         op="aten._softmax",
         samples=(1,),
-        facts=("masked_rows=3", "rows=9"),
+        evidence=Evidence(masked_rows=3, rows=9),
     )
 
 
@@ -208,7 +222,7 @@ def memory_that_nobody_wrote() -> Case:
             return self.linear(x) + scratch
 
     batch = {"x": noise(4, 3)}
-    facts = ("uninitialised",)
+    evidence = Evidence(uninitialised=True)
     return Case(
         Scratch(),
         batch,
@@ -216,7 +230,7 @@ def memory_that_nobody_wrote() -> Case:
         phase="forward",
         module="",
         op="aten.empty",
-        facts=facts,
+        evidence=evidence,
     )
 
 
@@ -244,7 +258,7 @@ def forces_computed_in_the_forward() -> Case:
         op="aten.div",
         node="SqrtBackward0",
         samples=(2,),
-        facts=("inner_grad", "denominator=zero"),
+        evidence=Evidence(inner_gradient=True, zero_denominator=True),
     )
 
 

@@ -113,4 +113,4 @@ def test_fault_that_only_the_compiled_graph_has() -> None:
     )
     origin = loop.step(0, [noise(4, 3)])
     assert origin is not None
-    assert origin.reproduced is True and "compiled-only" in origin.notes and origin.phase == "loss"
+    assert origin.reproduced is True and origin.evidence.compiled_only and origin.phase == "loss"

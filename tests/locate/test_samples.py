@@ -37,7 +37,7 @@ def test_all_samples_guilty_names_none() -> None:
             "aten.log",
         )
     )
-    assert origin.samples == () and "samples=confounded" in origin.notes
+    assert origin.samples == () and origin.evidence.confounded_samples
 
 
 @pytest.mark.parametrize("guilty", [0, 5, 12])

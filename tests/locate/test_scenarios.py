@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepguard.records import Evidence
+
 from .cases import Apply, Case, check, mse, net_case, noise, with_row
 from .loop import Loop
 
@@ -51,7 +53,7 @@ def test_square_root_at_zero_is_a_backward_origin() -> None:
         op="aten.div",
         node="SqrtBackward0",
         samples=(1,),
-        facts=("denominator=zero", "singular_at=0"),
+        evidence=Evidence(zero_denominator=True, singular_at=0.0),
     )
     origin = check(case)
     assert origin.source is not None and "test_scenarios.py" in origin.source
@@ -75,7 +77,7 @@ def test_fully_masked_softmax_blames_the_softmax_and_not_the_mask() -> None:
             module=None,
             op="aten._softmax",
             samples=(2,),
-            facts=("masked_rows=1", "rows=4", "tame_inf"),
+            evidence=Evidence(masked_rows=1, rows=4, intended_inf=True),
         )
     )
 
@@ -115,7 +117,7 @@ def test_nan_in_one_weight_names_the_element() -> None:
             tensor="param:2.weight",
             samples=(),
             index=(0, 2),
-            facts=("bad_elements=1", "elements=4"),
+            evidence=Evidence(bad_elements=1, elements=4),
         )
     )
 

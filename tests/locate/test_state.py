@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.locate import locate
-from stepguard.locate.facts import fact, facts_of
-from stepguard.records import Origin, Reading
+from stepguard.records import Evidence, Origin, Reading
 
 from .cases import Case, check, find, mse, noise
 from .loop import Loop
@@ -80,7 +79,13 @@ def test_infinite_entry_of_a_table_that_multiplies_the_loss_is_the_origin() -> N
     batch = {"x": noise(4, 3), "t": torch.tensor([1, 2, 0, 2])}
     place = {"phase": "state", "module": "", "op": "aten.index", "tensor": "buffer:table"}
     check(
-        Case(Weighted(), batch, lambda m, b: m(b["x"], b["t"]).mean(), **place, facts=("as_data",))
+        Case(
+            Weighted(),
+            batch,
+            lambda m, b: m(b["x"], b["t"]).mean(),
+            **place,
+            evidence=Evidence(as_data=True),
+        )
     )
 
 
@@ -88,7 +93,7 @@ def test_nan_that_a_condition_chose_is_born_where_it_was_chosen() -> None:
     model = nn.Linear(3, 3, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.diag(torch.tensor([1.0, 1.0, -0.5])))
-    facts = ("chosen_by=aten._linalg_slogdet",)
+    evidence = Evidence(chosen_by="aten._linalg_slogdet")
     place = {"phase": "loss", "module": None, "op": "aten.where"}
     check(
         Case(
@@ -96,7 +101,7 @@ def test_nan_that_a_condition_chose_is_born_where_it_was_chosen() -> None:
             {"x": noise(4, 3)},
             lambda m, b: m(b["x"]).mean() - torch.logdet(m.weight),
             **place,
-            facts=facts,
+            evidence=evidence,
         )
     )
 
@@ -132,7 +137,7 @@ def test_poisoned_optimizer_slot_names_slot_element_and_parameter() -> None:
     origin = loop.step(1, [batch])
     assert origin is not None
     assert (origin.phase, origin.tensor, origin.inputs[0].index) == ("state", "opt:exp_avg", (0, 2))
-    assert "parameter=weight" in origin.notes
+    assert origin.evidence.parameter == "weight"
 
 
 def test_infinite_value_in_the_second_micro_batch_names_it() -> None:
@@ -175,7 +180,7 @@ def test_sharded_parameters_are_not_replayed_alone() -> None:
     )
     origin = loop.step(0, [{"x": noise(4, 3), "y": noise(4, 1)}])
     assert isinstance(origin, Origin) and origin.reproduced is None
-    assert facts_of(origin.notes)["no-replay"] == "parameters are sharded over ranks"
+    assert origin.evidence.no_replay == "parameters are sharded over ranks"
 
 
 def test_finite_divergence_is_an_optimizer_origin_by_evidence() -> None:
@@ -190,15 +195,7 @@ def test_finite_divergence_is_an_optimizer_origin_by_evidence() -> None:
     )
     origin = locate(loop.last[0], reading)
     assert (origin.phase, origin.op, origin.method) == ("optimizer", None, "evidence")
-    assert {"lr=4", "repeat_loss=8.5"} <= set(origin.notes)
-
-
-def test_notes_read_back_as_facts() -> None:
-    assert facts_of((fact("masked_rows", 2), fact("half"), fact("scale", 0.1))) == {
-        "masked_rows": "2",
-        "half": "",
-        "scale": "0.1",
-    }
+    assert (origin.evidence.lr, origin.evidence.repeat_loss) == (4.0, 8.5)
 
 
 def test_modules_without_tensor_outputs_are_followed() -> None:

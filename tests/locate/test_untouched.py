@@ -133,7 +133,8 @@ def test_an_error_of_the_users_code_in_the_replay_gives_the_best_known_origin() 
     before = picture(step)
     origin = locate(step, reading)
     assert origin.reproduced is None and origin.tensor == "batch:x"
-    assert any(note.startswith("replay-error=KeyError") for note in origin.notes)
+    assert (origin.evidence.replay_error or "").startswith("KeyError")
+    assert origin.remarks == (f"the replay failed: {origin.evidence.replay_error}",)
     assert repr(picture(step)) == repr(before)
 
 
@@ -154,8 +155,7 @@ def test_a_step_that_is_clean_when_replayed_is_not_reproduced() -> None:
     step, reading = bad_step()
     step.micro_batches[0]["x"].nan_to_num_(0.0)
     origin = locate(step, reading)
-    assert origin.reproduced is False and "not-reproduced" in origin.notes
-    assert "transient" in origin.notes
+    assert origin.reproduced is False and origin.evidence.same_bits is True
 
 
 def test_a_clean_step_that_does_not_repeat_itself_is_nondeterministic() -> None:
@@ -165,4 +165,4 @@ def test_a_clean_step_that_does_not_repeat_itself_is_nondeterministic() -> None:
     assert steady is not None
     step.loss_fn = lambda batch: steady(batch) * (1.0 + 1e-3 * next(calls))
     origin = locate(step, reading)
-    assert origin.reproduced is False and "nondeterministic" in origin.notes
+    assert origin.reproduced is False and origin.evidence.same_bits is False

@@ -32,7 +32,9 @@ def test_epsilon_that_is_zero_in_half_precision(optimizer: type[torch.optim.Opti
     assert origin is not None
     place = (origin.phase, origin.module, origin.op, origin.tensor)
     assert place == ("optimizer", None, "aten.addcdiv_", "param:0.weight")
-    assert {"eps_underflow", "eps=1e-08", "denominator=zero", "half"} <= set(origin.notes)
+    evidence = origin.evidence
+    assert evidence.eps_underflow and evidence.eps == 1e-08
+    assert evidence.zero_denominator and evidence.half_precision
     assert origin.reproduced is True and origin.samples == ()
 
 
@@ -40,7 +42,9 @@ def test_a_foreach_update_names_the_operands_of_the_tensor_that_went_bad() -> No
     origin = half_embedding(torch.optim.Adam, eps=1e-8, foreach=True).step(0, [BATCH])
     assert origin is not None
     assert (origin.op, origin.tensor) == ("aten._foreach_addcdiv_", "param:0.weight")
-    assert {"denominator=zero", "numerator=zero", "eps_vanished=1e-08", "half"} <= set(origin.notes)
+    evidence = origin.evidence
+    assert evidence.zero_denominator and evidence.zero_numerator and evidence.half_precision
+    assert evidence.eps_vanished == 1e-08
     assert [operand.name for operand in origin.inputs[:3]] == ["self", "tensor1", "tensor2"]
     assert {operand.shape for operand in origin.inputs[:3]} == {(6, 4)}
     assert origin.inputs[2].value == 0.0
@@ -83,7 +87,7 @@ def test_learning_rate_that_is_infinite_is_found_in_the_update() -> None:
     )
     origin = loop.step(0, [noise(4, 3)])
     assert origin is not None and (origin.phase, origin.op) == ("optimizer", "aten.add_")
-    assert origin.tensor == "param:weight" and "lr=1e+38" in origin.notes
+    assert origin.tensor == "param:weight" and origin.evidence.lr == 1e38
 
 
 def test_finite_gradients_with_an_infinite_norm() -> None:
@@ -97,5 +101,5 @@ def test_finite_gradients_with_an_infinite_norm() -> None:
     origin = loop.step(0, [torch.ones(1, 100)])
     assert origin is not None
     assert (origin.phase, origin.module, origin.op) == ("optimizer", None, "aten._foreach_norm")
-    assert "finite_norm=1e+21" in origin.notes and origin.reproduced is True
+    assert origin.evidence.finite_norm == pytest.approx(1e21) and origin.reproduced is True
     assert origin.inputs[0].max == pytest.approx(1e20) and math.isinf(origin.output.value)  # type: ignore[union-attr,arg-type]

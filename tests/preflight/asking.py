@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepguard._errors import ConfigError
+from stepguard.preflight import Tracked
 from stepguard.preflight.run import check
 from stepguard.preflight.target import Request, resolve
 from stepguard.records.preflight import Outcome, Preflight
+from stepguard.state.importing import import_function, importable
 
 PROJECT = Path(__file__).parent / "project"
 CONFIG = json.loads((PROJECT / "config.json").read_text())
+HEALTHY = "tinychat.training:build"
 
 
 @contextmanager
@@ -41,12 +45,34 @@ def ask(
     """`stepguard check TARGET` in the project's folder."""
     with inside(PROJECT):
         request = Request(target=target, config=config, launcher=launcher, given=given)
-        subject, place = resolve(request)
-        return check(subject, only=only, target=target, place=place)
+        subject, invocation = resolve(request)
+        return check(subject, only=only, target=target, invocation=invocation)
 
 
 def ask_one(target: str, item: str, **given: Any) -> Outcome:
     return ask(target, item, **given).outcome(item)
+
+
+def said(result: Preflight, item: str) -> str:
+    """The evidence of one item in one line."""
+    return "; ".join(result.outcome(item).evidence)
+
+
+def assert_found(build: str, item: str, status: str, first: str, second: str) -> None:
+    """The item answers with this status and these words for a build function of the faults."""
+    outcome = ask_one(f"tinychat.faults:{build}", item)
+    text = "; ".join(outcome.evidence)
+    assert outcome.status == status, text
+    assert first in text and second in text
+    assert outcome.fix or status == "pass"
+
+
+def built(name: str = "training:build") -> dict[str, Any]:
+    """What a build function of the project returns."""
+    with inside(PROJECT), importable():
+        build = import_function(f"tinychat.{name}", ConfigError)
+        parts: dict[str, Any] = build(Tracked(CONFIG))
+    return parts
 
 
 def written(folder: Path, **changes: Any) -> Path:

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from preflight.asking import PROJECT, ask, inside, written
 from stepguard import ConfigError
-from stepguard.preflight.run import check, selected
-from stepguard.preflight.subject import Subject, subject_of
+from stepguard.preflight.run import check
 from stepguard.preflight.target import Request, resolve
 
 
@@ -57,8 +54,8 @@ def test_points_of_the_checklist_are_judged_by_a_configuration_alone(tmp_path: P
 def test_source_is_not_judged_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with inside(tmp_path):
-        subject, place = resolve(Request(target="config.json"))
-        result = check(subject, only=["checklist.norms"], place=place)
+        subject, invocation = resolve(Request(target="config.json"))
+        result = check(subject, only=["checklist.norms"], invocation=invocation)
     assert result.outcome("checklist.norms").status == "not_checked"
 
 
@@ -119,51 +116,3 @@ def test_file_of_an_unknown_kind_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.doc").touch()
     with inside(tmp_path), pytest.raises(ConfigError, match=r"files of kind \.doc are not known"):
         resolve(Request(target="a.doc"))
-
-
-MODEL = nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize(
-    ("built", "message"),
-    [
-        (None, "build returned a NoneType; return (model, optimizer, loss_fn)"),
-        ((1, 2), "build returned a tuple of 2"),
-        (
-            {"modell": MODEL},
-            "build returned the key 'modell', which is not known; use model, optimizer",
-        ),
-        ({"model": "x"}, "build: model is a str, not a Module"),
-        ((MODEL, "x"), "build: optimizer is a str, not a Optimizer"),
-        ({"loss_fn": 3}, "build: loss_fn is a int; give a function of a batch"),
-    ],
-)
-def test_unusable_result_of_a_build_function_is_one_clear_error(built: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        subject_of(built, "build")
-    assert message in str(error.value)
-
-
-def test_tuple_dict_and_subject_are_taken() -> None:
-    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
-    assert subject_of((MODEL, optimizer, abs), "build") == Subject(
-        model=MODEL, optimizer=optimizer, loss_fn=abs
-    )
-    assert subject_of({"model": MODEL}, "build") == subject_of(Subject(model=MODEL), "build")
-    wrapped = type("AcceleratedOptimizer", (), {"optimizer": optimizer})()
-    assert subject_of((MODEL, wrapped), "build").optimizer is optimizer
-
-
-def test_items_are_chosen_by_id_section_or_pattern() -> None:
-    assert [item.id for item in selected(("lr",), ())] == [
-        "lr.config",
-        "lr.schedule",
-        "lr.checkpoint",
-    ]
-    assert [item.id for item in selected(("lr.*",), ("lr.config", "*.checkpoint"))] == [
-        "lr.schedule"
-    ]
-    with pytest.raises(
-        ConfigError, match=r"'lrr' is no item; use an id such as 'lr\.config', or one of"
-    ):
-        selected(("lrr",), ())

@@ -85,6 +85,8 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
     kind, arguments = typing.get_origin(hint), typing.get_args(hint)
     if kind in (types.UnionType, typing.Union):
         return st.one_of(*map(of, arguments))
+    if kind is tuple and Ellipsis not in arguments:
+        return st.tuples(*map(of, arguments))
     if kind is tuple:
         return st.lists(of(arguments[0]), max_size=3).map(tuple)
     if kind is dict:

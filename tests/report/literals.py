@@ -9,7 +9,17 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stepguard.records import Decision, Finding, Incident, Operand, Origin, Reading, Remedy, Verdict
+from stepguard.records import (
+    Decision,
+    Evidence,
+    Finding,
+    Incident,
+    Operand,
+    Origin,
+    Reading,
+    Remedy,
+    Verdict,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -64,7 +74,8 @@ MASKED_ROW = Incident(
         ),
         method="replay",
         reproduced=True,
-        notes=("where:unselected", "the compiled graph was run eagerly"),
+        evidence=Evidence(unselected=True),
+        remarks=("the compiled graph was run eagerly",),
     ),
     findings=(
         Finding(

@@ -40,11 +40,18 @@ def refusal(folder: Path, **given: Any) -> str:
 
 def test_a_newer_schema_asks_for_an_upgrade(folder: Path) -> None:
     edit(folder, schema=99)
-    assert "schema 99; this stepguard reads up to 1: upgrade" in refusal(folder, build=build)
+    assert "schema 99; this stepguard reads up to 2: upgrade" in refusal(folder, build=build)
+
+
+def test_a_capsule_of_an_earlier_version_names_the_way_out(folder: Path) -> None:
+    edit(folder, schema=1)
+    message = refusal(folder, build=build)
+    assert "has schema 1, of an earlier stepguard" in message
+    assert "replay it with the version that wrote it" in message
 
 
 @pytest.mark.parametrize("schema", [None, "1", [1]])
-def test_a_schema_that_is_no_number_is_refused(folder: Path, schema: Any) -> None:
+def test_a_schema_that_is_not_a_number_is_refused(folder: Path, schema: Any) -> None:
     edit(folder, schema=schema)
     assert "has schema" in refusal(folder, build=build)
 
@@ -55,7 +62,7 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     assert f"is not a capsule: {name} is missing" in refusal(folder, build=build)
 
 
-def test_a_folder_that_does_not_exist_is_no_capsule(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_is_not_a_capsule(tmp_path: Path) -> None:
     assert "capsule.json is missing" in refusal(tmp_path / "nowhere", build=build)
 
 
@@ -67,7 +74,7 @@ def test_a_torn_file_is_refused(folder: Path, name: str, share: float) -> None:
     assert "cannot be read" in refusal(folder, build=build)
 
 
-@pytest.mark.parametrize("key", ["reading", "rng", "scale", "step", "verdict"])
+@pytest.mark.parametrize("key", ["reading", "rng", "scale", "step", "verdict", "state"])
 def test_a_missing_fact_is_named(folder: Path, key: str) -> None:
     edit(folder, **{key: ...})
     assert f"says nothing about '{key}'" in refusal(folder, build=build)
@@ -81,7 +88,7 @@ def test_a_missing_fact_is_named(folder: Path, key: str) -> None:
         {"micro_batches": [{"tensor": "../../etc/passwd"}]},
         {"micro_batches": [{"nothing": 1}]},
         {"micro_batches": 3},
-        {"optimizer": {"name": "AdamW", "groups": 3}},
+        {"state": {"groups": 3}},
     ],
 )
 def test_odd_contents_are_damage(folder: Path, facts: dict[str, Any]) -> None:
@@ -105,10 +112,11 @@ def test_another_model_is_refused_with_the_first_difference(folder: Path) -> Non
         model.outer = nn.Linear(8, 5)
         return model, optimizer, loss_fn
 
-    assert "'outer.bias' is float32 [5], in the capsule float32 [3]" in refusal(folder, build=wider)
+    difference = "model/outer.bias is float32 [5] in the model and float32 [3] in the saved"
+    assert difference in refusal(folder, build=wider)
     other = nn.Linear(1, 1)
     message = refusal(folder, build=lambda: (other, torch.optim.AdamW(other.parameters()), len))
-    assert "'calls' is in the capsule only" in message
+    assert "model/weight is in the model and not in the saved state" in message
 
 
 def test_another_optimizer_is_refused(folder: Path) -> None:
@@ -187,8 +195,12 @@ def test_a_script_that_fails_or_never_steps_is_said(folder: Path) -> None:
     assert "ended with exit code 4" in refusal(folder, script="leaves.py")
 
 
-def test_a_tensor_of_another_shape_in_the_optimizer_state_is_damage(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["optimizer/outer.bias/exp_avg", "model/outer.bias"])
+def test_a_missing_tensor_is_refused(tmp_path: Path, name: str) -> None:
+    steps = [(healthy(),), (healthy(-1.0),)]
+    folder = capsule_of(tmp_path, guarded(tmp_path, build(), steps))
     tensors = load_file(folder / "tensors.safetensors")
-    tensors["optimizer/999/exp_avg"] = torch.zeros(1)
+    del tensors[name]
     save_file(tensors, folder / "tensors.safetensors")
-    assert "is damaged" in refusal(folder, build=build)
+    message = refusal(folder, build=build)
+    assert "is damaged" in message or "does not fit" in message

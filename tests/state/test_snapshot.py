@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from stepguard.state.host_memory import free_memory
-from stepguard.state.run_state import State
+from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 
 LIVE = torch.zeros(4)
 SIZE = LIVE.numel() * LIVE.element_size()
 
 
-def _state(value: float = 0.0) -> State:
+def _state(value: float = 0.0) -> SavedState:
     LIVE.fill_(value)
-    return State({"model/weight": LIVE}, {})
+    return SavedState({"model/weight": LIVE}, {})
 
 
 def _ring(size: int = 3, limit: int | None = None, free: int | None = 2**30) -> Ring:

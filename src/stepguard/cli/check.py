@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -13,18 +13,17 @@ import typer
 from stepguard._errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError
 
 if TYPE_CHECKING:
+    from stepguard.preflight.target import Request
     from stepguard.records.preflight import Preflight
 
 Progress = Callable[[int, int | None], None]
-
 
 Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
         help="`module:function` that returns (model, optimizer, loss_fn) or more; a configuration "
-        "file "
-        "(json, toml, yaml, py); or a data file or folder.",
+        "file (json, toml, yaml, py); or a data file or folder.",
     ),
 ]
 Config = Annotated[
@@ -71,6 +70,8 @@ def check(
     """Check a run before it starts: precision, learning rate, labels, data, disk. Exit code 5 if it
     fails.
     """
+    from stepguard.preflight.target import Request
+
     given: dict[str, object] = {
         "data": data,
         "validation": validation,
@@ -81,59 +82,61 @@ def check(
         "ignore_index": ignore_index,
         "examples": examples,
     }
-    result = _checked(target, config, launcher, given, tuple(only), tuple(skip), quiet=as_json)
+    request = Request(target=target, config=config, launcher=launcher, given=given)
+    result = _checked(request, tuple(only), tuple(skip), quiet=as_json)
     _show(result, as_json=as_json)
-    bad = result.of("fail", "warn") if strict else result.of("fail")
-    raise typer.Exit(EXIT_PREFLIGHT if bad else EXIT_OK)
+    if not result.ok or (strict and result.of("warn")):
+        raise typer.Exit(EXIT_PREFLIGHT)
+    raise typer.Exit(EXIT_OK)
 
 
 def _checked(
-    target: str,
-    config: Path | None,
-    launcher: Path | None,
-    given: dict[str, object],
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
-    *,
-    quiet: bool,
+    request: Request, only: tuple[str, ...], skip: tuple[str, ...], *, quiet: bool
 ) -> Preflight:
-    from stepguard.preflight.run import check as look
+    from stepguard.preflight.run import check as check_subject
     from stepguard.preflight.run import selected
-    from stepguard.preflight.target import Request, resolve
+    from stepguard.preflight.target import resolve
 
-    selected(only, skip)  # a misspelt item is told before anything is built
-    with (
-        redirect_stdout(sys.stderr) if quiet else nullcontext()
-    ):  # what the program prints is no part of the JSON
-        subject, place = resolve(
-            Request(target=target, config=config, launcher=launcher, given=given)
+    # A misspelt item is an error before anything is built.
+    selected(only, skip)
+    with ExitStack() as stack:
+        if quiet:
+            # What the program prints must not get into the JSON.
+            stack.enter_context(redirect_stdout(sys.stderr))
+        subject, invocation = resolve(request)
+        progress = stack.enter_context(_bar(sys.stderr))
+        return check_subject(
+            subject,
+            only=only,
+            skip=skip,
+            target=request.target,
+            invocation=invocation,
+            progress=progress,
         )
-        with _bar(sys.stderr) as progress:
-            return look(
-                subject, only=only, skip=skip, target=target, place=place, progress=progress
-            )
 
 
 def _limits(words: list[str]) -> dict[str, float]:
     """`*.alpha=10` -> pattern and limit."""
     limits = {}
     for word in words:
-        pattern, equals, limit = word.rpartition("=")
+        pattern, _, number = word.rpartition("=")
         try:
-            limits[pattern] = float(limit)
+            limit = float(number)
         except ValueError:
-            equals = ""
-        if not equals or not pattern or not limits[pattern] > 0:
+            limit = 0.0
+        # Written so that a NaN is refused as well.
+        if not pattern or not limit > 0:
             raise ConfigError(
                 f"--watch {word!r} must look like PATTERN=LIMIT, as in '*.alpha=10', with a limit "
-                f"above 0."
+                "above 0."
             )
+        limits[pattern] = limit
     return limits
 
 
 @contextmanager
 def _bar(stream: TextIO) -> Iterator[Progress | None]:
-    """A progress bar over the examples, on a terminal only; gone when it is done."""
+    """Draw a progress bar over the examples, on a terminal only; it is erased at the end."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
@@ -156,5 +159,10 @@ def _show(result: Preflight, *, as_json: bool) -> None:
         typer.echo(dumps({**to_plain(result), "ok": result.ok}))
         return
     out = sys.stdout
-    shape = {"colour": screen.wants_colour(out), "unicode": screen.takes_unicode(out)}
-    screen.put(render_preflight(result, width=screen.columns(out), **shape), out)
+    text = render_preflight(
+        result,
+        width=screen.columns(out),
+        colour=screen.wants_colour(out),
+        unicode=screen.takes_unicode(out),
+    )
+    screen.put(text, out)

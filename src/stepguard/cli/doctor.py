@@ -1,16 +1,17 @@
-"""`stepguard doctor DIR`: configuration, checkpoints, fresh model, forward pass, watched values,
-recommendations.
-"""
+"""`stepguard doctor DIR`: examine a run that will not train, in six sections."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_PREFLIGHT, ConfigError
+
+if TYPE_CHECKING:
+    from stepguard.records.examination import Examination
 
 EXITS = {"corrupt": EXIT_CORRUPT, "failed": EXIT_PREFLIGHT}
 
@@ -42,32 +43,47 @@ def doctor(
     """Examine a run that will not train: six sections from the configuration to the exact next
     commands.
     """
-    from stepguard.cli.examination import examine
+    from stepguard.cli._checkpoint_results import Bar
+    from stepguard.preflight.doctor import examine
 
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give the one that holds the run's checkpoints.")
+        raise ConfigError(
+            f"{folder} is not a folder; give the one that holds the run's checkpoints."
+        )
     if build is not None and build.count(":") != 1:
         raise ConfigError(f"--build {build!r} must look like 'package.module:function'.")
-    found = examine(folder, config=config, build=build, watch=watch or ["*alpha*"])
-    seen = any(section.status != "not checked" for section in found.sections[:-1])
-    if not seen and not (folder / "journal.jsonl").is_file():
+    with Bar("verifying") as bar:
+        found = examine(
+            folder,
+            config=config,
+            build=build,
+            watch=watch or ["*alpha*"],
+            plan=bar.plan,
+            progress=bar.advance,
+        )
+    examined = any(section.status != "not checked" for section in found.sections[:-1])
+    if not examined and not (folder / "journal.jsonl").is_file():
         raise ConfigError(
             f"nothing to examine in {folder}: it holds no checkpoint. Give the folder of the run's "
-            f"checkpoints, or "
-            "--config FILE, or --build MODULE:FUNCTION."
+            "checkpoints, or --config FILE, or --build MODULE:FUNCTION."
         )
-    if as_json:
-        from stepguard.records.codec import dumps, to_plain
-
-        typer.echo(dumps({"status": found.status, **to_plain(found)}))
-    else:
-        from stepguard.report import screen
-        from stepguard.report.doctor import render_examination
-
-        out = sys.stdout
-        colour, unicode = screen.wants_colour(out), screen.takes_unicode(out)
-        screen.put(
-            render_examination(found, width=screen.columns(out), colour=colour, unicode=unicode),
-            out,
-        )
+    _show(found, as_json=as_json)
     raise typer.Exit(EXITS.get(found.status, EXIT_OK))
+
+
+def _show(found: Examination, *, as_json: bool) -> None:
+    from stepguard.records.codec import dumps, to_plain
+    from stepguard.report import screen
+    from stepguard.report.doctor import render_examination
+
+    if as_json:
+        typer.echo(dumps({"status": found.status, **to_plain(found)}))
+        return
+    out = sys.stdout
+    text = render_examination(
+        found,
+        width=screen.columns(out),
+        colour=screen.wants_colour(out),
+        unicode=screen.takes_unicode(out),
+    )
+    screen.put(text, out)

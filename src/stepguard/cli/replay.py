@@ -87,11 +87,7 @@ def _enter_debugger(step: Step, incident: Incident) -> None:
 def _say_not_reproduced(capsule: str, incident: Incident) -> None:
     from stepguard.state.capsule import read_capsule
 
-    notes = incident.origin.notes if incident.origin is not None else ()
-    departs = [note.partition("=")[2] for note in notes if note.startswith("departs=")]
-    typer.echo(
-        f"stepguard: not reproduced: {departs[0] if departs else 'the same step is finite here'}.",
-        err=True,
-    )
+    departs = incident.origin.evidence.departs if incident.origin is not None else None
+    typer.echo(f"stepguard: not reproduced: {departs or 'the same step is finite here'}.", err=True)
     for difference in read_capsule(Path(capsule)).differences():
         typer.echo(f"stepguard: {difference}", err=True)

@@ -40,7 +40,7 @@ def verify(
     from them.
     """
     from stepguard.cli._checkpoint_results import as_plain, show, verified
-    from stepguard.cli.settings_file import configured_rate
+    from stepguard.preflight.settings.rates import configured_rate
     from stepguard.records.codec import dumps
     from stepguard.verification.api import nothing_in
 

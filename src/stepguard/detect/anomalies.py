@@ -83,7 +83,7 @@ def _told(
 
 
 def _runs_away(reading: Reading, history: History) -> str:
-    """What shows that the weights and not the data caused it, in words; empty where nothing does."""
+    """What shows that the weights caused it and not the data, in words; empty if nothing."""
     loss = reading.judged_loss
     losses = list(history.losses)
     largest = max(map(abs, losses))

@@ -136,7 +136,7 @@ class History:
 
     @property
     def spread(self) -> float:
-        """How far losses usually lie from their level; never 0, so that a flat run can be judged."""
+        """How far losses usually lie from their level; never 0, so that a flat run has one."""
         values = list(self.losses)
         centre = median(values)
         away = [abs(value - centre) for value in values]

@@ -31,7 +31,7 @@ class Signs:
     own_then: float | None = None
     """The loss of a step that began from a snapshot, when it ran."""
     own_now: float | None = None
-    """The same step on the same weights, evaluated now: if it differs, the loss function changed."""
+    """The same step on the same weights now: if it differs, the loss function changed."""
     older_loss: float | None = None
     """This very batch on the weights of a good snapshot."""
     older_step: int | None = None

@@ -114,7 +114,7 @@ def overflow(case: Case) -> bool:
     if (
         not case.inputs
         or singular_inputs(case)
-        or (case.op in STATISTICS and case.has("one_element"))
+        or (case.op in STATISTICS and case.evidence.reduced_elements == 1)
     ):
         return False
     if any(elements(operand) == 0 for operand in case.inputs if operand.dtype):
@@ -127,21 +127,21 @@ MASK_NAMES = ("mask", "label", "valid", "length")
 
 def counts_nothing(case: Case, divisor: Operand) -> bool:
     """Is the zero divisor a count or a mask's sum, so that the mean runs over no element?"""
-    made_by = (case.note("denominator_from") or "").removeprefix("aten.").rstrip("_")
+    made_by = (case.evidence.denominator_from or "").removeprefix("aten.").rstrip("_")
     if made_by in MEASURED | CURVED or case.op not in ("div", "true_divide", "reciprocal", "mul"):
         return False
-    if low(divisor) < 0 or fractional(divisor) or case.has("denominator_fractional"):
+    if low(divisor) < 0 or fractional(divisor) or case.evidence.denominator_fractional:
         return False  # counts are whole and never negative
-    if case.has("denominator_learned"):
+    if case.evidence.denominator_learned:
         return False  # nor do they depend on weights
-    root = (case.note("denominator_root") or "").lower()
+    root = (case.evidence.denominator_root or "").lower()
     whole_type = "int" in divisor.dtype or "bool" in divisor.dtype
     if whole_type or any(word in root for word in MASK_NAMES):
         return True
     nothing_above = (
         case.op == "reciprocal"
         or has_zero(case.argument("self", 0))
-        or case.has("numerator", "zero")
+        or case.evidence.zero_numerator
     )
     whole = elements(divisor) > 1 and high(divisor) >= 1 and low(divisor) == 0
     if made_by in COUNTED:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from stepguard.diagnose.dtypes import NARROW, SHORT, floating, plain
 from stepguard.diagnose.run_facts import RunFacts
-from stepguard.records import Operand, Origin, Reading, Verdict
+from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
+from stepguard.records.evidence import NO_EVIDENCE
 from stepguard.records.place import place
 
 
@@ -56,36 +57,15 @@ class Case:
     def output(self) -> Operand | None:
         return self.origin.output if self.origin else None
 
-    def note(self, key: str) -> str | None:
-        """The value of a `key=value` note, "" for a bare one, None where it is not there."""
-        for note in self.origin.notes if self.origin else ():
-            name, _, value = (
-                note.replace(":", "=", 1).partition("=") if "=" not in note else note.partition("=")
-            )
-            if name.strip().replace("-", "_") == key:
-                return value.strip()
-        return None
-
-    def notes(self, key: str) -> list[str]:
-        """Every value of a note that may be there several times."""
-        found = self.origin.notes if self.origin else ()
-        return [note.partition("=")[2] for note in found if note.partition("=")[0] == key]
+    @property
+    def evidence(self) -> Evidence:
+        """What locating measured around the bad value."""
+        return self.origin.evidence if self.origin else NO_EVIDENCE
 
     @property
     def impure(self) -> bool:
         """The loss function was seen to depend on more than its batch."""
-        return self.note("moves") is not None or self.note("losses") is not None
-
-    def number(self, key: str) -> float | None:
-        """The value of a note as a number; None where there is none."""
-        try:
-            return float(self.note(key) or "")
-        except ValueError:
-            return None
-
-    def has(self, key: str, value: str | None = None) -> bool:
-        said = self.note(key)
-        return said is not None if value is None else said == value
+        return bool(self.evidence.moves) or self.evidence.different_losses is not None
 
     def argument(self, name: str, position: int) -> Operand | None:
         """An operand by its name in the schema, or by position where operands carry no names."""
@@ -156,12 +136,12 @@ class Case:
     @property
     def unselected(self) -> bool:
         """The bad value sits in a branch that `where` did not take."""
-        return self.has("where", "unselected")
+        return self.evidence.unselected
 
     @property
     def absorbed(self) -> bool:
         """An infinity was born in forward, yet the loss is finite: something swallowed it."""
-        if self.note("absorbed") is not None:
+        if self.evidence.absorbed:
             return True
         only_inf = self.output is not None and self.makes_inf and not self.makes_nan
         return self.forward and only_inf and self.loss_finite and not self.reading.grads_finite
@@ -169,12 +149,7 @@ class Case:
     @property
     def wider(self) -> str:
         """The dtype in which the same operation is finite, where that was tried."""
-        return plain(self.note("finite_in") or "")
-
-    @property
-    def overflowed_short(self) -> bool:
-        """Half precision, finite operands, and the same operation is finite in a wider dtype."""
-        return self.short and self.finite_inputs and bool(self.wider)
+        return plain(self.evidence.finite_in or "")
 
     @property
     def place(self) -> str:
@@ -187,7 +162,7 @@ class Case:
     def overflows_by_scale(self) -> bool:
         """The gradients are finite at loss scale 1."""
         return not self.reading.grads_finite and (
-            self.reading.overflow or self.has("overflow", "scale")
+            self.reading.overflow or self.evidence.scale_overflow
         )
 
     @property

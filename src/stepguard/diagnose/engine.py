@@ -33,7 +33,7 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
 
 def _with_way(finding: Finding, case: Case) -> Finding:
     """How a NaN of the forward passed a finite loss."""
-    dropped_by = case.note("discarded_by")
+    dropped_by = case.evidence.discarded_by
     if dropped_by is None:
         return finding
     way = (

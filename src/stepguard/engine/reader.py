@@ -16,9 +16,9 @@ from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.packet import Packet
-from stepguard.sentinel.risky_update import foreign
+from stepguard.sentinel.risky_update import is_custom
 from stepguard.sentinel.stored_tensors import (
-    InTurn,
+    RotatingScan,
     extremes,
     largest,
     norm_statistics,
@@ -99,7 +99,7 @@ class Reader:
         self._state: Tensor | None = None
         self._started = self._checked = False
         self._left_out = 0
-        self._turn = InTurn()
+        self._turn = RotatingScan()
         loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
         context.resources.callback(loading.remove)
 
@@ -167,7 +167,7 @@ class Reader:
             self.after_update()  # the last look still saw what has been accepted since
         if norm is None:
             grads = [p.grad for p in context.parameters if p.grad is not None]
-            norm = gradient_norm(grads, each=foreign(context.optimizer))
+            norm = gradient_norm(grads, each=is_custom(context.optimizer))
         parts = tuple(dict.fromkeys(part for m in losses for part in m.parts))
         values = [m.total for m in losses] + [
             _added([m.parts[p] for m in losses if p in m.parts]) for p in parts

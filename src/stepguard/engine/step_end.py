@@ -58,7 +58,7 @@ def add_to_history(context: Context, step: Step, reading: Reading) -> None:
 def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
     """Remember this step as healthy, so that its batch can be tried on later weights."""
     loss = reading.judged_loss
-    if step.whole and loss is not None:
+    if step.replayable and loss is not None:
         context.anchor = (step, loss)
 
 

@@ -31,6 +31,7 @@ from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
+from stepguard.engine.recover.earlier_weights import loss_function_changed
 from stepguard.engine.recover.rewind import Recovery
 from stepguard.locate import locate
 from stepguard.policy import decide as choose_remedy
@@ -103,15 +104,25 @@ class Transaction:
             return self._anomalies.weigh(step, reading, verdict)
         return reading, verdict
 
-    def veto(self, update: VetoedUpdate, verdict: Verdict) -> None:
-        """Stop the update, and put back what the forward pass wrote. Runs when disarmed, too."""
+    def veto(self, update: VetoedUpdate, verdict: Verdict) -> bool:
+        """Stop the update, and put back what the forward pass wrote. Runs when disarmed, too.
+
+        False where buffers could not be put back: then a replay would start from other values.
+        """
+        stopped = False
         with self.protect.part("veto"):
             update.stop()
+            stopped = True
+        if not stopped:
+            # the last resort: an optimizer leaves a parameter without a gradient alone
+            for parameter in self.context.parameters:
+                parameter.grad = None
         if verdict.finite_anomaly:
-            return  # the update may still be let through
+            return True  # the update may still be let through
         with self.protect.part("buffers before the step"):
-            # before `locate`, whose replay starts from what is there
             update.restore_buffers()
+            return True
+        return False
 
     def locate(self, incident: Incident, step: Step) -> Incident:
         """Add the origin. Where ranks decide together, a fault in here is a fault of all."""
@@ -149,7 +160,8 @@ class Transaction:
             factors = [decision.lr_factor] * len(optimizer.param_groups)
             scale_rates(optimizer, self.context.scheduler, factors)
         if decision.action == "stop" and incident.reading.bad_state:
-            decision = replace(decision, rewound_to=self.recovery.leave_good_in_memory())
+            with self.protect.part("good weights at the stop"):
+                decision = replace(decision, rewound_to=self.recovery.leave_good_in_memory())
         return replace(incident, decision=decision)
 
     def record(self, incident: Incident, step: Step) -> Incident:
@@ -180,15 +192,15 @@ class Transaction:
 
         `update` is None where nothing is left to stop: the device has done it, or it was undone.
         """
-        if update is not None:
-            self.veto(update, verdict)
+        replayable = update is None or self.veto(update, verdict)
         if not self.protect.armed:
             return None
         self.record_open_incident()
         incident = self.open_incident(step, reading, verdict)
         self._unrecorded = (incident, step)
         with self.protect.region:
-            incident = self.locate(incident, step)
+            if replayable:
+                incident = self.locate(incident, step)
             incident = self.diagnose(incident)
             incident = self.decide(incident, step, committed=committed)
         decision = incident.decision
@@ -306,7 +318,7 @@ class Transaction:
         """Does an earlier step fail now even on the weights it had?"""
         if self.context.agreement.size > 1:
             return False  # ranks would have to ask together
-        return self.recovery.loss_function_changed()
+        return loss_function_changed(self.recovery.snapshots)
 
     def _diagnosed(self, incident: Incident) -> Incident:
         facts = run_facts(self.context, incident.reading)
@@ -322,7 +334,9 @@ class Transaction:
         situation = self._situations.situation(incident, step, committed=committed)
         policy = context.config.policy
         decision, context.budget = choose_remedy(situation, policy, context.budget)
-        self.recovery.incident(incident.step, hurt=situation.fault in ("state", "anomaly"))
+        self.recovery.probation.incident(
+            incident.step, hurt=situation.fault in ("state", "anomaly")
+        )
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
         return decision

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import born_in_update
-from stepguard.engine.incident.outlier_step import keep_out_outliers
 from stepguard.engine.protect import Protection
 from stepguard.records import Reading
 from stepguard.sentinel.risky_update import risky_update
@@ -31,12 +30,22 @@ class UpdateCheck:
             return
         context = self._context
         with self._protect.part("outliers"):
-            self.give_back = keep_out_outliers(context)
+            self.give_back = self._keep_out_outliers()
         if self.undo is not None:
             return
         with self._protect.part("check of risky updates"):
             if risky_update(context.optimizer, context.lr_ceiling, reading.least_norm):
                 self.undo = UndoCopy(context.optimizer)
+
+    def _keep_out_outliers(self) -> Callable[[], None] | None:
+        """Tell of outliers; the call that gives skipped gradients back, None if none changed."""
+        outliers = self._context.outliers
+        if outliers is None:
+            return None
+        words = outliers.words()
+        if words:
+            self._context.outputs.note("outlier", words)
+        return outliers.act()
 
     def copy_everything(self) -> None:
         """For an optimizer that moves weights before the gradients can be judged."""

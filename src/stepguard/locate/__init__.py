@@ -2,6 +2,6 @@
 gradient.
 """
 
-from stepguard.locate.find_origin import finite_unscaled, locate, locate_update
+from stepguard.locate.find_origin import locate
 
-__all__ = ["finite_unscaled", "locate", "locate_update"]
+__all__ = ["locate"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
 from stepguard.locate import batch as batches
-from stepguard.locate.facts import fact
 from stepguard.locate.finite import mask_like, numeric
 from stepguard.locate.operands import summarise
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
 from stepguard.records.origin import Operand, Origin
 from stepguard.records.reading import Reading
 from stepguard.state.step import Step
@@ -42,10 +43,10 @@ def operand_of(name: str, tensor: Tensor) -> Operand:
     return summarise(name, tensor)
 
 
-def elements(tensor: Tensor, operand: Operand) -> list[str]:
+def elements(tensor: Tensor, operand: Operand) -> Evidence:
     """How much of the stored tensor is bad."""
     bad = operand.nan + operand.posinf + operand.neginf
-    return [fact("bad_elements", bad), fact("elements", tensor.numel())]
+    return Evidence(bad_elements=bad, elements=tensor.numel())
 
 
 def state_origin(step: Step, reading: Reading) -> Origin:
@@ -53,11 +54,12 @@ def state_origin(step: Step, reading: Reading) -> Origin:
     name = reading.bad_state[0]
     tensor = stored_tensor(step, name)
     inputs: tuple[Operand, ...] = ()
-    notes: tuple[str, ...] = ()
+    evidence = Evidence()
     if tensor is not None:
         operand = operand_of(name, tensor)
-        inputs, notes = (operand,), tuple(elements(tensor, operand))
-    owner = next((f"parameter={p}" for s, p, t in optimizer_slots(step) if t is tensor and p), None)
+        inputs = (operand,)
+        evidence = elements(tensor, operand)
+    owner = next((p for _, p, t in optimizer_slots(step) if t is tensor and p), None)
     return Origin(
         step=reading.step,
         phase="state",
@@ -66,7 +68,7 @@ def state_origin(step: Step, reading: Reading) -> Origin:
         inputs=inputs,
         method="scan",
         reproduced=True if tensor is not None and not is_finite(tensor) else None,
-        notes=(*notes, owner) if owner else notes,
+        evidence=evidence | Evidence(parameter=owner),
     )
 
 
@@ -76,7 +78,9 @@ def _owner(name: str) -> str | None:
     return path.rpartition(".")[0] if kind != "opt" else None
 
 
-def evidence_origin(step: Step, reading: Reading, *notes: str) -> Origin:
+def evidence_origin(
+    step: Step, reading: Reading, evidence: Evidence = NO_EVIDENCE, *remarks: str
+) -> Origin:
     """The best that can be said without a replay."""
     if reading.bad_state and not reading.state_born:
         return state_origin(step, reading)
@@ -84,7 +88,6 @@ def evidence_origin(step: Step, reading: Reading, *notes: str) -> Origin:
         for name, tensor in batches.named_tensors(batch):
             if numeric(tensor) and not is_finite(tensor) and not mask_like(tensor):
                 operand = operand_of(name, tensor)
-                facts = elements(tensor, operand)
                 return Origin(
                     step=reading.step,
                     phase="input",
@@ -92,19 +95,16 @@ def evidence_origin(step: Step, reading: Reading, *notes: str) -> Origin:
                     micro_batch=micro,
                     inputs=(operand,),
                     method="scan",
-                    notes=(*facts, *notes),
+                    evidence=elements(tensor, operand) | evidence,
+                    remarks=remarks,
                 )
-    return _unplaced(reading, *notes)
+    return replace(_unplaced(reading), evidence=evidence, remarks=remarks)
 
 
-def _unplaced(reading: Reading, *notes: str) -> Origin:
+def _unplaced(reading: Reading) -> Origin:
     bad_losses = reading.bad_micro_batches
     if bad_losses or (reading.loss is not None and reading.loss - reading.loss != 0.0):
         micro = bad_losses[0] if bad_losses else None
-        return Origin(
-            step=reading.step, phase="loss", micro_batch=micro, method="evidence", notes=notes
-        )
+        return Origin(step=reading.step, phase="loss", micro_batch=micro, method="evidence")
     tensor = f"param:{reading.bad_grads[0]}" if reading.bad_grads else None
-    return Origin(
-        step=reading.step, phase="backward", tensor=tensor, method="evidence", notes=notes
-    )
+    return Origin(step=reading.step, phase="backward", tensor=tensor, method="evidence")

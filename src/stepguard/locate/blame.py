@@ -11,11 +11,11 @@ intention then, and it is the gradient of the unselected branch that hurts.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stepguard.locate.calls import COPIES, Call, ancestors, real_maker
-from stepguard.locate.facts import fact
 from stepguard.locate.tracer import MOST_SPOTS, Tracer
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
 
 SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
 SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
@@ -31,7 +31,7 @@ class Found:
 
     birth: Call
     consumer: Call | None = None
-    notes: list[str] = field(default_factory=list)
+    evidence: Evidence = NO_EVIDENCE
 
 
 class Walk:
@@ -52,7 +52,7 @@ class Walk:
         root = self._first_born()
         if root is None:
             return self._from_tame_loss()
-        return self._as_data(root) or self._finish(root, [])
+        return self._as_data(root) or self._finish(root, NO_EVIDENCE)
 
     def from_gradients(self) -> Found | None:
         """Origin of bad gradients under a finite loss."""
@@ -66,7 +66,7 @@ class Walk:
             return self._from_backward(root)
         if root.stage == "forward":
             return self._from_forward(root)
-        return self._finish(root, [])
+        return self._finish(root, NO_EVIDENCE)
 
     def _first_born(self) -> Call | None:
         born = [call for call in self._chain.values() if call.born]
@@ -83,12 +83,12 @@ class Walk:
             if self._deselected(made):
                 if first is not None and self._born_to_be_dropped(first):
                     return self._finish(first, self._dropping(first))
-                return self._finish(root, [fact("where", "unselected")])
+                return self._finish(root, Evidence(unselected=True))
             if first is not None:
                 return self._finish(first, self._absorption(made))
         siblings = [call for call in self._chain.values() if call.sequence == root.sequence]
         unselected = any(self._upstream_deselected(call) for call in siblings)
-        return self._finish(root, [fact("where", "unselected")] if unselected else [])
+        return self._finish(root, Evidence(unselected=unselected))
 
     def _from_forward(self, root: Call) -> Found:
         first = min(map(self._original, self._forward_births(root)), key=lambda call: call.index)
@@ -123,7 +123,7 @@ class Walk:
         earliest = min(born_backward, key=lambda call: call.index, default=late)
         if earliest.index < late.index and earliest.sequence != late.sequence:
             return self._from_backward(earliest)
-        return self._finish(late, [fact("where", "unselected"), fact("selected_against", first.op)])
+        return self._finish(late, Evidence(unselected=True, selected_against=first.op))
 
     def _forward_births(self, root: Call) -> list[Call]:
         """Everything born in the forward that the bad gradient goes back to; of a recomputed block,
@@ -139,7 +139,7 @@ class Walk:
 
     def _original(self, call: Call) -> Call:
         """A checkpointed block runs twice: the first run is what the user means."""
-        if "recomputed" not in call.notes:
+        if not call.evidence.recomputed:
             return call
         place = (call.op, call.line, call.module)  # blocks of one class share their lines
         same = (c for c in self._tracer.calls if (c.op, c.line, c.module) == place)
@@ -177,15 +177,16 @@ class Walk:
         )
         return not kept_from_pole
 
-    def _dropping(self, birth: Call) -> list[str]:
-        """Which operations left the NaN out of the loss."""
-        return [fact("discarded_by", reader.op) for reader in self._frontier(birth)[:1]]
+    def _dropping(self, birth: Call) -> Evidence:
+        """Which operation left the NaN out of the loss?"""
+        edge = self._frontier(birth)
+        return Evidence(discarded_by=edge[0].op if edge else None)
 
     def _upstream_deselected(self, root: Call) -> bool:
         """Did the 0 that met an infinite derivative come from a condition that left this element
         out?
         """
-        if fact("upstream_grad", "zero") not in root.notes:
+        if not root.evidence.zero_upstream_gradient:
             return False
         stack = [p for p in root.parents if p.stage == "backward" and p.sequence != root.sequence]
         for _ in range(MOST_UPSTREAM):
@@ -206,10 +207,9 @@ class Walk:
             return made.selects
         return call.node is not None and call.node.startswith(SELECTING_NODES)
 
-    def _absorption(self, call: Call) -> list[str]:
-        notes = [fact("absorbed", "forward")]
+    def _absorption(self, call: Call) -> Evidence:
         edge = [reader for reader in self._frontier(call) if not reader.selects]
-        return [*notes, fact("absorbed_by", edge[0].op)] if edge else notes
+        return Evidence(absorbed=True, absorbed_by=edge[0].op if edge else None)
 
     def _gradient_of(self, sequences: list[int]) -> Call | None:
         """The backward operation that gave the bad gradient of one of these nodes, or of what first
@@ -244,7 +244,11 @@ class Walk:
         by_number = [c for c in tame if c.number is not None]
         reducing = [c for c in tame if c.reduces]
         found = min(by_number or reducing or tame, key=lambda c: c.index, default=None)
-        return None if found is None else self._as_data(found) or self._finish(found, ["tame_inf"])
+        return (
+            None
+            if found is None
+            else self._as_data(found) or self._finish(found, Evidence(intended_inf=True))
+        )
 
     def _as_data(self, birth: Call) -> Found | None:
         """The batch tensor or table behind it, where its -inf came in as data and was not added to
@@ -257,7 +261,7 @@ class Walk:
                 return Found(
                     call,
                     self._first_use(call) if call.op.startswith("buffer:") else birth,
-                    ["as_data"],
+                    Evidence(as_data=True),
                 )
             if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))
@@ -285,12 +289,12 @@ class Walk:
                     self._from_parameters.add(id(one))
         return id(call) in self._from_parameters or call.op.startswith("param:")
 
-    def _finish(self, birth: Call, notes: list[str]) -> Found:
+    def _finish(self, birth: Call, evidence: Evidence) -> Found:
         if birth.stage == "stored" or birth.blank:
-            return Found(birth, self._consumer(birth), notes)
+            return Found(birth, self._consumer(birth), evidence)
         chooser = self._chosen_constant(birth)
         if chooser is not None:
-            return Found(chooser, None, [*notes, *_condition_of(chooser)])
+            return Found(chooser, None, evidence | Evidence(chosen_by=_condition_of(chooser)))
         if birth.out.inf and not birth.out.nan:
             turned = [
                 c
@@ -298,8 +302,9 @@ class Walk:
                 if c.out.nan and not any(p.out.nan for p in c.causes)
             ]
             later = [c for c in turned if c is not birth]
-            notes = [*notes, fact("then", min(later, key=lambda c: c.index).op)] if later else notes
-        return Found(birth, None, notes)
+            if later:
+                evidence |= Evidence(turned_nan_by=min(later, key=lambda c: c.index).op)
+        return Found(birth, None, evidence)
 
     def _chosen_constant(self, birth: Call) -> Call | None:
         """The `where` that chose a NaN constant: an operation's own way to say that there is no
@@ -326,12 +331,12 @@ def first_reader(tracer: Tracer, stored: Call) -> Call | None:
     return next((call for call in tracer.calls if stored in call.flawed), None)
 
 
-def _condition_of(call: Call) -> list[str]:
-    """Which operation the condition looked at, behind comparisons."""
+def _condition_of(call: Call) -> str | None:
+    """The operation that the condition of a `where` looked at, behind comparisons."""
     asked = call.parents[0] if call.parents else None
     while asked is not None and not asked.numeric and asked.parents:
         asked = real_maker(asked.parents[0])
-    return [fact("chosen_by", asked.op)] if asked is not None and asked.stage != "stored" else []
+    return asked.op if asked is not None and asked.stage != "stored" else None
 
 
 def _asked_by(call: Call) -> set[int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from stepguard.locate.finite import CLEAN, Flaws
 from stepguard.locate.source import Line
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
 from stepguard.records.origin import Operand
 
 Stage = Literal["stored", "forward", "backward", "optimizer"]
@@ -79,10 +80,8 @@ class Call:
     """Works element by element."""
     reduces: bool = False
     """Combines elements into fewer."""
-    number: str | None = None
-    """A Python number among the arguments of an arithmetic operation that is NaN or infinite:
-    `other:nan`.
-    """
+    number: tuple[str, float] | None = None
+    """The name and value of a Python number given to an arithmetic operation that is not finite."""
     vanished: float | None = None
     """A constant argument, an epsilon for instance, that is 0 in the dtype of the output."""
     blank: bool = False
@@ -94,7 +93,7 @@ class Call:
     shape: tuple[int, ...] = ()
     inputs: tuple[Operand, ...] = ()
     output: Operand | None = None
-    notes: list[str] = field(default_factory=list)
+    evidence: Evidence = NO_EVIDENCE
 
     @property
     def harmful(self) -> bool:

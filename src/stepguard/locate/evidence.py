@@ -1,5 +1,4 @@
-"""Numbers at the birth of a bad value: operands, and the facts the rules on causes ask for (see
-`facts`).
+"""Measure the operation that made a bad value: its operands, and the facts that rules ask for.
 
 Measured while the tensors are alive, since the trace keeps none of them.
 """
@@ -13,15 +12,13 @@ import torch
 from torch import Tensor
 
 from stepguard.locate import row_evidence
+from stepguard.locate.attribution import Read
 from stepguard.locate.bad_op import Birth
 from stepguard.locate.calls import Call, real_maker
-from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
-from stepguard.locate.operands import (
-    broadcast_index,
-    of_number,
-    summarise,
-)
+from stepguard.locate.operands import Index, broadcast_index, of_number, summarise
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
+from stepguard.records.origin import Operand
 from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.torch_private import tree_map
 from stepguard.tensors.values import is_finite
@@ -41,6 +38,9 @@ DIVIDES = {
     "addcdiv": "tensor2",
     "rsqrt": "self",
 }
+"""Operation -> the argument it divides by."""
+DIVIDED = {"div": "self", "true_divide": "self", "addcdiv": "tensor1"}
+"""Operation -> the argument that is divided; the others divide 1."""
 ARGUMENT = {
     "log": "self",
     "log2": "self",
@@ -52,61 +52,67 @@ ARGUMENT = {
     "rsqrt": "self",
     "pow": "self",
 }
+"""Operation -> the argument that must be positive."""
 DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
-GROWS = {"exp": "self", "exp2": "self", "expm1": "self", "sinh": "self", "cosh": "self"}
 
 
 def measure(birth: Birth) -> None:
-    """Fill the call's operands and notes."""
-    call, index = birth.call, birth.index
-    pointwise = birth.operator.pointwise
-    operands = []
-    for read in birth.reads[:MOST_OPERANDS]:
-        spot = None
-        if index is not None and (pointwise or tuple(read.tensor.shape) == tuple(birth.out.shape)):
-            spot = broadcast_index(index, tuple(read.tensor.shape))
-        operands.append(summarise(read.name, read.tensor, spot))
+    """Fill the operands, the output and the evidence of the call."""
+    call = birth.call
+    index = birth.index
+    operands = [_operand(birth, read, index) for read in birth.reads[:MOST_OPERANDS]]
     operands += [of_number(name, value) for name, value in birth.numbers[:MOST_OPERANDS]]
     call.inputs = tuple(operands)
     call.output = summarise("out", birth.out, index)
-    broken = call.output.nan + call.output.posinf + call.output.neginf
-    call.notes.append(fact("bad", f"{broken}/{max(1, birth.out.numel())}"))
+    evidence = call.evidence
     if call.number is not None:
-        call.notes.append(fact("number", call.number))
+        argument, value = call.number
+        evidence |= Evidence(number_argument=argument, number=value)
     for gather in (
         _division,
         _argument,
-        _growth,
         _infinities,
         _gradient,
         row_evidence.rows,
         _precision,
         _stored_huge,
     ):
-        call.notes += gather(birth)
+        evidence |= gather(birth)
+    call.evidence = evidence
 
 
-def _division(birth: Birth) -> list[str]:
+def _operand(birth: Birth, read: Read, index: Index | None) -> Operand:
+    """The tensor in numbers, with the element that met the bad one where that is known."""
+    shape = tuple(read.tensor.shape)
+    spot = None
+    if index is not None and (birth.operator.pointwise or shape == tuple(birth.out.shape)):
+        spot = broadcast_index(index, shape)
+    return summarise(read.name, read.tensor, spot)
+
+
+def _division(birth: Birth) -> Evidence:
     name = DIVIDES.get(birth.operator.base)
-    below = birth.at(name) if name else None
-    if name is None or below is None:
-        return []
-    if below != 0.0:
-        return [fact("denominator_value", below)] if abs(below) < 1e-6 else []
-    notes = [fact("denominator", "zero"), *_lineage(birth, name, "denominator")]
+    if name is None or birth.at(name) != 0.0:
+        return NO_EVIDENCE
+    above = DIVIDED.get(birth.operator.base)
+    found = Evidence(
+        zero_denominator=True,
+        zero_numerator=above is not None and birth.at(above) == 0.0,
+        denominator_from=_computed_by(birth, name),
+        denominator_root=_only_batch_tensor(birth, name),
+        eps_vanished=_vanished_epsilon(birth, name),
+    )
     read = birth.read(name)
-    if read is not None and _learned(read.maker):
-        notes.append("denominator_learned")
-    if read is not None and numeric(read.tensor) and not _whole(read.tensor):
-        notes.append("denominator_fractional")
-    above = birth.at("tensor1" if name == "tensor2" else "self") if name != "self" else None
-    return [*notes, fact("numerator", "zero")] if above == 0.0 else notes
+    if read is None:
+        return found
+    fractional = numeric(read.tensor) and not _whole(read.tensor)
+    return found | Evidence(
+        denominator_learned=_learned(read.maker), denominator_fractional=fractional
+    )
 
 
 def _learned(maker: Call) -> bool:
-    """Was it computed from parameters, with no comparison in between? A count of predictions has
-    one.
-    """
+    """Was it computed from parameters without a comparison in between (as counting has)?"""
     seen: set[int] = set()
     stack = [maker]
     while stack:
@@ -127,154 +133,151 @@ def _whole(tensor: Tensor) -> bool:
     return bool((values == values.round()).all())
 
 
-def _vanished(maker: Call) -> list[str]:
-    """An epsilon on the way to this operand that its dtype could not hold."""
-    level = [maker]
-    for _ in range(EPSILON_DEPTH):
-        for call in level:
-            if call.vanished is not None:
-                return [fact("eps_vanished", call.vanished)]
-        level = [parent for call in level for parent in call.parents]
-    return []
-
-
-def _argument(birth: Birth) -> list[str]:
+def _argument(birth: Birth) -> Evidence:
+    """The argument of a logarithm, root or power that is outside its domain."""
     base = birth.operator.base
-    if base in DOMAIN:
-        value = birth.at("self")
-        return (
-            [fact("out_of_domain", value), *_lineage(birth, "self", "argument")]
-            if value is not None
-            else []
-        )
-    name = ARGUMENT.get(base)
-    value = birth.at(name) if name else None
+    name = "self" if base in DOMAIN else ARGUMENT.get(base)
+    value = birth.at(name) if name is not None else None
     if name is None or value is None:
-        return []
+        return NO_EVIDENCE
+    if base in DOMAIN:
+        return _argument_lineage(birth, name)
     edge = -1.0 if base == "log1p" else 0.0
     if value > edge or math.isnan(value):
-        return []
+        return NO_EVIDENCE
     if base == "pow" and value == 0.0:
         power = birth.at("exponent")
-        return (
-            ["negative_power", *_lineage(birth, name, "argument")]
-            if power is not None and power < 0
-            else []
-        )
+        if power is None or power >= 0:
+            return NO_EVIDENCE
+        return Evidence(negative_power=True) | _argument_lineage(birth, name)
+    # a large negative base overflows like a positive one: no root is missing there
     if base == "pow" and not birth.call.out.nan:
-        return []  # a large negative base overflows like a positive one
-    notes = [
-        fact("argument", "zero" if value == edge else "negative"),
-        fact("argument_value", value),
-    ]
-    return notes + _lineage(birth, name, "argument")
+        return NO_EVIDENCE
+    found = Evidence(argument="zero" if value == edge else "negative")
+    return found | _argument_lineage(birth, name)
 
 
-def _growth(birth: Birth) -> list[str]:
-    name = GROWS.get(birth.operator.base)
-    value = birth.at(name) if name else None
-    if name is None or value is None or not math.isfinite(value) or birth.call.out.nan:
-        return []
-    return [fact("exponent", value), *_lineage(birth, name, "exponent")]
+def _argument_lineage(birth: Birth, name: str) -> Evidence:
+    return Evidence(
+        argument_from=_computed_by(birth, name),
+        argument_root=_only_batch_tensor(birth, name),
+        eps_vanished=_vanished_epsilon(birth, name),
+    )
 
 
-def _infinities(birth: Birth) -> list[str]:
-    values = [v for v in (birth.at(read.name) for read in birth.reads) if v is not None]
-    values += [value for _, value in birth.numbers]
-    infinite = any(map(math.isinf, values))
-    constant = any(math.isinf(value) for _, value in birth.numbers)
-    notes = ["tame_inf"] if constant or any(r.tame and r.flaws for r in birth.reads) else []
-    if infinite and birth.operator.base == "mul" and 0.0 in values:
-        notes.append("zero_times_inf")
-    if infinite and birth.operator.base in ("add", "sub"):
-        notes.append("inf_minus_inf")
-    return notes
+def _infinities(birth: Birth) -> Evidence:
+    """Infinities that went in: written on purpose (a mask), times 0, or minus one another."""
+    constants = [value for _, value in birth.numbers]
+    met = [birth.at(read.name) for read in birth.reads] + constants
+    infinite = any(value is not None and math.isinf(value) for value in met)
+    masked = any(read.tame and read.flaws for read in birth.reads)
+    base = birth.operator.base
+    return Evidence(
+        intended_inf=masked or any(math.isinf(value) for value in constants),
+        zero_times_inf=infinite and base == "mul" and 0.0 in met,
+        inf_minus_inf=infinite and base in ("add", "sub"),
+    )
 
 
-def _gradient(birth: Birth) -> list[str]:
-    """In the backward pass: the gradient that came in, and the point at which the derivative
-    breaks.
-    """
+def _gradient(birth: Birth) -> Evidence:
+    """In the backward: the gradient that came in, and the point at which the derivative breaks."""
     call = birth.call
-    if call.stage != "backward" or call.node is None:
-        return []
-    notes: list[str] = []
-    for read in birth.reads if birth.operator.pointwise else ():
+    if call.stage != "backward" or call.node is None or not birth.operator.pointwise:
+        return NO_EVIDENCE
+    found = NO_EVIDENCE
+    for read in birth.reads:
         came_in = read.maker.stage == "backward" and read.maker.sequence != call.sequence
         value = birth.at(read.name)
         if came_in and value == 0.0:
-            notes.append(fact("upstream_grad", "zero"))
+            found |= Evidence(zero_upstream_gradient=True)
         elif not came_in and value is not None and math.isfinite(value):
-            notes.append(fact("singular_at", value))
-    return notes
+            found |= Evidence(singular_at=value)
+    return found
 
 
-def _precision(birth: Birth) -> list[str]:
+def _precision(birth: Birth) -> Evidence:
     """Is the same operation finite in a wider dtype? Then the number format is what broke it."""
-    tensors = [r.tensor for r in birth.reads if numeric(r.tensor)]
-    kinds = {t.dtype for t in [*tensors, birth.out]}
-    notes = ["half"] if kinds & set(HALF) else []
+    kinds = {read.tensor.dtype for read in birth.reads if numeric(read.tensor)}
+    kinds.add(birth.out.dtype)
+    found = Evidence(half_precision=bool(kinds & set(HALF)))
     wider = WIDER.get(birth.out.dtype)
-    if wider is None or any(r.flaws for r in birth.reads):
-        return notes
-    notes.append(fact("dtype_limit", float(torch.finfo(birth.out.dtype).max)))
+    if wider is None or any(read.flaws for read in birth.reads):
+        return found
+    found |= Evidence(dtype_limit=float(torch.finfo(birth.out.dtype).max))
     again = _widened(birth, wider)
     if again is not None and is_finite(again):
-        notes.append(fact("finite_in", dtype_name(again.dtype)))
-    return notes
+        found |= Evidence(finite_in=dtype_name(again.dtype))
+    return found
 
 
-def _stored_huge(birth: Birth) -> list[str]:
-    """Which stored tensor went in with values that one more product overflows."""
+def _stored_huge(birth: Birth) -> Evidence:
+    """Which stored tensor went in with values that one more product overflows?"""
     for read, operand in zip(birth.reads, birth.call.inputs, strict=False):
         maker = real_maker(read.maker).op
         reach = max(abs(operand.min or 0.0), abs(operand.max or 0.0))
         if maker.startswith("param:") and operand.finite and reach >= HUGE:
-            return [fact("huge", maker)]
-    return []
+            return Evidence(huge_parameter=maker)
+    return NO_EVIDENCE
 
 
 def _widened(birth: Birth, wider: torch.dtype) -> Tensor | None:
-    def widen(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return wider if value.is_floating_point else value
-        return (
-            value.to(wider, copy=True)
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else value
-        )
+    """The result of the same call in a wider dtype; None where torch has no kernel for it."""
 
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value.is_floating_point:
+            return wider
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(wider, copy=True)
+        return value
+
+    made = birth.made_by
     try:
-        made = birth.made_by
         result = made.func(*tree_map(widen, made.args), **tree_map(widen, made.kwargs))
-    except (
-        RuntimeError,
-        NotImplementedError,
-        TypeError,
-    ):  # no kernel for the wider dtype: then it stays unknown
+    except (RuntimeError, NotImplementedError, TypeError):
         return None
     parts = result if isinstance(result, list | tuple) else [result]
-    same = [p for p in parts if isinstance(p, Tensor) and p.shape == birth.out.shape]
-    return plain(same[0]) if same else None
+    for part in parts:
+        if isinstance(part, Tensor) and part.shape == birth.out.shape:
+            return plain(part)
+    return None
 
 
-def _lineage(birth: Birth, name: str, role: str) -> list[str]:
-    """Who computed this operand, and from which stored tensor if only from one kind of it."""
+def _computed_by(birth: Birth, name: str) -> str | None:
+    """The operation that computed this operand; None for a stored tensor."""
     read = birth.read(name)
     if read is None:
-        return []
+        return None
     maker = _before_epsilon(real_maker(read.maker))
-    notes = [fact(f"{role}_from", maker.op)] if maker.stage != "stored" else []
+    return None if maker.stage == "stored" else maker.op
+
+
+def _only_batch_tensor(birth: Birth, name: str) -> str | None:
+    """The batch tensor this operand was computed from, if from nothing else that is stored."""
+    read = birth.read(name)
+    if read is None:
+        return None
+    maker = _before_epsilon(real_maker(read.maker))
     roots = {root.op for root in _stored_roots(maker) if not root.op.startswith("constant")}
-    if len(roots) == 1 and next(iter(roots)).startswith("batch:"):
-        notes.append(fact(f"{role}_root", next(iter(roots))))
-    return notes + _vanished(read.maker)
+    if len(roots) != 1:
+        return None
+    root = roots.pop()
+    return root if root.startswith("batch:") else None
+
+
+def _vanished_epsilon(birth: Birth, name: str) -> float | None:
+    """An epsilon on the way to this operand that its dtype could not hold."""
+    read = birth.read(name)
+    level = [read.maker] if read is not None else []
+    for _ in range(EPSILON_DEPTH):
+        for call in level:
+            if call.vanished is not None:
+                return call.vanished
+        level = [parent for call in level for parent in call.parents]
+    return None
 
 
 def _before_epsilon(maker: Call) -> Call:
-    """Behind a constant that was added and kept nothing above 0; one that its dtype could not hold
-    is told apart.
-    """
+    """The call behind added constants; one that its dtype could not hold is reported by itself."""
     while (
         maker.op in ("aten.add", "aten.add_") and len(maker.parents) == 1 and maker.vanished is None
     ):
@@ -284,7 +287,8 @@ def _before_epsilon(maker: Call) -> Call:
 
 def _stored_roots(call: Call) -> list[Call]:
     seen: set[int] = set()
-    stack, roots = [call], []
+    stack = [call]
+    roots = []
     while stack:
         one = stack.pop()
         if id(one) in seen:

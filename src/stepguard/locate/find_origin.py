@@ -11,7 +11,6 @@ from stepguard.locate import batch as batches
 from stepguard.locate.bad_micro_batch import bad_micro_batch, compiled_only, repeats
 from stepguard.locate.blame import Found, Walk, first_reader
 from stepguard.locate.calls import Call
-from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.locate_budget import MOST_FRUITLESS, Effort, OutOfTimeError
 from stepguard.locate.model_replay import ModelReplayer
@@ -19,7 +18,8 @@ from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.locate.same_fault import departure
 from stepguard.locate.spoiled_buffer import written_origin
-from stepguard.records.origin import Origin
+from stepguard.records.evidence import Evidence
+from stepguard.records.origin import Origin, with_evidence
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
@@ -41,27 +41,10 @@ def locate(step: Step, reading: Reading, effort: Effort | None = None) -> Origin
     try:
         origin = _locate(step, reading, effort)
     except ReplayError as failure:
-        return bad_state.evidence_origin(step, reading, fact("replay-error", str(failure)[:200]))
-    return replace(origin, notes=(*origin.notes, *effort.cut)) if effort.cut else origin
-
-
-def locate_update(step: Step, reading: Reading) -> Origin:
-    """Origin of a bad value that the optimizer's own update made."""
-    return update_origin.update_origin(step, reading)
-
-
-def finite_unscaled(step: Step) -> bool | None:
-    """Is the step finite at loss scale 1? Then only the scale overflows. None where it cannot be
-    replayed.
-    """
-    if no_replay(step) is not None:
-        return None
-    with untouched(step) as keeper:
-        replayer = Replayer(replace(step, scale=1.0), keeper)
-        try:
-            return all(replayer.run(micro).clean for micro in range(len(step.micro_batches)))
-        except ReplayError:
-            return None
+        error = str(failure)[:200]
+        remark = f"the replay failed: {error}"
+        return bad_state.evidence_origin(step, reading, Evidence(replay_error=error), remark)
+    return replace(origin, remarks=(*origin.remarks, *effort.cut))
 
 
 def _locate(step: Step, reading: Reading, effort: Effort) -> Origin:
@@ -82,7 +65,8 @@ def _locate(step: Step, reading: Reading, effort: Effort) -> Origin:
         return update_origin.divergence_origin(step, reading)
     reason = no_replay(step)
     if reason is not None:
-        return bad_state.evidence_origin(step, reading, fact("no-replay", reason))
+        remark = f"the step could not be run again: {reason}"
+        return bad_state.evidence_origin(step, reading, Evidence(no_replay=reason), remark)
     with untouched(step) as keeper, impurity.own_state(step) as own:
         kind = ModelReplayer if step.model_only else Replayer
         replayer = kind(step, keeper, effort)
@@ -101,7 +85,7 @@ def finite_step(reading: Reading) -> bool:
 
 def no_replay(step: Step) -> str | None:
     """Why the step cannot be run again on this rank alone; None when it can."""
-    if not (step.whole or step.model_only) or not step.micro_batches or not step.rng:
+    if not (step.replayable or step.model_only) or not step.micro_batches or not step.rng:
         return "the guard did not run the step"
     sharded = any(type(p.data).__name__ == "DTensor" for p in step.model.parameters())
     return "parameters are sharded over ranks" if sharded else None
@@ -126,7 +110,7 @@ def _bad_state(step: Step, reading: Reading) -> Origin:
         return origin
     seen = origin_of(Found(maker, reader), traced, Replayer(step, keeper))
     return replace(
-        seen, tensor=origin.tensor, phase="state", inputs=origin.inputs, notes=origin.notes
+        seen, tensor=origin.tensor, phase="state", inputs=origin.inputs, evidence=origin.evidence
     )
 
 
@@ -159,7 +143,9 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
     traced, found = search(replayer, micro, step.micro_batches[micro])
     if found is None and not traced.ran.clean:
         return replace(
-            bad_state.evidence_origin(step, reading, "untraced"), micro_batch=micro, reproduced=True
+            bad_state.evidence_origin(step, reading, Evidence(untraced=True)),
+            micro_batch=micro,
+            reproduced=True,
         )
     if found is None:
         return _clean_replay(replayer, reading)
@@ -167,14 +153,10 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
     if reading.bad_state and origin.tensor not in reading.bad_state:
         return bad_state.state_origin(step, reading)
     if reading.overflow:
-        origin = replace(origin, notes=(*origin.notes, fact("overflow", "scale")))
+        origin = with_evidence(origin, Evidence(scale_overflow=True))
     otherwise = departure(reading, micro, replayer)
     if otherwise is not None:
-        return replace(
-            origin,
-            reproduced=False,
-            notes=(*origin.notes, "not-reproduced", fact("departs", otherwise)),
-        )
+        return replace(with_evidence(origin, Evidence(departs=otherwise)), reproduced=False)
     return _name_samples(replayer, traced, found, origin)
 
 
@@ -239,13 +221,12 @@ def _walk(replayer: Replayer, traced: Traced) -> Found | None:
 def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     origin = bad_state.evidence_origin(replayer.step, reading)
     if compiled_only(replayer):
-        return replace(
-            origin, reproduced=True, method="replay", notes=(*origin.notes, "compiled-only")
-        )
+        origin = with_evidence(origin, Evidence(compiled_only=True))
+        return replace(origin, reproduced=True, method="replay")
     differ = impurity.different_losses(replayer)
-    steady = "transient" if not differ and repeats(replayer) else "nondeterministic"
-    notes = (*origin.notes, "not-reproduced", steady, *differ)
-    return replace(origin, reproduced=False, method="replay", notes=notes)
+    same_bits = differ is None and repeats(replayer)
+    origin = with_evidence(origin, Evidence(same_bits=same_bits, different_losses=differ))
+    return replace(origin, reproduced=False, method="replay")
 
 
 def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Origin) -> Origin:
@@ -253,7 +234,7 @@ def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Orig
     innocent = (
         origin.phase not in ("input", "forward", "loss", "backward") or origin.node == ACCUMULATE
     )
-    if innocent or "overflow=scale" in origin.notes:
+    if innocent or origin.evidence.scale_overflow:
         return origin
     batch = replayer.step.micro_batches[traced.micro_batch]
     trial = samples.Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
@@ -262,14 +243,8 @@ def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Orig
     )
     if not guilty:
         not_shown = trial.count < 2 or replayer.effort.cut
-        return (
-            origin
-            if not_shown
-            else replace(origin, notes=(*origin.notes, fact("samples", "confounded")))
-        )
-    return replace(
-        origin, samples=guilty, notes=(*origin.notes, *_contrast(batch, guilty, trial.count))
-    )
+        return with_evidence(origin, Evidence(confounded_samples=not not_shown))
+    return replace(with_evidence(origin, _contrast(batch, guilty, trial.count)), samples=guilty)
 
 
 def _search_samples(
@@ -318,7 +293,7 @@ def _suspects(found: Found, origin: Origin, batch: Any, count: int) -> list[int]
     return samples.suspects_from_rows(call.rows, call.shape[0] if call.shape else 0, count)
 
 
-def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> list[str]:
+def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
     """The largest magnitude in the guilty samples and in all others."""
     inside, outside = [0.0], [0.0]
     for _, tensor in batches.named_tensors(batch):
@@ -326,4 +301,4 @@ def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> list[str]:
             values = plain(tensor).nan_to_num(0.0, 0.0, 0.0).abs().reshape(count, -1)
             for sample in range(count if values.shape[1] else 0):
                 (inside if sample in guilty else outside).append(float(values[sample].max()))
-    return [fact("sample_max", max(inside)), fact("others_max", max(outside))]
+    return Evidence(sample_max=max(inside), others_max=max(outside))

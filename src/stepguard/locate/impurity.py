@@ -7,16 +7,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from stepguard.locate.facts import fact
 from stepguard.locate.finite import plain
 from stepguard.locate.loss_function_state import OwnState
 from stepguard.locate.replay import Replayer
-from stepguard.records.origin import Origin
+from stepguard.records.evidence import Evidence
+from stepguard.records.origin import Origin, with_evidence
 from stepguard.state.step import Step
 
 ROUNDING = 1e-3
@@ -39,15 +38,15 @@ def own_state(step: Step) -> Iterator[OwnState]:
 def told(origin: Origin, own: OwnState) -> Origin:
     """The origin with the names of what the replays moved."""
     moved = own.moved()[:MOST_NAMED]
-    return replace(origin, notes=(*origin.notes, *(fact("moves", words) for words in moved)))
+    return with_evidence(origin, Evidence(moves=tuple(moved)))
 
 
-def different_losses(replayer: Replayer) -> list[str]:
+def different_losses(replayer: Replayer) -> tuple[float, float] | None:
     """Two more forward passes: finite losses that are far apart are not the same function of the
     same batch.
     """
     if replayer.step.model_only or not replayer.effort.affords(1.0):
-        return []
+        return None
     own, replayer.own = replayer.own, None
     try:
         first, second = (_losses(replayer) for _ in range(2))
@@ -59,8 +58,8 @@ def different_losses(replayer: Replayer) -> list[str]:
             and math.isfinite(other)
             and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9)
         ):
-            return [fact("losses", f"{one:.6g} and {other:.6g}")]
-    return []
+            return one, other
+    return None
 
 
 def _losses(replayer: Replayer) -> list[float]:

@@ -142,9 +142,14 @@ class LiveTrace:
             origin = replace(origin, phase="input")
         micro = reading.bad_micro_batches[0] if reading.bad_micro_batches else None
         module = tracer.modules.spelled(origin.module)
-        notes = (*origin.notes, SEEN_LIVE)
+        remarks = (*origin.remarks, SEEN_LIVE)
         return replace(
-            origin, module=module, method="live", reproduced=None, micro_batch=micro, notes=notes
+            origin,
+            module=module,
+            method="live",
+            reproduced=None,
+            micro_batch=micro,
+            remarks=remarks,
         )
 
     def _own_tracer(self) -> Any:

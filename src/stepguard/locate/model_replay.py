@@ -15,7 +15,6 @@ import torch
 
 from stepguard.locate import bad_state
 from stepguard.locate.batch import named_tensors
-from stepguard.locate.facts import fact
 from stepguard.locate.replay import Ran, Replayer, ReplayError
 from stepguard.locate.source import Line, context, spell
 from stepguard.locate.tracer import Tracer
@@ -70,7 +69,6 @@ class ModelReplayer(Replayer):
         """
         line = self.step.lines[call] if call is not None and call < len(self.step.lines) else None
         if origin.phase == "input" and call is not None and origin.tensor in self._computed(call):
-            notes = (*origin.notes, CAME_IN)
             return replace(
                 origin,
                 phase="forward",
@@ -78,7 +76,7 @@ class ModelReplayer(Replayer):
                 module=None,
                 op=None,
                 reproduced=None,
-                notes=notes,
+                remarks=(*origin.remarks, CAME_IN),
             )
         if (
             origin.source is None
@@ -130,16 +128,16 @@ def outside(replayer: ModelReplayer, reading: Reading) -> Origin:
     loss_bad = bool(reading.bad_micro_batches) or (
         reading.loss is not None and reading.loss - reading.loss != 0.0
     )
-    note = OUTSIDE_FORWARD
+    remark = OUTSIDE_FORWARD
     if not loss_bad:
         all_came_back = all(
             replayer.came_back_finite(call) for call in range(len(step.micro_batches))
         )
-        note = OUTSIDE_BOTH if all_came_back else OUTSIDE_BACKWARD
+        remark = OUTSIDE_BOTH if all_came_back else OUTSIDE_BACKWARD
     return Origin(
         step=reading.step,
         phase="loss" if loss_bad else "backward",
         micro_batch=reading.bad_micro_batches[0] if reading.bad_micro_batches else None,
         method=METHOD,
-        notes=(note, fact("not-seen", "loss")),
+        remarks=(remark,),
     )

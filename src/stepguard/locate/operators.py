@@ -148,13 +148,13 @@ class Operator:
             return False  # only the shape is of interest
         return root not in self.writes or not (self.name in OVERWRITES or root == "out")
 
-    def odd_number(self, numbers: list[tuple[str, float]]) -> str | None:
+    def odd_number(self, numbers: list[tuple[str, float]]) -> tuple[str, float] | None:
         """A number that makes the result bad by itself: any NaN, or an infinity where one computes
         with it.
         """
         for name, value in numbers:
             if math.isnan(value) or (math.isinf(value) and self.name not in WRITES_CONSTANTS):
-                return f"{name}:{value}"
+                return name, value
         return None
 
     def selects(self, entries: list[Entry]) -> bool:

@@ -10,12 +10,12 @@ from stepguard.locate import bad_state, source
 from stepguard.locate import batch as batches
 from stepguard.locate.blame import Found
 from stepguard.locate.calls import Call
-from stepguard.locate.facts import fact
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.module_attributes import KEPT, bad_numbers, kept_tensors
 from stepguard.locate.replay import Replayer, Traced
 from stepguard.locate.source import Line
 from stepguard.locate.tracer import Tracer
+from stepguard.records.evidence import Evidence
 from stepguard.records.origin import Operand, Origin, Phase
 from stepguard.state.step import Step
 
@@ -34,16 +34,14 @@ def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
     if call.stage == "stored":
         return _stored_origin(found, traced, replayer)
     place = found.consumer if call.blank and found.consumer is not None else call
-    notes = [
-        *(["uninitialised"] if call.blank else []),
-        *call.notes,
-        *found.notes,
-        *_setting(step, traced),
-    ]
-    if call.node is not None and call.stage == "forward":
-        notes.append("inner_grad")
+    evidence = call.evidence | found.evidence | _setting(step, traced)
+    evidence |= Evidence(
+        uninitialised=call.blank,
+        inner_gradient=call.node is not None and call.stage == "forward",
+    )
     if call.number is not None:
-        notes += [fact("attribute", name) for name, _ in bad_numbers(step.named_roots())][:1]
+        kept = next(iter(bad_numbers(step.named_roots())), None)
+        evidence |= Evidence(attribute=kept[0] if kept is not None else None)
     return _with_source(
         Origin(
             step=step.index,
@@ -56,7 +54,7 @@ def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
             output=call.output,
             method="replay",
             reproduced=True,
-            notes=tuple(dict.fromkeys(notes)),
+            evidence=evidence,
         ),
         line_of(place, traced.tracer),
     )
@@ -65,16 +63,17 @@ def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
 def _stored_origin(found: Found, traced: Traced, replayer: Replayer) -> Origin:
     name, user = found.birth.op, found.consumer
     tensor = _tensor(name, replayer, traced.micro_batch)
-    notes = [*found.notes, *_setting(replayer.step, traced)]
+    evidence = found.evidence | _setting(replayer.step, traced)
     operands: tuple[Operand, ...] = ()
     if tensor is not None:
         operand = bad_state.operand_of(name, tensor)
-        operands, notes = (operand,), [*bad_state.elements(tensor, operand), *notes]
+        operands = (operand,)
+        evidence |= bad_state.elements(tensor, operand)
     known = name.partition(":")[0] in PHASES and not name.startswith(KEPT)
     if not known:
-        notes.append(fact("constant", "nan" if found.birth.out.nan else "inf"))
+        evidence |= Evidence(constant="nan" if found.birth.out.nan else "inf")
     if name.startswith(KEPT):
-        notes.append(fact("attribute", name.removeprefix(KEPT)))
+        evidence |= Evidence(attribute=name.removeprefix(KEPT))
     phase = PHASES.get(name.partition(":")[0]) or (_phase(user, traced.tracer) if user else "loss")
     origin = Origin(
         step=replayer.step.index,
@@ -87,7 +86,7 @@ def _stored_origin(found: Found, traced: Traced, replayer: Replayer) -> Origin:
         inputs=operands or (user.inputs if user is not None else ()),
         method="replay",
         reproduced=True,
-        notes=tuple(dict.fromkeys(notes)),
+        evidence=evidence,
     )
     return _with_source(origin, line_of(user, traced.tracer) if user is not None else None)
 
@@ -103,16 +102,16 @@ def _tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
     return dict(batches.named_tensors(replayer.step.micro_batches[micro])).get(name)
 
 
-def _setting(step: Step, traced: Traced) -> list[str]:
-    notes = [fact("scale", float(step.scale))] if step.scale != 1.0 else []
-    notes += (
-        [fact("autocast", traced.tracer.autocast)] if traced.tracer.autocast is not None else []
-    )
-    notes += [fact("collectives", "local")] if traced.tracer.local_collectives else []
-    notes += [fact("unseen", name) for name in sorted(traced.tracer.unseen)]
+def _setting(step: Step, traced: Traced) -> Evidence:
     batch = step.micro_batches[traced.micro_batch]
     sizes = [_largest(t) for _, t in batches.named_tensors(batch) if numeric(t) and t.numel()]
-    return [*notes, fact("batch_max", max(sizes))] if sizes else notes
+    return Evidence(
+        scale=float(step.scale) if step.scale != 1.0 else None,
+        autocast=traced.tracer.autocast,
+        local_collectives=bool(traced.tracer.local_collectives),
+        unseen=tuple(sorted(traced.tracer.unseen)),
+        batch_max=max(sizes, default=None),
+    )
 
 
 def _largest(tensor: Tensor) -> float:

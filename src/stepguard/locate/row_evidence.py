@@ -1,15 +1,16 @@
-"""Facts on operations that work along an axis: softmax rows, reductions, losses over targets."""
+"""Measure operations that work along an axis: softmax rows, reductions, losses over targets."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepguard.locate.bad_op import Birth
-from stepguard.locate.facts import fact
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
 
 SOFTMAX = (
     "_softmax",
@@ -37,127 +38,136 @@ REDUCES = (
 PROBABILITY = ("binary_cross_entropy", "kl_div")
 
 
-def rows(birth: Birth) -> list[str]:
+def rows(birth: Birth) -> Evidence:
     """Everything that can be said about rows, reduced elements and targets."""
     base = birth.operator.base
-    notes: list[str] = []
-    if base in SOFTMAX:
-        notes += _masked_rows(birth, "self")
-    if "scaled_dot_product" in base or "efficient_attention" in base:
-        notes += _masked_rows(birth, "attn_mask") or _masked_rows(birth, "attn_bias")
-    if base in REDUCES:
-        notes += _reduced(birth)
-    if base.startswith("nll_loss"):
-        notes += _targets(birth)
-    if base in PROBABILITY:
-        notes += _probabilities(birth)
-    if base == "xlogy":
-        notes += _negative_target(birth)
-    if base == "_weight_norm_interface":
-        notes += _zero_norm(birth)
-    if "batch_norm" in base:
-        notes += _negative_variance(birth)
-    if base == "_ctc_loss":
-        notes += _ctc(birth)
-    return notes
+    found = NO_EVIDENCE
+    for applies, gather in _GATHERERS:
+        if applies(base):
+            found |= gather(birth)
+    return found
 
 
 def _argument(birth: Birth, name: str) -> Any:
     """An argument by its name in the schema, given by position or by keyword."""
-    args, kwargs = birth.made_by.args, birth.made_by.kwargs
-    if name in kwargs:
-        return kwargs[name]
+    made = birth.made_by
+    if name in made.kwargs:
+        return made.kwargs[name]
     arguments = birth.operator.arguments
-    position = arguments.index(name) if name in arguments else len(args)
-    return args[position] if position < len(args) else None
+    position = arguments.index(name) if name in arguments else len(made.args)
+    return made.args[position] if position < len(made.args) else None
 
 
-def _masked_rows(birth: Birth, name: str) -> list[str]:
+def _softmax_rows(birth: Birth) -> Evidence:
+    return _masked_rows(birth, "self") or NO_EVIDENCE
+
+
+def _attention_rows(birth: Birth) -> Evidence:
+    return _masked_rows(birth, "attn_mask") or _masked_rows(birth, "attn_bias") or NO_EVIDENCE
+
+
+def _masked_rows(birth: Birth, name: str) -> Evidence | None:
+    """How many rows of this operand are masked throughout; None for no row at all."""
     read = birth.read(name)
     if read is None or not read.tensor.dim():
-        return []
+        return None
     axis = _argument(birth, "dim")
-    axis = axis[0] if isinstance(axis, list | tuple) and axis else axis
+    if isinstance(axis, list | tuple) and axis:
+        axis = axis[0]
     tensor = read.tensor
+    # a boolean attention mask is True where a key may be looked at
     closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
     dead = closed.all(dim=axis if isinstance(axis, int) else -1)
     count = int(dead.sum())
-    return [fact("masked_rows", count), fact("rows", dead.numel())] if count else []
+    return Evidence(masked_rows=count, rows=dead.numel()) if count else None
 
 
-def _reduced(birth: Birth) -> list[str]:
+def _reduced(birth: Birth) -> Evidence:
     read = birth.read("self")
     if read is None:
-        return []
+        return NO_EVIDENCE
     group = read.tensor.numel() // max(1, birth.out.numel())
-    if group == 0:
-        return [fact("reduced", 0)]
-    return ["one_element"] if group == 1 and birth.operator.base in SPREAD else []
+    if group == 0 or (group == 1 and birth.operator.base in SPREAD):
+        return Evidence(reduced_elements=group)
+    return NO_EVIDENCE
 
 
-def _targets(birth: Birth) -> list[str]:
+def _targets(birth: Birth) -> Evidence:
     target = _argument(birth, "target")
-    ignored = _argument(birth, "ignore_index")
     if not isinstance(target, Tensor):
-        return []
-    valid = (
-        target != ignored if isinstance(ignored, int) else torch.ones_like(target, dtype=torch.bool)
+        return NO_EVIDENCE
+    ignored = _argument(birth, "ignore_index")
+    count = target.numel()
+    if isinstance(ignored, int):
+        count = int((target != ignored).sum())
+    scores = _argument(birth, "self")
+    impossible = isinstance(scores, Tensor) and bool(torch.isinf(scores).any())
+    return Evidence(
+        valid_targets=count,
+        targets=target.numel(),
+        zero_target_probability=count > 0 and impossible,
     )
-    count = int(valid.sum())
-    notes = [fact("valid_targets", count), fact("targets", target.numel())]
-    log_probabilities = _argument(birth, "self")
-    if (
-        count
-        and isinstance(log_probabilities, Tensor)
-        and bool(torch.isinf(log_probabilities).any())
-    ):
-        notes.append(fact("target_probability", "zero"))
-    return notes
 
 
-def _probabilities(birth: Birth) -> list[str]:
+def _probabilities(birth: Birth) -> Evidence:
     target = _argument(birth, "target")
     if not isinstance(target, Tensor) or not target.numel():
-        return []
-    low, high = float(target.min()), float(target.max())
-    worst = low if low < 0 else high
-    return [fact("target_out_of_domain", worst)] if low < 0 or high > 1 else []
+        return NO_EVIDENCE
+    low = float(target.min())
+    high = float(target.max())
+    if low < 0:
+        return Evidence(target_out_of_domain=low)
+    return Evidence(target_out_of_domain=high) if high > 1 else NO_EVIDENCE
 
 
-def _negative_target(birth: Birth) -> list[str]:
-    """torch computes `target * log(target)` as xlogy in kl_div, where a negative target is outside
-    the domain.
-    """
+def _negative_target(birth: Birth) -> Evidence:
+    """A negative target of kl_div, which torch computes as xlogy(target, target)."""
     value = birth.at("other")
-    return (
-        [fact("target_out_of_domain", value)]
-        if value is not None and value < 0 and not math.isinf(value)
-        else []
-    )
+    if value is None or value >= 0 or not math.isfinite(value):
+        return NO_EVIDENCE
+    return Evidence(target_out_of_domain=value)
 
 
-def _zero_norm(birth: Birth) -> list[str]:
+def _zero_norm(birth: Birth) -> Evidence:
     """Weight normalisation divides every row of `v` by its norm."""
     direction = _argument(birth, "v")
-    if not isinstance(direction, Tensor) or bool(
-        direction.reshape(direction.shape[0], -1).any(1).all()
-    ):
-        return []
-    return [fact("denominator", "zero"), fact("denominator_from", "norm")]
+    if not isinstance(direction, Tensor):
+        return NO_EVIDENCE
+    rows_in_use = direction.reshape(direction.shape[0], -1).any(1)
+    if bool(rows_in_use.all()):
+        return NO_EVIDENCE
+    return Evidence(zero_denominator=True, denominator_from="norm")
 
 
-def _negative_variance(birth: Birth) -> list[str]:
-    variance, eps = _argument(birth, "running_var"), _argument(birth, "eps")
+def _negative_variance(birth: Birth) -> Evidence:
+    variance = _argument(birth, "running_var")
     if not isinstance(variance, Tensor) or _argument(birth, "training"):
-        return []
-    low = float(variance.min()) + float(eps or 0.0)
-    return [fact("argument", "negative"), fact("argument_value", low)] if low < 0 else []
+        return NO_EVIDENCE
+    eps = float(_argument(birth, "eps") or 0.0)
+    return Evidence(argument="negative") if float(variance.min()) + eps < 0 else NO_EVIDENCE
 
 
-def _ctc(birth: Birth) -> list[str]:
-    lengths, wanted = _argument(birth, "input_lengths"), _argument(birth, "target_lengths")
+def _ctc(birth: Birth) -> Evidence:
+    lengths = _argument(birth, "input_lengths")
+    wanted = _argument(birth, "target_lengths")
     if lengths is None or wanted is None:
-        return []
-    have, need = torch.as_tensor(lengths).flatten(), torch.as_tensor(wanted).flatten()
+        return NO_EVIDENCE
+    have = torch.as_tensor(lengths).flatten()
+    need = torch.as_tensor(wanted).flatten()
     short = int((have < need).sum())
-    return [fact("ctc_infeasible", short or int(torch.isinf(birth.out).sum()))]
+    # repeated labels need a blank in between: such a target fails without being longer
+    return Evidence(ctc_infeasible=short or int(torch.isinf(birth.out).sum()))
+
+
+_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[Birth], Evidence]], ...] = (
+    (SOFTMAX.__contains__, _softmax_rows),
+    (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _attention_rows),
+    (REDUCES.__contains__, _reduced),
+    (lambda base: base.startswith("nll_loss"), _targets),
+    (PROBABILITY.__contains__, _probabilities),
+    (lambda base: base == "xlogy", _negative_target),
+    (lambda base: base == "_weight_norm_interface", _zero_norm),
+    (lambda base: "batch_norm" in base, _negative_variance),
+    (lambda base: base == "_ctc_loss", _ctc),
+)
+"""Which operations, by name, and what is measured there."""

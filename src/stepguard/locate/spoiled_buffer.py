@@ -37,7 +37,7 @@ def written_origin(step: Step, reading: Reading) -> Origin:
                 return replace(
                     _place(buffer, name, traced, replayer) or plain, tensor=name, output=operand
                 )
-    return replace(plain, reproduced=False, notes=("not-reproduced",))
+    return replace(plain, reproduced=False)
 
 
 def _place(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Origin | None:

@@ -53,7 +53,12 @@ def frames_at_birth(step: Step, reading: Reading) -> TracebackType | None:
 
     None where no frame of the user's is involved: the optimizer made it, or the replay is clean.
     """
-    if finite_step(reading) or reading.state_born or no_replay(step) is not None or not step.whole:
+    if (
+        finite_step(reading)
+        or reading.state_born
+        or no_replay(step) is not None
+        or not step.replayable
+    ):
         return None
     with untouched(step) as keeper:
         stopping = StoppingReplayer(step, keeper)

@@ -22,6 +22,7 @@ from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, nume
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operators import BLANK, TESTS, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
+from stepguard.records.evidence import Evidence
 from stepguard.state import faked_collectives
 from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.torch_private import (
@@ -188,7 +189,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if caller.recomputed or call.module is not None:
                 call.stage = "forward"
                 if caller.recomputed:
-                    call.notes.append("recomputed")
+                    call.evidence = Evidence(recomputed=True)
                 else:
                     call.node = node.name()
             else:

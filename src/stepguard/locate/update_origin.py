@@ -15,14 +15,14 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from stepguard.locate.calls import ancestors
-from stepguard.locate.facts import fact
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operands import summarise
 from stepguard.locate.origin_record import line_of
 from stepguard.locate.replay import Replayer, ReplayError
 from stepguard.locate.source import context, spell
 from stepguard.locate.tracer import Tracer
-from stepguard.records.origin import Origin
+from stepguard.records.evidence import Evidence
+from stepguard.records.origin import Origin, with_evidence
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
@@ -40,7 +40,7 @@ def update_origin(step: Step, reading: Reading) -> Origin:
         phase="optimizer",
         tensor=seen,
         method="evidence",
-        notes=tuple(_rates(reading)),
+        evidence=_rates(reading),
     )
     gradients = _gradients(step)
     if not gradients:
@@ -59,10 +59,9 @@ def update_origin(step: Step, reading: Reading) -> Origin:
         with torch.no_grad(), tracer:
             twin.step()
     except Exception as error:
-        return replace(
-            origin,
-            notes=(*origin.notes, fact("replay-error", f"{type(error).__name__}: {error}"[:200])),
-        )
+        failure = f"{type(error).__name__}: {error}"[:200]
+        origin = with_evidence(origin, Evidence(replay_error=failure))
+        return replace(origin, remarks=(f"the replay failed: {failure}",))
     return _from_trace(origin, tracer, originals, names, twin)
 
 
@@ -79,9 +78,7 @@ def _from_trace(
     ]
     births = [(call, found) for maker, found in makers for call in ancestors(maker) if call.born]
     if not births:
-        return replace(
-            origin, reproduced=False, method="replay", notes=(*origin.notes, "not-reproduced")
-        )
+        return replace(origin, reproduced=False, method="replay")
     call, found = min(births, key=lambda pair: pair[0].index)
     if call.stage == "stored":
         return replace(origin, phase="state", tensor=call.op, method="replay", reproduced=True)
@@ -96,7 +93,7 @@ def _from_trace(
         output=call.output,
         method="replay",
         reproduced=True,
-        notes=(*call.notes, *origin.notes, *_epsilon(twin, found.parameter)),
+        evidence=call.evidence | origin.evidence | _epsilon(twin, found.parameter),
     )
 
 
@@ -121,14 +118,14 @@ def _bad_results(
                 yield _BadResult(f"opt:{slot}", value, parameter)
 
 
-def _epsilon(optimizer: Optimizer, parameter: Tensor) -> list[str]:
+def _epsilon(optimizer: Optimizer, parameter: Tensor) -> Evidence:
     """Does the group's epsilon vanish in the parameter's dtype?"""
     for group in optimizer.param_groups:
         if any(p is parameter for p in group["params"]) and isinstance(group.get("eps"), float):
             eps = group["eps"]
             gone = eps > 0 and float(torch.tensor(eps, dtype=parameter.dtype)) == 0.0
-            return [fact("eps", eps), *(["eps_underflow"] if gone else [])]
-    return []
+            return Evidence(eps=eps, eps_underflow=gone)
+    return Evidence()
 
 
 def norm_origin(step: Step, reading: Reading) -> Origin:
@@ -138,7 +135,7 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
         phase="optimizer",
         op="aten._foreach_norm",
         method="evidence",
-        notes=tuple(_rates(reading)),
+        evidence=_rates(reading),
     )
     gradients = list(_gradients(step).values())
     if not gradients:
@@ -162,7 +159,7 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
         output=birth.output if birth is not None else None,
         method="replay",
         reproduced=not is_finite(norm),
-        notes=(*origin.notes, fact("finite_norm", exact)) if math.isfinite(exact) else origin.notes,
+        evidence=origin.evidence | Evidence(finite_norm=exact if math.isfinite(exact) else None),
     )
 
 
@@ -170,14 +167,12 @@ def divergence_origin(step: Step, reading: Reading) -> Origin:
     """Everything is finite and yet the run is being lost: the update did it, there is no single
     operation.
     """
-    notes = _rates(reading)
-    if reading.repeat_loss is not None:
-        notes.append(fact("repeat_loss", float(reading.repeat_loss)))
-    return Origin(step=reading.step, phase="optimizer", method="evidence", notes=tuple(notes))
+    evidence = _rates(reading) | Evidence(repeat_loss=reading.repeat_loss)
+    return Origin(step=reading.step, phase="optimizer", method="evidence", evidence=evidence)
 
 
-def _rates(reading: Reading) -> list[str]:
-    return [fact("lr", float(max(reading.lr)))] if reading.lr else []
+def _rates(reading: Reading) -> Evidence:
+    return Evidence(lr=max(reading.lr, default=None))
 
 
 def _gradients(step: Step) -> Gradients:

@@ -53,7 +53,7 @@ class Budget:
         return replace(self, consecutive=0, seen=self.seen + 1)
 
     def lost_share(self, policy: Policy) -> float:
-        """Share of the samples of the last `lost_window` steps that was left out; 0 while few were."""
+        """Share of the last `lost_window` steps' samples that was left out; 0 while few were."""
         if len(self.lost) < LEAST_LOST or not self.seen:
             return 0.0
         return sum(share for _, share in self.lost) / min(policy.lost_window, self.seen)

@@ -114,7 +114,7 @@ def _decide_bad_step(
 def _fitting_action(
     allowed: Action, situation: Situation, policy: Policy, spent: Budget
 ) -> Action | None:
-    """What an allowed action comes to for a bad step on good weights; None where it does not fit."""
+    """What an allowed action means for a bad step on good weights; None if it does not fit."""
     match allowed:
         case "leave_out":
             if situation.leave_out:

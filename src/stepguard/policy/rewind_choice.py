@@ -54,12 +54,21 @@ def next_rewind(
     lr_factor = None
     if policy.rewind_lr == "lower":
         lr_factor = policy.lr_factor ** (rewinds + 1)
-    used = {plan.target for plan in tried if plan.data != "repeat"}
-    for target in targets:
-        if target not in used:
-            return RewindPlan(target=target, data=policy.rewind_data, lr_factor=lr_factor)
+    target = _first_unused(targets, tried)
+    if target is not None:
+        return RewindPlan(target=target, data=policy.rewind_data, lr_factor=lr_factor)
     # every target has been used: the newest one once more, with a still lower rate
     slower = RewindPlan(target=targets[0], data=policy.rewind_data, lr_factor=lr_factor)
     if lr_factor is None or slower in tried:
         return None
     return slower
+
+
+def _first_unused(
+    targets: Sequence[RewindTarget], tried: Collection[RewindPlan]
+) -> RewindTarget | None:
+    used = {plan.target for plan in tried if plan.data != "repeat"}
+    for target in targets:
+        if target not in used:
+            return target
+    return None

@@ -1,4 +1,4 @@
-"""What a checkpoint on disk says about the run that wrote it: shapes, configuration, versions.
+"""Facts a checkpoint on disk holds about the run that wrote it: shapes, configuration, versions.
 
 Read as `stepguard verify` reads: nothing in a file is run or imported, and what cannot be
 understood is reported.
@@ -22,13 +22,19 @@ CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
 MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
 VERSIONS = ("versions", "version", "pytorch-lightning_version", "torch_version")
 TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin", ".tar")
-SEALED = "model/"
+NOT_THE_MODEL = ("training_args", "rng_state", "optimizer", "scheduler")
+"""Files of a folder that hold no tensors of the model."""
+SETTINGS_FILES = ("args", "hparams", "settings", "run_config", "training_args", "train_config")
+"""JSON files that hold the run's settings; `config.json` of transformers is the model's."""
+SEALED_FACTS = "facts"
+"""The JSON file of a checkpoint of stepguard."""
+SEALED_MODEL = "model/"
 """How a checkpoint of stepguard names the model's tensors among all others."""
 LARGEST_JSON = 16 * 2**20
 
 
 @dataclass(slots=True)
-class Stored:
+class CheckpointFacts:
     """As far as the layout was understood."""
 
     path: Path
@@ -40,137 +46,116 @@ class Stored:
     """Files that could not be read, with the reason."""
 
 
-def read_stored(path: Path) -> Stored:
-    """A file, or a folder of files as transformers, accelerate and stepguard write it."""
-    if not path.exists():
-        raise ConfigError(f"checkpoint {path} does not exist.")
-    stored = Stored(path)
-    for file in [path] if path.is_file() else sorted(path.iterdir()):
-        if file.suffix in TORCH_FILES and not file.name.startswith(("training_args", "rng_state")):
-            _take(stored, _load(stored, file), file.stem if path.is_dir() else "")
-        elif file.suffix == ".safetensors":
-            _shapes_of(stored, file)
-        elif file.suffix == ".json" and path.is_dir() and file.stat().st_size <= LARGEST_JSON:
-            _take_json(stored, file)
-    _hydra(stored)
-    return stored
+def read_checkpoint_facts(path: Path) -> CheckpointFacts:
+    """Read a file, or a folder of files as transformers, accelerate and stepguard write it."""
+    facts = CheckpointFacts(path)
+    if path.is_file():
+        _read_file(facts, path)
+        folder = path.parent
+    else:
+        folder = path
+        for file in sorted(path.iterdir()):
+            if file.suffix == ".json":
+                _read_json(facts, file)
+            elif not file.name.startswith(NOT_THE_MODEL):
+                _read_file(facts, file)
+    # Hydra keeps the configuration of a run beside its outputs.
+    file = folder / ".hydra" / "config.yaml"
+    if not facts.config and file.is_file():
+        facts.config = read_settings(file)
+    return facts
 
 
-def _load(stored: Stored, file: Path) -> Any:
+def _read_file(facts: CheckpointFacts, file: Path) -> None:
     try:
-        return read_inert(file)
-    except (Damaged, OSError) as fault:
-        return _refuse(stored, file, fault)
+        if file.suffix in TORCH_FILES:
+            _take(facts, read_inert(file))
+        elif file.suffix == ".safetensors":
+            facts.shapes |= _safetensors_shapes(file)
+    except (Damaged, OSError, ValueError, KeyError, TypeError) as fault:
+        kind = type(fault).__name__
+        if isinstance(fault, Damaged):
+            kind = fault.kind
+        reason = " ".join(str(fault).split())
+        facts.unread.append(f"{file.name}: {kind}: {reason[:140]}")
 
 
-def _refuse(stored: Stored, file: Path, fault: Exception) -> None:
-    reason = " ".join(str(fault).split())
-    kind = fault.kind if isinstance(fault, Damaged) else type(fault).__name__
-    stored.unread.append(f"{file.name}: {kind}: {reason[:140]}")
-
-
-def _take(stored: Stored, content: Any, stem: str) -> None:
+def _take(facts: CheckpointFacts, content: Any) -> None:
+    """Take what is known from the top level of a checkpoint."""
     if not isinstance(content, Mapping):
         return
-    if stem.startswith(
-        ("optimizer", "scheduler")
-    ):  # of a folder; their tensors are none of the model's
-        return
     for name in CONFIGS:
-        values = _mapping(content.get(name))
-        if values and not stored.config:
-            stored.config = values
+        facts.config = facts.config or _plain_mapping(content.get(name))
     for name in VERSIONS:
         found = content.get(name)
-        stored.versions |= (
-            dict(found) if isinstance(found, Mapping) else {name: str(found)} if found else {}
-        )
-    for tensors in (*(content.get(name) for name in MODELS), content):
-        if isinstance(tensors, Mapping) and not stored.shapes:
-            stored.shapes = {
-                str(k): tuple(v.shape) for k, v in tensors.items() if isinstance(v, TensorRecord)
-            }
+        if isinstance(found, Mapping):
+            facts.versions |= dict(found)
+        elif found:
+            facts.versions[name] = str(found)
+    for name in MODELS:
+        facts.shapes = facts.shapes or _shapes(content.get(name))
+    facts.shapes = facts.shapes or _shapes(content)
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    """A dict, or what an object such as a Namespace would have as its attributes, as far as it is
-    plain.
-    """
+def _shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
+    found = {}
+    if isinstance(tensors, Mapping):
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorRecord):
+                found[str(name)] = tuple(tensor.shape)
+    return found
+
+
+def _plain_mapping(value: Any) -> dict[str, Any]:
+    """Plain values of a dict, or of the attributes an object such as a Namespace would have."""
     if isinstance(value, Made):
         value = value.entries or value.state
-    return (
-        {str(key): _plain(part) for key, part in value.items() if _known(part)}
-        if isinstance(value, dict)
-        else {}
-    )
+    if not isinstance(value, dict):
+        return {}
+    return {str(key): _plain(part) for key, part in value.items() if _is_plain(part)}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict | Made):
-        return _mapping(value)
-    return (
-        [_plain(part) for part in value if _known(part)]
-        if isinstance(value, list | tuple)
-        else value
-    )
+        return _plain_mapping(value)
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value if _is_plain(part)]
+    return value
 
 
-def _known(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     if isinstance(value, Made):
         return isinstance(value.entries or value.state, dict)
     return value is None or isinstance(value, str | int | float | list | tuple | dict)
 
 
-def _shapes_of(stored: Stored, file: Path) -> None:
-    """The header is JSON behind eight bytes that say its length; the tensors are not read."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > LARGEST_JSON:
-                raise ValueError(f"its header claims {length:,} bytes")
-            header = json.loads(stream.read(length))
-        named = {k: tuple(v["shape"]) for k, v in header.items() if k != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        _refuse(stored, file, fault)
-        return
-    if any(name.startswith(SEALED) for name in named):
-        named = {
-            name.removeprefix(SEALED): shape
-            for name, shape in named.items()
-            if name.startswith(SEALED)
-        }
-    if not file.name.startswith("optimizer"):
-        stored.shapes |= named
+def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes from the header; the tensors are not read."""
+    with file.open("rb") as stream:
+        # The header is JSON behind eight bytes that say its length.
+        length = int.from_bytes(stream.read(8), "little")
+        if length > LARGEST_JSON:
+            raise ValueError(f"its header claims {length:,} bytes")
+        header = json.loads(stream.read(length))
+    shapes = {}
+    sealed = {}
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            shapes[name] = tuple(tensor["shape"])
+        if name.startswith(SEALED_MODEL):
+            sealed[name.removeprefix(SEALED_MODEL)] = shapes[name]
+    return sealed or shapes
 
 
-def _take_json(stored: Stored, file: Path) -> None:
-    """Only files whose name says that they hold the run's settings: `config.json` of transformers
-    is the model's.
-    """
-    if file.stem not in (
-        "args",
-        "hparams",
-        "settings",
-        "run_config",
-        "training_args",
-        "train_config",
-        "facts",
-    ):
+def _read_json(facts: CheckpointFacts, file: Path) -> None:
+    if file.stem not in (*SETTINGS_FILES, SEALED_FACTS):
         return
     try:
         found = read_settings(file)
     except ConfigError as fault:
-        stored.unread.append(str(fault))
+        facts.unread.append(str(fault))
         return
-    if file.stem == "facts":
-        _take(stored, found, "")
+    if file.stem == SEALED_FACTS:
+        _take(facts, found)
     else:
-        stored.config = stored.config or found
-
-
-def _hydra(stored: Stored) -> None:
-    """Hydra keeps the configuration of a run beside it."""
-    folder = stored.path if stored.path.is_dir() else stored.path.parent
-    file = folder / ".hydra" / "config.yaml"
-    if not stored.config and file.is_file():
-        stored.config = read_settings(file)
+        facts.config = facts.config or found

@@ -1,4 +1,4 @@
-"""Everything that is measured about a subject, each thing once and only when an item asks for it."""
+"""Everything that is measured about a subject, each thing once and only if an item asks for it."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from stepguard._errors import ConfigError, StepguardError
-from stepguard.diagnose.dtypes import plain as plain_dtype
-from stepguard.preflight.answers import Missing, Pointless
-from stepguard.preflight.checkpoint_facts import Stored, read_stored
+from stepguard.diagnose.dtypes import plain as real_format
+from stepguard.preflight.answers import NotApplicable, NotGiven, one_line
+from stepguard.preflight.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from stepguard.preflight.data.examples import first_batch, is_map, source_of, validation_of
 from stepguard.preflight.data.facts import DataFacts, Progress, gather
 from stepguard.preflight.data.labels import LabelFacts
-from stepguard.preflight.probe import Probe, probe_context
+from stepguard.preflight.framework import Framework, read_framework
+from stepguard.preflight.probe import Probe, probe_precision
 from stepguard.preflight.project import Project, read_project
-from stepguard.preflight.schedule import Course, dry_run
+from stepguard.preflight.schedule import DryRun, dry_run
 from stepguard.preflight.settings.keys import Setting, find, number
-from stepguard.preflight.settings.launcher import Launcher, launcher
+from stepguard.preflight.settings.launcher import Launcher, read_launcher
 from stepguard.preflight.subject import Subject
-from stepguard.preflight.surroundings import Surroundings, surroundings
-from stepguard.preflight.traced_step import Live, run_live
+from stepguard.preflight.traced_step import TracedStep, trace_step
 from stepguard.preflight.tracking import Tracked, plain
 from stepguard.records.verification import Verification
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.verification.check import check as verify
 
-ON_META = "the weights are on the meta device: there is nothing to run yet"
 BUILD = "give TARGET as module:function whose function returns"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the check was started from."""
+class Invocation:
+    """How the check was started."""
 
     folder: Path
+    """Where the project's source lies."""
     config_file: Path | None = None
     tracked: Tracked | None = None
     """The configuration the build function was called with."""
@@ -52,38 +53,49 @@ class Place:
 
 
 class Inspection:
-    """Lazy: an item that needs what was not given gets `Missing`, which says what to give."""
+    """Lazy facts about a subject. Raises NotGiven, which says what to give, for what is missing."""
 
-    def __init__(self, subject: Subject, place: Place, progress: Progress | None = None) -> None:
-        self.subject, self.place = subject, place
+    def __init__(
+        self,
+        subject: Subject,
+        invocation: Invocation,
+        progress: Progress | None = None,
+        *,
+        verified: Verification | None = None,
+    ) -> None:
+        self.subject = subject
+        self.invocation = invocation
         self._progress = progress
+        self._verified = verified
 
     @property
     def model(self) -> nn.Module:
         if self.subject.model is None:
-            raise Missing(f"{BUILD} the model")
+            raise NotGiven(f"{BUILD} the model")
         return self.subject.model
 
     @property
     def optimizer(self) -> Optimizer:
         if self.subject.optimizer is None:
-            raise Missing(f"{BUILD} the optimizer")
+            raise NotGiven(f"{BUILD} the optimizer")
         return self.subject.optimizer
 
     @property
     def scheduler(self) -> Any:
         if self.subject.scheduler is None:
-            raise Missing(f"{BUILD} the scheduler")
+            raise NotGiven(f"{BUILD} the scheduler")
         return self.subject.scheduler
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Empty when there is none."""
-        return plain(self.subject.config) if self.subject.config is not None else {}
+        """Empty if there is none."""
+        if self.subject.config is None:
+            return {}
+        return plain(self.subject.config)
 
     def needed_config(self) -> dict[str, Any]:
         if self.subject.config is None:
-            raise Missing("give --config FILE")
+            raise NotGiven("give --config FILE")
         return self.config
 
     def setting(self, meaning: str) -> Setting | None:
@@ -94,22 +106,26 @@ class Inspection:
 
     @cached_property
     def steps(self) -> int | None:
-        """Optimizer steps of the run, if anybody says."""
-        found = self.subject.steps if self.subject.steps is not None else self.number("steps")
-        return int(found) if found is not None and found > 0 else None
+        """Optimizer steps of the run, if they are given or configured."""
+        found: float | None = self.subject.steps
+        if found is None:
+            found = self.number("steps")
+        if found is None or found <= 0:
+            return None
+        return int(found)
 
     @cached_property
     def launcher(self) -> Launcher:
-        return launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
+        return read_launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
 
     @cached_property
-    def around(self) -> Surroundings:
-        return surroundings(self.subject.autocast)
+    def framework(self) -> Framework:
+        return read_framework(self.subject.autocast)
 
     @property
     def scaler(self) -> Any:
-        """A GradScaler that is switched on, wherever it lives."""
-        for given in (self.subject.scaler, self.around.scaler):
+        """A GradScaler that is switched on, the subject's or the framework's."""
+        for given in (self.subject.scaler, self.framework.scaler):
             if given is not None and (not hasattr(given, "is_enabled") or given.is_enabled()):
                 return given
         return None
@@ -120,69 +136,76 @@ class Inspection:
         sizes: dict[str, int] = {}
         for parameter in self.model.parameters():
             if parameter.is_floating_point():
-                name = plain_dtype(str(parameter.dtype))
+                name = real_format(str(parameter.dtype))
                 sizes[name] = sizes.get(name, 0) + parameter.numel()
         return dict(sorted(sizes.items(), key=lambda pair: -pair[1]))
 
     @property
     def device(self) -> torch.device:
-        first = next(iter(self.model.parameters()), None)
-        return first.device if first is not None else torch.device("cpu")
+        for parameter in self.model.parameters():
+            return parameter.device
+        return torch.device("cpu")
 
     @cached_property
     def batch(self) -> Any:
-        """One batch: given, from the loader, or the first examples of the dataset through the
-        loader's collate.
-        """
-        subject = self.subject
-        if subject.batch is not None:
-            return subject.batch
+        """One batch: given, from the loader, or of the first examples of the dataset."""
+        if self.subject.batch is not None:
+            return self.subject.batch
         try:
-            with _kept_randomness():
-                if subject.loader is not None:
-                    return first_batch(subject.loader)
-                if subject.dataset is not None and is_map(subject.dataset) and len(subject.dataset):
-                    size = min(len(subject.dataset), int(self.number("batch_size") or 2))
-                    return torch.utils.data.default_collate(
-                        [subject.dataset[index] for index in range(size)]
-                    )
+            with kept_randomness():
+                batch = self._first_batch()
         except Exception as fault:
-            said = f"{type(fault).__name__}: {' '.join(str(fault).split())[:100]}"
-            raise Missing(
-                f"the first batch could not be made ({said}); return a `batch`"
+            raise NotGiven(
+                f"the first batch could not be made ({one_line(fault, 100)}); return a `batch`"
             ) from fault
-        raise Missing(f"{BUILD} a batch, loader or dataset")
+        if batch is None:
+            raise NotGiven(f"{BUILD} a batch, loader or dataset")
+        return batch
+
+    def _first_batch(self) -> Any:
+        if self.subject.loader is not None:
+            return first_batch(self.subject.loader)
+        dataset = self.subject.dataset
+        if dataset is None or not is_map(dataset) or not len(dataset):
+            return None
+        size = min(len(dataset), int(self.number("batch_size") or 2))
+        return default_collate([dataset[index] for index in range(size)])
 
     @cached_property
-    def live(self) -> Live:
+    def traced_step(self) -> TracedStep:
         """A forward and backward pass of the real step."""
-        if self.subject.model is None:
-            raise Missing(f"{BUILD} the model")
+        self._needs_weights()
+        step = trace_step(self.subject, self.framework, self.batch)
+        if step.fault and self.subject.loss_fn is None:
+            # How the model is called was a guess, so its exception proves nothing.
+            raise NotGiven(
+                f"return `loss_fn`; the model alone cannot be called with a batch ({step.fault})"
+            )
+        return step
+
+    def _needs_weights(self) -> None:
         if self.device.type == "meta":
-            raise Pointless(ON_META)
-        return run_live(self.subject, self.around, self.batch)
+            raise NotApplicable("the weights are on the meta device: there is nothing to run yet")
 
     @cached_property
     def probe(self) -> Probe:
         """The dtype arithmetic really has."""
-        model = self.model
-        if self.device.type == "meta":
-            raise Pointless(ON_META)
-        live = None
-        with suppress(Missing):
-            live = self.live
+        self._needs_weights()
+        step = None
+        with suppress(NotGiven):
+            step = self.traced_step
         try:
-            return probe_context(model, self.device, self.around, live)
+            return probe_precision(self.model, self.device, self.framework, step)
         except StepguardError:
             raise
         except Exception as fault:
-            said = f"{type(fault).__name__}: {' '.join(str(fault).split())[:100]}"
-            raise Missing(
-                f"{self.around.name} cannot be opened here ({said}); give the one that works here"
+            raise NotGiven(
+                f"{self.framework.name} cannot be opened here ({one_line(fault, 100)}); give the "
+                "one that works here"
             ) from fault
 
     @cached_property
-    def course(self) -> Course:
+    def schedule(self) -> DryRun:
         """The schedule, tried on a copy."""
         return dry_run(self.optimizer, self.scheduler, self.steps)
 
@@ -190,50 +213,55 @@ class Inspection:
     def data(self) -> DataFacts:
         source = source_of(self.subject)
         if source is None:
-            raise Missing(
+            raise NotGiven(
                 f"give --data PATH, or {BUILD.removeprefix('give ')} a dataset, loader or batch"
             )
         labels = LabelFacts(key=self.subject.label_key, ignore_index=self.subject.ignore_index)
-        with _kept_randomness():
+        with kept_randomness():
             return gather(source, labels, self._progress)
 
     @cached_property
     def validation(self) -> DataFacts:
         source = validation_of(self.subject)
         if source is None:
-            raise Missing("give --validation PATH, or return a `validation` dataset")
-        with _kept_randomness():
+            raise NotGiven("give --validation PATH, or return a `validation` dataset")
+        with kept_randomness():
             return gather(source, LabelFacts(), self._progress)
 
     @cached_property
     def verified(self) -> Verification:
         """The checkpoint as `stepguard verify` sees it."""
-        if self.subject.checkpoint is None:
-            raise Missing("give --checkpoint PATH")
-        path = Path(self.subject.checkpoint)
-        if not path.exists():
-            raise ConfigError(f"checkpoint {path} does not exist.")
-        return verify(path)
+        if self._verified is not None:
+            return self._verified
+        return verify(self._checkpoint_path())
 
     @cached_property
-    def stored(self) -> Stored:
+    def checkpoint(self) -> CheckpointFacts:
+        return read_checkpoint_facts(self._checkpoint_path())
+
+    def _checkpoint_path(self) -> Path:
         if self.subject.checkpoint is None:
-            raise Missing("give --checkpoint PATH")
-        return read_stored(Path(self.subject.checkpoint))
+            raise NotGiven("give --checkpoint PATH")
+        path = Path(self.subject.checkpoint)
+        if not path.exists():
+            raise ConfigError(
+                f"checkpoint {path} does not exist; give a checkpoint file or folder."
+            )
+        return path
 
     @cached_property
     def project(self) -> Project:
-        """The user's source below the current directory; the configuration itself is no use of its
-        keys.
-        """
-        file = self.place.config_file
-        return read_project(
-            self.place.folder, leave_out=frozenset({file.resolve()} if file is not None else ())
-        )
+        """The source below the folder the check was started in."""
+        leave_out: frozenset[Path] = frozenset()
+        if self.invocation.config_file is not None:
+            # A configuration in Python names all its keys, which is not a use of them.
+            leave_out = frozenset({self.invocation.config_file.resolve()})
+        return read_project(self.invocation.folder, leave_out=leave_out)
 
 
 @contextmanager
-def _kept_randomness() -> Iterator[None]:
+def kept_randomness() -> Iterator[None]:
+    """Put every random generator back as it was."""
     state = capture_rng()
     try:
         yield

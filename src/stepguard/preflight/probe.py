@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stepguard.preflight.surroundings import Surroundings
-from stepguard.preflight.traced_step import Live
+from stepguard.preflight.framework import Framework
+from stepguard.preflight.traced_step import TracedStep
 from stepguard.tensors.dtypes import dtype_name
 
 
@@ -22,40 +22,43 @@ class Probe:
     """A sentence with numbers: which operation, how often."""
     device: str
     autocast: str | None = None
-    """The dtype autocast has inside the context, None when it is off there."""
+    """The dtype autocast has inside the context, None if it is off there."""
 
 
-def probe_context(
-    model: nn.Module, device: torch.device, around: Surroundings, live: Live | None
+def probe_precision(
+    model: nn.Module, device: torch.device, framework: Framework, step: TracedStep | None
 ) -> Probe:
-    """The model's own products in its real step; without a batch, one product in the context it is
-    given.
-    """
-    dtype, autocast = _one_product(model, device, around)
-    if live is not None and live.dtypes:
-        (seen, times), total = live.dtypes.most_common(1)[0], sum(live.dtypes.values())
-        how = (
-            f"{times} of {total} matrix products of the real step on {device.type} came out as "
-            f"{seen}"
-        )
-        return Probe(seen, how, device.type, autocast if autocast == seen else None)
-    how = f"a matrix product in {around.name} on {device.type} came out as {dtype}"
+    """Take the model's own products in its real step; without a batch, one product of ours."""
+    dtype, autocast = _one_product(model, device, framework)
+    if step is None or not step.dtypes:
+        how = f"a matrix product in {framework.name} on {device.type} came out as {dtype}"
+        return Probe(dtype, how, device.type, autocast)
+    ((dtype, times),) = step.dtypes.most_common(1)
+    how = (
+        f"{times} of {step.dtypes.total()} matrix products of the real step on {device.type} "
+        f"came out as {dtype}"
+    )
+    if autocast != dtype:
+        autocast = None
     return Probe(dtype, how, device.type, autocast)
 
 
 def _one_product(
-    model: nn.Module, device: torch.device, around: Surroundings
+    model: nn.Module, device: torch.device, framework: Framework
 ) -> tuple[str, str | None]:
-    """A small product of the parameters' dtype. float16 products exist on every device torch runs
-    on.
-    """
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    own = first.dtype if first is not None else torch.get_default_dtype()
-    operand = torch.ones(2, 2, device=device, dtype=own)
+    """Dtype of a small product of the parameters' dtype, and of autocast where it was run."""
+    dtype = torch.get_default_dtype()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            dtype = parameter.dtype
+            break
+    operand = torch.ones(2, 2, device=device, dtype=dtype)
+    autocast = None
     with warnings.catch_warnings(), torch.no_grad():
+        # A framework may warn of a context that is opened outside of its training loop.
         warnings.simplefilter("ignore")
-        with around.opened():
+        with framework.opened():
             product = operand @ operand
-            on = torch.is_autocast_enabled(device.type)
-            inside = dtype_name(torch.get_autocast_dtype(device.type)) if on else None
-    return dtype_name(product.dtype), inside
+            if torch.is_autocast_enabled(device.type):
+                autocast = dtype_name(torch.get_autocast_dtype(device.type))
+    return dtype_name(product.dtype), autocast

@@ -1,6 +1,4 @@
-"""The user's source below a folder, read without running it: which names it mentions, what it
-calls.
-"""
+"""The user's source below a folder, read without running it: names it mentions, what it calls."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class Project:
 
 
 def read_project(folder: Path, *, leave_out: frozenset[Path] = frozenset()) -> Project:
-    """Every .py file below the folder, hidden and installed ones left out."""
+    """Read every .py file below the folder, hidden and installed ones left out."""
     project = Project(folder)
     for path in _sources(folder):
         if path.resolve() in leave_out or project.files >= MOST_FILES:
@@ -44,32 +42,37 @@ def read_project(folder: Path, *, leave_out: frozenset[Path] = frozenset()) -> P
 
 def _sources(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in SKIPPED
-        )
-        folders[:] = [name for name in folders if not (Path(place) / name / "pyvenv.cfg").exists()]
+        inside = Path(place)
+        # os.walk goes into what is left in the list it gave.
+        folders[:] = sorted(name for name in folders if _is_source_folder(inside / name))
         for name in sorted(files):
-            path = Path(place) / name
+            path = inside / name
             if name.endswith(".py") and path.is_file() and path.stat().st_size <= LARGEST:
                 yield path
 
 
+def _is_source_folder(folder: Path) -> bool:
+    if folder.name.startswith(".") or folder.name in SKIPPED:
+        return False
+    # Every virtual environment has this file, whatever its name is.
+    return not (folder / "pyvenv.cfg").exists()
+
+
 def _note(project: Project, tree: ast.AST, name: str) -> None:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            project.mentions.setdefault(node.attr, f"{name}:{node.lineno}")
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and node.value.isidentifier()
-        ):
-            project.mentions.setdefault(node.value, f"{name}:{node.lineno}")
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            project.mentions.setdefault(node.id, f"{name}:{node.lineno}")
-        elif isinstance(node, ast.Call):
-            called = (
-                node.func.attr
-                if isinstance(node.func, ast.Attribute)
-                else getattr(node.func, "id", "")
-            )
+        mentioned = _mentioned(node)
+        if mentioned:
+            project.mentions.setdefault(mentioned, f"{name}:{getattr(node, 'lineno', 0)}")
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             project.calls.setdefault(called, f"{name}:{node.lineno}")
+
+
+def _mentioned(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        return node.id
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+        return node.value
+    return ""

@@ -1,15 +1,14 @@
-"""Bytes of weights, gradients, optimizer state and checkpoints, before they exist."""
+"""Bytes of weights, gradients and optimizer state, before they exist."""
 
 from __future__ import annotations
 
-from itertools import chain
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stepguard.state.host_memory import free_memory
 from stepguard.tensors.names import optimizer_parameters
 
 SLOTS = {
@@ -22,71 +21,54 @@ SLOTS = {
     "lion": 1,
     "muon": 1,
     "adagrad": 1,
+    "rmsprop": 1,
 }
 """Tensors of the parameter's size an optimizer keeps for each parameter, by its name."""
 
 
 def model_bytes(model: nn.Module) -> int:
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in chain(model.parameters(), model.buffers())
-    )
+    return _bytes(model.parameters()) + _bytes(model.buffers())
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return _bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int, str]:
-    """What its state takes, or will take after the first step."""
+    """What its state takes, or will take after the first step, and how that is known."""
     if optimizer is None:
         return 2 * gradient_bytes(model), "two moments assumed"
-    held = sum(
-        value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in (state.values() if isinstance(state, dict) else ())
-        if isinstance(value, Tensor)
-    )
+    held = 0
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            held += _bytes(value for value in state.values() if isinstance(value, Tensor))
     if held:
         return held, "as it is"
+    slots = _slots(optimizer)
+    trained = _bytes(p for p in optimizer_parameters(optimizer) if p.requires_grad)
+    return slots * trained, f"{slots} slots a parameter"
+
+
+def _slots(optimizer: Optimizer) -> int:
     name = type(optimizer).__name__.lower()
     slots = SLOTS.get(name, 0)
-    if name in ("sgd", "rmsprop"):
-        slots = int(bool(optimizer.param_groups[0].get("momentum"))) + (name == "rmsprop")
-    params: list[Any] = [p for p in optimizer_parameters(optimizer) if p.requires_grad]
-    return slots * sum(p.numel() * p.element_size() for p in params), f"{slots} slots a parameter"
+    if name in ("sgd", "rmsprop") and optimizer.param_groups[0].get("momentum"):
+        slots += 1
+    return slots
 
 
-def checkpoint_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int, str]:
-    weights = model_bytes(model)
-    state, how = optimizer_bytes(model, optimizer)
-    return weights + state, f"weights {gigabytes(weights)}, optimizer {gigabytes(state)}, {how}"
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Free bytes of an accelerator, or of the host for a CPU."""
-    if device.type == "meta":  # not placed yet: it will go where there is an accelerator
+    """Free bytes of an accelerator, or of the host for a CPU; None if unknown."""
+    if device.type == "meta":
+        # Not placed yet: the model will go to the accelerator, if there is one.
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type == "cpu":
-        return _host_memory()
+        return free_memory()
     module = torch.get_device_module(device)
-    free: int | None = module.mem_get_info(device)[0] if hasattr(module, "mem_get_info") else None
-    return free
-
-
-def _host_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
+    if not hasattr(module, "mem_get_info"):
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
-
-
-def gigabytes(size: float) -> str:
-    """`1.5 GB`, `3.2 MB`, `812 B`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.3g} {unit}" if unit != "B" else f"{int(size)} B"
-        size /= 1000
-    raise AssertionError(size)
+    return int(module.mem_get_info(device)[0])

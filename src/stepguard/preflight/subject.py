@@ -1,4 +1,4 @@
-"""What is to be checked: the objects a run would start with, as far as they are given."""
+"""The subject of a check: the objects a run would start with, as far as they are given."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ class Subject:
     data_range: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Allowed values by key, `{"image": (-1, 1)}`; without it only outliers are reported."""
     autocast: Any = None
-    """A callable that opens the model's real context, or an Accelerator, Fabric or Trainer whose
-    context is used.
-    """
+    """A callable that opens the model's real context, or an Accelerator, Fabric or Trainer."""
     config: Any = None
     """A mapping, a dataclass or a namespace."""
     launcher: Mapping[str, Any] | None = None
@@ -58,33 +56,28 @@ class Subject:
     steps: int | None = None
     """Optimizer steps of the whole run; None looks for it in the configuration."""
     examples: int | None = None
-    """Scan at most so many examples; None is all of a dataset with a length, and 1024 of a stream.
-    """
+    """Scan at most so many examples; None is a whole dataset, and 1024 of a stream."""
 
     def with_given(self, **values: Any) -> Subject:
-        """A copy where every value that is not None or empty replaces the old one."""
-        return replace(
-            self, **{name: value for name, value in values.items() if value not in (None, {})}
-        )
+        """Copy the subject; every value that is not None or empty replaces the old one."""
+        given = {name: value for name, value in values.items() if value not in (None, {})}
+        return replace(self, **given)
 
 
 FIELDS = tuple(entry.name for entry in fields(Subject))
 
 
 def subject_of(built: Any, named: str) -> Subject:
-    """Whatever a build function returns, as a Subject."""
+    """Make a Subject of whatever a build function returns."""
     if isinstance(built, Subject):
         return built
     if isinstance(built, Mapping):
         return _from_mapping(built, named)
-    if (
-        isinstance(built, tuple | list)
-        and built
-        and len(built) <= 4
-        and isinstance(built[0], nn.Module)
-    ):
-        return _from_tuple(tuple(built), named)
-    if _is_trainer(built):
+    if isinstance(built, tuple | list) and 0 < len(built) <= 4 and isinstance(built[0], nn.Module):
+        names = ("model", "optimizer", "loss_fn")
+        return _checked(Subject(**dict(zip(names, built, strict=False))), named)
+    # A transformers Trainer, told by its parts, so that nothing is imported.
+    if isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args"):
         return _from_trainer(built)
     raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
 
@@ -98,16 +91,12 @@ def _from_mapping(built: Mapping[Any, Any], named: str) -> Subject:
     return _checked(Subject(**{str(name): value for name, value in built.items()}), named)
 
 
-def _from_tuple(built: tuple[Any, ...], named: str) -> Subject:
-    names = ("model", "optimizer", "loss_fn")
-    return _checked(Subject(**dict(zip(names, built, strict=False))), named)
-
-
 def _checked(subject: Subject, named: str) -> Subject:
+    """Raise ConfigError for a part of the wrong type; take the optimizer out of its wrapper."""
+    subject = replace(subject, optimizer=_unwrapped(subject.optimizer))
     for name, kind in (("model", nn.Module), ("optimizer", Optimizer)):
         value = getattr(subject, name)
-        inner = getattr(value, "optimizer", value)  # accelerate and Lightning wrap the optimizer
-        if value is not None and not isinstance(inner, kind):
+        if value is not None and not isinstance(value, kind):
             raise ConfigError(
                 f"{named}: {name} is {_described(value)}, not a {kind.__name__}; {WANTED}."
             )
@@ -115,24 +104,20 @@ def _checked(subject: Subject, named: str) -> Subject:
         raise ConfigError(
             f"{named}: loss_fn is {_described(subject.loss_fn)}; give a function of a batch."
         )
-    return (
-        subject
-        if subject.optimizer is None
-        else replace(subject, optimizer=_inner(subject.optimizer))
-    )
+    return subject
 
 
-def _inner(optimizer: Any) -> Any:
-    return optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer
-
-
-def _is_trainer(built: Any) -> bool:
-    """A transformers Trainer, told by its parts, so that nothing is imported."""
-    return isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args")
+def _unwrapped(optimizer: Any) -> Any:
+    """accelerate and Lightning wrap the optimizer."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _from_trainer(trainer: Any) -> Subject:
-    settings = trainer.args.to_dict() if hasattr(trainer.args, "to_dict") else vars(trainer.args)
+    settings = vars(trainer.args)
+    if hasattr(trainer.args, "to_dict"):
+        settings = trainer.args.to_dict()
     steps = _steps(trainer)
     optimizer, scheduler = _optimizer(trainer, steps)
     return Subject(
@@ -150,40 +135,35 @@ def _from_trainer(trainer: Any) -> Subject:
 
 
 def _steps(trainer: Any) -> int | None:
-    """As the Trainer counts them: max_steps, or epochs of full accumulations on one process."""
-    args, dataset = trainer.args, getattr(trainer, "train_dataset", ())
+    """Optimizer steps as the Trainer counts them: max_steps, or epochs of full accumulations."""
+    args = trainer.args
     if getattr(args, "max_steps", 0) > 0:
         return int(args.max_steps)
+    dataset = getattr(trainer, "train_dataset", ())
     if not hasattr(dataset, "__len__") or not hasattr(args, "train_batch_size"):
         return None
-    batches = math.ceil(
-        len(dataset) / (args.train_batch_size * max(1, getattr(args, "world_size", 1)))
-    )
-    updates: int = math.ceil(
-        args.num_train_epochs * max(1, batches // args.gradient_accumulation_steps)
-    )
+    examples = args.train_batch_size * max(1, getattr(args, "world_size", 1))
+    batches = math.ceil(len(dataset) / examples)
+    epoch = max(1, batches // args.gradient_accumulation_steps)
+    updates: int = math.ceil(args.num_train_epochs * epoch)
     return updates
 
 
 def _optimizer(trainer: Any, steps: int | None) -> tuple[Any, Any]:
-    """What the Trainer will train with. It makes both when training starts, so they are made here
-    and taken back.
-    """
-    before = trainer.optimizer, getattr(trainer, "lr_scheduler", None)
-    optimizer, scheduler = before
+    """Optimizer and schedule the Trainer will train with."""
+    optimizer = trainer.optimizer
+    scheduler = getattr(trainer, "lr_scheduler", None)
+    before = (optimizer, scheduler)
+    # The Trainer makes both when training starts: make them here, and take them back.
     try:
         if optimizer is None and hasattr(trainer, "create_optimizer"):
             optimizer = trainer.create_optimizer()
-        if (
-            scheduler is None
-            and optimizer is not None
-            and steps
-            and hasattr(trainer, "create_scheduler")
-        ):
+        wanted = scheduler is None and optimizer is not None and steps
+        if wanted and hasattr(trainer, "create_scheduler"):
             scheduler = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
     finally:
         trainer.optimizer, trainer.lr_scheduler = before
-    return (_inner(optimizer) if optimizer is not None else None), scheduler
+    return _unwrapped(optimizer), scheduler
 
 
 def _collated(trainer: Any) -> Any:
@@ -196,10 +176,13 @@ def _collated(trainer: Any) -> Any:
     try:
         return collate([dataset[index] for index in range(min(2, len(dataset)))])
     except Exception:
-        return None  # columns that the Trainer drops later; the data items read the dataset itself
+        # The dataset has columns that the Trainer drops when it trains.
+        return None
     finally:
         restore_rng(state)
 
 
 def _described(value: Any) -> str:
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"

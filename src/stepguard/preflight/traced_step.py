@@ -1,6 +1,4 @@
-"""One forward and backward pass of the real step, watched operation by operation, leaving every
-object as it was.
-"""
+"""Trace one forward and backward pass of the real step, leaving every object as it was."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from stepguard.diagnose.ops import words
-from stepguard.preflight.answers import Missing
+from stepguard.preflight.answers import one_line
+from stepguard.preflight.framework import Framework
 from stepguard.preflight.subject import Subject
-from stepguard.preflight.surroundings import Surroundings
 from stepguard.state.batch import named_tensors
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
@@ -27,6 +25,7 @@ from stepguard.state.step import Step, total_loss, unwrapped
 from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.torch_private import TorchDispatchMode, compiled_call, tree_map_only
 from stepguard.tensors.values import dense_values, is_finite
+from stepguard.tensors.versions import versions, written_since
 
 MATMULS = words(
     """
@@ -37,14 +36,11 @@ MATMULS = words(
 )
 """The operations autocast is for: their dtype is the effective precision."""
 DIVISIONS = frozenset({"div", "div_", "true_divide", "reciprocal"})
-CLASSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss_nd"})
-TELLING = frozenset(
-    {"exp", "log", "logsumexp", "_softmax", "_log_softmax", "sqrt", "rsqrt", "pow", "cdist_forward"}
-)
-
-
+CROSS_ENTROPIES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss_nd"})
+DELICATE = words("exp log logsumexp _softmax _log_softmax sqrt rsqrt pow cdist_forward")
+"""Operations worth naming, because many incidents begin in one."""
 LARGEST_EPS = 1e-3
-"""A larger number that is added is no eps."""
+"""A larger number that is added is not an eps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class Divisor:
 
 
 @dataclass(slots=True)
-class Live:
+class TracedStep:
     """What one pass showed."""
 
     loss: float | None = None
@@ -69,10 +65,8 @@ class Live:
     ops: Counter[str] = field(default_factory=Counter)
     divisions: int = 0
     divisor: Divisor | None = None
-    lost: dict[str, str] = field(default_factory=dict)
-    """Small numbers that were added without any effect, by where: `loss.py:12` -> `1e-08 in
-    float32`.
-    """
+    lost_eps: dict[str, str] = field(default_factory=dict)
+    """Small numbers that were added without effect: `loss.py:12` -> `1e-08 in float32`."""
     classes: int | None = None
     """Number of classes of the cross-entropy, if there is one."""
     latent: tuple[float, float] | None = None
@@ -81,66 +75,76 @@ class Live:
     """The program's own exception."""
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes notes of the forward pass only: the backward repeats its dtypes."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, step: TracedStep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live = live
+        self._step = step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in TELLING:
-            self._live.ops[name.strip("_")] += 1
-        if name in MATMULS and isinstance(
-            first := out[0] if isinstance(out, tuple) else out, Tensor
-        ):
-            self._live.dtypes[dtype_name(first.dtype)] += 1
+        if name in DELICATE:
+            self._step.ops[name.strip("_")] += 1
+        if name in MATMULS:
+            self._multiplied(out)
         elif name in DIVISIONS:
-            self._divided(args, name)
+            self._divided(args[0] if name == "reciprocal" else args[1])
         elif name == "add" and len(args) > 1:
             self._added(args[0], args[1], out)
-        elif name in CLASSES and args[0].dim() > 0:
-            self._live.classes = int(args[0].shape[1 if args[0].dim() > 1 else 0])
-        elif name == "mse_loss" and args[1].numel() > 1:
-            target = args[1].detach().float()
-            self._live.latent = float(target.mean()), float(target.std())
+        elif name in CROSS_ENTROPIES:
+            self._classified(args[0])
+        elif name == "mse_loss":
+            self._compared(args[1])
         return out
 
-    def _added(self, value: Any, eps: Any, out: Any) -> None:
-        """An eps below the spacing of what it is added to changes nothing."""
-        small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
-        if (
-            small
-            and isinstance(value, Tensor)
-            and value.is_floating_point()
-            and torch.equal(value, out)
-        ):
-            self._live.lost[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
+    def _multiplied(self, out: Any) -> None:
+        # Attention returns its output first, and what its backward needs.
+        if isinstance(out, tuple):
+            out = out[0]
+        if isinstance(out, Tensor):
+            self._step.dtypes[dtype_name(out.dtype)] += 1
 
-    def _divided(self, args: Any, name: str) -> None:
-        below = args[0] if name == "reciprocal" else args[1]
-        least, dtype = _least(below)
+    def _divided(self, divisor: Any) -> None:
+        least, dtype = _least(divisor)
         if least is None:
             return
-        self._live.divisions += 1
-        if self._live.divisor is None or least < self._live.divisor.least:
-            self._live.divisor = Divisor(least, dtype, _user_line())
+        self._step.divisions += 1
+        if self._step.divisor is None or least < self._step.divisor.least:
+            self._step.divisor = Divisor(least, dtype, _user_line())
+
+    def _added(self, value: Any, eps: Any, out: Any) -> None:
+        """Note an eps that is below the spacing of what it is added to."""
+        if not isinstance(eps, float) or not 0 < abs(eps) <= LARGEST_EPS:
+            return
+        if isinstance(value, Tensor) and value.is_floating_point() and torch.equal(value, out):
+            self._step.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
+
+    def _classified(self, scores: Tensor) -> None:
+        if scores.dim() == 1:
+            self._step.classes = int(scores.shape[0])
+        elif scores.dim() > 1:
+            self._step.classes = int(scores.shape[1])
+
+    def _compared(self, target: Tensor) -> None:
+        if target.numel() > 1:
+            values = target.detach().float()
+            self._step.latent = float(values.mean()), float(values.std())
 
 
 def _least(divisor: Any) -> tuple[float | None, str]:
-    if isinstance(divisor, Tensor):
-        if not divisor.numel() or divisor.is_complex() or divisor.dtype == torch.bool:
-            return None, ""
-        return float(divisor.detach().abs().min()), dtype_name(divisor.dtype)
-    return (
-        (abs(float(divisor)), "a Python number") if isinstance(divisor, int | float) else (None, "")
-    )
+    if isinstance(divisor, int | float):
+        return abs(float(divisor)), "a Python number"
+    if not isinstance(divisor, Tensor) or not divisor.numel():
+        return None, ""
+    if divisor.is_complex() or divisor.dtype == torch.bool:
+        return None, ""
+    return float(divisor.detach().abs().min()), dtype_name(divisor.dtype)
 
 
 def _user_line() -> str:
-    """`loss.py:12`: the innermost frame that is neither torch's nor ours."""
+    """`loss.py:12`: the innermost frame that belongs to the user's program."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -150,102 +154,98 @@ def _user_line() -> str:
     return ""
 
 
-def run_live(subject: Subject, around: Surroundings, batch: Any) -> Live:
-    """Forward in the real context and backward. The user's exceptions become `fault`."""
-    assert subject.model is not None
-    live = Live()
-    model, copied = subject.model, tree_map_only(Tensor, _copied, batch)
+def trace_step(subject: Subject, framework: Framework, batch: Any) -> TracedStep:
+    """Run forward in the real context, and backward. The program's exceptions become `fault`."""
+    model = subject.model
+    assert model is not None
+    step = TracedStep()
+    copied = tree_map_only(Tensor, _copied, batch)
     with left_alone(model, subject.optimizer), _eagerly(model):
         try:
-            with around.opened(), _Watching(live):
-                output = (
-                    subject.loss_fn(copied)
-                    if subject.loss_fn is not None
-                    else called(model, copied)
-                )
-            _read_output(live, output, is_loss=subject.loss_fn is not None)
-            _backward(live, model, output, is_loss=subject.loss_fn is not None)
+            with framework.opened(), _Tracer(step):
+                if subject.loss_fn is not None:
+                    output = subject.loss_fn(copied)
+                else:
+                    output = call_model(model, copied)
+            loss: Any
+            if subject.loss_fn is not None:
+                loss = total_loss(output)
+            else:
+                loss = getattr(output, "loss", None)
+                step.outputs_bad = nonfinite_outputs(output)
+            if isinstance(loss, Tensor):
+                step.loss = float(loss.detach())
+                _backward(step, model, loss)
         except Exception as fault:
-            live.fault = f"{type(fault).__name__}: {_short(fault)}"
-            if subject.loss_fn is None:  # how the model is called was our guess
-                raise Missing(
-                    f"return `loss_fn`; the model alone cannot be called with a batch "
-                    f"({live.fault})"
-                ) from fault
-    return live
+            step.fault = one_line(fault, 160)
+    return step
 
 
 def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
-    """Compiled code runs no dispatch mode, so a compiled model runs as it was written."""
-    compiled = any(
-        "_orig_mod" in m._modules or compiled_call(m) is not None for m in model.modules()
-    )
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    """Run a compiled model as it was written: compiled code runs no dispatch mode."""
+    eager: AbstractContextManager[Any] = nullcontext()
+    for module in model.modules():
+        if "_orig_mod" in module._modules or compiled_call(module) is not None:
+            eager = torch.compiler.set_stance("force_eager")
+    return eager
 
 
-def called(model: nn.Module, batch: Any) -> Any:
-    """The model on a batch as it comes: keywords, positions, or one tensor."""
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call the model on a batch as it comes: keywords, positions, or one tensor."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
 
 
 @contextmanager
 def left_alone(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-    """Parameters, gradients, buffers, modes, hooks and generators are put back, bit for bit."""
+    """Put parameters, gradients, buffers, modes, hooks and generators back, bit for bit."""
     parameters = list(model.parameters())
-    kept = [(p, p._version, p.detach().clone()) for p in parameters]
+    copies = {id(parameter): parameter.detach().clone() for parameter in parameters}
+    marks = versions(parameters)
     keeper = BufferKeeper([unwrapped(model)])
     keeper.remember()
-    stand_in = (
-        optimizer
-        if optimizer is not None
-        else SGD(parameters or [nn.Parameter(torch.zeros(1))], lr=0.0)
-    )
+    if optimizer is None:
+        # `untouched` wants an optimizer, and torch makes none without a parameter.
+        optimizer = SGD(parameters or [nn.Parameter(torch.zeros(1))], lr=0.0)
+    step = Step(index=0, model=model, optimizer=optimizer, modules={}, buffers=keeper)
     try:
-        with untouched(Step(index=0, model=model, optimizer=stand_in, modules={}, buffers=keeper)):
+        with untouched(step):
             yield
     finally:
         with torch.no_grad():
-            for parameter, version, value in kept:
-                if parameter._version != version:
-                    parameter.copy_(value)
+            # A forward pass may write to its own weights, for instance clamp them.
+            for parameter in written_since(parameters, marks):
+                parameter.copy_(copies[id(parameter)])
 
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _read_output(live: Live, output: Any, *, is_loss: bool) -> None:
-    if is_loss:
-        live.loss = float(total_loss(output).detach())
-        return
-    loss = getattr(output, "loss", None)
-    live.loss = float(loss.detach()) if isinstance(loss, Tensor) else None
+def nonfinite_outputs(output: Any) -> list[str]:
+    """Names of the tensors in the output of a module that hold a NaN or an Inf."""
+    bad = []
     for name, tensor in named_tensors(output):
         if tensor.is_floating_point() and not is_finite(tensor):
-            live.outputs_bad.append(name or "output")
+            bad.append(name or "output")
+    return bad
 
 
-def _backward(live: Live, model: nn.Module, output: Any, *, is_loss: bool) -> None:
-    loss = total_loss(output) if is_loss else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        return
+def _backward(step: TracedStep, model: nn.Module, loss: Tensor) -> None:
     if not loss.requires_grad:
-        live.grad_norm = 0.0
+        step.grad_norm = 0.0
         return
     loss.backward()  # type: ignore[no-untyped-call]
-    norm = 0.0
+    squares = 0.0
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        grad = parameter.grad.detach()
-        grad = dense_values(grad)
-        norm += float(grad.abs().double().square().sum())
+        # The gradient of a sparse embedding holds only the rows that were used.
+        grad = dense_values(parameter.grad.detach())
+        squares += float(grad.abs().double().square().sum())
         if not is_finite(grad):
-            live.grads_bad.append(name)
-    live.grad_norm = norm**0.5
-
-
-def _short(fault: Exception) -> str:
-    return " ".join(str(fault).split())[:160]
+            step.grads_bad.append(name)
+    step.grad_norm = squares**0.5

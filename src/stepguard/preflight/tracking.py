@@ -12,16 +12,16 @@ from stepguard.preflight.settings.keys import flat
 
 
 class Tracked(MutableMapping[str, Any]):
-    """Stands for a nested dict. Taking a value is a read; asking for names (`in`, `keys()`, `len`)
-    is none.
+    """A nested dict that notes reads: taking a value is one, asking for names (`in`, `len`) is not.
 
-    A nested mapping comes back tracked as well: its keys count one by one. Writing a key is allowed
-    and makes it nobody's business: it is the program's own from then on.
+    A nested mapping comes back tracked as well: its keys count one by one. A key that the program
+    writes itself counts as read.
     """
 
     def __init__(
         self, values: Mapping[str, Any], *, _prefix: str = "", _read: set[str] | None = None
     ) -> None:
+        # Attributes are keys of the configuration, so our own go around `__setattr__`.
         self.__dict__["_values"] = dict(values)
         self.__dict__["_prefix"] = _prefix
         self.__dict__["_read"] = set() if _read is None else _read
@@ -33,6 +33,7 @@ class Tracked(MutableMapping[str, Any]):
         return self._tracked(key, value)
 
     def __getattr__(self, name: str) -> Any:
+        # copy, pickle and inspect ask every object for such names.
         if name.startswith("__"):
             raise AttributeError(name)
         try:
@@ -64,8 +65,8 @@ class Tracked(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return f"Tracked({self._values!r})"
 
+    # A copy counts reads for the original: what the program takes from it is a use of the key.
     def __deepcopy__(self, memo: dict[int, Any]) -> Tracked:
-        """A copy reads for the original: what the program does with it is still a use of the key."""
         return Tracked(copy.deepcopy(self._values, memo), _prefix=self._prefix, _read=self._read)
 
     def __copy__(self) -> Tracked:
@@ -89,7 +90,7 @@ def _wrap(value: Any, key: str, read: set[str]) -> Any:
 
 
 def plain(settings: Any) -> dict[str, Any]:
-    """The values of a mapping, a dataclass or a namespace, without counting a read."""
+    """Return a mapping, a dataclass or a namespace as a dict, without counting a read."""
     if isinstance(settings, Tracked):
         return dict(settings._values)
     if isinstance(settings, Mapping):
@@ -104,5 +105,5 @@ def plain(settings: Any) -> dict[str, Any]:
 
 
 def unread(settings: Tracked) -> list[str]:
-    """Dotted keys of leaves nobody took."""
+    """Dotted keys of the leaves that were not read."""
     return [leaf.key for leaf in flat(plain(settings)) if leaf.key not in settings._read]

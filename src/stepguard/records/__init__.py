@@ -1,6 +1,7 @@
 """Plain frozen records: what every other layer exchanges. No torch in here."""
 
 from stepguard.records.decision import Action, Decision
+from stepguard.records.evidence import Evidence
 from stepguard.records.finding import Finding, Remedy
 from stepguard.records.incident import Incident
 from stepguard.records.origin import Operand, Origin, Phase
@@ -13,6 +14,7 @@ from stepguard.records.verification import Problem, Rate, Role, Verification
 __all__ = [
     "Action",
     "Decision",
+    "Evidence",
     "Finding",
     "GuardConfig",
     "Incident",

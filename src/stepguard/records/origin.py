@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
 
 Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
 
@@ -69,7 +71,12 @@ class Origin:
     """True: the replay shows it again; False: it does not (transient); None: no replay was
     possible.
     """
-    notes: tuple[str, ...] = ()
-    """What could not be seen, and facts on the graph the rules use (for instance
-    `where:unselected`).
-    """
+    evidence: Evidence = NO_EVIDENCE
+    """What was measured around the bad value; the rules that name a cause read it."""
+    remarks: tuple[str, ...] = ()
+    """Sentences for people: what was not seen, and what was left out for lack of time."""
+
+
+def with_evidence(origin: Origin, more: Evidence) -> Origin:
+    """The origin with further facts; what it states already stays."""
+    return replace(origin, evidence=origin.evidence | more)

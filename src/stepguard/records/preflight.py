@@ -7,9 +7,7 @@ from typing import Literal
 
 Status = Literal["pass", "warn", "fail", "not_applicable", "not_checked"]
 Alignment = Literal["aligned", "contradicted", "unproven"]
-"""`aligned` needs a probe that agrees with everything configured; without a probe nothing is
-proven.
-"""
+"""`aligned` needs a probe that agrees with everything configured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +19,7 @@ class Outcome:
     title: str
     status: Status
     evidence: tuple[str, ...] = ()
-    """Sentences with numbers; for `not_applicable` why it is not, for `not_checked` what to give.
-    """
+    """Sentences with numbers; why it is `not_applicable`, or what to give if `not_checked`."""
     fix: str = ""
 
     @property
@@ -37,9 +34,7 @@ class Preflight:
     target: str
     outcomes: tuple[Outcome, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
-    """The state the run would start in, read from the live objects: (`AMP enabled`, `yes,
-    bfloat16`).
-    """
+    """State the run would start in, from the live objects: (`AMP enabled`, `yes, bfloat16`)."""
     alignment: Alignment = "unproven"
     alignment_why: tuple[str, ...] = ()
 

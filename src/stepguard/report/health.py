@@ -101,16 +101,23 @@ def _exception(record: Record) -> Iterator[Concern]:
     """The program raised, in a step or outside of one, and nothing came after it."""
     last = record.incidents[-1] if record.incidents else None
     if last is not None and last.verdict.kind == "exception":
-        if not record.steps or record.steps[-1]["step"] <= last.step:
+        raised_last = not record.steps or record.steps[-1]["step"] <= last.step
+        if raised_last:
             what = last.verdict.summary or "an exception"
             text = f"step {last.step} ended with an exception: {what}"
             yield Concern(weight="unhealthy", text=text)
         return
-    end = ended(record) or {}
-    error = str(end.get("error") or "")
+    error = _error_at_the_end(record)
     if error and not error.startswith(BY_HAND):
         text = f"an exception outside of a step ended the run: {error}"
         yield Concern(weight="unhealthy", text=text)
+
+
+def _error_at_the_end(record: Record) -> str:
+    end = ended(record)
+    if end is None:
+        return ""
+    return str(end.get("error") or "")
 
 
 def _disarmed(record: Record) -> Iterator[Concern]:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from stepguard.report import phrases
 from stepguard.report.decision_words import ACTION_WORDS
-from stepguard.report.health import Concern, concerns
+from stepguard.report.health import Concern, concerns, ended
 from stepguard.report.stages import Outcome, State
 from stepguard.report.step_lines import finite_values
 from stepguard.report.summary import Record, RunSummary
@@ -45,21 +45,22 @@ def judge_run(
     `told` is what `health` holds against the run. With `now` an unfinished run is judged as well,
     if only to its disadvantage: whether it is healthy is not known before its end.
     """
-    told = concerns(record) if told is None else told
+    if told is None:
+        told = concerns(record)
     states = {outcome.state for outcome in outcomes}
     if _stopped(record):
         return "stopped"
     if "failed" in states:
         return "unhealthy"
-    ended = any(line.get("type") == "end" for line in record.notes)
-    if not ended and not _enough_seen(record, states, wanted):
-        return _worst(told) if now and told else "waiting"
+    if ended(record) is None and not _enough_seen(record, states, wanted):
+        return _worst(told, "waiting") if now else "waiting"
     if "waiting" in states:
         return "unhealthy"
-    if outcomes:
+    verdict = _worst(told, "healthy")
+    if outcomes and verdict == "attention":
         # What the user asked for holds: only what is plainly broken counts beside it.
-        told = [concern for concern in told if concern.weight == "unhealthy"]
-    return _worst(told) if told else "healthy"
+        return "healthy"
+    return verdict
 
 
 def _enough_seen(record: Record, states: set[State], wanted: int | None) -> bool:
@@ -68,8 +69,12 @@ def _enough_seen(record: Record, states: set[State], wanted: int | None) -> bool
     return len(record.steps) >= wanted
 
 
-def _worst(told: Sequence[Concern]) -> Verdict:
-    return "unhealthy" if any(concern.weight == "unhealthy" for concern in told) else "attention"
+def _worst(told: Sequence[Concern], none: Verdict) -> Verdict:
+    """The weight of the worst concern, or `none`."""
+    weights = {concern.weight for concern in told}
+    if "unhealthy" in weights:
+        return "unhealthy"
+    return "attention" if weights else none
 
 
 def _stopped(record: Record) -> bool:

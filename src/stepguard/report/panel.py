@@ -163,19 +163,15 @@ def _certainty(origin: Origin) -> Iterator[str]:
         yield "the replay shows it again"
     elif origin.reproduced is False:
         yield _not_again(origin)
-    # notes without a blank are tokens for the rules (`where:unselected`), not sentences
-    yield from (note for note in origin.notes if " " in note and not note.startswith(FOR_THE_RULES))
+    yield from origin.remarks
 
 
 def _not_again(origin: Origin) -> str:
-    if any(note.startswith("departs=") for note in origin.notes):
+    evidence = origin.evidence
+    if evidence.departs is not None:
         return "the replay is bad as well, but in another way"
-    impure = any(note.startswith(("moves=", "losses=")) for note in origin.notes)
+    impure = evidence.moves or evidence.different_losses is not None
     return "the replay does not show it again" + ("" if impure else ": transient")
-
-
-FOR_THE_RULES = ("moves=", "losses=", "departs=")
-"""Notes with words in them that a finding says better."""
 
 
 def _source(origin: Origin, unicode: bool) -> RenderableType:

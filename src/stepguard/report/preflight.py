@@ -1,6 +1,4 @@
-"""A preflight for a terminal: the state, a table of what fails, warns and passes, and one line that
-sums it up.
-"""
+"""A preflight for a terminal: the state, a table of what fails, warns and passes, and a summary."""
 
 from __future__ import annotations
 
@@ -57,15 +55,15 @@ def render_preflight(
 
 def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True) -> None:
     """Print state, sections and summary; a section without an outcome is left out."""
-    _title(
-        console,
-        f"stepguard check: {result.target}" if result.target else "stepguard check",
-        unicode,
-    )
+    title = "stepguard check"
+    if result.target:
+        title += f": {result.target}"
+    _title(console, title, unicode)
     if result.facts:
         console.print(_state(result))
+    checked = result.of("pass", "warn", "fail", "not_applicable")
     for heading, parts in SECTIONS.items():
-        inside = [o for o in result.outcomes if o.section in parts and o.status != "not_checked"]
+        inside = [outcome for outcome in checked if outcome.section in parts]
         if inside:
             _title(console, heading, unicode)
             console.print(_table(inside))
@@ -73,7 +71,8 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
     if missing:
         _title(console, "not checked", unicode)
         console.print(_missing(missing))
-    console.print(Rule(characters="─" if unicode else "-", style="dim"))
+    line = "─" if unicode else "-"
+    console.print(Rule(characters=line, style="dim"))
     console.print(_summary(result))
 
 
@@ -87,10 +86,15 @@ def _state(result: Preflight) -> RenderableType:
     grid.add_column()
     before = ""
     for name, value in result.facts:
-        grid.add_row(f" {name}" if name != before else "", Unbroken(value))
+        label = ""
+        # Several values of one name: the name stands at the first.
+        if name != before:
+            label = f" {name}"
+        grid.add_row(label, Unbroken(value))
         before = name
     text, style = ALIGNED[result.alignment]
-    lines = [Unbroken(text, style), *(Unbroken(why, "dim") for why in result.alignment_why)]
+    lines = [Unbroken(text, style)]
+    lines += [Unbroken(why, "dim") for why in result.alignment_why]
     grid.add_row(" status", Group(*lines))
     return grid
 
@@ -102,39 +106,50 @@ def _table(outcomes: Iterable[Outcome]) -> RenderableType:
     table.add_column(ratio=1)
     for outcome in outcomes:
         word, style = STYLES[outcome.status]
-        quiet = outcome.status in ("pass", "not_applicable")
-        lines = [Unbroken(sentence, "dim" if quiet else "") for sentence in outcome.evidence]
-        if not quiet:
-            lines.insert(0, Unbroken(f"expected: {outcome.title}", style))
-        if outcome.fix:
-            lines.append(Unbroken(Text.assemble(("fix: ", "bold cyan"), outcome.fix)))
-        table.add_row(Text(f" {word}", style=style), Name(outcome.id), Group(*lines))
+        table.add_row(Text(f" {word}", style=style), Name(outcome.id), _lines(outcome, style))
     return table
 
 
+def _lines(outcome: Outcome, style: str) -> Group:
+    """What was found; for a warning or failure also what is expected and how to fix it."""
+    if outcome.status in ("pass", "not_applicable"):
+        return Group(*[Unbroken(sentence, "dim") for sentence in outcome.evidence])
+    lines = [Unbroken(f"expected: {outcome.title}", style)]
+    lines += [Unbroken(sentence) for sentence in outcome.evidence]
+    if outcome.fix:
+        lines.append(Unbroken(Text.assemble(("fix: ", "bold cyan"), outcome.fix)))
+    return Group(*lines)
+
+
 def _missing(outcomes: Iterable[Outcome]) -> RenderableType:
-    """Grouped by what to give, so that ten items that wait for one thing are one line."""
-    wanted: dict[str, list[str]] = {}
+    """Group by what to give, so that ten items that wait for one thing are one line."""
+    waiting: dict[str, list[str]] = {}
     for outcome in outcomes:
-        wanted.setdefault(outcome.evidence[0] if outcome.evidence else "", []).append(outcome.id)
+        give = " ".join(outcome.evidence[:1])
+        waiting.setdefault(give, []).append(outcome.id)
     lines: list[RenderableType] = []
-    for give, ids in wanted.items():
-        lines += [Unbroken(f" {give}"), Padding(Unbroken(", ".join(ids), "dim"), (0, 0, 0, 4))]
+    for give, ids in waiting.items():
+        lines.append(Unbroken(f" {give}"))
+        lines.append(Padding(Unbroken(", ".join(ids), "dim"), (0, 0, 0, 4)))
     return Group(*lines)
 
 
 def _summary(result: Preflight) -> Text:
-    failed, warned, passed = (len(result.of(status)) for status in ("fail", "warn", "pass"))
-    rest = (
-        f"{len(result.of('not_applicable'))} not applicable, {len(result.of('not_checked'))} "
-        f"not checked"
-    )
-    verdict, style = ("ready", "green") if not warned else ("ready, with warnings", "bold yellow")
+    failed = result.of("fail")
+    warned = result.of("warn")
+    verdict = "ready"
+    style = "green"
     names = ""
     if failed:
-        verdict, style = "not ready", "bold red"
-        names = f" ({', '.join(outcome.id for outcome in result.of('fail'))})"
-    return Text.assemble(
-        (f" {verdict}", style),
-        f": {failed} failed{names}, {warned} warned, {passed} passed, {rest}",
+        verdict = "not ready"
+        style = "bold red"
+        names = f" ({', '.join(outcome.id for outcome in failed)})"
+    elif warned:
+        verdict = "ready, with warnings"
+        style = "bold yellow"
+    counts = (
+        f": {len(failed)} failed{names}, {len(warned)} warned, {len(result.of('pass'))} passed, "
+        f"{len(result.of('not_applicable'))} not applicable, "
+        f"{len(result.of('not_checked'))} not checked"
     )
+    return Text.assemble((f" {verdict}", style), counts)

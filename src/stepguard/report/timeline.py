@@ -174,19 +174,23 @@ def _step_of(line: Mapping[str, Any], end: int) -> int:
 
 
 def _text_of(line: Mapping[str, Any]) -> str:
-    said = next((str(line[name]) for name in WORDS if line.get(name)), "")
+    words = next((str(line[name]) for name in WORDS if line.get(name)), "")
     kind = str(line.get("type", "note"))
     if kind == "note":
-        return said or phrases.verdict_title(str(line.get("kind", "note")))
+        return words or phrases.verdict_title(str(line.get("kind", "note")))
     if kind == "fault":
-        return f"the guard failed and was disarmed: {said}".rstrip(": ")
-    if kind == "end" and line.get("error"):
-        return f"the run was ended by an exception: {line['error']}"
-    if kind == "end" and not line.get("armed", True):
-        return "the disarmed guard was closed"
+        return f"the guard failed and was disarmed: {words}".rstrip(": ")
     if kind == "end":
+        return _end_text(line)
+    return f"{kind}: {words}".rstrip(": ")
+
+
+def _end_text(line: Mapping[str, Any]) -> str:
+    if line.get("error"):
+        return f"the run was ended by an exception: {line['error']}"
+    if line.get("armed", True):
         return "the guard was closed"
-    return f"{kind}: {said}".rstrip(": ")
+    return "the disarmed guard was closed"
 
 
 def _weight(line: Mapping[str, Any]) -> Weight:

@@ -1,1 +1,1 @@
-"""Reading a step on the device: norms, finite tests, agreement between ranks, and the veto."""
+"""Read a step on the device: gradient norm, finite tests, agreement between ranks."""

@@ -1,4 +1,4 @@
-"""The gradients' norm, and through it an exact finite test, in one foreach pass.
+"""Norm of the gradients, and through it an exact finite test, in one foreach pass.
 
 A finite norm proves that every element is finite. Only a non-finite norm needs the slow exact test,
 because finite elements can overflow it. The norm is taken in fp32 for half-precision gradients; the
@@ -35,38 +35,40 @@ class GradientNorm:
 
 @torch.no_grad()
 def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNorm | None:
-    """Norm of all gradients; None when there are none. `each`: the smallest one of a parameter as
-    well.
+    """Return the norm of all gradients; None if there are none.
+
+    `each`: the smallest norm of one parameter as well, where all are of one kind.
     """
     dense = [dense_values(g) for g in grads]
     if not dense:
         return None
-    if not any(g.dtype in HALVES for g in dense):
-        if each and len({(g.device, g.dtype) for g in dense}) == 1:
-            every = torch.stack(
-                list(foreach_norm(dense))
-            )  # as get_total_norm does it, so the total is the same
-            total = torch.linalg.vector_norm(every)
-            return GradientNorm(total, total, every.min())
-        total = get_total_norm(dense)
-        return GradientNorm(total, total)
+    if any(g.dtype in HALVES for g in dense):
+        return _half_precision_norm(dense)
+    if each and len({(g.device, g.dtype) for g in dense}) == 1:
+        # As get_total_norm does it, so the total is the same bit for bit.
+        every = torch.stack(list(foreach_norm(dense)))
+        total = torch.linalg.vector_norm(every)
+        return GradientNorm(total, total, every.min())
+    total = get_total_norm(dense)
+    return GradientNorm(total, total)
+
+
+def _half_precision_norm(dense: Sequence[Tensor]) -> GradientNorm:
     device = dense[0].device
-    wide, rounded = [], []
+    wide: list[Tensor] = []
+    rounded: list[Tensor] = []
     for group in _by_device_and_dtype(dense):
+        dtype = group[0].dtype
         # CPU and CUDA kernels accumulate half precision in fp32 and round at the end, so this is
-        # torch's own number
-        norms = (
-            foreach_norm(group, 2, dtype=torch.float32)
-            if group[0].dtype in HALVES
-            else foreach_norm(group)
-        )
+        # torch's own number.
+        accumulate = torch.float32 if dtype in HALVES else None
+        norms = foreach_norm(group, 2, dtype=accumulate)
         wide += [n.to(device) for n in norms]
-        rounded += [n.to(device=device, dtype=group[0].dtype) for n in norms]
+        rounded += [n.to(device=device, dtype=dtype) for n in norms]
     total = torch.linalg.vector_norm(torch.stack(wide))
     if len({n.dtype for n in rounded}) > 1:
-        return GradientNorm(
-            total, get_total_norm(dense)
-        )  # torch adds mixed dtypes in an order of its own
+        # torch adds mixed dtypes in an order of its own.
+        return GradientNorm(total, get_total_norm(dense))
     return GradientNorm(total, torch.linalg.vector_norm(torch.stack(rounded)))
 
 
@@ -75,17 +77,16 @@ def clip(
     params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None
 ) -> None:
     """Clip as torch does. With the norm known on the host, a factor of 1 costs nothing."""
-    if known is not None and math.isfinite(known) and max_norm / (known * (1 + 1e-2) + 1e-6) > 1.0:
-        # clearly below the limit even after half-precision rounding: torch would multiply by
-        # exactly 1
+    if known is not None and _clearly_below(known, max_norm):
         return
     if norm.clip is norm.total:
         clip_grads_with_norm_(params, max_norm, norm.total)
         return
-    factor, wide = _factor(max_norm, norm.clip), _factor(max_norm, norm.total)
-    # where the half-precision norm overflows, the fp32 one does not; chosen on the device, so
-    # nothing waits
-    factor = torch.where(torch.isfinite(norm.clip), factor.to(wide.dtype), wide)
+    wide = _factor(max_norm, norm.total)
+    rounded = _factor(max_norm, norm.clip).to(wide.dtype)
+    # Where the half-precision norm overflows, the fp32 one does not. Chosen on the device, so that
+    # the host does not wait.
+    factor = torch.where(torch.isfinite(norm.clip), rounded, wide)
     for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
         foreach_mul_(group, factor.to(group[0].device))
 
@@ -97,24 +98,34 @@ def scale_gradients(params: Iterable[Tensor], factor: float) -> None:
         foreach_mul_(group, factor)
 
 
+def _clearly_below(norm: float, max_norm: float) -> bool:
+    """True where torch would multiply by exactly 1, even after half-precision rounding."""
+    return math.isfinite(norm) and max_norm / (norm * (1 + 1e-2) + 1e-6) > 1.0
+
+
 def _factor(max_norm: float, norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 class GradientMark:
-    """Tells whether the gradients of a moment are still the same ones. Holds none of them alive."""
+    """Tells whether the gradients of a moment are still there. Holds none of them alive."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._marks = [
-            (p, weakref.ref(p.grad), p.grad._version) for p in params if p.grad is not None
-        ][:1]
+        self._parameter: Tensor | None = None
+        # One parameter stands for all: loops drop, clip or replace gradients together.
+        for parameter in params:
+            if parameter.grad is not None:
+                self._parameter = parameter
+                self._gradient = weakref.ref(parameter.grad)
+                self._version = parameter.grad._version
+                break
 
     def gone(self) -> bool:
-        """Dropped, replaced or written to since."""
-        return any(
-            p.grad is None or p.grad is not ref() or p.grad._version != v
-            for p, ref, v in self._marks
-        )
+        """True if the gradients were dropped, replaced or written to since."""
+        if self._parameter is None:
+            return False
+        now = self._parameter.grad
+        return now is None or now is not self._gradient() or now._version != self._version
 
 
 def _by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

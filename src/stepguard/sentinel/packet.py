@@ -1,5 +1,4 @@
-"""A few numbers on their way from the device to the host: one transfer, awaited as late as
-possible.
+"""Carry a few numbers from the device to the host: one transfer, awaited as late as possible.
 
 On an accelerator the copy goes to pinned memory behind the kernels already queued, with an event
 after it, so waiting for it does not wait for later work. That path is designed for and cannot be
@@ -15,22 +14,17 @@ from torch import Tensor
 
 
 class Packet:
-    """Scalars of one step. `fetch` is the only place of a healthy step where the host waits for the
-    device.
-    """
+    """Scalars of one step. In a healthy step the host waits for the device in `fetch` only."""
 
     fetched = 0
     """How many packets this process has waited for; tests count syncs with it."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         device = values[0].device
+        # mps has no float64.
         wide = torch.float32 if device.type == "mps" else torch.float64
-        line = torch.stack(
-            [
-                v.detach().reshape(()).to(device=device, dtype=wide, non_blocking=True)
-                for v in values
-            ]
-        )
+        scalars = [v.detach().reshape(()) for v in values]
+        line = torch.stack([s.to(device=device, dtype=wide, non_blocking=True) for s in scalars])
         self.values = line
         self._event: torch.Event | None = None
         self._host = line
@@ -40,12 +34,8 @@ class Packet:
             self._event = torch.Event(device=device)
             self._event.record(torch.accelerator.current_stream(device))
 
-    def ready(self) -> bool:
-        """True when `fetch` would not wait."""
-        return self._event is None or bool(self._event.query())
-
     def fetch(self) -> list[float]:
-        """The numbers on the host."""
+        """Return the numbers on the host."""
         Packet.fetched += 1
         if self._event is not None:
             self._event.synchronize()

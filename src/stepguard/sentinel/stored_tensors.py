@@ -1,6 +1,4 @@
-"""Parameters, buffers and optimizer state: a cheap finite test on the device, and a scan that names
-the bad ones.
-"""
+"""Test parameters, buffers and optimizer state on the device; name the non-finite ones."""
 
 from __future__ import annotations
 
@@ -10,25 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 from torch.optim import Optimizer
 
-from stepguard.tensors.names import named_buffers, parameter_names
+from stepguard.tensors.names import Roots, named_buffers, named_modules, parameter_names
 from stepguard.tensors.torch_private import foreach_max
-from stepguard.tensors.values import dense_real, elements, is_finite
+from stepguard.tensors.values import PLAIN, dense_real, elements, is_finite, is_lazy
 
-CHEAP_LOOK = 2**20
-"""Elements that are looked at after every update, whatever it costs: about a quarter of a
-millisecond.
-"""
-TURNS = 32
-"""Updates after which every parameter of a larger model has been looked at."""
+SCANNED_EACH_STEP = 2**20
+"""Elements that are tested after every update: about a quarter of a millisecond."""
+STEPS_A_ROUND = 32
+"""Updates after which every parameter of a larger model was tested once."""
 
 
 @torch.no_grad()
 def largest(tensors: Iterable[Tensor]) -> Tensor | None:
-    """One number that is NaN or Inf when a tensor holds NaN or +Inf; None for no tensors.
+    """Return one number that is NaN or Inf if a tensor holds NaN or +Inf; None for no tensors.
 
     A maximum is the cheapest pass that carries NaN. A lone -Inf passes it and is caught by the loss
     or gradient it ruins one step later; half-precision groups, where updates overflow in earnest,
@@ -43,12 +38,11 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     return torch.stack([t.max().to(device=device, dtype=torch.float32) for t in plain]).max()
 
 
-class InTurn:
-    """Hands out large lists of tensors a share at a time, so that a look at all of them costs
-    little a step.
+class RotatingScan:
+    """Hands out a long list of tensors one share a step, so that testing all costs little a step.
 
     A parameter that a step turns non-finite shows at once in the next loss or gradient if the model
-    uses it; the look is for the others, and may take a few dozen steps to come round.
+    uses it; the scan is for the others, and a round may take a few dozen steps.
     """
 
     def __init__(self) -> None:
@@ -57,9 +51,11 @@ class InTurn:
         self._next = 0
 
     def share(self, tensors: Sequence[Tensor], ignored: Container[int] = ()) -> list[Tensor]:
-        """The next share, but for tensors whose id is ignored; all of them where that is cheap."""
+        """Return the next share without tensors whose id is ignored; all if that is cheap."""
         if tensors is not self._tensors:
-            self._tensors, self._shares, self._next = tensors, _shares(tensors), 0
+            self._tensors = tensors
+            self._shares = _shares(tensors)
+            self._next = 0
         if not self._shares:
             return []
         self._next = (self._next + 1) % len(self._shares)
@@ -68,9 +64,7 @@ class InTurn:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stretch of a tensor's elements. Cut out when it is looked at: the tensor's memory may be
-    another by then.
-    """
+    """A stretch of a tensor's elements, cut out late: the tensor's memory may be replaced."""
 
     tensor: Tensor
     count: int
@@ -82,67 +76,54 @@ class _Part:
         if is_lazy(self.tensor):
             return self.tensor
         live = self.tensor.detach()
-        if (
-            self.end - self.start == self.count
-            or live.numel() != self.count
-            or not live.is_contiguous()
-        ):
+        is_whole = self.end - self.start == self.count
+        if is_whole or live.numel() != self.count or not live.is_contiguous():
             return live
         return live.view(-1)[self.start : self.end]
 
 
 def _shares(tensors: Sequence[Tensor]) -> list[list[_Part]]:
-    most = max(CHEAP_LOOK, math.ceil(sum(map(elements, tensors)) / TURNS))
+    count = sum(map(elements, tensors))
+    most = max(SCANNED_EACH_STEP, math.ceil(count / STEPS_A_ROUND))
     shares: list[list[_Part]] = []
     filled = most
-    for part in (part for tensor in tensors for part in _parts(tensor, most)):
-        if filled >= most:
-            shares.append([])
-            filled = 0
-        shares[-1].append(part)
-        filled += part.end - part.start
+    for tensor in tensors:
+        for part in _parts(tensor, most):
+            if filled >= most:
+                shares.append([])
+                filled = 0
+            shares[-1].append(part)
+            filled += part.end - part.start
     return shares
 
 
 def _parts(tensor: Tensor, most: int) -> list[_Part]:
-    """The whole tensor, or stretches of at most so many elements where it can be cut without a
-    copy.
-    """
+    """Cut a tensor into stretches of at most `most` elements, if that takes no copy."""
     count = elements(tensor)
-    plain = (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-    )
-    if not plain or count <= most:
+    is_dense = type(tensor) in PLAIN and tensor.layout is torch.strided
+    if count <= most or not is_dense or not tensor.is_contiguous():
         return [_Part(tensor, count, 0, count)]
-    return [
-        _Part(tensor, count, start, min(start + most, count)) for start in range(0, count, most)
-    ]
+    starts = range(0, count, most)
+    return [_Part(tensor, count, start, min(start + most, count)) for start in starts]
 
 
-def bad_parameters(
-    roots: Mapping[str, nn.Module], optimizer: Optimizer, elsewhere: Container[int] = ()
-) -> list[str]:
-    """`param:NAME` for every parameter with a non-finite element, but for those whose id is
-    `elsewhere`.
-    """
-    names = parameter_names(roots, optimizer)
-    return [
-        f"param:{name}"
-        for tensor, name in names
-        if id(tensor) not in elsewhere and not is_finite(tensor)
-    ]
+def bad_parameters(roots: Roots, optimizer: Optimizer, elsewhere: Container[int] = ()) -> list[str]:
+    """Return `param:NAME` of every non-finite parameter whose id is not in `elsewhere`."""
+    bad: list[str] = []
+    for tensor, name in parameter_names(roots, optimizer):
+        if id(tensor) not in elsewhere and not is_finite(tensor):
+            bad.append(f"param:{name}")
+    return bad
 
 
-def bad_buffers(roots: Mapping[str, nn.Module]) -> list[str]:
-    """`buffer:NAME` for every non-finite buffer."""
+def bad_buffers(roots: Roots) -> list[str]:
+    """Return `buffer:NAME` of every non-finite buffer."""
     return [f"buffer:{name}" for name, buffer in named_buffers(roots) if not is_finite(buffer)]
 
 
 @torch.no_grad()
 def extremes(tensor: Tensor) -> Tensor | None:
-    """Smallest and largest element, still on the device: both are finite when all are."""
+    """Return smallest and largest element, on the device: both are finite if all elements are."""
     plain = dense_real(tensor)
     if not plain.is_floating_point() or plain.numel() == 0:
         return None
@@ -150,37 +131,36 @@ def extremes(tensor: Tensor) -> Tensor | None:
 
 
 def bad_slots(optimizer: Optimizer) -> list[str]:
-    """`opt:SLOT` for every optimizer slot with a non-finite element."""
-    slots = {
-        slot: None
-        for state in optimizer.state.values()
-        for slot, value in _tensors(state)
-        if not is_finite(value)
-    }
-    return [f"opt:{slot}" for slot in slots]
+    """Return `opt:SLOT`, once each, of every optimizer slot with a non-finite element."""
+    bad: list[str] = []
+    for state in optimizer.state.values():
+        for slot, value in _tensors(state):
+            if f"opt:{slot}" not in bad and not is_finite(value):
+                bad.append(f"opt:{slot}")
+    return bad
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Every tensor the optimizer keeps."""
+    """List every tensor that the optimizer keeps."""
     return [value for state in optimizer.state.values() for _, value in _tensors(state)]
 
 
-def norm_statistics(roots: Mapping[str, nn.Module]) -> list[Tensor]:
-    """Floating-point running statistics of norm layers: these must always be finite."""
-    return [
-        buffer
-        for root in roots.values()
-        for module in root.modules()
-        if getattr(module, "track_running_stats", False)
-        for buffer in module.buffers(recurse=False)
-        if buffer.is_floating_point()
-    ]
+def norm_statistics(roots: Roots) -> list[Tensor]:
+    """List the running means and variances of norm layers, which must always be finite."""
+    found: list[Tensor] = []
+    for _, module in named_modules(roots):
+        if getattr(module, "track_running_stats", False):
+            buffers = module.buffers(recurse=False)
+            found += [buffer for buffer in buffers if buffer.is_floating_point()]
+    return found
 
 
 def _tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one parameter's state, lists of tensors (LBFGS) included."""
-    for slot, value in state.items() if isinstance(state, Mapping) else ():
-        if isinstance(value, Tensor):
-            yield slot, value
-        elif isinstance(value, list | tuple):
-            yield from ((slot, item) for item in value if isinstance(item, Tensor))
+    """Yield the tensors of one parameter's state, also from the lists that LBFGS keeps."""
+    if not isinstance(state, Mapping):
+        return
+    for slot, value in state.items():
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            if isinstance(item, Tensor):
+                yield slot, item

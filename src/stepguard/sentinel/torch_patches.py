@@ -1,11 +1,11 @@
-"""Seeing the loss and the pre-clip norm of a loop that stays as it is.
+"""Observe the loss and the pre-clip norm of a loop that stays as it is.
 
 A few torch functions are wrapped while at least one guard watches, and put back when the last one
 closes: `Tensor.backward`, whose root is the loss; the norm inside `clip_grad_norm_`, which clipping
 has to compute anyway; `Module.load_state_dict`, after which remembered buffers are old;
-`GradScaler.step`, which shows the scaler nobody handed over, and `GradScaler.update`, the only call
-a loop makes when the scaler skipped; and `AveragedModel.update_parameters`, which has nothing to
-average after a vetoed update. Nothing is installed on the user's objects, so copies, pickles and
+`GradScaler.step`, which shows a scaler that was not handed over, and `GradScaler.update`, the only
+call a loop makes when the scaler skipped; and `AveragedModel.update_parameters`, which has nothing
+to average after a vetoed update. Nothing is installed on the user's objects, so copies, pickles and
 compiled graphs never carry a hook of ours.
 """
 
@@ -24,11 +24,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from stepguard.tensors.torch_private import CLIP_NORM
 
+Update = Callable[[Any], None]
+
 
 class Listener(Protocol):
-    """Told about every backward and every clipping in the process; decides for itself what concerns
-    it.
-    """
+    """Told about every backward and every clipping in the process, whosever they are."""
 
     def before_backward(self, root: Tensor) -> None: ...
     def after_backward(self, root: Tensor, *, failed: bool) -> None: ...
@@ -39,26 +39,28 @@ class Listener(Protocol):
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool: ...
 
 
-Update = Callable[[Any], None]
+class _Backwards:
+    begun = 0
+    """Backward passes begun in this process."""
+    running = 0
 
 
 _listeners: list[Listener] = []
 _undo = ExitStack()
-_backwards = [0, 0]
-"""Backward passes begun in this process, and those that are running now."""
 
 
 def backwards() -> int:
-    """Number of the last backward pass: what stepped since belongs to it."""
-    return _backwards[0]
+    """Return the number of the last backward pass: an update since then belongs to it."""
+    return _Backwards.begun
 
 
 def inside_backward() -> bool:
-    return _backwards[1] > 0
+    """True while a backward pass runs."""
+    return _Backwards.running > 0
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Start telling `listener`; returns the call that stops it."""
+    """Start telling `listener`; return the call that stops it."""
     if not _listeners:
         _install()
     _listeners.append(listener)
@@ -66,24 +68,25 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 def _stop(listener: Listener) -> None:
-    if listener in _listeners:
-        _listeners.remove(listener)
-        if not _listeners:
-            _undo.close()
+    if listener not in _listeners:
+        return
+    _listeners.remove(listener)
+    if not _listeners:
+        _undo.close()
 
 
 def _install() -> None:
-    _wrap(torch.Tensor, "backward", _tapped_backward)
-    _wrap(torch.nn.Module, "load_state_dict", _tapped_load)
-    _wrap(GradScaler, "update", _tapped_update)
-    _wrap(GradScaler, "step", _tapped_scaled_step)
-    _wrap(AveragedModel, "update_parameters", _tapped_average)
+    _patch(torch.Tensor, "backward", _observed_backward)
+    _patch(torch.nn.Module, "load_state_dict", _observed_load)
+    _patch(GradScaler, "update", _observed_update)
+    _patch(GradScaler, "step", _observed_scaled_step)
+    _patch(AveragedModel, "update_parameters", _observed_average)
     # Without it the guard takes its own norm.
     if hasattr(clip_grad, CLIP_NORM):
-        _wrap(clip_grad, CLIP_NORM, _tapped_norm)
+        _patch(clip_grad, CLIP_NORM, _observed_norm)
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
     # Put back in any case, unlike tensors.wrapping.wrap: a wrapper of ours that stayed below one
     # of another library would tell every listener twice after the next install.
@@ -91,19 +94,22 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(original))
 
 
-def _tapped_backward(original: Any) -> Any:
+# The wrappers loop over a copy: a listener may stop listening while it is told.
+
+
+def _observed_backward(original: Any) -> Any:
     @functools.wraps(original)
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         for listener in tuple(_listeners):
             listener.before_backward(self)
         failed = True
-        _backwards[0] += 1
-        _backwards[1] += 1
+        _Backwards.begun += 1
+        _Backwards.running += 1
         try:
             out = original(self, *args, **kwargs)
             failed = False
         finally:
-            _backwards[1] -= 1
+            _Backwards.running -= 1
             for listener in tuple(_listeners):
                 listener.after_backward(self, failed=failed)
         return out
@@ -111,7 +117,7 @@ def _tapped_backward(original: Any) -> Any:
     return backward
 
 
-def _tapped_load(original: Any) -> Any:
+def _observed_load(original: Any) -> Any:
     @functools.wraps(original)
     def load_state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         out = original(self, *args, **kwargs)
@@ -122,7 +128,7 @@ def _tapped_load(original: Any) -> Any:
     return load_state_dict
 
 
-def _tapped_update(original: Any) -> Any:
+def _observed_update(original: Any) -> Any:
     @functools.wraps(original)
     def update(self: GradScaler, new_scale: Any = None) -> None:
         call: Update = functools.partial(original, self)
@@ -133,7 +139,7 @@ def _tapped_update(original: Any) -> Any:
     return update
 
 
-def _tapped_scaled_step(original: Any) -> Any:
+def _observed_scaled_step(original: Any) -> Any:
     @functools.wraps(original)
     def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         for listener in tuple(_listeners):
@@ -143,20 +149,22 @@ def _tapped_scaled_step(original: Any) -> Any:
     return step
 
 
-def _tapped_average(original: Any) -> Any:
+def _observed_average(original: Any) -> Any:
     @functools.wraps(original)
     def update_parameters(self: AveragedModel, model: Any) -> Any:
-        said = [
-            listener.averages_nothing(self, model) for listener in tuple(_listeners)
-        ]  # every one is told
-        return None if any(said) else original(self, model)
+        # A list, not a generator: every listener counts the averages.
+        answers = [listener.averages_nothing(self, model) for listener in tuple(_listeners)]
+        if any(answers):
+            return None
+        return original(self, model)
 
     return update_parameters
 
 
-def _tapped_norm(original: Any) -> Any:
+def _observed_norm(original: Any) -> Any:
     @functools.wraps(original)
     def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        # A list: an iterator would be used up by the norm itself.
         held = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         norm: Tensor = original(held, norm_type, *args, **kwargs)
         if float(norm_type) == 2.0:

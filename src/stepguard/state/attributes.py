@@ -89,7 +89,7 @@ class AttributeKeeper:
 
     def _look_anew(self, modules: list[nn.Module]) -> None:
         self._modules, self._reach, self._inside = list(modules), Reach(), {}
-        self._owns = [vars(module) for module in modules if not torchs_own(module)]
+        self._owns = [vars(module) for module in modules if not is_torch_module(module)]
         self._count = sum(map(len, self._owns))
         self._places = [(own, key) for own in self._owns for key in own if key not in INTERNAL]
         self._values = [None] * len(self._places)
@@ -127,6 +127,6 @@ def _still(before: Any, now: Any) -> bool:
     return type(before) in (int, float, bool) and type(now) is type(before) and bool(before == now)
 
 
-def torchs_own(module: nn.Module) -> bool:
+def is_torch_module(module: nn.Module) -> bool:
     """A layer of torch keeps all it remembers in parameters and buffers."""
     return type(module).__module__.startswith("torch.")

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.state.attributes import AttributeKeeper
-from stepguard.state.kept_values import SMALL, expanded
+from stepguard.state.kept_values import SMALL
 from stepguard.tensors.torch_private import foreach_copy_
-from stepguard.tensors.values import is_lazy
-
-__all__ = ["SMALL", "BufferKeeper", "expanded", "keeps_statistics"]
+from stepguard.tensors.values import is_expanded, is_lazy
 
 
 @dataclass(slots=True)
@@ -183,7 +181,7 @@ def _copies(places: list[_Place], small: int) -> list[_Copy]:
         buffer = place.buffer
         if buffer is None or is_lazy(buffer) or buffer.is_nested:
             continue
-        if id(buffer) not in copies and not expanded(buffer):
+        if id(buffer) not in copies and not is_expanded(buffer):
             silent = keeps_statistics(place.owner)
             always = silent or buffer.numel() <= small
             copies[id(buffer)] = _Copy(

@@ -1,4 +1,4 @@
-"""A bad step on disk: batch, random numbers, state and environment, as safetensors and JSON.
+"""A bad step on disk: a run state plus a batch, as safetensors and JSON.
 
 `stepguard replay CAPSULE` runs it again in a fresh process, on another machine. The model's code is
 not in it: the capsule names the script, or the function that builds model, optimizer and loss, and
@@ -25,26 +25,22 @@ from stepguard._errors import CapsuleError
 from stepguard.records import Reading, Verdict
 from stepguard.records.codec import dumps, from_jsonable, to_plain
 from stepguard.state.atomic import new_folder
-from stepguard.state.capsule_state import (
-    fill_modules,
-    fill_optimizer,
-    optimizer_facts,
-    resting_modules,
-    state_tensors,
-)
 from stepguard.state.rng import RngState, rng_apart, rng_together
+from stepguard.state.run_state import RunState, SavedState, StateError
 from stepguard.state.step import Step
 from stepguard.state.tree_json import NotPlainError, put_together, take_apart
+from stepguard.tensors.names import Roots, named_modules
 
-SCHEMA = 1
-NEEDED = ("step", "scale", "clip_norm", "reading", "rng", "verdict")
+SCHEMA = 2
+"""1 had a naming of its own for the state; 2 is a run state."""
+NEEDED = ("step", "scale", "clip_norm", "reading", "rng", "verdict", "state")
+DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+"""What decoding facts raises that this module never wrote."""
 
 
 @dataclass(slots=True)
 class Capsule:
-    """A capsule read back. Tensors are still apart; `fill` puts the state into freshly built
-    objects.
-    """
+    """A capsule read back. Tensors are still apart; `fill` puts the state into built objects."""
 
     folder: Path
     facts: dict[str, Any]
@@ -71,7 +67,7 @@ class Capsule:
         return [str(a) for a in self.facts.get("arguments") or []]
 
     def decoded(self) -> tuple[Reading, tuple[Any, ...], list[RngState]]:
-        """Reading, micro-batches and random numbers; anything odd in them is one clear error."""
+        """Return reading, micro-batches and random numbers; damage is one clear CapsuleError."""
         batches = self.facts.get("micro_batches")
         if batches is None:
             why = self.facts.get("left_out", "it was written with capsule='no-data'")
@@ -86,48 +82,60 @@ class Capsule:
             raise CapsuleError(
                 f"{self.folder} is damaged: its batch is nested without end."
             ) from None
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as fault:
+        except DAMAGE as fault:
             what = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
             raise CapsuleError(f"{self.folder} is damaged: {what}.") from None
 
     def fits(self, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> str:
-        """Why these objects are not the ones the capsule was written for, in words; empty when they
-        are.
-        """
-        wanted = self.facts.get("optimizer", {}).get("name")
+        """Say why these objects are not those the capsule was written for; empty if they are."""
+        wanted = self._text("optimizer")
         if wanted not in (None, type(optimizer).__name__):
             return f"the optimizer is {type(optimizer).__name__}, the capsule's was {wanted}"
-        prefixes = {name.split("/")[1] for name in self.tensors if name.startswith("state/")}
-        unknown = prefixes - set(roots)
-        if unknown:
-            return f"there is no module {sorted(unknown)[0]!r}"
-        return fill_modules(self.tensors, roots, dry=True)
+        for name in self.tensors:
+            prefix, _, root = name.partition("/")[0].partition(":")
+            if prefix == "module" and root not in roots:
+                return f"there is no module {root!r}"
+        try:
+            return RunState(roots, optimizer).misfit(self._state())
+        except DAMAGE as fault:
+            raise self._damaged(fault) from None
 
     def fill(self, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
-        """Parameters, buffers, training modes, optimizer state and hyperparameters, as they were."""
+        """Put parameters, buffers, training modes, optimizer state and settings into the objects."""
         why_not = self.fits(roots, optimizer)
         if why_not:
             raise CapsuleError(f"the capsule does not fit what was built: {why_not}.")
+        run = RunState(roots, optimizer)
         try:
-            fill_modules(self.tensors, roots)
-            fill_optimizer(self.tensors, self.facts, roots, optimizer)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as fault:
-            raise CapsuleError(
-                f"{self.folder} is damaged: its state cannot be filled in ({fault})."
-            ) from None
+            run.put_back_modules(self._state())
+            if "groups" in self.facts["state"]:
+                run.put_back_optimizer(self._state())
+            resting = set(self.facts.get("resting", []))
+            for name, module in named_modules(roots):
+                module.training = name not in resting
+        except DAMAGE as fault:
+            raise self._damaged(fault) from None
 
     def differences(self) -> list[str]:
-        """What is different here from where the step went wrong."""
-        then, now = self.facts.get("environment") or {}, environment()
+        """List what is different here from where the step went wrong."""
+        then = self.facts.get("environment") or {}
         return [
-            f"{key} {then[key]} there, {now[key]} here"
-            for key in now
-            if key in then and then[key] != now[key]
+            f"{key} {then[key]} there, {value} here"
+            for key, value in environment().items()
+            if key in then and then[key] != value
         ]
+
+    def _state(self) -> SavedState:
+        return SavedState(self.tensors, self.facts["state"])
+
+    def _damaged(self, fault: Exception) -> CapsuleError:
+        return CapsuleError(f"{self.folder} is damaged: its state cannot be filled in ({fault}).")
 
     def _text(self, key: str) -> str | None:
         value = self.facts.get(key)
-        return value if isinstance(value, str) else None
+        if not isinstance(value, str):
+            return None
+        return value
 
 
 def write_capsule(
@@ -140,8 +148,10 @@ def write_capsule(
     keep: Literal["full", "no-data"],
     limit_bytes: int,
 ) -> bool:
-    """Write the step; False when it would be larger than the limit (then nothing is written)."""
-    tensors: dict[str, Tensor] = state_tensors(step)
+    """Write the step; False if it is larger than the limit (then nothing is written)."""
+    roots = step.named_roots()
+    state = _state_of(roots, step.optimizer)
+    tensors = state.tensors
     facts: dict[str, Any] = {
         "schema": SCHEMA,
         "step": step.index,
@@ -153,19 +163,35 @@ def write_capsule(
         "verdict": verdict.kind,
         "summary": verdict.summary,
         "environment": environment(),
-        "rng": [rng_apart(state, tensors, f"rng/{i}") for i, state in enumerate(step.rng)],
-        "optimizer": optimizer_facts(step.optimizer),
-        "resting": resting_modules(step),
+        "rng": [rng_apart(rng, tensors, f"micro_rng/{i}") for i, rng in enumerate(step.rng)],
+        "optimizer": type(step.optimizer).__name__,
+        "state": state.facts,
+        "resting": [name for name, module in named_modules(roots) if not module.training],
     }
     if keep == "full":
         facts.update(_batches(step, tensors))
     if sum(t.numel() * t.element_size() for t in tensors.values()) > limit_bytes:
         return False
-    stored, facts["complex"], facts["sparse"] = _storable(tensors)
+    facts["complex"] = [name for name, t in tensors.items() if t.is_complex()]
+    facts["sparse"] = [name for name, t in tensors.items() if t.layout is not torch.strided]
+    stored = {name: _storable(tensor) for name, tensor in tensors.items()}
     with new_folder(folder) as temporary:
         save_file(stored, temporary / "tensors.safetensors")
         (temporary / "capsule.json").write_text(dumps(facts), encoding="utf-8")
     return True
+
+
+def _state_of(roots: Roots, optimizer: Optimizer) -> SavedState:
+    """Gather modules and optimizer. Without the optimizer a step can still be run again."""
+    run = RunState(roots, optimizer)
+    state = run.gather_modules()
+    tensors = dict(state.tensors)
+    try:
+        facts = run.gather_optimizer(tensors)
+    except StateError as why:
+        state.facts["optimizer_left_out"] = str(why)
+        return state
+    return SavedState(tensors, {**state.facts, **facts})
 
 
 def _batches(step: Step, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -178,64 +204,57 @@ def _batches(step: Step, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {"micro_batches": batches}
 
 
-def _storable(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """What safetensors takes: dense, real, contiguous and on the host; and which ones were complex
-    or sparse.
-    """
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        dense = (
-            tensor.detach().cpu()
-            if tensor.layout is torch.strided
-            else tensor.detach().cpu().to_dense()
-        )
-        plain[name] = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-        plain[name] = plain[name].resolve_neg().contiguous().clone()
-    complex_ones = [name for name, tensor in tensors.items() if tensor.is_complex()]
-    return (
-        plain,
-        complex_ones,
-        [name for name, tensor in tensors.items() if tensor.layout is not torch.strided],
-    )
+def _storable(tensor: Tensor) -> Tensor:
+    """Return what safetensors takes: dense, real, contiguous, on the host, in memory of its own."""
+    plain = tensor.detach().cpu()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    return plain.resolve_neg().contiguous().clone()
 
 
 def read_capsule(folder: Path) -> Capsule:
-    """Open a capsule; nothing in it is executed. The folder of the incident around it will do."""
+    """Open a capsule, or the folder of the incident around it; nothing in it is executed."""
     if not (folder / "capsule.json").exists() and (folder / "capsule").is_dir():
         folder = folder / "capsule"
     try:
         facts = json.loads((folder / "capsule.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "tensors.safetensors")
     except (FileNotFoundError, NotADirectoryError) as fault:
-        missing = (
-            Path(fault.filename).name if getattr(fault, "filename", None) else "tensors.safetensors"
-        )
-        raise CapsuleError(f"{folder} is not a capsule: {missing} is missing.") from None
+        # safetensors raises without a file name.
+        name = getattr(fault, "filename", None) or "tensors.safetensors"
+        raise CapsuleError(f"{folder} is not a capsule: {Path(name).name} is missing.") from None
     except Exception as fault:
         raise CapsuleError(f"{folder} cannot be read: {fault}") from None
-    if (
-        not isinstance(facts, dict)
-        or not isinstance(facts.get("schema"), int)
-        or facts["schema"] > SCHEMA
-    ):
-        found = facts.get("schema") if isinstance(facts, dict) else facts
-        raise CapsuleError(
-            f"{folder} has schema {found!r}; this stepguard reads up to {SCHEMA}: upgrade it."
-        )
-    missing_facts = [key for key in NEEDED if key not in facts]
-    if missing_facts:
-        raise CapsuleError(
-            f"{folder} is damaged: capsule.json says nothing about {missing_facts[0]!r}."
-        )
-    for name in (n for n in facts.get("complex") or [] if n in tensors):
-        tensors[name] = torch.view_as_complex(tensors[name])
-    for name in (n for n in facts.get("sparse") or [] if n in tensors):
-        tensors[name] = tensors[name].to_sparse()
+    _check_schema(folder, facts)
+    for key in NEEDED:
+        if key not in facts:
+            raise CapsuleError(f"{folder} is damaged: capsule.json says nothing about {key!r}.")
+    for name in facts.get("complex") or []:
+        if name in tensors:
+            tensors[name] = torch.view_as_complex(tensors[name])
+    for name in facts.get("sparse") or []:
+        if name in tensors:
+            tensors[name] = tensors[name].to_sparse()
     return Capsule(folder, facts, tensors)
 
 
+def _check_schema(folder: Path, facts: Any) -> None:
+    found = facts.get("schema") if isinstance(facts, dict) else facts
+    if not isinstance(found, int) or found > SCHEMA:
+        raise CapsuleError(
+            f"{folder} has schema {found!r}; this stepguard reads up to {SCHEMA}: upgrade it."
+        )
+    if found < SCHEMA:
+        raise CapsuleError(
+            f"{folder} has schema {found}, of an earlier stepguard; this one reads {SCHEMA}: "
+            "replay it with the version that wrote it."
+        )
+
+
 def environment() -> dict[str, Any]:
-    """What another machine needs to know to judge a different outcome."""
+    """Return what another machine needs to know to judge a different outcome."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -248,15 +267,15 @@ def environment() -> dict[str, Any]:
 
 
 def running_script() -> dict[str, Any]:
-    """The main script, if it is a file below the current directory."""
-    main = Path(sys.argv[0]).resolve() if sys.argv and sys.argv[0] else None
-    if (
-        main is None
-        or main.suffix != ".py"
-        or not main.is_file()
-        or not main.is_relative_to(Path.cwd())
-    ):
+    """Return name and arguments of the main script, if it is a file below the current directory."""
+    if not sys.argv or not sys.argv[0]:
         return {}
+    main = Path(sys.argv[0]).resolve()
+    here = Path.cwd()
+    if main.suffix != ".py" or not main.is_file() or not main.is_relative_to(here):
+        return {}
+    facts: dict[str, Any] = {"script": str(main.relative_to(here)), "arguments": sys.argv[1:]}
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    module = {"module": spec.name} if spec is not None and spec.origin == str(main) else {}
-    return {"script": str(main.relative_to(Path.cwd())), "arguments": sys.argv[1:], **module}
+    if spec is not None and spec.origin == str(main):
+        facts["module"] = spec.name
+    return facts

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stepguard.tensors.values import is_expanded
+
 CONTAINERS = (dict, list, tuple, set, deque)
 ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 UNCHANGING = frozenset({*ATOMS, bool})
@@ -69,7 +71,7 @@ class Reach:
         if (
             tensor.is_inference()
             or tensor.is_meta
-            or (not tensor.is_contiguous() and expanded(tensor))
+            or (not tensor.is_contiguous() and is_expanded(tensor))
         ):
             return False
         if self.everything:
@@ -424,12 +426,3 @@ def _equal(live: Tensor, saved: Tensor) -> bool:
     with contextlib.suppress(RuntimeError, NotImplementedError):
         return live.shape == saved.shape and torch.equal(live.detach(), saved.to(live.device))
     return False
-
-
-def expanded(tensor: Tensor) -> bool:
-    """A view that repeats its elements cannot be written in place, neither by the user nor by us."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )

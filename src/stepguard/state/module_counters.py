@@ -1,7 +1,7 @@
-"""Plain numbers that modules count with, for going back further than one step.
+"""Plain numbers that modules count with, kept with snapshots and checkpoints.
 
-A number that has moved since the first look is part of the state; one that never has is the
-program's own setting.
+A number that has moved since the guard was built is part of the state; one that never has is the
+program's own setting. Within one step `AttributeKeeper` puts attributes of any kind back.
 """
 
 from __future__ import annotations
@@ -11,48 +11,53 @@ from typing import Any
 
 from torch import nn
 
+from stepguard.state.attributes import is_torch_module
 
-class ModuleNumbers:
+Number = int | float
+
+
+class ModuleCounters:
     """Integers and floats of the user's own modules, by `ROOT/module:attribute`."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._roots = roots
-        self._first: dict[str, int | float] = {
-            place: own[key] for place, own, key in self._places()
-        }
+        self._first = self._present()
         self._moving: set[str] = set()
 
-    def moved(self) -> dict[str, int | float]:
-        """The present value of every number that has moved since the guard was built."""
-        present = {place: own[key] for place, own, key in self._places()}
-        self._moving |= {
-            place for place, value in present.items() if self._first.get(place, value) != value
-        }
+    def moved(self) -> dict[str, Number]:
+        """Return the present value of every number that has moved since the guard was built."""
+        present = self._present()
+        for place, value in present.items():
+            if self._first.get(place, value) != value:
+                self._moving.add(place)
         return {place: value for place, value in present.items() if place in self._moving}
 
     def put_back(
-        self, numbers: Mapping[str, int | float], left: Mapping[str, Container[str]] | None = None
+        self, numbers: Mapping[str, Number], left: Mapping[str, Container[str]] | None = None
     ) -> None:
-        """Those that were moving at the time; those that began to move later go back to where they
-        began.
+        """Put back the numbers that had moved by then; the others go back to their first value.
 
-        `left`: paths of modules below each root that are somebody else's.
+        `left`: paths of modules below each root that are left alone.
         """
-        for place, own, key in self._places(left):
-            first = self._first
-            value = numbers.get(place, first.get(place, own[key]))
-            if own[key] != value:
-                own[key] = value
+        for place, attributes, key in self._places(left or {}):
+            first = self._first.get(place, attributes[key])
+            value = numbers.get(place, first)
+            if attributes[key] != value:
+                attributes[key] = value
+
+    def _present(self) -> dict[str, Number]:
+        return {place: attributes[key] for place, attributes, key in self._places({})}
 
     def _places(
-        self, left: Mapping[str, Container[str]] | None = None
+        self, left: Mapping[str, Container[str]]
     ) -> Iterator[tuple[str, dict[str, Any], str]]:
         for prefix, root in self._roots.items():
-            theirs = left.get(prefix, ()) if left is not None else ()
+            skipped = left.get(prefix, ())
             for path, module in root.named_modules():
-                if path in theirs or type(module).__module__.startswith("torch."):
+                if path in skipped or is_torch_module(module):
                     continue
-                own = vars(module)
-                for key, value in own.items():
+                attributes = vars(module)
+                for key, value in attributes.items():
+                    # type() and not isinstance: bool is an int, and a flag is not a counter.
                     if type(value) in (int, float):
-                        yield f"{prefix}{path}:{key}", own, key
+                        yield f"{prefix}{path}:{key}", attributes, key

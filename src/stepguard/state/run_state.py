@@ -20,19 +20,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import StepguardError
-from stepguard.state.buffers import expanded
 from stepguard.state.in_place import Refill, alike
-from stepguard.state.module_counters import ModuleNumbers
+from stepguard.state.module_counters import ModuleCounters
+from stepguard.state.module_state import fill_module, module_misfit, module_tensors
 from stepguard.state.odd_tensors import why_not_kept
 from stepguard.state.optimizer_state import OptimizerState, ParameterNames
 from stepguard.state.ownership import Ownership
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_apart, rng_together
 from stepguard.state.sharded import why_sharded
 from stepguard.state.tree_json import NotPlainError, put_together, take_apart
-from stepguard.tensors.dtypes import dtype_and_shape
 from stepguard.tensors.names import optimizer_parameter_ids
-from stepguard.tensors.torch_private import foreach_copy_, scaler_tensors, start_scaler
-from stepguard.tensors.values import is_finite, is_lazy
+from stepguard.tensors.torch_private import scaler_tensors, start_scaler
+from stepguard.tensors.values import is_finite
 
 
 class StateError(StepguardError):
@@ -40,17 +39,23 @@ class StateError(StepguardError):
 
 
 @dataclass(slots=True)
-class State:
+class SavedState:
     """One moment of a run. `facts` holds JSON values only."""
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
 
+    def below(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors whose names begin with the prefix, without it."""
+        return {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(prefix)
+        }
 
-class Whole:
-    """Gathers the state of the user's objects without copying it, and puts a copy of it back in
-    place.
-    """
+
+class RunState:
+    """Gathers the state of the user's objects without copying it, and puts a copy back in place."""
 
     def __init__(
         self,
@@ -63,62 +68,61 @@ class Whole:
         rank: int = 0,
         ownership: Ownership | None = None,
     ) -> None:
-        self._optimizer, self._scheduler, self._scaler, self._rank = (
-            optimizer,
-            scheduler,
-            scaler,
-            rank,
-        )
+        self.scaler = scaler
+        """May be set later: a watched loop shows its scaler at the first scaled step."""
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._rank = rank
         self._ownership = ownership or Ownership(roots, optimizer)
-        self._modules = {
-            f"module:{name}/" if name else "model/": root for name, root in roots.items()
-        }
+        self._modules: dict[str, nn.Module] = {}
         self._others: dict[str, Any] = {}
+        for name, root in roots.items():
+            prefix = f"module:{name}/" if name else "model/"
+            self._modules[prefix] = root
         for name, item in (extra or {}).items():
             kept = self._modules if isinstance(item, nn.Module) else self._others
             kept[f"extra:{name}/"] = item
-        self._numbers = ModuleNumbers(self._modules)
+        self._counters = ModuleCounters(self._modules)
         self._names = ParameterNames(self._modules)
-        self._memory = OptimizerState(optimizer, self._names)
+        self._optimizer_state = OptimizerState(optimizer, self._names)
 
     # --- gathering
-    # ---------------------------------------------------------------------------------------------
 
-    def gather(self) -> State:
-        """References to the live tensors, and everything else as plain values. Never waits for the
-        device.
-        """
+    def gather(self) -> SavedState:
+        """Return references to the live tensors, and the rest as plain values, without a sync."""
         why = why_sharded(self._modules.values(), self._optimizer)
         if why:
             raise StateError(why)
         self._ownership.look()
-        tensors: dict[str, Tensor] = {}
-        for prefix, root in self._modules.items():
-            tensors.update(
-                (prefix + name, _kept(prefix + name, tensor))
-                for name, tensor in _stored(root).items()
-            )
-        facts = {
-            **self._optimizer_facts(tensors),
-            "scheduler": self._apart(self._scheduler, tensors, "scheduler"),
-            "scaler": scaler_apart(self._scaler, tensors),
-            "extra": {
-                name: self._apart(item, tensors, name.rstrip("/"))
-                for name, item in self._others.items()
-            },
-            "numbers": _apart(self._numbers.moved(), tensors, "numbers"),
-            "rng": {str(self._rank): rng_apart(capture_rng(), tensors, f"rng/{self._rank}")},
+        saved = self.gather_modules()
+        tensors = saved.tensors
+        saved.facts.update(self.gather_optimizer(tensors))
+        saved.facts["scheduler"] = _item_apart(self._scheduler, tensors, "scheduler")
+        saved.facts["scaler"] = _scaler_apart(self.scaler, tensors)
+        saved.facts["extra"] = {
+            name: _item_apart(item, tensors, name.rstrip("/"))
+            for name, item in self._others.items()
+        }
+        saved.facts["rng"] = {
+            str(self._rank): rng_apart(capture_rng(), tensors, f"rng/{self._rank}")
         }
         for name, tensor in tensors.items():
-            _kept(name, tensor)
-        return State(tensors, facts)
+            _refuse_odd(name, tensor)
+        return saved
 
-    def _apart(self, item: Any, tensors: dict[str, Tensor], name: str) -> Any:
-        return None if item is None else _apart(item.state_dict(), tensors, name)
+    def gather_modules(self) -> SavedState:
+        """Return parameters, buffers and plain counters of every module."""
+        tensors: dict[str, Tensor] = {}
+        for prefix, root in self._modules.items():
+            for name, tensor in module_tensors(root).items():
+                _refuse_odd(prefix + name, tensor)
+                tensors[prefix + name] = tensor.detach()
+        return SavedState(tensors, {"numbers": _apart(self._counters.moved(), tensors, "numbers")})
 
-    def _optimizer_facts(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def gather_optimizer(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Add the optimizer's tensors to `tensors` and return the rest of its state as facts."""
         try:
-            kept = self._memory.gather(tensors)
+            kept = self._optimizer_state.gather(tensors)
         except NotPlainError as why:
             raise StateError(str(why)) from None
         return {
@@ -127,149 +131,168 @@ class Whole:
             "optimizer_more": kept,
         }
 
-    # --- putting back
-    # ------------------------------------------------------------------------------------------
+    # --- does a saved state fit?
 
-    def misfit(self, state: State, *, own_only: bool = False) -> str:
-        """Why this state cannot go into the live objects, in words; empty when it can.
+    def misfit(self, saved: SavedState, *, own_only: bool = False) -> str:
+        """Say why this state cannot go into the live objects; empty if it can.
 
-        `own_only`: for going back in a run. What has been added since is then left as it is, if it
+        `own_only`: for going back in a run. What has been added since then is left as it is, if it
         is finite.
         """
         for prefix, root in self._modules.items():
-            why = self._misfit_of(prefix, root, state, own_only)
+            why = module_misfit(prefix, root, saved.below(prefix), may_lack=own_only)
             if why:
                 return why
-        names = {name: p for p, name in self._names.of(self._optimizer)}
-        saved = {name for group in state.facts["groups"] for name in group["params"]}
+        if "groups" not in saved.facts:
+            return ""
+        trained = {name: p for p, name in self._names.of(self._optimizer)}
+        before = {name for group in saved.facts["groups"] for name in group["params"]}
         if own_only:
-            ruined = next(
-                (name for name, p in names.items() if name not in saved and not is_finite(p)), None
+            return _added_and_bad(trained, before) or _trained_on_one_side(
+                trained, before - set(trained)
             )
-            if ruined is not None:
-                return f"{ruined} was added since and is not finite"
-        odd = sorted(saved - set(names) if own_only else set(names) ^ saved)
-        return (
-            f"{odd[0]} is trained {'now' if odd[0] in names else 'in the saved state'} only"
-            if odd
-            else ""
-        )
+        return _trained_on_one_side(trained, before ^ set(trained))
 
-    def _misfit_of(self, prefix: str, root: nn.Module, state: State, own_only: bool) -> str:
-        stored = _below(prefix, state)
-        parameters = dict(root.named_parameters())
-        lacking = next((name for name in parameters if name not in stored), None)
-        if lacking is not None and not own_only:
-            return f"{prefix}{lacking} is in the model and not in the saved state"
-        for name, tensor in stored.items():
-            live = parameters.get(name)
-            if live is None and _owner(root, name) is None:
-                return f"{prefix}{name} is in the saved state and not in the model"
-            if (
-                live is not None
-                and not is_lazy(live)
-                and (live.shape, live.dtype) != (tensor.shape, tensor.dtype)
-            ):
-                return (
-                    f"{prefix}{name} is {dtype_and_shape(live)} in the model and {dtype_and_shape(tensor)} in the "
-                    f"saved state"
-                )
-        return ""
+    def grown_since(self, saved: SavedState) -> bool:
+        """True if parameters were added since: later steps cannot be repeated from this state."""
+        return not self.misfit(saved, own_only=True) and bool(self.misfit(saved))
 
-    def grown_since(self, state: State) -> bool:
-        """Have parameters come since? Then the steps from there on cannot be run again as they
-        were.
-        """
-        return not self.misfit(state, own_only=True) and bool(self.misfit(state))
+    # --- putting back
 
     @torch.no_grad()
-    def put_back(self, state: State, *, own_only: bool = False) -> list[str]:
-        """Everything but the random numbers, into the same tensor objects where they exist.
+    def put_back(self, saved: SavedState, *, own_only: bool = False) -> list[str]:
+        """Put back everything but the random numbers, into the same tensors where they exist.
 
-        `own_only`: what another optimizer trains, buffers and numbers that go with it, and what has
-        been added since stay as they are. Returns what could not be put back, in words.
+        `own_only`: what another optimizer trains, buffers and counters that go with it, and what
+        has been added since stay as they are. Returns what could not be put back, in words.
         """
-        why = self.misfit(state, own_only=own_only)
+        why = self.misfit(saved, own_only=own_only)
         if why:
             raise StateError(f"the saved state does not fit: {why}.")
+        self.put_back_modules(saved, own_only=own_only)
+        trouble = self.put_back_optimizer(saved)
+        _item_together(self._scheduler, saved.facts["scheduler"], saved.tensors)
+        _scaler_together(self.scaler, saved.facts["scaler"], saved.tensors)
+        for name, item in self._others.items():
+            _item_together(item, saved.facts["extra"].get(name), saved.tensors)
+        # Last: load_state_dict of a schedule may write hyperparameters of its own.
+        self._optimizer_state.put_back_groups(saved.facts["groups"], Refill(saved.tensors, {}))
+        return trouble
+
+    @torch.no_grad()
+    def put_back_modules(self, saved: SavedState, *, own_only: bool = False) -> None:
+        """Put back parameters, buffers and counters."""
         elsewhere = self._ownership.elsewhere() if own_only else set()
         left: dict[str, set[str]] = {}
         for prefix, root in self._modules.items():
             theirs = set() if prefix.startswith("extra:") else elsewhere
             left[prefix] = self._ownership.modules_elsewhere(root, theirs)
-            stored = _below(prefix, state)
             skipped = {name for name, p in root.named_parameters() if id(p) in theirs}
-            skipped |= {
-                name for name, _ in root.named_buffers() if name.rpartition(".")[0] in left[prefix]
-            }
-            _fill(root, {name: tensor for name, tensor in stored.items() if name not in skipped})
-        self._numbers.put_back(put_together(state.facts["numbers"], {}), left)
+            for name, _ in root.named_buffers():
+                if name.rpartition(".")[0] in left[prefix]:
+                    skipped.add(name)
+            stored = saved.below(prefix)
+            fill_module(root, {name: t for name, t in stored.items() if name not in skipped})
+        self._counters.put_back(put_together(saved.facts["numbers"], {}), left)
+
+    @torch.no_grad()
+    def put_back_optimizer(self, saved: SavedState) -> list[str]:
+        """Put back slots, groups and attributes; return in words what could not be put back."""
         facts = {
-            "slots": state.facts["optimizer"],
-            "groups": state.facts["groups"],
-            **state.facts.get("optimizer_more", {}),
+            "slots": saved.facts["optimizer"],
+            "groups": saved.facts["groups"],
+            **saved.facts.get("optimizer_more", {}),
         }
-        trouble = self._memory.put_back(facts, state.tensors)
-        self._put_back_item(self._scheduler, state.facts["scheduler"], state.tensors)
-        scaler_together(self._scaler, state.facts["scaler"], state.tensors)
-        for name, item in self._others.items():
-            self._put_back_item(item, state.facts["extra"].get(name), state.tensors)
-        # last: loading a schedule must not leave other hyperparameters than those of the moment
-        self._memory.put_back_groups(facts["groups"], Refill(state.tensors, {}))
-        return trouble
+        return self._optimizer_state.put_back(facts, saved.tensors)
 
     @contextmanager
-    def lent(self, state: State) -> Iterator[None]:
-        """The guard's own parameters of that moment for a while; afterwards the live ones are back,
-        untouched.
-        """
+    def parameters_from(self, saved: SavedState) -> Iterator[None]:
+        """Use the guard's own parameters of that moment inside; the live ones stay untouched."""
         own = self._ownership.own()
-        named = [
-            (p, state.tensors.get(prefix + name))
-            for prefix, name, p in self._names.below()
-            if id(p) in own
-        ]
-        kept = [(p, p.data) for p, value in named if value is not None]
+        live: list[tuple[Tensor, Tensor]] = []
         try:
-            for parameter, value in named:
-                if value is not None:
-                    parameter.data = value.to(device=parameter.device, dtype=parameter.dtype)
+            for prefix, name, parameter in self._names.below():
+                value = saved.tensors.get(prefix + name)
+                if value is None or id(parameter) not in own:
+                    continue
+                live.append((parameter, parameter.data))
+                parameter.data = value.to(device=parameter.device, dtype=parameter.dtype)
             yield
         finally:
-            for parameter, live in kept:
-                parameter.data = live
+            for parameter, data in live:
+                parameter.data = data
 
-    def distance(self, state: State) -> float | None:
-        """How far the trained parameters are from those of that moment, over the norm they had
-        then.
-        """
+    def distance(self, saved: SavedState) -> float | None:
+        """Return how far the trained parameters moved since, relative to their norm then."""
         trained = optimizer_parameter_ids(self._optimizer)
-        moved = then = 0.0
+        moved = 0.0
+        then = 0.0
         for prefix, name, parameter in self._names.below():
-            kept = state.tensors.get(prefix + name)
-            if id(parameter) in trained and kept is not None and kept.is_floating_point():
-                wide = kept.double()
-                moved += float((parameter.detach().to(wide) - wide).square().sum())
-                then += float(wide.square().sum())
-        return math.sqrt(moved / then) if then else None
+            kept = saved.tensors.get(prefix + name)
+            if id(parameter) not in trained or kept is None or not kept.is_floating_point():
+                continue
+            wide = kept.double()
+            moved += float((parameter.detach().to(wide) - wide).square().sum())
+            then += float(wide.square().sum())
+        if not then:
+            return None
+        return math.sqrt(moved / then)
 
-    def random_numbers(self, state: State) -> RngState | None:
-        """This rank's generators at that moment; None where the state has none for it."""
-        facts = state.facts["rng"].get(str(self._rank))
-        return rng_together(facts, state.tensors) if facts is not None else None
+    def random_numbers(self, saved: SavedState) -> RngState | None:
+        """Return this rank's generators at that moment; None if the state has none for it."""
+        facts = saved.facts["rng"].get(str(self._rank))
+        if facts is None:
+            return None
+        return rng_together(facts, saved.tensors)
 
-    def put_back_random_numbers(self, state: State) -> None:
-        moment = self.random_numbers(state)
+    def put_back_random_numbers(self, saved: SavedState) -> None:
+        """Put this rank's generators back."""
+        moment = self.random_numbers(saved)
         if moment is not None:
             restore_rng(moment)
 
-    def _put_back_item(self, item: Any, saved: Any, tensors: Mapping[str, Tensor]) -> None:
-        if item is not None and saved is not None:
-            item.load_state_dict(alike(item.state_dict(), put_together(saved, tensors)))
+
+def _added_and_bad(trained: Mapping[str, Tensor], before: set[str]) -> str:
+    for name, parameter in trained.items():
+        if name not in before and not is_finite(parameter):
+            return f"{name} was added since and is not finite"
+    return ""
 
 
-def scaler_apart(scaler: GradScaler | None, tensors: dict[str, Tensor]) -> bool:
-    """Scale and growth counter, left on the device; False where there is nothing to keep yet."""
+def _trained_on_one_side(trained: Mapping[str, Tensor], odd: set[str]) -> str:
+    if not odd:
+        return ""
+    first = min(odd)
+    when = "now" if first in trained else "in the saved state"
+    return f"{first} is trained {when} only"
+
+
+def _refuse_odd(name: str, tensor: Tensor) -> None:
+    why = why_not_kept(tensor)
+    if why:
+        raise StateError(f"{name} {why}.")
+
+
+def _apart(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    try:
+        return take_apart(value, tensors, name)
+    except ValueError as why:
+        raise StateError(str(why)) from None
+
+
+def _item_apart(item: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    if item is None:
+        return None
+    return _apart(item.state_dict(), tensors, name)
+
+
+def _item_together(item: Any, facts: Any, tensors: Mapping[str, Tensor]) -> None:
+    if item is not None and facts is not None:
+        item.load_state_dict(alike(item.state_dict(), put_together(facts, tensors)))
+
+
+def _scaler_apart(scaler: GradScaler | None, tensors: dict[str, Tensor]) -> bool:
+    """Keep scale and growth counter as they are on the device; False if there are none yet."""
     live = None if scaler is None else scaler_tensors(scaler)
     if live is None:
         return False
@@ -279,7 +302,7 @@ def scaler_apart(scaler: GradScaler | None, tensors: dict[str, Tensor]) -> bool:
     return True
 
 
-def scaler_together(scaler: GradScaler | None, kept: bool, tensors: Mapping[str, Tensor]) -> None:
+def _scaler_together(scaler: GradScaler | None, kept: bool, tensors: Mapping[str, Tensor]) -> None:
     if scaler is None or not kept:
         return
     scale = tensors["scaler/scale"]
@@ -291,59 +314,3 @@ def scaler_together(scaler: GradScaler | None, kept: bool, tensors: Mapping[str,
     live_scale, live_growth = live
     live_scale.copy_(scale)
     live_growth.copy_(growth)
-
-
-def _apart(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    try:
-        return take_apart(value, tensors, name)
-    except ValueError as why:
-        raise StateError(str(why)) from None
-
-
-def _below(prefix: str, state: State) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}
-
-
-def _kept(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself, without its graph; refused where it cannot be copied."""
-    why = why_not_kept(tensor)
-    if why:
-        raise StateError(f"{name} {why}.")
-    return tensor.detach()
-
-
-def _stored(root: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, also those that `state_dict` leaves out."""
-    buffers = {
-        name: buffer
-        for name, buffer in root.named_buffers()
-        if is_lazy(buffer) or not expanded(buffer)
-    }
-    return {**dict(root.named_parameters()), **buffers}
-
-
-def _owner(root: nn.Module, name: str) -> nn.Module | None:
-    """The module that has a buffer of this name registered, filled or not."""
-    path, _, key = name.rpartition(".")
-    try:
-        owner = root.get_submodule(path)
-    except AttributeError:
-        return None
-    return owner if key in owner._buffers else None
-
-
-def _fill(root: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    live = _stored(root)
-    for name, tensor in stored.items():
-        if name in live and is_lazy(live[name]):
-            live[name].materialize(tensor.shape)  # type: ignore[attr-defined]
-    same = [
-        name for name, tensor in stored.items() if name in live and live[name].shape == tensor.shape
-    ]
-    if same:
-        foreach_copy_([live[name].detach() for name in same], [stored[name] for name in same])
-    device = next((tensor.device for tensor in live.values()), None)
-    for name in stored.keys() - set(same):  # made or resized since
-        owner = _owner(root, name)
-        if owner is not None:
-            owner._buffers[name.rpartition(".")[2]] = stored[name].clone().to(device)

@@ -1,4 +1,4 @@
-"""Whole states in memory: a small ring of copies into memory that is allocated once."""
+"""RunState states in memory: a small ring of copies into memory that is allocated once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepguard.state.host_memory import free_memory
-from stepguard.state.run_state import State
+from stepguard.state.run_state import SavedState
 from stepguard.tensors.torch_private import foreach_copy_
 
 Standing = Literal["young", "good", "bad"]
@@ -30,7 +30,7 @@ class Snapshot:
     step: int
     serial: int
     """Counts over the life of the ring, so that two snapshots of one step can be told apart."""
-    state: State
+    state: SavedState
     memory: dict[str, Any] = field(default_factory=dict)
     """What the guard itself remembered then and no file needs."""
     standing: Standing = "young"
@@ -63,7 +63,7 @@ class Ring:
         ]
         self._best = min(known, key=lambda s: s.memory["level"], default=None)
 
-    def too_small(self, state: State) -> str:
+    def too_small(self, state: SavedState) -> str:
         """Why not even two copies of this state fit, in words; empty when they do."""
         if self._room is not None:
             return ""
@@ -83,7 +83,7 @@ class Ring:
         self._room = min(self._size, limit // max(size, 1))
         return ""
 
-    def take(self, step: int, state: State, *, must: bool = False) -> Snapshot | None:
+    def take(self, step: int, state: SavedState, *, must: bool = False) -> Snapshot | None:
         """Copy the state; None where every place holds one that is still needed. `must` gives up a
         young one.
         """
@@ -99,7 +99,7 @@ class Ring:
             [buffers[n] for n in names], [state.tensors[n] for n in names], non_blocking=True
         )
         self._serial += 1
-        snapshot = Snapshot(step, self._serial, State(buffers, state.facts), watched_from=step)
+        snapshot = Snapshot(step, self._serial, SavedState(buffers, state.facts), watched_from=step)
         self.snapshots.append(snapshot)
         return snapshot
 

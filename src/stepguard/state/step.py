@@ -58,7 +58,7 @@ class Step:
     """`watch` mode: file and line that called the model, for each call."""
 
     @property
-    def whole(self) -> bool:
+    def replayable(self) -> bool:
         """Can the step be run again from batch to loss?"""
         return self.loss_fn is not None
 

@@ -28,6 +28,14 @@ def elements(tensor: Tensor) -> int:
     return tensor.numel()
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """True for a view that repeats its elements: it cannot be written in place."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in sizes)
+
+
 def dense_values(tensor: Tensor) -> Tensor:
     """Return the stored values as a plain tensor: sparse values, the local shard of a DTensor."""
     local = getattr(tensor, "to_local", None)

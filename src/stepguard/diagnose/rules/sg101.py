@@ -15,12 +15,11 @@ def _evidence(case: Case) -> Proof | None:
     ):
         which = case.tensor or ", ".join(case.reading.bad_inputs) or "an input"
         return Proof(confidence=CERTAIN, evidence=(_holds(case, which), case.confirmed_samples))
-    number = case.note("number")
-    if number is not None and not case.unselected:
-        return Proof(confidence=0.95, evidence=_number(case, number))
-    if case.note("constant") is not None and case.note("attribute") is None:
+    if case.evidence.number is not None and not case.unselected:
+        return Proof(confidence=0.95, evidence=_number(case))
+    if case.evidence.constant is not None and case.evidence.attribute is None:
         text = (
-            f"a tensor from outside model and batch was already {case.note('constant')} when "
+            f"a tensor from outside model and batch was already {case.evidence.constant} when "
             f"{case.place} read it"
         )
         return Proof(confidence=0.85, evidence=(text, case.confirmed_samples))
@@ -37,13 +36,14 @@ def _evidence(case: Case) -> Proof | None:
     return None
 
 
-def _number(case: Case, number: str) -> tuple[str, ...]:
-    argument, _, value = number.partition(":")
+def _number(case: Case) -> tuple[str, ...]:
+    argument = case.evidence.number_argument
+    value = case.evidence.number
     first = (
         f"{case.place} was given the number {argument}={value}: a Python number from outside "
         f"model and batch"
     )
-    kept_as = case.note("attribute")
+    kept_as = case.evidence.attribute
     where = f"the attribute `{kept_as}` of the model is {value}" if kept_as else ""
     return first, where, "every tensor that went in is finite" if case.finite_inputs else ""
 
@@ -51,7 +51,7 @@ def _number(case: Case, number: str) -> tuple[str, ...]:
 def _holds(case: Case, which: str) -> str:
     bad = next((o for o in (*case.inputs, case.output) if o is not None and not o.finite), None)
     if bad is None:
-        number = case.note("bad_elements")
+        number = case.evidence.bad_elements
         amount = f"holds {number} non-finite elements" if number else "was non-finite"
         return f"`{which}` {amount} before the model saw it"
     amount = ", ".join(

@@ -40,7 +40,7 @@ def _no_label(case: Case) -> Proof | None:
 def _all_left_out(case: Case) -> Proof | None:
     target, ignored = case.argument("target", 1), case.argument("ignore_index", 4)
     same = target is not None and _all_ignored(target, ignored)
-    if not (same or case.has("valid_targets", "0") or case.reading.labels == 0):
+    if not (same or case.evidence.valid_targets == 0 or case.reading.labels == 0):
         return None
     first = f"0 of {elements(target)} targets count" if target is not None else "no target counts"
     if target is not None and same:
@@ -79,7 +79,7 @@ def _nothing_reduced(case: Case) -> Proof | None:
         )
         return Proof(confidence=CERTAIN, evidence=(text,))
     empty = next((o for o in case.inputs if o.dtype and o.shape and elements(o) == 0), None)
-    if case.op not in REDUCTIONS or not (empty is not None or case.has("reduced", "0")):
+    if case.op not in REDUCTIONS or not (empty is not None or case.evidence.reduced_elements == 0):
         return None
     what = (
         f"`{empty.name or 'self'}` has shape {empty.shape}"
@@ -93,7 +93,7 @@ def _count_is_zero(case: Case) -> Proof | None:
     divisor = zero_divisor(case)
     if divisor is None or not case.forward or case.unselected or not counts_nothing(case, divisor):
         return None
-    made_by = case.note("denominator_from")
+    made_by = case.evidence.denominator_from
     source = (
         f"the divisor comes from {made_by}"
         if made_by

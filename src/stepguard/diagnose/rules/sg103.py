@@ -25,12 +25,12 @@ def _evidence(case: Case) -> Proof | None:
         overflow(case) or case.op in EXPONENTIALS
     ):
         return None
-    batch_max = case.number("sample_max") or case.number("batch_max")
+    batch_max = case.evidence.sample_max or case.evidence.batch_max
     numbers = (
         f"{case.place} overflowed: its operands reach {spell(case.magnitude)}, the limit is "
         f"{limit_of(case.dtype)}"
     )
-    others = case.number("others_max")
+    others = case.evidence.others_max
     stands_out = bool(batch_max and others is not None and batch_max >= OUTLIER * max(others, 1.0))
     if batch_max is not None and (
         stands_out or batch_max >= min(EXTREME_INPUT, largest(case.dtype))

@@ -25,7 +25,7 @@ def _evidence(case: Case) -> Proof | None:
 
 
 def _noted(case: Case) -> Proof | None:
-    if not case.has("target_out_of_domain"):
+    if case.evidence.target_out_of_domain is None:
         return None
     operand = next(
         (o for o in case.inputs if o.value is not None), case.inputs[0] if case.inputs else None
@@ -38,7 +38,7 @@ def _noted(case: Case) -> Proof | None:
             if operand.value is not None
             else ""
         )
-    worst = case.number("target_out_of_domain")
+    worst = case.evidence.target_out_of_domain
     numbers += f" ({spell(worst)})" if worst is not None else ""
     return Proof(confidence=0.94, evidence=(numbers, case.confirmed_samples))
 
@@ -56,7 +56,7 @@ def _ctc(case: Case) -> Proof | None:
         f"{case.place} is infinite: a target cannot be aligned with an input that short "
         f"(repeats need a blank each)"
     )
-    how_many = case.note("ctc_infeasible")
+    how_many = case.evidence.ctc_infeasible
     short = f"{how_many} targets of the batch are too long" if how_many else ""
     return Proof(confidence=0.94, evidence=(numbers, lengths, short, case.confirmed_samples))
 
@@ -74,7 +74,7 @@ def _class_index(case: Case) -> Proof | None:
             f"{classes - 1})"
         )
         return Proof(confidence=0.95, evidence=(text,))
-    if case.has("target_probability", "zero") or (
+    if case.evidence.zero_target_probability or (
         scores.neginf and case.makes_inf and not scores.nan
     ):
         text = (
@@ -104,7 +104,7 @@ def _ruled_out(case: Case) -> Proof | None:
     if (
         masked is None
         or case.phase != "loss"
-        or not case.has("tame_inf")
+        or not case.evidence.intended_inf
         or case.output is None
         or case.output.nan
     ):
@@ -118,7 +118,7 @@ def _ruled_out(case: Case) -> Proof | None:
 
 def _from_batch(case: Case) -> Proof | None:
     """A logarithm, root or division in the loss whose operand is computed from the batch alone."""
-    root = case.note("argument_root") or case.note("denominator_root")
+    root = case.evidence.argument_root or case.evidence.denominator_root
     broken = (
         log_argument(case) is not None
         or negative_root(case) is not None
@@ -138,7 +138,7 @@ def _from_batch(case: Case) -> Proof | None:
         o.zeros for o in case.inputs
     )  # more likely 0 by rounding than in the data
     confidence = 0.94 if log_argument(case) is not None and not rounded else 0.8
-    if (case.note("argument_from") or "").removeprefix("aten.") in CURVES:
+    if (case.evidence.argument_from or "").removeprefix("aten.") in CURVES:
         confidence = 0.7
     return Proof(confidence=confidence, evidence=(text, describe(value), case.confirmed_samples))
 

@@ -56,7 +56,7 @@ def _numbers(case: Case, divisor: Operand) -> tuple[str, str]:
         if case.op == "div" and has_zero(above) and case.makes_nan
         else "x / 0 is infinite"
     )
-    made_by = case.note("denominator_from")
+    made_by = case.evidence.denominator_from
     source = f"the divisor comes from {made_by}" if made_by else ""
     return f"{case.place} divided by zero{at_index(divisor)} ({form}): {describe(divisor)}", source
 
@@ -82,9 +82,9 @@ def _inside(case: Case) -> Proof | None:
     """An operator that divides by something it computes itself, such as weight normalisation by a
     norm.
     """
-    if not case.has("denominator", "zero") or case.op in DIVISIONS:
+    if not case.evidence.zero_denominator or case.op in DIVISIONS:
         return None
-    what = (case.note("denominator_from") or "value").removeprefix("aten.")
+    what = (case.evidence.denominator_from or "value").removeprefix("aten.")
     text = f"{case.place} divides by a {what} that is 0"
     return Proof(
         confidence=STRONG, evidence=(text, *map(describe, case.inputs[:2]), case.confirmed_samples)

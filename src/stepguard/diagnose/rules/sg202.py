@@ -29,7 +29,7 @@ def _evidence(case: Case) -> Proof | None:
             confidence=STRONG,
             evidence=(f"{case.place} took the logarithm of a determinant that is 0",),
         )
-    if case.op == "where" and (case.note("chosen_by") or "").removeprefix("aten.") in DETERMINANTS:
+    if case.op == "where" and (case.evidence.chosen_by or "").removeprefix("aten.") in DETERMINANTS:
         return Proof(
             confidence=STRONG,
             evidence=(f"{case.place}: the determinant is negative and has no logarithm",),
@@ -37,7 +37,7 @@ def _evidence(case: Case) -> Proof | None:
     if found is None or not case.computes:
         return None
     operand, least, most = found
-    swallowed = (case.note("absorbed_by") or "").removeprefix("aten.").rstrip("_") in SATURATING
+    swallowed = (case.evidence.absorbed_by or "").removeprefix("aten.").rstrip("_") in SATURATING
     allowed = (
         f"above {spell(least)}" if math.isinf(most) else f"between {spell(least)} and {spell(most)}"
     )

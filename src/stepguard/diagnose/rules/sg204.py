@@ -23,7 +23,7 @@ def _evidence(case: Case) -> Proof | None:
 
 def _softmax(case: Case) -> Proof | None:
     scores = _masked(case)
-    rows = case.note("masked_rows")
+    rows = case.evidence.masked_rows
     if scores is None and rows is None:
         return None
     if (
@@ -43,8 +43,8 @@ def _masked(case: Case) -> Operand | None:
     return next(iter(named + [o for o in case.inputs if o.neginf]), None)
 
 
-def _rows(case: Case, rows: str | None, scores: Operand | None) -> str:
-    how_many = f"{rows} row{'s' if rows != '1' else ''}" if rows else "a row"
+def _rows(case: Case, rows: int | None, scores: Operand | None) -> str:
+    how_many = f"{rows} row{'s' if rows != 1 else ''}" if rows else "a row"
     where = at_index(case.output) if case.output is not None else ""
     total = f" of {_total(case, scores)}" if scores is not None and rows else ""
     return (
@@ -54,7 +54,7 @@ def _rows(case: Case, rows: str | None, scores: Operand | None) -> str:
 
 
 def _total(case: Case, scores: Operand) -> str:
-    return case.note("rows") or str(math.prod(scores.shape[:-1]))
+    return str(case.evidence.rows or math.prod(scores.shape[:-1]))
 
 
 def _scores(scores: Operand | None) -> str:
@@ -86,7 +86,7 @@ def _row_maximum(case: Case) -> Proof | None:
     reduced = len(top.shape) == len(scores.shape) and any(
         small == 1 < size for small, size in zip(top.shape, scores.shape, strict=True)
     )
-    if not reduced and case.note("masked_rows") is None:
+    if not reduced and case.evidence.masked_rows is None:
         return None
     text = (
         f"{case.place}: {top.neginf} row maxima are -inf, so every entry of those rows is "

@@ -14,7 +14,7 @@ SQUARES_OVERFLOW = 1e18
 
 def _evidence(case: Case) -> Proof | None:
     data = case.argument("self", 0)
-    one = case.has("one_element") or case.has("reduced", "1")
+    one = case.evidence.reduced_elements == 1
     if case.op not in STATISTICS and not (case.node in STATISTIC_NODES and one):
         return None
     if data is None or not data.finite or (not case.makes_nan and not one):

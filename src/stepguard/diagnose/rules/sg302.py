@@ -18,8 +18,8 @@ def _evidence(case: Case) -> Proof | None:
     if not case.short or case.phase == "optimizer" or case.unselected:
         return None
     zero = _zero(case)
-    if case.has("eps_underflow"):
-        eps = case.number("eps_underflow") or case.number("eps")
+    if case.evidence.eps_underflow:
+        eps = case.evidence.eps
         which = f"eps={spell(eps)}" if eps is not None else "the epsilon"
         first = f"{which} is 0 in {case.dtype}, whose smallest positive number is {_smallest(case)}"
         return Proof(
@@ -38,7 +38,7 @@ def _evidence(case: Case) -> Proof | None:
         )
     if zero is None:
         return None
-    vanished = case.number("eps_vanished")
+    vanished = case.evidence.eps_vanished
     if vanished is not None:
         first = (
             f"{spell(vanished)}, on the way to this operand, is 0 in {case.dtype}: "
@@ -52,7 +52,7 @@ def _evidence(case: Case) -> Proof | None:
         f"everything below {_ulp(case)}"
     )
     made_by = (
-        (case.note("denominator_from") or case.note("argument_from") or "")
+        (case.evidence.denominator_from or case.evidence.argument_from or "")
         .removeprefix("aten.")
         .rstrip("_")
     )

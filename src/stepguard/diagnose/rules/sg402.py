@@ -24,7 +24,7 @@ def _evidence(case: Case) -> Proof | None:
         return Proof(
             confidence=confidence, evidence=(numbers, SENTENCE, *operands, case.confirmed_samples)
         )
-    if case.phase != "backward" or not case.loss_finite or case.note("absorbed") is not None:
+    if case.phase != "backward" or not case.loss_finite or case.evidence.absorbed:
         return None
     return _discarded(case)
 

@@ -20,12 +20,12 @@ def _evidence(case: Case) -> Proof | None:
         return _in_backward(case)
     if not case.absorbed or not case.forward or not case.makes_inf:
         return None
-    swallowed_by = (case.note("absorbed_by") or "").removeprefix("aten.").rstrip("_")
+    swallowed_by = (case.evidence.absorbed_by or "").removeprefix("aten.").rstrip("_")
     if (case.op in POLES and not (case.short and overflow(case))) or (
         case.op in LOGS and swallowed_by in SATURATING
     ):
         confidence = 0.94
-    elif case.note("absorbed") is not None:
+    elif case.evidence.absorbed:
         confidence = PLAUSIBLE + 0.1
     else:
         return None
@@ -55,7 +55,7 @@ def _numbers(case: Case, swallowed_by: str) -> tuple[str, ...]:
 
 def _in_backward(case: Case) -> Proof | None:
     infinite = next((o for o in case.inputs if o.posinf or o.neginf), None)
-    noted = case.note("absorbed") is not None
+    noted = case.evidence.absorbed
     if not noted and (infinite is None or not case.loss_finite or any(o.nan for o in case.inputs)):
         return None
     if not noted and not any(has_zero(o) for o in case.inputs):

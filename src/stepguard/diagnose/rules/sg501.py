@@ -21,7 +21,7 @@ def _evidence(case: Case) -> Proof | None:
     first = "no gradient element is NaN or Inf, but their 2-norm in float32 is infinite"
     limit = f"squares overflow from {SQUARE_LIMIT:.3g} on"
     largest = f"; the largest gradient element is {case.magnitude:.3g}" if case.magnitude else ""
-    true_norm = case.number("finite_norm")
+    true_norm = case.evidence.finite_norm
     wide = f"in float64 the norm is {true_norm:.3g}" if true_norm is not None else ""
     clip = (
         f"clip_grad_norm_ to {case.facts.clip_norm:g}"

@@ -33,7 +33,7 @@ def _evidence(case: Case) -> Proof | None:
 
 def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
     divisor = zero_divisor(case)
-    noted = case.has("eps_underflow")
+    noted = case.evidence.eps_underflow
     if case.op not in DIVIDES or not (noted or divisor is not None or underflows):
         return None
     numerator = case.argument("tensor1", 1)
@@ -44,7 +44,7 @@ def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
         if zero_over_zero
         else "a moment divided by an exact 0"
     )
-    made_by = (case.note("denominator_from") or "").removeprefix("aten.")
+    made_by = (case.evidence.denominator_from or "").removeprefix("aten.")
     normed = made_by in NORMS and case.facts.eps is None
     what = (
         "the norm of a gradient that is 0, with no epsilon beside it"
@@ -59,11 +59,7 @@ def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
 
 
 def _epsilon(case: Case, dtype: str) -> str:
-    eps = (
-        case.facts.eps
-        if case.facts.eps is not None
-        else case.number("eps_underflow") or case.number("eps")
-    )
+    eps = case.facts.eps if case.facts.eps is not None else case.evidence.eps
     if eps is None or dtype not in FORMATS:
         return ""
     owner = f"{case.facts.optimizer} " if case.facts.optimizer else ""

@@ -20,18 +20,13 @@ def _evidence(case: Case) -> Proof | None:
             confidence=CERTAIN, evidence=(f"group {group} runs with lr {case.reading.lr[group]}",)
         )
     jump = lr_jump(case)
-    if jump is None and not case.has("lr_jump"):
+    if jump is None:
         return None
-    said = (
-        jump.sentence
-        if jump is not None
-        else f"the learning rate jumped: {case.note('lr_jump') or 'no numbers'}"
-    )
-    return Proof(confidence=_confidence(case), evidence=(said, *_consequence(case)))
+    return Proof(confidence=_confidence(case), evidence=(jump.sentence, *_consequence(case)))
 
 
 def _confidence(case: Case) -> float:
-    if case.verdict.kind in (*FINITE_ANOMALIES, "infinite_norm") or case.has("weights_ruined"):
+    if case.verdict.kind in (*FINITE_ANOMALIES, "infinite_norm") or case.evidence.weights_ruined:
         return 0.96
     if case.verdict.kind == "lr_mismatch":
         return LIKELY if case.facts.resumed else 0.95

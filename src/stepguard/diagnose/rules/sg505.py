@@ -13,11 +13,11 @@ from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
-    jumped = lr_jump(case) is not None or case.has("lr_jump") or lr_not_a_number(case) is not None
+    jumped = lr_jump(case) is not None or lr_not_a_number(case) is not None
     norm_overflowed = case.verdict.kind == "infinite_norm"
     if jumped or (norm_overflowed and not rising(case)):
         return None
-    if case.verdict.kind in FINITE_ANOMALIES or norm_overflowed or case.has("weights_ruined"):
+    if case.verdict.kind in FINITE_ANOMALIES or norm_overflowed or case.evidence.weights_ruined:
         confidence = 0.92 if norm_overflowed or _shown(case) else LIKELY
     elif overflow(case) and not case.narrow:  # bfloat16 has the range of float32
         confidence = _overflowed(case)
@@ -79,7 +79,7 @@ def _bound_the_schedule(case: Case) -> tuple[Remedy, ...]:
 
 def _overflowed(case: Case) -> float:
     """float32 does not overflow on ordinary weights and data: one of the two has run away."""
-    if abs(case.number("batch_max") or 0.0) >= EXTREME_INPUT or case.facts.committed == 0:
+    if abs(case.evidence.batch_max or 0.0) >= EXTREME_INPUT or case.facts.committed == 0:
         return 0.0  # the batch, or the weights as they came: no step has been taken yet
     if rising(case):
         return 0.95 if case.short else 0.9  # what bfloat16 cannot hold, float32 can only just hold
@@ -108,7 +108,7 @@ def _numbers(case: Case) -> tuple[str, ...]:
         )
     said.append(_rates(case))
     if case.impure:
-        moved = ", ".join(case.notes("moves")) or "its losses differ"
+        moved = ", ".join(case.evidence.moves) or "its losses differ"
         said.append(f"but the loss function changes by itself ({moved})")
     if overflow(case):
         said.append(

@@ -9,11 +9,11 @@ from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
-    if case.has("uninitialised"):
+    if case.evidence.uninitialised:
         text = f"{case.place} read memory that torch.empty left uninitialised"
         return Proof(confidence=0.95, evidence=(text, _amount(case)))
-    if case.has("huge") and case.facts.committed == 0:
-        text = f"`{case.note('huge')}` holds values of 1e15 and more before the first update"
+    if case.evidence.huge_parameter and case.facts.committed == 0:
+        text = f"`{case.evidence.huge_parameter}` holds values of 1e15 and more before the first update"
         more = (
             f"{case.place} overflowed on it; no initialisation gives such values, memory that "
             f"nobody filled does"

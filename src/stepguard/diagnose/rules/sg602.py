@@ -14,8 +14,8 @@ def _evidence(case: Case) -> Proof | None:
 
 def _kept_outside(case: Case) -> Proof | None:
     """A tensor that a module keeps as a plain attribute: nobody saves it and nobody puts it back."""
-    attribute = case.note("attribute")
-    if attribute is None or case.note("constant") is None:
+    attribute = case.evidence.attribute
+    if attribute is None or case.evidence.constant is None:
         return None
     owner, _, name = attribute.rpartition(".")
     which = f"module `{owner}`" if owner else "the model"

@@ -17,9 +17,8 @@ def _evidence(case: Case) -> Proof | None:
         else "the checkpoint is not usable"
     )
     bad = next((o for o in (*case.inputs, case.output) if o is not None and not o.finite), None)
-    problem = case.note("problem")
-    said = f"{problem}" if problem else case.verdict.summary
-    return Proof(confidence=0.95, evidence=(which, describe(bad) if bad is not None else "", said))
+    amount = describe(bad) if bad is not None else ""
+    return Proof(confidence=0.95, evidence=(which, amount, case.verdict.summary))
 
 
 def _brought_in(case: Case) -> Proof | None:

@@ -10,15 +10,15 @@ from stepguard.records import Remedy
 def _evidence(case: Case) -> Proof | None:
     if (
         case.origin is None
-        or case.has("compiled_only")
+        or case.evidence.compiled_only
         or case.phase in ("input", "state", "checkpoint")
     ):
         return None
-    if case.origin.reproduced is not False and not case.has("not_reproduced"):
+    if case.origin.reproduced is not False:
         return None
     if case.impure:
         return _not_a_function(case)
-    departs = case.note("departs")
+    departs = case.evidence.departs
     first = (
         "the same step, replayed with the same weights, batch, buffers and random numbers, is "
         "finite"
@@ -37,14 +37,14 @@ def _evidence(case: Case) -> Proof | None:
     )
     unsteady = "run again, it gives different bits each time: the step itself is nondeterministic"
     steady = "run again three times, it gives the same bits each time: the fault came from outside"
-    again = unsteady if case.has("nondeterministic") else (steady if case.has("transient") else "")
+    again = {None: "", False: unsteady, True: steady}[case.evidence.same_bits]
     return Proof(confidence=0.9, evidence=(first, again, case.verdict.summary, grads, where))
 
 
 def _not_a_function(case: Case) -> Proof:
     """Nothing else need be wrong than that the second call of the loss function was not the first."""
-    moved = ", ".join(case.notes("moves"))
-    shown = case.note("losses") is not None or case.note("departs") is not None
+    moved = ", ".join(case.evidence.moves)
+    shown = case.evidence.different_losses is not None or case.evidence.departs is not None
     first = (
         f"not reproduced: the loss function is {'' if shown else 'probably '}not a function of "
         f"its batch"
@@ -54,9 +54,11 @@ def _not_a_function(case: Case) -> Proof:
         if moved
         else ""
     )
-    losses = case.note("losses")
-    differ = f"two replays of the same step give the losses {losses}" if losses else ""
-    departs = case.note("departs") or ""
+    differ = ""
+    if case.evidence.different_losses is not None:
+        one, other = case.evidence.different_losses
+        differ = f"two replays of the same step give the losses {one:.6g} and {other:.6g}"
+    departs = case.evidence.departs or ""
     rest = "hardware or a race cannot be told from that; they are the less likely cause"
     return Proof(
         confidence=LIKELY,

@@ -8,7 +8,7 @@ from stepguard.records import Remedy
 
 
 def _evidence(case: Case) -> Proof | None:
-    if not case.has("compiled_only"):
+    if not case.evidence.compiled_only:
         return None
     first = (
         "the compiled step is non-finite again; the same step run eagerly on the same weights "

@@ -22,7 +22,7 @@ def _evidence(case: Case) -> Proof | None:
 
 def _real(case: Case) -> str | None:
     """What autocast computes in: told by the run, or seen in the replay."""
-    return case.facts.autocast_dtype or case.note("autocast")
+    return case.facts.autocast_dtype or case.evidence.autocast
 
 
 def _disagrees(case: Case) -> str:

@@ -66,7 +66,9 @@ class ClosureDriver(StepDriver):
         unknown = undo.restore() if undo is not None else ()
         if unknown:
             names = ", ".join(unknown)
-            self.context.outputs.note("veto", f"the update was vetoed, but {names} cannot be compared")
+            self.context.outputs.note(
+                "veto", f"the update was vetoed, but {names} cannot be compared"
+            )
         self.context.buffers.restore()
         for parameter, gradient in evaluations.bad_gradients:
             parameter.grad = gradient

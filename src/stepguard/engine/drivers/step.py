@@ -90,9 +90,9 @@ class StepDriver:
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one read."""
-        if self.recovery.due():
+        if self.recovery.snapshots.due():
             self.settle()
-        self.recovery.between()
+        self.recovery.snapshots.between_steps()
 
     # --- around the user's code -----------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class StepDriver:
             return None
         context = self.context
         with self.protect.part("snapshots and checkpoints"):
-            self.recovery.between()
+            self.recovery.snapshots.between_steps()
         with self.protect.region:
             context.buffers.remember()
             self.reader.start()
@@ -270,9 +270,9 @@ class StepDriver:
     ) -> None:
         """Keep what went as it should, to run it again; what a bad step left behind cannot be."""
         if incident is None:
-            self.recovery.keep(step, reading.loss)
+            self.recovery.snapshots.keep(step, reading.loss)
         elif committed:
-            self.recovery.window.broken(step.index)
+            self.recovery.snapshots.kept.broken(step.index)
 
     # --- the good part of a bad step ------------------------------------------------------------
 

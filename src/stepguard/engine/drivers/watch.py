@@ -132,7 +132,7 @@ class WatchDriver(JudgedStep):
         if scaler.is_enabled() and self.protect.armed:
             with self.protect.region:
                 context.scaler = scaler
-                self.recovery.whole._scaler = scaler
+                self.recovery.snapshots.run_state.scaler = scaler
                 self.observed.divide(scaler._get_scale_async())
 
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool:
@@ -177,11 +177,11 @@ class WatchDriver(JudgedStep):
             self._vetoed()
         self._begin()
         if inside_backward():
-            self.recovery.do_without(IN_BACKWARD)
-        if self.protect.armed and self.recovery.due():
+            self.recovery.snapshots.turn_off(IN_BACKWARD)
+        if self.protect.armed and self.recovery.snapshots.due():
             # the root module was not called, only its methods or its children
             with self.protect.part("snapshots and checkpoints"):
-                self.recovery.before_update()
+                self.recovery.snapshots.before_update()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if self.shared.is_dropped or (closure is None and self._rewound()):
             self._refuse()

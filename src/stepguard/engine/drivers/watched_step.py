@@ -101,11 +101,11 @@ class WatchedStep:
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one closed."""
-        if self.recovery.due():
+        if self.recovery.snapshots.due():
             self._begin()
         if self.protect.armed:
             with self.protect.part("snapshots and checkpoints"):
-                self.recovery.between()
+                self.recovery.snapshots.between_steps()
 
     def remember(self) -> None:
         """Remember buffers and attributes of modules as they are now."""

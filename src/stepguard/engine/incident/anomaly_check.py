@@ -1,6 +1,7 @@
-"""Weigh a suspicious but finite step: what is told of it, and with `anomalies="act"`, what is proven.
+"""Weigh a suspicious but finite step: what is told of it and what is proven.
 
 By default none of the user's code is run again for it: only the optimizer's own numbers are read.
+With `anomalies="act"` earlier steps are evaluated again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Suspicion:
         """The last incident may be acted upon: the signs agree that the weights are hurt."""
 
     def weigh(self, step: Step, reading: Reading, verdict: Verdict) -> tuple[Reading, Verdict]:
-        """Make it a note or an incident: a runaway loss is told as one, acted upon only if asked."""
+        """Make it a note, or for a runaway loss an incident, acted upon only if asked."""
         context = self._context
         self.proven = False
         self._count(reading.step)
@@ -106,7 +107,7 @@ class Suspicion:
         if not asks or self._context.agreement.size > 1:
             return signs
         found = None
-        if step.whole:
+        if step.replayable:
             found = compare_with_best(self._context, self._recovery.snapshots, step)
         if found is None:
             return replace(signs, moved=reading.weights_moved)

@@ -1,4 +1,4 @@
-"""Look closer once the cheap reading is alarming: which tensors are bad, or is it the loss scale?"""
+"""Look closer after an alarming reading: which tensors are bad, or is it the loss scale?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from stepguard.engine.context import Context
 from stepguard.locate.impurity import own_state
-from stepguard.records import Origin, Reading
+from stepguard.records import Evidence, Origin, Reading
+from stepguard.records.origin import with_evidence
 from stepguard.sentinel.gradients import gradient_norm
 from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.sentinel.stored_tensors import (
@@ -24,7 +25,7 @@ from stepguard.sentinel.stored_tensors import (
 from stepguard.state.batch import bad_batch_tensors
 from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.step import Step
-from stepguard.tensors.names import parameter_names
+from stepguard.tensors.names import optimizer_parameters, parameter_names
 from stepguard.tensors.values import dense_real, is_finite
 
 LOWEST_SCALE = 2.0**-24
@@ -96,7 +97,7 @@ def somebody_elses(context: Context, origin: Origin | None) -> Origin | None:
         for p, name in parameter_names(context.roots, context.optimizer)
         if id(p) in elsewhere
     }
-    return replace(origin, notes=(*origin.notes, "as_data")) if origin.tensor in names else origin
+    return with_evidence(origin, Evidence(as_data=origin.tensor in names))
 
 
 def born_in_update(context: Context) -> list[str]:
@@ -184,11 +185,11 @@ def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> b
 
 def _finite_at_a_lower_scale(context: Context, step: Step, scale: float) -> bool:
     if not context.scaling():
-        return step.scale != 1.0 and step.whole and rerun(step, scale=1.0).grads_finite
+        return step.scale != 1.0 and step.replayable and rerun(step, scale=1.0).grads_finite
     if step.model_only:
         # the loss's own backward cannot be run again: infinities out of it are the scale's
         return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
-    if not step.whole:
+    if not step.replayable:
         # cannot be run again: a scaler that still falls is presumed to be calibrating
         return True
     return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
@@ -219,8 +220,8 @@ def _bad_gradients(context: Context, step: Step) -> list[str]:
     gradients: dict[int, Tensor | None] = {id(p): p.grad for p in context.parameters}
     if step.grads_gone:
         gradients = {}
-        if step.whole:
-            given = [p for group in context.optimizer.param_groups for p in group["params"]]
+        if step.replayable:
+            given = optimizer_parameters(context.optimizer)
             gradients = dict(zip(map(id, given), rerun(step).gradients, strict=True))
     found: list[str] = []
     for parameter, name in parameter_names(context.roots, context.optimizer):

@@ -1,8 +1,8 @@
-"""Learning rates that groups and schedules declare, so that a warm-up is not taken for a jump.
+"""Find the learning rates that groups and schedules declare: a warm-up is not a jump of the rate.
 
 Groups say `initial_lr` and `max_lr`, schedulers their bases, peaks and the rate they have just set;
-their future is worked out on a copy. None of that is asked on a healthy step: a glance at the
-groups now and then is all.
+their future is computed on a copy. On a healthy step none of that is asked: only the groups are
+read, and not at every step.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard.engine.drivers.schedule import members, wants_a_value
 
-GLANCE_FIRST, GLANCE_EVERY = 4, 64
-"""Steps at which the groups are looked at: the first few, then one in so many."""
+READ_FIRST = 4
+"""First steps at which the groups are read."""
+READ_EVERY = 64
+"""Steps between two readings of the groups after that."""
 FORESEEN = 512
-"""Steps of a schedule's future that are worked out."""
-LOOKS = 8
-"""How often a suspicious rate makes the guard look into the schedule, in one run."""
+"""Steps of a schedule's future that are computed."""
+MOST_SEARCHES = 8
+"""How often a suspicious rate makes the guard search the schedules, in one run."""
 GROUP_KEYS = ("lr", "initial_lr", "max_lr")
 SCHEDULE_KEYS = ("base_lrs", "max_lrs")
+FACTOR_KEYS = ("start_factor", "end_factor", "factor")
+LENGTH_KEYS = ("total_steps", "T_max", "total_iters")
+SAME_RATE = 1e-9
 
 
 def group_rates(optimizer: Optimizer) -> tuple[float, ...]:
-    """The learning rate of each group; empty where no group has one, 0 for a group that lacks it."""
+    """The learning rate of each group, 0 for one that lacks it; empty where all of them do."""
     rates = [_number(group.get("lr")) for group in optimizer.param_groups]
-    return tuple(rate or 0.0 for rate in rates) if any(rate is not None for rate in rates) else ()
+    if all(rate is None for rate in rates):
+        return ()
+    return tuple(rate or 0.0 for rate in rates)
 
 
 def declared_rates(optimizer: Optimizer, scheduler: Any = None) -> tuple[float, ...]:
-    """For each group the highest rate that is declared anywhere: by the group, by its schedule, or
-    in its future.
-    """
+    """The highest rate declared for each group: by the group, its schedule, or its future."""
     found = [_stated(optimizer)]
-    for one in members(scheduler):
-        if one is not None:
-            found += [
-                _per_group(getattr(one, key, None), len(optimizer.param_groups))
-                for key in SCHEDULE_KEYS
-            ]
-            found.append(_linear_end(one))
+    for member in members(scheduler):
+        if member is not None:
+            found += _bases_and_peaks(optimizer, member)
+            found.append(_linear_end(member))
     found.append(_future(optimizer, scheduler))
     return _highest(found)
 
@@ -57,110 +59,107 @@ class DeclaredRates:
     """What is declared for one optimizer, remembered from when nothing was suspicious."""
 
     def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._known = _highest([_stated(optimizer), _peaks(optimizer, self._schedules())])
-        self._bases = self._schedule_bases(self._schedules())
-        self._looks = 0
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        found = [_stated(optimizer)]
+        for member in _all_members(self._schedules()):
+            found += _bases_and_peaks(optimizer, member)
+        self._known = _highest(found)
+        self._bases = _bases_by_id(self._schedules())
+        self._searches = 0
 
     def known(self, rates: tuple[float, ...], step: int, *, suspicious: bool) -> tuple[float, ...]:
-        """The highest declared rate of each group, looked up anew where that is due; empty where it
-        is as before.
-        """
+        """The highest declared rate of each group, read again where due; empty where it is not."""
         if suspicious:
-            return self._look_closely(rates)
-        if step < GLANCE_FIRST or step % GLANCE_EVERY == 0:
+            return self._search(rates)
+        if step < READ_FIRST or step % READ_EVERY == 0:
             self._known = _highest([self._known, _stated(self._optimizer)])
             return self._known
         return ()
 
-    def _look_closely(self, rates: tuple[float, ...]) -> tuple[float, ...]:
-        """A rate is far above everything known: has the schedule meant it all along?"""
-        if self._looks >= LOOKS:
+    def _search(self, rates: tuple[float, ...]) -> tuple[float, ...]:
+        """A rate is far above everything known: has a schedule declared it all along?"""
+        if self._searches >= MOST_SEARCHES:
             return self._known
-        self._looks += 1
+        self._searches += 1
         schedules = self._schedules() or _schedules_of(self._optimizer)
         if not schedules or self._overridden(schedules):
             return self._known
         found = [self._known]
         for scheduler in schedules:
-            set_by = _per_group(getattr(scheduler, "_last_lr", None), len(rates))
-            if all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(set_by, rates, strict=False)):
-                found += [set_by, declared_rates(self._optimizer, scheduler)]
+            set_now = _per_group(getattr(scheduler, "_last_lr", None), len(rates))
+            if _equal(set_now, rates):
+                found += [set_now, declared_rates(self._optimizer, scheduler)]
         self._known = _highest(found)
         return self._known
 
     def _schedules(self) -> list[Any]:
+        if self._scheduler is None:
+            return []
         inner = getattr(self._scheduler, "_schedulers", None)
         if inner is not None and not isinstance(self._scheduler, LRScheduler):
             return list(inner)
-        return [self._scheduler] if self._scheduler is not None else []
+        return [self._scheduler]
 
     def _overridden(self, schedules: list[Any]) -> bool:
-        """Was a state loaded into the schedule since? Then what it declares is not what this
-        program configured.
+        """Was a state loaded into a schedule since? Then this program did not configure it.
 
-        Of one that nobody handed over the bases were never seen: they must be among what the groups
-        declared.
+        The bases of a schedule that the guard was not given were never seen: they must be among
+        what the groups declared.
         """
-        for key, bases in self._schedule_bases(schedules).items():
+        for key, bases in _bases_by_id(schedules).items():
             seen = self._bases.get(key)
-            if seen is not None and seen != bases:
+            if seen is None and _any_above(bases, self._known):
                 return True
-            if seen is None and any(
-                base > known * (1 + 1e-9) for base, known in zip(bases, self._known, strict=False)
-            ):
+            if seen is not None and seen != bases:
                 return True
         return False
 
-    def _schedule_bases(self, schedules: list[Any]) -> dict[int, tuple[float, ...]]:
-        every = [one for scheduler in schedules for one in members(scheduler)]
-        return {id(one): _per_group(getattr(one, "base_lrs", None)) for one in every}
+
+def _all_members(schedules: list[Any]) -> list[Any]:
+    every: list[Any] = []
+    for scheduler in schedules:
+        every += members(scheduler)
+    return every
+
+
+def _bases_by_id(schedules: list[Any]) -> dict[int, tuple[float, ...]]:
+    every = _all_members(schedules)
+    return {id(member): _per_group(getattr(member, "base_lrs", None)) for member in every}
 
 
 def _stated(optimizer: Optimizer) -> tuple[float, ...]:
     """What the groups themselves say, and what the optimizer was built with."""
     built_with = _number(optimizer.defaults.get("lr")) or 0.0
-    return tuple(
-        max([built_with, *(_number(group.get(key)) or 0.0 for key in GROUP_KEYS)])
-        for group in optimizer.param_groups
-    )
+    stated: list[float] = []
+    for group in optimizer.param_groups:
+        rates = [_number(group.get(key)) or 0.0 for key in GROUP_KEYS]
+        stated.append(max(built_with, *rates))
+    return tuple(stated)
 
 
-def _peaks(optimizer: Optimizer, schedules: list[Any]) -> tuple[float, ...]:
-    """Bases and peaks that schedulers hold as plain numbers."""
-    every = [one for scheduler in schedules for one in members(scheduler)]
+def _bases_and_peaks(optimizer: Optimizer, scheduler: Any) -> list[tuple[float, ...]]:
+    """What a scheduler holds as plain numbers."""
     count = len(optimizer.param_groups)
-    return _highest(
-        [_per_group(getattr(one, key, None), count) for one in every for key in SCHEDULE_KEYS]
-    )
+    return [_per_group(getattr(scheduler, key, None), count) for key in SCHEDULE_KEYS]
 
 
 def _linear_end(scheduler: Any) -> tuple[float, ...]:
     """LinearLR and ConstantLR may end above their base."""
-    factors = [
-        _number(getattr(scheduler, key, None)) for key in ("start_factor", "end_factor", "factor")
-    ]
-    top = max((factor for factor in factors if factor is not None), default=0.0)
+    top = 0.0
+    for key in FACTOR_KEYS:
+        top = max(top, _number(getattr(scheduler, key, None)) or 0.0)
     return tuple(base * top for base in _per_group(getattr(scheduler, "base_lrs", None)))
 
 
 def _future(optimizer: Optimizer, scheduler: Any) -> tuple[float, ...]:
-    """The highest rates of the next steps, on a copy with an optimizer that stands in for the real
-    one.
-    """
+    """The highest rates of the next steps, computed on a copy with a stand-in for the optimizer."""
     if scheduler is None or wants_a_value(scheduler):
         return ()
-    stand_in = SimpleNamespace(
-        param_groups=[
-            {k: _copied(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups
-        ],
-        step=_nothing,
-        state={},
-        defaults=dict(optimizer.defaults),
-        _opt_called=True,
-    )
+    stand_in = _stand_in(optimizer)
     highest: tuple[float, ...] = ()
     try:
+        # the stand-in as the copy of the optimizer: else the parameters would be copied as well
         ahead = copy.deepcopy(scheduler, {id(optimizer): stand_in})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -168,27 +167,43 @@ def _future(optimizer: Optimizer, scheduler: Any) -> tuple[float, ...]:
                 ahead.step()
                 rates = tuple(_number(group.get("lr")) or 0.0 for group in stand_in.param_groups)
                 highest = _highest([highest, rates])
-    except Exception:  # OneCycleLR ends with one, and a schedule of the user's own may raise any
+    except Exception:
+        # OneCycleLR raises at its end, and a schedule of the user's own may raise anything
         return highest
     return highest
 
 
-def _length(scheduler: Any) -> int:
-    lengths = [
-        _number(getattr(scheduler, key, None)) for key in ("total_steps", "T_max", "total_iters")
-    ]
-    return min(
-        FORESEEN, int(max((length for length in lengths if length is not None), default=FORESEEN))
+def _stand_in(optimizer: Optimizer) -> SimpleNamespace:
+    """Everything of an optimizer that schedulers use, without its parameters."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        groups.append({key: _copied(value) for key, value in group.items() if key != "params"})
+    return SimpleNamespace(
+        param_groups=groups,
+        step=_nothing,
+        state={},
+        defaults=dict(optimizer.defaults),
+        _opt_called=True,
     )
 
 
+def _length(scheduler: Any) -> int:
+    lengths = [_number(getattr(scheduler, key, None)) for key in LENGTH_KEYS]
+    known = [length for length in lengths if length is not None]
+    return min(FORESEEN, int(max(known, default=FORESEEN)))
+
+
 def _schedules_of(optimizer: Optimizer) -> list[Any]:
-    """Schedulers of a watched loop that nobody handed over. Asked only where a rate is suspicious."""
+    """Find the schedulers of a watched loop, which the guard was not given."""
+    # torch wraps `optimizer.step` for its schedulers; without that mark there are none to find
     if not hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
         return []
+    # not isinstance: that would run `__class__` of any lazy object in the process
     found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
     ours = [one for one in found if vars(one).get("optimizer") is optimizer]
-    nested = {id(inner) for one in ours for inner in members(one)[1:]}
+    nested: set[int] = set()
+    for one in ours:
+        nested.update(id(inner) for inner in members(one)[1:])
     return [one for one in ours if id(one) not in nested]
 
 
@@ -196,34 +211,50 @@ def _nothing() -> None:
     return None
 
 
-_nothing._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else torch warns of an optimizer it cannot track
+# without this mark torch warns of an optimizer that it cannot track
+_nothing._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value)
 
 
-def _per_group(values: Any, count: int | None = None) -> tuple[float, ...]:
+def _per_group(values: Any, count: int = 1) -> tuple[float, ...]:
     """A list of rates, one a group; a single number stands for all of them."""
     if isinstance(values, list | tuple):
         return tuple(_number(value) or 0.0 for value in values)
     rate = _number(values)
-    return tuple(rate for _ in range(count or 1)) if rate is not None else ()
+    if rate is None:
+        return ()
+    return (rate,) * count
 
 
 def _number(value: Any) -> float | None:
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None
+
+
+def _equal(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    pairs = zip(some, others, strict=False)
+    return all(math.isclose(one, other, rel_tol=SAME_RATE) for one, other in pairs)
+
+
+def _any_above(rates: tuple[float, ...], limits: tuple[float, ...]) -> bool:
+    pairs = zip(rates, limits, strict=False)
+    return any(rate > limit * (1 + SAME_RATE) for rate, limit in pairs)
 
 
 def _highest(found: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
     """Of each group the highest finite rate."""
-    lists = [rates for rates in found if rates]
-    length = max(map(len, lists), default=0)
-    return tuple(
-        max(
-            (rates[g] for rates in lists if g < len(rates) and math.isfinite(rates[g])), default=0.0
-        )
-        for g in range(length)
-    )
+    highest: list[float] = []
+    for rates in found:
+        highest += [0.0] * (len(rates) - len(highest))
+        for group, rate in enumerate(rates):
+            if math.isfinite(rate):
+                highest[group] = max(highest[group], rate)
+    return tuple(highest)

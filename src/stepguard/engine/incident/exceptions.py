@@ -118,7 +118,7 @@ class Exceptions:
     ) -> Origin:
         context, key = self._context, (type(error).__name__, origin.source)
         self._seen[key] = self._seen.get(key, 0) + 1
-        if not (step.whole or attempt is not None) or not step.rng or not repeatable(error):
+        if not (step.replayable or attempt is not None) or not step.rng or not repeatable(error):
             return origin
         if not context.config.locate or context.agreement.size > 1 or self._seen[key] > MOST_PLACED:
             return origin
@@ -197,5 +197,5 @@ def _why_not_skipped(error: Exception, context: Context) -> str:
 def _complete(step: Step) -> None:
     """Micro-batches that never came to run: a replay starts them with the numbers of now."""
     missing = len(step.micro_batches) - len(step.rng)
-    if step.whole and missing > 0:
+    if step.replayable and missing > 0:
         step.rng += [capture_rng() for _ in range(missing)]

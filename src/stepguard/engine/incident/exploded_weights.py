@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from stepguard.records import Origin, Reading
+from stepguard.records import Evidence, Origin, Reading
 
 EXTREME = 1e15
 """Half of float32's exponent range: ordinary weights and data never get there."""
@@ -26,7 +26,7 @@ def surfaces_only(origin: Origin | None) -> bool:
         or origin.tensor
     ):
         return False
-    if "half" in origin.notes or not any(note.startswith("finite_in=") for note in origin.notes):
+    if origin.evidence.half_precision or origin.evidence.finite_in is None:
         return False
     sizes = [
         abs(v)
@@ -43,7 +43,7 @@ def stored_culprit(origin: Origin | None) -> bool:
     An entry of a table that is infinite on purpose hurts only the samples that look it up.
     """
     stored = ("param:", "buffer:")
-    if origin is not None and "as_data" in origin.notes:
+    if origin is not None and origin.evidence.as_data:
         return False
     return (
         origin is not None and origin.phase == "state" and (origin.tensor or "").startswith(stored)
@@ -52,7 +52,7 @@ def stored_culprit(origin: Origin | None) -> bool:
 
 def weights_ruined(origin: Origin | None) -> bool:
     """Has an earlier batch, fine in its time, been seen to fail on the present weights?"""
-    return origin is not None and "weights_ruined" in origin.notes
+    return origin is not None and origin.evidence.weights_ruined
 
 
 def ruined(again: tuple[float, float]) -> bool:
@@ -63,7 +63,7 @@ def ruined(again: tuple[float, float]) -> bool:
 
 def blamed_on_update(origin: Origin, reading: Reading) -> Origin:
     """The origin as the update's doing, with the operation where it surfaced as a fact."""
-    facts = ("weights_ruined", f"surfaced={origin.op}", f"repeat_loss={reading.repeat_loss:.6g}")
+    evidence = Evidence(weights_ruined=True, surfaced_at=origin.op, repeat_loss=reading.repeat_loss)
     return replace(
         origin,
         phase="optimizer",
@@ -73,5 +73,5 @@ def blamed_on_update(origin: Origin, reading: Reading) -> Origin:
         micro_batch=None,
         inputs=(),
         output=None,
-        notes=(*(note for note in origin.notes if not note.startswith("samples=")), *facts),
+        evidence=replace(origin.evidence, confounded_samples=False) | evidence,
     )

@@ -1,5 +1,4 @@
-"""Gradients of single parameters far above all they have been, before they enter the optimizer's
-moments. Opt-in.
+"""Find gradients of single parameters far above all they have been, before the update. Opt-in.
 
 Each tensor is compared with its own history: the logarithm of its norm over the last committed
 steps. The norms travel in the step's one packet, so nothing waits for the device once more.
@@ -10,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,6 +22,11 @@ from stepguard.tensors.torch_private import foreach_norm
 from stepguard.tensors.values import HALVES, dense_values
 
 Mode = Literal["note", "clip", "skip"]
+DONE: dict[Mode, str] = {
+    "note": "told, nothing done",
+    "clip": "clipped to that",
+    "skip": "left out of this update",
+}
 FEWEST = 32
 """Committed steps with a gradient before anything is said of a tensor."""
 WINDOW = 128
@@ -30,9 +35,7 @@ SIGMAS = 10.0
 TIMES = 10.0
 """And times the largest norm of the window."""
 GROWTH = 2.0
-"""What is clipped or skipped counts as so many times the largest: a level that stays is let through
-after a while.
-"""
+"""Times the largest that a clipped or skipped one counts as: a level that stays is let through."""
 LEAST_SIGMA = 0.02
 MAD_TO_SIGMA = 1.4826
 MOST_NAMED = 3
@@ -53,7 +56,9 @@ class Outliers:
     """The history of one guard's gradients, tensor by tensor."""
 
     def __init__(self, mode: Mode, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
-        self._mode, self._roots, self._optimizer = mode, roots, optimizer
+        self._mode = mode
+        self._roots = roots
+        self._optimizer = optimizer
         self._rows: dict[int, deque[float]] = {}
         """By identity of the parameter: logarithms of the norms of its committed gradients."""
         self._largest: dict[int, float] = {}
@@ -65,25 +70,32 @@ class Outliers:
 
     def measure(self, parameters: list[Tensor]) -> list[Tensor]:
         """The norm of each gradient, on the device; read back by `read`."""
-        self._measured = [p for p in parameters if p.grad is not None]
-        if not self._measured:
-            return []
-        return _norms([dense_values(p.grad) for p in self._measured if p.grad is not None])
+        self._measured = []
+        gradients: list[Tensor] = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._measured.append(parameter)
+                gradients.append(dense_values(parameter.grad))
+        return _norms(gradients)
 
     def read(self, step: int, norms: list[float], scale: float) -> None:
-        """The numbers of this step; `scale` is what the gradients still carry."""
+        """Take the numbers of this step; `scale` is what the gradients still carry."""
         self._found = {}
-        self._present = [(p, norm / scale) for p, norm in zip(self._measured, norms, strict=False)]
-        for parameter, norm in self._present:
+        self._present = []
+        for parameter, scaled in zip(self._measured, norms, strict=False):
+            norm = scaled / scale
+            self._present.append((parameter, norm))
             usual = self._exceeds(id(parameter), norm)
             if usual is not None:
-                self._found[id(parameter)] = Outlier(step, "", norm, usual)
+                self._found[id(parameter)] = Outlier(step, "?", norm, usual)
         if self._found:
-            names = {id(p): name for p, name in parameter_names(self._roots, self._optimizer)}
-            self._found = {
-                k: Outlier(o.step, names.get(k, "?"), o.norm, o.usual)
-                for k, o in self._found.items()
-            }
+            self._name_found()
+
+    def _name_found(self) -> None:
+        # names cost a walk over the model, so only where something was found
+        for parameter, name in parameter_names(self._roots, self._optimizer):
+            if id(parameter) in self._found:
+                self._found[id(parameter)] = replace(self._found[id(parameter)], name=name)
 
     def _exceeds(self, key: int, norm: float) -> float | None:
         """The usual largest norm, where this one is far outside."""
@@ -96,42 +108,44 @@ class Outliers:
         values = torch.tensor(list(row), dtype=torch.float64)
         middle = values.median()
         sigma = max(float((values - middle).abs().median()) * MAD_TO_SIGMA, LEAST_SIGMA)
-        return math.exp(largest) if math.log(norm) - float(middle) > SIGMAS * sigma else None
+        if math.log(norm) - float(middle) <= SIGMAS * sigma:
+            return None
+        return math.exp(largest)
 
     def act(self) -> Callable[[], None] | None:
-        """Keep the outliers out of this update; gives the call that puts skipped gradients back,
-        None if none are.
+        """Keep the outliers out of this update; the call that puts the gradients back afterwards.
+
+        None where the gradients are as they were.
         """
         if not self._found or self._mode == "note":
             return None
-        ours = [p for p, _ in self._present if id(p) in self._found]
-        kept = [(p, p.grad) for p in ours]
-        for parameter, gradient in kept:
-            outlier = self._found[id(parameter)]
+        skipped: list[tuple[Tensor, Tensor | None]] = []
+        for parameter, _ in self._present:
+            outlier = self._found.get(id(parameter))
+            if outlier is None:
+                continue
             if self._mode == "skip":
+                skipped.append((parameter, parameter.grad))
                 parameter.grad = None
-            elif gradient is not None:
-                gradient.mul_(outlier.usual / outlier.norm)
-        return (lambda: _give_back(kept)) if self._mode == "skip" else (lambda: None)
+            elif parameter.grad is not None:
+                parameter.grad.mul_(outlier.usual / outlier.norm)
+        return partial(_give_back, skipped)
 
     def words(self) -> str:
         """What was found in this step; empty where nothing was."""
         if not self._found:
             return ""
-        done = {
-            "note": "told, nothing done",
-            "clip": "clipped to that",
-            "skip": "left out of this update",
-        }
-        named = [
-            f"{o.name} {o.norm:.4g} (usually up to {o.usual:.4g})"
-            for o in list(self._found.values())[:MOST_NAMED]
-        ]
-        more = f" and {len(self._found) - MOST_NAMED} more" if len(self._found) > MOST_NAMED else ""
-        return f"gradient far above all before it: {', '.join(named)}{more}; {done[self._mode]}"
+        named: list[str] = []
+        for outlier in list(self._found.values())[:MOST_NAMED]:
+            usual = f"usually up to {outlier.usual:.4g}"
+            named.append(f"{outlier.name} {outlier.norm:.4g} ({usual})")
+        said = ", ".join(named)
+        if len(self._found) > MOST_NAMED:
+            said += f" and {len(self._found) - MOST_NAMED} more"
+        return f"gradient far above all before it: {said}; {DONE[self._mode]}"
 
     def committed(self) -> None:
-        """The update went through: what went into it is history."""
+        """Remember what went into an update that went through."""
         for parameter, norm in self._present:
             if not (math.isfinite(norm) and norm > 0.0):
                 continue
@@ -141,34 +155,31 @@ class Outliers:
             self._remember(id(parameter), math.log(norm))
         if self._found and self._mode == "note":
             self.committed_one = max(self._found.values(), key=lambda o: o.norm / o.usual)
-        self._present, self._found = [], {}
+        self._present = []
+        self._found = {}
 
     def _remember(self, key: int, value: float) -> None:
         row = self._rows.setdefault(key, deque(maxlen=WINDOW))
-        leaves = row[0] if len(row) == WINDOW else -math.inf
+        largest = self._largest.get(key, -math.inf)
+        # only where the largest falls out of the window does the whole row have to be read
+        drops_largest = len(row) == WINDOW and row[0] >= largest
         row.append(value)
-        before = self._largest.get(key, -math.inf)
-        self._largest[key] = max(row) if leaves >= before > -math.inf else max(before, value)
+        self._largest[key] = max(row) if drops_largest else max(largest, value)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """One foreach pass for each device and dtype, in the order of the gradients; half precision
-    adds up in fp32.
-    """
-    norms: list[Tensor | None] = [None] * len(gradients)
+    """One foreach pass for each device and dtype; the norms in the order of the gradients."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, gradient in enumerate(gradients):
         groups.setdefault((gradient.device, gradient.dtype), []).append(index)
-    for (_, dtype), members in groups.items():
-        chosen = [gradients[index].detach() for index in members]
-        found = (
-            foreach_norm(chosen, 2, dtype=torch.float32)
-            if dtype in HALVES
-            else foreach_norm(chosen)
-        )
-        for index, norm in zip(members, found, strict=True):
-            norms[index] = norm
-    return [norm for norm in norms if norm is not None]
+    norms: dict[int, Tensor] = {}
+    for (_, dtype), indices in groups.items():
+        chosen = [gradients[index].detach() for index in indices]
+        # squares of half precision overflow early, so they are added up in fp32
+        accumulate = torch.float32 if dtype in HALVES else None
+        found = foreach_norm(chosen, 2, dtype=accumulate)
+        norms.update(zip(indices, found, strict=True))
+    return [norms[index] for index in range(len(gradients))]
 
 
 def _give_back(kept: list[tuple[Tensor, Tensor | None]]) -> None:

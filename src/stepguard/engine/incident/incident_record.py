@@ -83,7 +83,7 @@ def _folder(context: Context, incident: Incident) -> Path:
 
 def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
     config = context.config
-    wanted = config.run_dir is not None and config.capsule != "off" and step.whole
+    wanted = config.run_dir is not None and config.capsule != "off" and step.replayable
     if not wanted or config.capsule == "off" or len(context.incidents) >= MOST_CAPSULES:
         return incident
     folder = _folder(context, incident) / "capsule"

@@ -1,6 +1,4 @@
-"""What a bad step cost: its line in the ledger of bad samples, and what of the ledger counts after
-a resume.
-"""
+"""Write what a bad step cost to the ledger of bad samples, and read it again after a restore."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from stepguard.engine.context import Context
 from stepguard.engine.incident.sample_identity import Part, name_samples, parts_of
@@ -20,16 +18,12 @@ from stepguard.records.place import place_and_phase
 from stepguard.state.skipped_batches import Place
 from stepguard.state.step import Step
 
-LOSING = ("leave_out", "skip", "undo", "lower_lr")
-"""Actions after which samples have had no part in an update. A stop counts as well, where the data
-brought it about.
-"""
 _MICRO_BATCHES = re.compile(r"micro-batch(?:es)? ([\d, ]+) of")
 
 
 def note_lost(context: Context, step: Step, incident: Incident) -> None:
     """Write what was lost to the ledger. Never raises: a fault costs the line, and is said once."""
-    if context.config.run_dir is None or borrowing() or not _loses(incident):
+    if context.config.run_dir is None or borrowing() or not _loses_samples(incident):
         return
     if context.ledger is None:
         context.ledger = Ledger(Path(context.config.run_dir), context.agreement.rank)
@@ -49,13 +43,14 @@ def note_lost(context: Context, step: Step, incident: Incident) -> None:
 def naming(
     context: Context, find: Callable[[Step, Reading], Origin]
 ) -> Callable[[Step, Reading], Origin]:
-    """The same search, with the samples it proves named by their place in the data set."""
+    """Wrap a search for the origin: the samples it proves are named by their place in the data."""
 
     def found(step: Step, reading: Reading) -> Origin:
         origin = find(step, reading)
         try:
             return name_samples(origin, step, context.feed, context.config.id_key)
-        except Exception:  # who the samples are is not worth where they broke
+        except Exception:
+            # the names of the samples are not worth losing where the step broke
             return origin
 
     return found
@@ -69,37 +64,50 @@ def known_bad(run_dir: Path, rank: int = 0) -> list[BadSamples]:
         return []
 
 
-def honour_ledger(context: Context) -> None:
-    """After a restore: batches that were left out as a step, by what the data did, are not
-    delivered again.
-
-    Ranks must deliver the same number of batches: they pass over only what all of them have on
-    record, and only in the pass whose order is known.
-    """
-    feed, run_dir, agreement = context.feed, context.config.run_dir, context.agreement
-    entries: list[BadSamples] = []
-    if feed is not None and run_dir is not None:
-        # every process has drawn a run id of its own: the one of rank 0 is in the checkpoint, and
-        # speaks for all
-        run_id = context.run_id if agreement.rank == 0 else None
-        entries = [
-            entry
-            for entry in known_bad(Path(run_dir), agreement.rank)
-            if _passed_over(entry, run_id)
-        ]
-    if agreement.size > 1:
-        present = feed.epoch if feed is not None else -1
-        told = agreement.together(
-            lambda: {"lost": [_moment(e) for e in entries if e.epoch == present]}
-        )
-        common = set.intersection(*({tuple(moment) for moment in facts["lost"]} for facts in told))
-        entries = [entry for entry in entries if tuple(_moment(entry)) in common]
-    lost: dict[Place, list[BadSamples]] = {}
+def skip_lost_batches(context: Context) -> None:
+    """After a restore: do not deliver again the batches that were lost because of their data."""
+    feed = context.feed
+    entries = _agreed(context, _lost_batches(context))
+    if feed is None or not entries:
+        return
+    causes: dict[Place, str] = {}
+    indices: dict[Place, list[Identity]] = {}
     for entry in entries:
-        lost.setdefault((entry.epoch or 0, entry.batch or 0), []).append(entry)
-    if feed is not None and lost:
-        causes = {place: found[0].cause for place, found in lost.items()}
-        feed.pass_over(lost, causes=causes, indices=_indices(lost) if agreement.size == 1 else None)
+        place = (entry.epoch or 0, entry.batch or 0)
+        causes.setdefault(place, entry.cause)
+        indices.setdefault(place, []).extend(entry.indices or ())
+    if context.agreement.size > 1:
+        feed.pass_over(causes, causes=causes, indices=None)
+    else:
+        feed.pass_over(causes, causes=causes, indices=indices)
+
+
+def _lost_batches(context: Context) -> list[BadSamples]:
+    """Entries of this run and rank whose batch is known and would fail again."""
+    run_dir = context.config.run_dir
+    rank = context.agreement.rank
+    if context.feed is None or run_dir is None:
+        return []
+    # every process has drawn a run id of its own: that of rank 0 is in the checkpoint
+    run_id = context.run_id if rank == 0 else None
+    return [entry for entry in known_bad(Path(run_dir), rank) if _is_skipped(entry, run_id)]
+
+
+def _is_skipped(entry: BadSamples, run_id: str | None) -> bool:
+    ours = entry.run is None or not run_id or entry.run == run_id
+    placed = entry.epoch is not None and entry.batch is not None
+    return ours and placed and entry.left_out == "step" and entry.would_fail_again
+
+
+def _agreed(context: Context, entries: list[BadSamples]) -> list[BadSamples]:
+    """What every rank has on record, in the present pass: all must deliver as many batches."""
+    if context.agreement.size == 1:
+        return entries
+    present = context.feed.epoch if context.feed is not None else -1
+    own = [_moment(entry) for entry in entries if entry.epoch == present]
+    told = context.agreement.together(lambda: {"lost": own})
+    common = set.intersection(*({tuple(moment) for moment in facts["lost"]} for facts in told))
+    return [entry for entry in entries if tuple(_moment(entry)) in common]
 
 
 def _moment(entry: BadSamples) -> list[int]:
@@ -107,68 +115,82 @@ def _moment(entry: BadSamples) -> list[int]:
     return [entry.attempt, entry.step, entry.epoch or 0, entry.batch or 0]
 
 
-def _passed_over(entry: BadSamples, run_id: str | None) -> bool:
-    ours = entry.run is None or not run_id or entry.run == run_id
-    placed = entry.epoch is not None and entry.batch is not None
-    return ours and placed and entry.left_out == "step" and entry.would_fail_again
-
-
-def _indices(lost: dict[Place, list[BadSamples]]) -> dict[Place, list[Identity]]:
-    return {
-        place: [i for entry in entries for i in entry.indices or ()]
-        for place, entries in lost.items()
-    }
-
-
-def _loses(incident: Incident) -> bool:
-    action = incident.decision.action if incident.decision is not None else ""
-    if action != "stop":
-        return action in LOSING
-    phase = incident.origin.phase if incident.origin is not None else ""
-    return not incident.reading.bad_state and phase not in ("state", "optimizer", "checkpoint")
+def _loses_samples(incident: Incident) -> bool:
+    """Have samples had no part in an update? A stop counts where the data brought it about."""
+    if incident.decision is None:
+        return False
+    match incident.decision.action:
+        case "leave_out" | "skip" | "undo" | "lower_lr":
+            return True
+        case "retry" | "rewind" | "note":
+            return False
+        case "stop":
+            phase = "" if incident.origin is None else incident.origin.phase
+            by_state = phase in ("state", "optimizer", "checkpoint")
+            return not incident.reading.bad_state and not by_state
+        case unknown:
+            assert_never(unknown)
 
 
 def _entries(context: Context, step: Step, incident: Incident) -> list[BadSamples]:
+    """One entry for each micro-batch that was lost."""
     parts = parts_of(step, context.feed, context.config.id_key) or [Part()]
-    sizes = [part.size for part in parts]
-    origin, rank = incident.origin, context.agreement.rank
-    elsewhere = origin is not None and origin.rank is not None and origin.rank != rank
     guilty = _guilty(incident, len(parts))
-    shared: dict[str, Any] = {
+    shared = _shared_fields(context, parts, incident)
+    origin = incident.origin
+    # samples of this rank that were lost because of another rank's are innocent
+    elsewhere = origin is not None and origin.rank not in (None, context.agreement.rank)
+    found: list[BadSamples] = []
+    for number, part in enumerate(parts):
+        if number not in guilty and shared["left_out"] != "step":
+            continue
+        innocent = elsewhere or number not in guilty
+        samples = () if innocent else _guilty_samples(origin, number)
+        micro = number if len(parts) > 1 else None
+        found.append(_entry(part, micro, samples, innocent, shared))
+    return found
+
+
+def _guilty_samples(origin: Origin | None, number: int) -> tuple[int, ...]:
+    if origin is None or number != (origin.micro_batch or 0):
+        return ()
+    return origin.samples
+
+
+def _shared_fields(context: Context, parts: list[Part], incident: Incident) -> dict[str, Any]:
+    """What the entries of one step have in common."""
+    sizes = [part.size for part in parts]
+    known = [size for size in sizes if size is not None]
+    return {
         "step": incident.step,
         "run": getattr(context, "run_id", None) or None,
         "attempt": getattr(context, "attempt", 1),
-        "rank": rank,
+        "rank": context.agreement.rank,
         "time": time.time(),
-        "of": 0 if None in sizes else sum(size or 0 for size in sizes),
+        "of": sum(known) if len(known) == len(sizes) else 0,
         "left_out": _extent(incident),
         "cause": incident.findings[0].code if incident.findings else incident.verdict.kind,
         "place": _place(incident),
         "incident": incident.id,
     }
-    found = []
-    for number, part in enumerate(parts):
-        if number not in guilty and shared["left_out"] != "step":
-            continue
-        innocent = elsewhere or number not in guilty
-        found.append(_entry(part, number if len(parts) > 1 else None, innocent, origin, shared))
-    return found
 
 
 def _entry(
-    part: Part, micro: int | None, innocent: bool, origin: Origin | None, shared: dict[str, Any]
+    part: Part,
+    micro: int | None,
+    samples: tuple[int, ...],
+    innocent: bool,
+    shared: dict[str, Any],
 ) -> BadSamples:
-    samples = (
-        ()
-        if innocent or origin is None or (micro or 0) != (origin.micro_batch or 0)
-        else origin.samples
-    )
+    count = part.size or 0
+    if shared["left_out"] == "sample":
+        count = len(samples)
     epoch, batch = part.place or (None, None)
     return BadSamples(
         **shared,
         micro_batch=micro,
         samples=samples,
-        count=len(samples) if shared["left_out"] == "sample" else part.size or 0,
+        count=count,
         indices=part.indices_of(samples),
         ids=part.ids_of(samples),
         epoch=epoch,
@@ -178,21 +200,23 @@ def _entry(
 
 
 def _guilty(incident: Incident, count: int) -> set[int]:
-    """Micro-batches that did it; all of them where nobody knows."""
-    origin, decision = incident.origin, incident.decision
-    words = _MICRO_BATCHES.match(decision.left_out) if decision is not None else None
-    if words is not None:
-        return {int(number) - 1 for number in words[1].split(",")}
-    if origin is not None and origin.micro_batch is not None:
-        return {origin.micro_batch}
+    """Micro-batches that caused it; all of them where it is not known which."""
+    if incident.decision is not None:
+        words = _MICRO_BATCHES.match(incident.decision.left_out)
+        if words is not None:
+            return {int(number) - 1 for number in words[1].split(",")}
+    if incident.origin is not None and incident.origin.micro_batch is not None:
+        return {incident.origin.micro_batch}
     return set(incident.reading.bad_micro_batches) or set(range(count))
 
 
 def _extent(incident: Incident) -> Extent:
-    words = incident.decision.left_out if incident.decision is not None else ""
+    words = "" if incident.decision is None else incident.decision.left_out
     if words.startswith("sample"):
         return "sample"
-    return "micro_batch" if "micro-batch" in words else "step"
+    if "micro-batch" in words:
+        return "micro_batch"
+    return "step"
 
 
 def _place(incident: Incident) -> str:

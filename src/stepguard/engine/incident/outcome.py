@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepguard.records import Incident, Verdict
+from stepguard.records.decision import Action
 
 
 def not_applied(incident: Incident) -> Incident:
-    """The incident where a fault kept the decision from being applied: the step is dropped."""
+    """The incident where a fault of the guard's own kept the decision from being applied.
+
+    The step is dropped all the same. Damaged weights that were to be rewound are still there, so
+    the run stops.
+    """
     decision = incident.decision
-    if decision is None or decision.action in ("skip", "stop", "leave_out"):
+    if decision is None or decision.action in ("skip", "stop", "leave_out", "note"):
         return incident
     why = f"{decision.action} failed by a fault of stepguard's own"
-    return replace(incident, decision=replace(decision, action="skip", reason=why))
+    action: Action = "stop" if decision.action == "rewind" else "skip"
+    return replace(incident, decision=replace(decision, action=action, reason=why))
 
 
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:

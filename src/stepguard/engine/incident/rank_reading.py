@@ -35,7 +35,7 @@ def own_trouble(step: Step, reading: Reading) -> int:
     if reading.grads_finite or reading.overflow:
         return 0
     # DDP has averaged the gradients already, so only a replay tells whose they were
-    if step.whole:
+    if step.replayable:
         return 0 if rerun(step).grads_finite else 2
     if step.model_only:
         return 0 if gradients_came_back_finite(step) and model_finite(step) else 2

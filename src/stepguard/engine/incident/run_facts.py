@@ -1,4 +1,4 @@
-"""Collect plain numbers about the run and its optimizer for the diagnosing rules, which see no torch.
+"""Collect plain numbers about run and optimizer for the diagnosing rules, which see no torch.
 
 Read only once something is wrong: some of them read every parameter.
 """
@@ -18,6 +18,7 @@ from stepguard.diagnose.run_facts import Scaling
 from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.tensors.dtypes import dtype_name
+from stepguard.tensors.names import optimizer_parameters
 
 FAR_ABOVE = 1e6
 """Times the smallest gradient whose square is not 0: above it, a square of 0 has been lost."""
@@ -112,17 +113,13 @@ def update_ratio(
                 weights.append(parameter.detach())
     moved = _norm(moves)
     if not moves and last_norm is not None and type(optimizer) is SGD:
-        weights = [p.detach() for p in _parameters(optimizer) if _is_plain(p.data)]
+        weights = [p.detach() for p in optimizer_parameters(optimizer) if _is_plain(p.data)]
         moved = max(rates, default=0.0) * last_norm
     total = _norm(weights)
     if not total:
         return None
     ratio = moved / total + _decay(optimizer, rates)
     return ratio if math.isfinite(ratio) else None
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _decay(optimizer: Optimizer, rates: Sequence[float]) -> float:

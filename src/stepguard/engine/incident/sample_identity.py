@@ -1,6 +1,4 @@
-"""From the rows of a step's micro-batches to the samples of the data set: their indices, their ids,
-their batch.
-"""
+"""Find which samples of the data set the rows of a step's micro-batches are: index, id, batch."""
 
 from __future__ import annotations
 
@@ -35,71 +33,86 @@ class Part:
     """Pass over the data and number in it of the batch, where all of that batch is in this step."""
 
     def indices_of(self, rows: Sequence[int]) -> tuple[Identity, ...] | None:
-        """Of these rows, in their order; of all where there are none."""
+        """Indices of these rows, in their order; of all where no rows are given."""
         if self.indices is None or not rows or len(self.indices) == 1:
             return self.indices
-        return _picked(self.indices, rows) if len(self.indices) == self.size else None
+        if len(self.indices) != self.size:
+            return None
+        return _picked(self.indices, rows)
 
     def ids_of(self, rows: Sequence[int]) -> tuple[Identity, ...] | None:
-        return _picked(self.ids, rows) if self.ids is not None and rows else self.ids
+        """Ids of these rows, in their order; of all where no rows are given."""
+        if self.ids is None or not rows:
+            return self.ids
+        return _picked(self.ids, rows)
 
 
 def parts_of(step: Step, feed: Feed | None, id_key: str | None) -> list[Part]:
-    """One for each micro-batch; for each batch the loader delivered, where the step is not known by
-    micro-batches.
-    """
-    delivered = feed.of_step(step.index) if feed is not None else []
+    """One part for each micro-batch; for each delivered batch where micro-batches are not known."""
+    delivered = [] if feed is None else feed.of_step(step.index)
     if not step.micro_batches:
-        return [_whole(each) for each in delivered]
-    sizes = [samples_in(batch) for batch in step.micro_batches]
-    parts = [
-        Part(size=size, ids=_ids(batch, id_key, size))
-        for size, batch in zip(sizes, step.micro_batches, strict=True)
-    ]
+        return [_whole_batch(each) for each in delivered]
+    parts: list[Part] = []
+    for batch in step.micro_batches:
+        size = samples_in(batch)
+        parts.append(Part(size=size, ids=_ids(batch, id_key, size)))
     if feed is None:
         return parts
-    found = [feed.find(batch) for batch in step.micro_batches]
-    if all(found):
-        return _known_again([each for each in found if each is not None], parts)
+    found: list[Found] = []
+    for batch in step.micro_batches:
+        known = feed.find(batch)
+        if known is not None:
+            found.append(known)
+    if len(found) == len(parts):
+        return _recognized(found, parts)
     return _by_order(delivered, parts, step.micro_batches)
 
 
 def name_samples(origin: Origin, step: Step, feed: Feed | None, id_key: str | None) -> Origin:
-    """The same origin, with who its samples are."""
+    """The same origin, with the names of its samples."""
     if not origin.samples or (feed is None and id_key is None):
         return origin
-    parts, micro = parts_of(step, feed, id_key), origin.micro_batch or 0
+    parts = parts_of(step, feed, id_key)
+    micro = origin.micro_batch or 0
     if micro >= len(parts):
         return origin
-    indices, ids = parts[micro].indices_of(origin.samples), parts[micro].ids_of(origin.samples)
-    if indices is not None and len(indices) != len(origin.samples):
-        indices = (indices[0],) * len(origin.samples)
-    names = tuple(_name(indices, ids, position) for position in range(len(origin.samples)))
+    count = len(origin.samples)
+    indices = parts[micro].indices_of(origin.samples)
+    ids = parts[micro].ids_of(origin.samples)
+    if indices is not None and len(indices) != count:
+        # a data set that delivers whole batches has one index for all of its rows
+        indices = (indices[0],) * count
+    names = tuple(_name(indices, ids, position) for position in range(count))
     return replace(origin, rows=names) if all(names) else origin
 
 
 def _name(indices: Sequence[Identity] | None, ids: Sequence[Identity] | None, position: int) -> str:
-    row = f"row {indices[position]}" if indices is not None else ""
-    own = f"id {ids[position]}" if ids is not None else ""
-    return f"{row} ({own})" if row and own else row or own
+    """`row 17 (id a3)`, or the one of the two that is known."""
+    row = "" if indices is None else f"row {indices[position]}"
+    own = "" if ids is None else f"id {ids[position]}"
+    if row and own:
+        return f"{row} ({own})"
+    return row or own
 
 
 def _picked(values: tuple[Identity, ...], rows: Sequence[int]) -> tuple[Identity, ...] | None:
-    return tuple(values[row] for row in rows) if max(rows) < len(values) else None
+    if max(rows) >= len(values):
+        return None
+    return tuple(values[row] for row in rows)
 
 
-def _whole(each: Delivered) -> Part:
+def _whole_batch(each: Delivered) -> Part:
     indices = each.indices
     size = len(indices) if indices is not None and len(indices) > 1 else None
     return Part(size=size, indices=indices, place=(each.epoch, each.number))
 
 
-def _known_again(found: list[Found], parts: list[Part]) -> list[Part]:
+def _recognized(found: list[Found], parts: list[Part]) -> list[Part]:
     """Every micro-batch is one of those delivered, or a slice of one."""
     seen: dict[int, set[int]] = {}
     for each in found:
         seen.setdefault(id(each.delivered), set()).update(each.rows or ())
-    known = []
+    known: list[Part] = []
     for each, part in zip(found, parts, strict=True):
         complete = each.rows is None or len(seen[id(each.delivered)]) == each.of
         place = (each.delivered.epoch, each.delivered.number) if complete else None
@@ -108,45 +121,58 @@ def _known_again(found: list[Found], parts: list[Part]) -> list[Part]:
 
 
 def _by_order(delivered: list[Delivered], parts: list[Part], batches: Sequence[Any]) -> list[Part]:
-    """The loop has made new tensors of them (moved to a device): the order tells, where numbers and
-    values agree.
-    """
+    """The loop made new tensors of them (moved to a device): go by order, checked by values."""
     if len(delivered) == len(parts):
-        if any(_contradicts(each, batch) for each, batch in zip(delivered, batches, strict=True)):
+        return _one_to_one(delivered, parts, batches)
+    if len(delivered) == 1:
+        return _cut_from(delivered[0], parts, batches)
+    return parts
+
+
+def _one_to_one(
+    delivered: list[Delivered], parts: list[Part], batches: Sequence[Any]
+) -> list[Part]:
+    known: list[Part] = []
+    for each, part, batch in zip(delivered, parts, batches, strict=True):
+        if _contradicts(each, batch):
             return parts
-        pairs = zip(parts, delivered, strict=True)
-        return [
-            replace(part, indices=each.indices, place=(each.epoch, each.number))
-            for part, each in pairs
-        ]
-    if len(delivered) != 1 or any(part.size is None for part in parts):
+        known.append(replace(part, indices=each.indices, place=(each.epoch, each.number)))
+    return known
+
+
+def _cut_from(whole: Delivered, parts: list[Part], batches: Sequence[Any]) -> list[Part]:
+    """The loop has cut one batch into all the micro-batches of the step, one after the other."""
+    sizes = [part.size for part in parts if part.size is not None]
+    if whole.indices is None or len(sizes) != len(parts) or sum(sizes) != len(whole.indices):
         return parts
-    (whole,), indices = delivered, delivered[0].indices
-    if indices is None or sum(part.size or 0 for part in parts) != len(indices):
-        return parts
-    cut, start = [], 0
-    for part, batch in zip(parts, batches, strict=True):
+    known: list[Part] = []
+    start = 0
+    for part, size, batch in zip(parts, sizes, batches, strict=True):
         if _contradicts(whole, batch, start):
             return parts
-        end = start + (part.size or 0)
-        cut.append(replace(part, indices=indices[start:end], place=(whole.epoch, whole.number)))
-        start = end
-    return cut
+        indices = whole.indices[start : start + size]
+        known.append(replace(part, indices=indices, place=(whole.epoch, whole.number)))
+        start += size
+    return known
 
 
 def _contradicts(delivered: Delivered, batch: Any, start: int = 0) -> bool:
-    """Are there tensors that could be the same, and is none of them? Then the loop trains on
-    something else.
-    """
-    looks_alike = [
-        (whole[start : start + len(tensor)], tensor)
-        for whole in delivered.tensors
-        for tensor in first_tensors(batch)
-        if tensor.dim()
-        and whole.dim()
-        and (tensor.dtype, tensor.shape[1:]) == (whole.dtype, whole.shape[1:])
-    ]
-    return bool(looks_alike) and not any(_equal(whole, tensor) for whole, tensor in looks_alike)
+    """Could some tensors be the same, and none is? Then the loop trains on something else."""
+    comparable = False
+    for tensor in first_tensors(batch):
+        for whole in delivered.tensors:
+            if not _alike(whole, tensor):
+                continue
+            if _equal(whole[start : start + len(tensor)], tensor):
+                return False
+            comparable = True
+    return comparable
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if not one.dim() or not other.dim():
+        return False
+    return (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -162,17 +188,23 @@ def _ids(batch: Any, key: str | None, size: int | None) -> tuple[Identity, ...] 
     """The field of the batch with one id for each sample."""
     if key is None:
         return None
-    given: Any = part_named(batch, key)
-    if callable(getattr(given, "tolist", None)):
-        given = given.tolist()
+    given = _as_list(part_named(batch, key))
     if not isinstance(given, list | tuple) or (size is not None and len(given) != size):
         return None
-    return tuple(_plain_id(value) for value in given)
+    return tuple(map(_plain_id, given))
 
 
 def _plain_id(value: Any) -> Identity:
-    if callable(getattr(value, "tolist", None)):
-        value = value.tolist()
+    value = _as_list(value)
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
-    return value if isinstance(value, int | str) and not isinstance(value, bool) else str(value)
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        return value
+    return str(value)
+
+
+def _as_list(value: Any) -> Any:
+    """Tensors and arrays as lists or plain numbers; all else as it is."""
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    return value

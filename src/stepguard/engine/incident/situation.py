@@ -34,7 +34,7 @@ class SituationReader:
         reading = incident.reading
         ruined = weights_ruined(incident.origin) or self._diverged(reading)
         fault = self._fault(incident, committed=committed, ruined=ruined)
-        repeatable = self._reruns and step.whole
+        repeatable = self._reruns and step.replayable
         may_act = fault == "anomaly" and self._anomalies.proven
         remedy, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined, repeatable=repeatable
@@ -62,7 +62,7 @@ class SituationReader:
             at_start=at_start,
             leave_out=leave_out,
             lost_share=lost_share,
-            known=self._recovery.lost_before(step.index),
+            known=step.index in self._recovery.past.lost_steps,
             new_scale=self._new_scale(step, reading),
         )
 
@@ -107,7 +107,7 @@ class SituationReader:
             return False
         if self._context.agreement.size > 1 or not history.level > history.far_limit:
             return False
-        moved = self._recovery.moved_since_good()
+        moved = self._recovery.probation.moved_since_good()
         return moved is not None and not moved < MOVED
 
     def _new_scale(self, step: Step, reading: Reading) -> float | None:

@@ -9,7 +9,7 @@ from stepguard._errors import StepguardError
 from stepguard.checkpoints import Background, Entry, Health, Store
 from stepguard.engine.context import Context
 from stepguard.engine.recover.probation import Probation
-from stepguard.state.run_state import State
+from stepguard.state.run_state import SavedState
 from stepguard.tensors.values import is_finite
 
 RANKED = ("rng", "loader")
@@ -43,7 +43,7 @@ class Archive:
         self.background.wait()
         return sorted({e.step for e in self.own_good() if e.step <= self._context.step})
 
-    def read(self, step: int) -> State | None:
+    def read(self, step: int) -> SavedState | None:
         """Read the state of that step; None, and a line, where it is damaged."""
         for entry in self.own_good():
             if entry.step != step:
@@ -54,13 +54,13 @@ class Archive:
                 self._say(str(fault))
                 return None
             if opened.step == step:
-                return State(opened.tensors, opened.facts)
+                return SavedState(opened.tensors, opened.facts)
             return None
         return None
 
     # --- writing
 
-    def rank_part(self, state: State | None) -> dict[str, Any]:
+    def rank_part(self, state: SavedState | None) -> dict[str, Any]:
         """The part of a state that only this rank has; empty in a run of one process."""
         if state is None or self._context.agreement.size == 1:
             return {}
@@ -70,7 +70,7 @@ class Archive:
         facts = {kind: state.facts.get(kind, {}).get(rank) for kind in RANKED}
         return {"facts": facts, "tensors": tensors}
 
-    def complete(self, state: State, parts: list[dict[str, Any]]) -> None:
+    def complete(self, state: SavedState, parts: list[dict[str, Any]]) -> None:
         """Add the parts of all ranks, and the names of tensors that are non-finite on purpose."""
         for rank, part in enumerate(part for part in parts if part):
             state.tensors.update(part["tensors"])
@@ -92,7 +92,7 @@ class Archive:
             run=context.run_id,
         )
 
-    def save(self, state: State) -> Path | None:
+    def save(self, state: SavedState) -> Path | None:
         """Write a completed state now; None, and a line, where the disk refuses it."""
         step = self._context.step
         try:
@@ -101,7 +101,7 @@ class Archive:
             self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
             return None
 
-    def offer(self, step: int, state: State, *, good: bool = True) -> bool:
+    def offer(self, step: int, state: SavedState, *, good: bool = True) -> bool:
         """Write a completed state in the background; False while another one is being written."""
         return self.background.offer(step, state.tensors, state.facts, self.health(good=good))
 

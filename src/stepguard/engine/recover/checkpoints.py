@@ -13,7 +13,7 @@ from stepguard.engine.recover.checkpoint_archive import Archive
 from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Recovery
 from stepguard.records import Incident
-from stepguard.state.run_state import State, StateError
+from stepguard.state.run_state import SavedState, StateError
 from stepguard.state.snapshot import Snapshot
 
 
@@ -55,7 +55,7 @@ class Checkpoints:
         """Save the present state now; None, and a line, where it is not good."""
         archive = self._needed("guard.save()")
         archive.background.wait()
-        state: State | None = None
+        state: SavedState | None = None
         why = self._why_not_good()
         if not why:
             try:
@@ -72,7 +72,7 @@ class Checkpoints:
         return self._write_now(archive, state, [facts["own"] for facts in told])
 
     def _write_now(
-        self, archive: Archive, state: State, parts: list[dict[str, Any]]
+        self, archive: Archive, state: SavedState, parts: list[dict[str, Any]]
     ) -> Path | None:
         """Rank 0 writes, and every rank learns where."""
 
@@ -158,13 +158,8 @@ class Checkpoints:
         """Write a state that is complete and finite; `last-good` names it only if it is good."""
         archive = self._archive
         assert archive is not None
-        state: State | None = None
-        proved = False
-        if isinstance(pending, Snapshot):
-            pending.lent = False
-            if self._recovery.probation.worth_keeping(pending):
-                state = pending.state
-                proved = pending.standing == "good"
+        proved = isinstance(pending, Snapshot) and pending.standing == "good"
+        state = self._state_worth_keeping(pending)
         told = self._context.agreement.together(
             lambda: {"kept": state is not None, "good": proved, "own": archive.rank_part(state)}
         )
@@ -177,6 +172,14 @@ class Checkpoints:
             good = all(facts["good"] for facts in told)
             pending.lent = archive.offer(pending.step, pending.state, good=good)
             self._lent = pending if pending.lent else None
+
+    def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
+        if not isinstance(pending, Snapshot):
+            return None
+        pending.lent = False
+        if not self._recovery.probation.worth_keeping(pending):
+            return None
+        return pending.state
 
     def rewound(self) -> None:
         """Drop a pending checkpoint that the run has gone back from."""

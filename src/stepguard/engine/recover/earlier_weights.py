@@ -36,7 +36,7 @@ def loss_function_changed(snapshots: Snapshots) -> bool:
     """
     changed = False
     for snapshot, kept in _repeatable(snapshots, snapshots.ring.snapshots):
-        with snapshots.whole.lent(snapshot.state):
+        with snapshots.run_state.parameters_from(snapshot.state):
             loss = reevaluate(kept.step)
         if kept.same(loss):
             return False
@@ -51,7 +51,7 @@ def compare_with_best(context: Context, snapshots: Snapshots, step: Step) -> Com
         if snapshot.step >= step.index:
             continue
         assert kept.loss is not None
-        with snapshots.whole.lent(snapshot.state):
+        with snapshots.run_state.parameters_from(snapshot.state):
             again = sign * reevaluate(kept.step)
             this_then = sign * reevaluate(step)
         return Comparison(

@@ -51,7 +51,7 @@ class KeptSteps:
         """Every step from here on is kept, but for those that had no effect."""
 
     def keep(self, step: Step, loss: float | None) -> None:
-        if not step.whole or not self._limit:
+        if not step.replayable or not self._limit:
             self.broken(step.index)
             return
         tensors: list[Tensor] = []
@@ -59,7 +59,6 @@ class KeptSteps:
             tensors += [tensor for _, tensor in named_tensors(batch)]
         size = RANDOM_NUMBERS * len(step.micro_batches)
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        # torch counts the writes to a tensor in `_version`: the same count, the same values
         self._kept.append(KeptStep(step, loss, size, tensors, versions(tensors)))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):

@@ -1,4 +1,4 @@
-"""Leave out what is proven guilty: the rest of a bad step, without its bad rows or micro-batches."""
+"""Leave out what is proven guilty: a bad step without its bad rows or micro-batches."""
 
 from __future__ import annotations
 

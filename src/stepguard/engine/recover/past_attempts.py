@@ -56,13 +56,10 @@ def attempts_in(journal: Path) -> list[Attempt]:
     """Every attempt in this journal, oldest first. Lines that cannot be read are passed over."""
     found: list[Attempt] = []
     for line in _lines(journal):
-        kind = line.get("type")
-        if kind == "run":
+        if line.get("type") == "run":
             found.append(Attempt(run=str(line.get("run", ""))))
-        elif found and kind == "note" and line.get("kind") == "restored":
-            found[-1].restored = str(line.get("checkpoint") or "") or None
-        elif found and kind == "incident" and isinstance(line.get("incident"), dict):
-            _add_incident(found[-1], line["incident"])
+        elif found:
+            _add(found[-1], line)
     return found
 
 
@@ -70,6 +67,15 @@ def failed_starts(attempts: list[Attempt], checkpoint: str) -> int:
     """How many attempts began with this checkpoint and were stopped by the policy."""
     started = [attempt for attempt in attempts if attempt.restored == checkpoint]
     return sum(attempt.stopped_at is not None for attempt in started)
+
+
+def _add(attempt: Attempt, line: dict[str, Any]) -> None:
+    kind = line.get("type")
+    if kind == "note" and line.get("kind") == "restored":
+        attempt.restored = str(line.get("checkpoint") or "") or None
+    incident = line.get("incident")
+    if kind == "incident" and isinstance(incident, dict):
+        _add_incident(attempt, incident)
 
 
 def _add_incident(attempt: Attempt, incident: dict[str, Any]) -> None:

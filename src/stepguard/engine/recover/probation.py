@@ -13,7 +13,7 @@ from stepguard.detect.anomalies import MOVED
 from stepguard.detect.history import SUDDEN
 from stepguard.engine.context import Context
 from stepguard.engine.incident.run_facts import update_ratio
-from stepguard.state.run_state import Whole
+from stepguard.state.run_state import RunState
 from stepguard.state.snapshot import Ring, Snapshot
 from stepguard.tensors.values import is_finite
 
@@ -24,9 +24,9 @@ LARGE_STEP = 0.1
 class Probation:
     """Which snapshots of one guard are good, young or bad."""
 
-    def __init__(self, context: Context, whole: Whole, ring: Ring) -> None:
+    def __init__(self, context: Context, run_state: RunState, ring: Ring) -> None:
         self._context = context
-        self._whole = whole
+        self._run_state = run_state
         self._ring = ring
         self.incident_at = -1
         """The step of the last incident."""
@@ -84,7 +84,7 @@ class Probation:
         if not snapshot.memory["sound"]:
             return False
         # asked every time: parameters may have been added or removed since
-        return not self._whole.misfit(snapshot.state, own_only=True)
+        return not self._run_state.misfit(snapshot.state, own_only=True)
 
     def worth_keeping(self, snapshot: Snapshot) -> bool:
         """Can training go on from it? Finite, and no incident found the weights hurt since."""
@@ -93,7 +93,7 @@ class Probation:
         return self.sound(snapshot) and not snapshot.memory.get("hurt")
 
     def meant_nonfinite(self, names: set[str]) -> set[str]:
-        """Those of the tensors that are accepted as they are: sentinels, and a bad start let pass."""
+        """Those tensors that may be non-finite: sentinels, and a bad start that was let pass."""
         if not names:
             return set()
         endings: list[str] = []
@@ -128,13 +128,13 @@ class Probation:
         return moved is not None and not moved < MOVED
 
     def moved_since_good(self) -> float | None:
-        """Distance of the weights from the newest good snapshot, over their norm; None without one."""
+        """Distance of the weights from the newest good snapshot, over their norm; None if none."""
         return self._moved_since(0)
 
     def _moved_since(self, oldest: int) -> float | None:
         for snapshot in self._ring.good():
             if snapshot.step >= oldest and self.sound(snapshot):
-                return self._whole.distance(snapshot.state)
+                return self._run_state.distance(snapshot.state)
         return None
 
 

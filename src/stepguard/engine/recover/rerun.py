@@ -67,12 +67,12 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
                 # it failed again, which was an incident of its own with its own decision
                 return None
             if not kept.same(result.loss):
-                _undo_inexact(recovery, kept, result, start)
+                _undo_inexact(runs, kept, result, start)
                 return None
         return _once_more(runs, step)
 
 
-def _undo_inexact(recovery: Recovery, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
+def _undo_inexact(runs: Runs, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
     """Go back once more: the loss function depends on more than its batch."""
     runs.context.outputs.note(
         "rewind",
@@ -80,7 +80,7 @@ def _undo_inexact(recovery: Recovery, kept: KeptStep, result: StepResult, start:
         f"loss function depends on more than the batch it is given, so the steps since "
         f"{start.step} are left behind instead",
     )
-    recovery.put_back(start)
+    runs.recovery.put_back(start)
 
 
 def _reorder(runs: Runs, incident: Incident) -> None:

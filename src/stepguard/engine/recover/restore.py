@@ -15,7 +15,7 @@ from stepguard.checkpoints import Opened, Store
 from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
-from stepguard.engine.incident.lost_samples import honour_ledger
+from stepguard.engine.incident.lost_samples import skip_lost_batches
 from stepguard.engine.recover.past_attempts import (
     SAME_PLACE,
     Attempt,
@@ -25,7 +25,7 @@ from stepguard.engine.recover.past_attempts import (
 )
 from stepguard.engine.recover.rewind import Recovery
 from stepguard.policy.budget import budget_from
-from stepguard.state.run_state import State
+from stepguard.state.run_state import SavedState
 from stepguard.state.tree_json import put_together
 
 LAST_GOOD = "last-good"
@@ -44,9 +44,9 @@ def restore_checkpoint(
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
     difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
-    _load(context, recovery, State(opened.tensors, opened.facts))
+    _load(context, recovery, SavedState(opened.tensors, opened.facts))
     context.run_id = opened.health.run or context.run_id
-    honour_ledger(context)
+    skip_lost_batches(context)
     recovery.past = past_of(attempts)
     context.outputs.note(
         "restored",
@@ -103,9 +103,9 @@ def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
     return chosen[0]
 
 
-def _load(context: Context, recovery: Recovery, state: State) -> None:
-    whole = recovery.snapshots.whole
-    for trouble in whole.put_back(state):
+def _load(context: Context, recovery: Recovery, state: SavedState) -> None:
+    run_state = recovery.snapshots.run_state
+    for trouble in run_state.put_back(state):
         context.outputs.note("checkpoint", trouble)
     own = put_together(state.facts["guard"], {})
     configured = context.history.configured_lr
@@ -116,8 +116,8 @@ def _load(context: Context, recovery: Recovery, state: State) -> None:
     # whoever starts the run again accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
     context.resumed = True
-    random_numbers = whole.random_numbers(state)
-    whole.put_back_random_numbers(state)
+    random_numbers = run_state.random_numbers(state)
+    run_state.put_back_random_numbers(state)
     position = state.facts.get("loader", {}).get(str(context.agreement.rank))
     if context.feed is not None and position is not None:
         context.feed.go_to(put_together(position, state.tensors), random_numbers)

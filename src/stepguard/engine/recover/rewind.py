@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from stepguard.detect.history import LR_JUMP, history_from
 from stepguard.engine.context import Context
-from stepguard.engine.recover import earlier_weights
 from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.past_attempts import Past
 from stepguard.engine.recover.probation import wait_for_copies
@@ -23,7 +21,6 @@ from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import RewindData, RewindPlan
 from stepguard.records import Incident
 from stepguard.state.snapshot import Snapshot
-from stepguard.state.step import Step
 from stepguard.state.tree_json import put_together
 
 
@@ -76,7 +73,7 @@ class Recovery:
         """Make this snapshot the present state of the run, its random numbers left out."""
         context = self._context
         wait_for_copies()
-        for trouble in self.snapshots.whole.put_back(snapshot.state, own_only=True):
+        for trouble in self.snapshots.run_state.put_back(snapshot.state, own_only=True):
             self._context.outputs.note("rewind", trouble)
         own = put_together(snapshot.state.facts["guard"], {})
         context.step = own["step"]
@@ -137,65 +134,6 @@ class Recovery:
                 self.put_back(snapshot)
                 return snapshot.step
         return None
-
-    # --- the same under the names that drivers use until they are merged
-
-    @property
-    def ring(self) -> Any:
-        return self.snapshots.ring
-
-    @property
-    def window(self) -> Any:
-        return self.snapshots.kept
-
-    @property
-    def whole(self) -> Any:
-        return self.snapshots.whole
-
-    @property
-    def duties(self) -> Any:
-        return self.snapshots.duties
-
-    @duties.setter
-    def duties(self, duties: Any) -> None:
-        self.snapshots.duties = duties
-
-    @property
-    def ruined(self) -> bool:
-        return self.probation.ruined
-
-    def due(self) -> bool:
-        return self.snapshots.due()
-
-    def between(self) -> None:
-        self.snapshots.between_steps()
-
-    def before_update(self) -> None:
-        self.snapshots.before_update()
-
-    def at(self, step: int) -> Snapshot | None:
-        return self.snapshots.at(step)
-
-    def keep(self, step: Step, loss: float | None) -> None:
-        self.snapshots.keep(step, loss)
-
-    def do_without(self, why: str) -> None:
-        self.snapshots.turn_off(why)
-
-    def incident(self, step: int, *, hurt: bool) -> None:
-        self.probation.incident(step, hurt=hurt)
-
-    def moved_since_good(self) -> float | None:
-        return self.probation.moved_since_good()
-
-    def lost_before(self, step: int) -> bool:
-        return step in self.past.lost_steps
-
-    def loss_function_changed(self) -> bool:
-        return earlier_weights.loss_function_changed(self.snapshots)
-
-    def replaying(self) -> AbstractContextManager[None]:
-        return self.snapshots.paused()
 
 
 def _described(data: RewindData) -> str:

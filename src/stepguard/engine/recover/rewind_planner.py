@@ -10,7 +10,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.recover.snapshots import Snapshots
 from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import RewindPlan, RewindTarget, next_rewind
-from stepguard.state.run_state import State
+from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 Offer = list[Any]
@@ -21,7 +21,7 @@ class Archive(Protocol):
     """States on disk."""
 
     def steps(self) -> list[int]: ...
-    def read(self, step: int) -> State | None: ...
+    def read(self, step: int) -> SavedState | None: ...
 
 
 class RewindPlanner:
@@ -31,7 +31,7 @@ class RewindPlanner:
         self._context = context
         self._snapshots = snapshots
         self._ring = snapshots.ring
-        self._whole = snapshots.whole
+        self._whole = snapshots.run_state
         self.archive: Archive | None = None
         """Checkpoints, for going further back than memory does."""
         self._tried: list[RewindPlan] = []

@@ -12,7 +12,7 @@ from stepguard.detect.history import history_facts
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptSteps
 from stepguard.engine.recover.probation import Probation
-from stepguard.state.run_state import State, Whole
+from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 from stepguard.state.step import Step
 from stepguard.state.tree_json import take_apart
@@ -31,7 +31,7 @@ class Snapshots:
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
         config = context.config
         self._context = context
-        self.whole = Whole(
+        self.run_state = RunState(
             context.roots,
             context.optimizer,
             scheduler=context.scheduler,
@@ -42,7 +42,7 @@ class Snapshots:
         )
         self.ring = Ring(config.snapshots, config.snapshot_memory)
         self.kept = KeptSteps(config.replay_memory)
-        self.probation = Probation(context, self.whole, self.ring)
+        self.probation = Probation(context, self.run_state, self.ring)
         self.cadence = Cadence(config.snapshot_every, clock)
         self.duties: list[Duty] = []
         """What else is done between two steps."""
@@ -142,10 +142,10 @@ class Snapshots:
         self.kept.forget_before(min(snapshot.step for snapshot in oldest))
         return snapshot
 
-    def present(self) -> State:
+    def present(self) -> SavedState:
         """The state as it is now, the guard's own included; its tensors are the live ones."""
         context = self._context
-        state = self.whole.gather()
+        state = self.run_state.gather()
         if self._midstep:
             state.tensors = context.buffers.as_remembered(state.tensors)
         own = {

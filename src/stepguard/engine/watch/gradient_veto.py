@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.sentinel.risky_update import foreign
+from stepguard.sentinel.risky_update import is_custom
 from stepguard.state.undo import UndoCopy
 from stepguard.tensors.names import parameter_names
 from stepguard.tensors.versions import versions, written_since
@@ -44,7 +44,7 @@ class GradientVeto:
         context = self._context
         self._kept = [(p, p.grad) for p in context.parameters]
         self._undo, self._why_no_copy = copy, ""
-        if copy is None and foreign(context.optimizer):
+        if copy is None and is_custom(context.optimizer):
             self._undo = self._copy()
         for parameter, gradient in self._kept:
             parameter.grad = (

@@ -55,7 +55,7 @@ class LiveTracing:
     def locate(self, step: Step, reading: Reading) -> Origin:
         """The replay's answer if it is complete, else that of the live trace; if neither is, arm."""
         origin = locate(step, reading, self._context.effort)
-        if step.whole or placed(origin) or reading.overflow:
+        if step.replayable or placed(origin) or reading.overflow:
             return origin
         seen = self._finished.origin(step, reading) if self._finished is not None else None
         if seen is not None and (seen.op is not None or seen.tensor is not None):

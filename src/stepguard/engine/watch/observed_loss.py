@@ -12,7 +12,7 @@ from torch import Tensor
 from stepguard.engine.context import Context
 from stepguard.engine.reader import MicroLoss
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
-from stepguard.sentinel.risky_update import foreign
+from stepguard.sentinel.risky_update import is_custom
 from stepguard.tensors.values import HALVES
 
 Marks = list[tuple[int, int]]
@@ -98,7 +98,7 @@ class ObservedLoss:
         found = self.norm()
         if found is None:
             grads = [p.grad for p in self._context.parameters if p.grad is not None]
-            found = gradient_norm(grads, each=foreign(self._context.optimizer))
+            found = gradient_norm(grads, each=is_custom(self._context.optimizer))
             if found is not None:
                 self._taken = (found, self._gradient_marks())
         return found.total if found is not None else None

@@ -143,7 +143,7 @@ class Following(Cadence):
 
     def due(self, step: int) -> bool:
         leader = self._leader()
-        return leader is not None and leader.recovery.at(leader.context.step) is not None
+        return leader is not None and leader.recovery.snapshots.at(leader.context.step) is not None
 
     def took(self, step: int, seconds: float) -> None:
         leader = self._leader()
@@ -164,7 +164,9 @@ def follow(follower: Sharing, leader: Sharing) -> None:
         return  # with a third one: both follow the first
     cadence = Following(leader)
     follower.recovery.snapshots.cadence = cadence
-    follower.recovery.ring.drop(lambda _: True)  # of moments that the leader has no snapshot of
+    follower.recovery.snapshots.ring.drop(
+        lambda _: True
+    )  # of moments that the leader has no snapshot of
     leader.recovery.after_rewind.append(
         _Along(leader, follower, lambda step: cadence.together.get(step))
     )
@@ -188,11 +190,11 @@ class _Along:
             mover is None
             or other is None
             or id(other) in moving
-            or mover.recovery.at(mover.context.step) is None
+            or mover.recovery.snapshots.at(mover.context.step) is None
         ):
             return
         step = self._same(mover.context.step)
-        snapshot = other.recovery.at(step) if step is not None else None
+        snapshot = other.recovery.snapshots.at(step) if step is not None else None
         if snapshot is None:
             name = type(other.context.optimizer).__name__
             other.context.outputs.note(

@@ -1,1 +1,1 @@
-"""The data, example by example: where it comes from, how a file is read, and what is wrong with it."""
+"""The data, example by example: its source, how files are read, and what is wrong with it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -19,22 +19,22 @@ IMAGES = (".png", ".jpg", ".jpeg")
 
 
 class Skipped(Exception):  # noqa: N818 (an answer, not a fault)
-    """The library for this kind of file is not installed; the text says which."""
+    """The library for this kind of file is not installed; the text names it."""
 
 
 @dataclass(slots=True)
-class Found:
-    """The files below a path, and how many of each kind are not read."""
+class FoundFiles:
+    """The files below a path, and how many are of kinds that are not read."""
 
     files: list[Path] = field(default_factory=list)
     others: int = 0
 
 
-def find_files(path: Path) -> Found:
-    """Every file of a known kind, in order of name; hidden ones are left out."""
+def find_files(path: Path) -> FoundFiles:
+    """List every file of a known kind, in order of name; hidden ones are left out."""
     if path.is_file():
-        return Found([path])
-    found = Found()
+        return FoundFiles([path])
+    found = FoundFiles()
     for file in sorted(path.rglob("*")):
         if not file.is_file() or any(part.startswith(".") for part in file.relative_to(path).parts):
             continue
@@ -46,9 +46,7 @@ def find_files(path: Path) -> Found:
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
-    """The examples of one file. Raises whatever its reader raises on damage, and Skipped without
-    the library.
-    """
+    """Yield the examples of one file. Damage raises whatever its reader raises."""
     return READERS[file.suffix.lower()](file, name)
 
 
@@ -61,15 +59,12 @@ def _npy(file: Path, name: str) -> Iterator[Row]:
 def _npz(file: Path, name: str) -> Iterator[Row]:
     import numpy
 
+    values = {}
     with numpy.load(file, allow_pickle=False) as arrays:
-        yield (
-            name,
-            {
-                key: torch.from_numpy(_numeric(arrays[key]))
-                for key in arrays.files
-                if _is_number(arrays[key])
-            },
-        )
+        for key in arrays.files:
+            if _is_number(arrays[key]):
+                values[key] = torch.from_numpy(_numeric(arrays[key]))
+    yield name, values
 
 
 def _is_number(array: Any) -> bool:
@@ -79,10 +74,11 @@ def _is_number(array: Any) -> bool:
 def _numeric(array: Any) -> Any:
     if not _is_number(array):
         raise ValueError(f"holds {array.dtype} values, not numbers")
+    # torch has few operations for unsigned integers wider than a byte.
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         return array.astype("int64")
-    native = array.astype(array.dtype.newbyteorder("="), copy=True)
-    return native if native.flags.writeable else native.copy()
+    # torch takes neither a foreign byte order nor read-only memory; the copy has neither.
+    return array.astype(array.dtype.newbyteorder("="), copy=True)
 
 
 def _safetensors(file: Path, name: str) -> Iterator[Row]:
@@ -94,15 +90,15 @@ def _safetensors(file: Path, name: str) -> Iterator[Row]:
 
 def _csv(file: Path, name: str) -> Iterator[Row]:
     with file.open(encoding="utf-8", newline="") as stream:
-        lines = csv.reader(stream, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+        delimiter = "\t" if file.suffix == ".tsv" else ","
+        lines = csv.reader(stream, delimiter=delimiter, strict=True)
         header = next(lines, [])
         for number, cells in enumerate(lines, start=2):
             if cells and len(cells) != len(header):
                 raise ValueError(f"line {number} has {len(cells)} cells, the header {len(header)}")
-            yield (
-                f"{name}:{number}",
-                {key: _cell(cell) for key, cell in zip(header, cells, strict=False)},
-            )
+            # An empty line is an example without values.
+            values = {key: _cell(cell) for key, cell in zip(header, cells, strict=False)}
+            yield f"{name}:{number}", values
 
 
 def _cell(text: str) -> Any:
@@ -115,12 +111,15 @@ def _cell(text: str) -> Any:
 def _jsonl(file: Path, name: str) -> Iterator[Row]:
     with file.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, start=1):
-            if line.strip():
-                try:
-                    value = json.loads(line)
-                except ValueError as fault:
-                    raise ValueError(f"line {number}: {fault}") from fault
-                yield f"{name}:{number}", value if isinstance(value, dict) else {"": value}
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError as fault:
+                raise ValueError(f"line {number}: {fault}") from fault
+            if not isinstance(value, dict):
+                value = {"": value}
+            yield f"{name}:{number}", value
 
 
 def _parquet(file: Path, name: str) -> Iterator[Row]:
@@ -163,36 +162,42 @@ READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
 
 
 def as_tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Everything numeric of an example, by key: tensors, arrays, numbers and lists of numbers."""
+    """Yield everything numeric of an example by key: tensors, arrays, numbers, lists of numbers."""
     if isinstance(values, Tensor):
         yield prefix, _ordinary(values.detach())
     elif isinstance(values, bool | int | float):
-        exact = isinstance(values, int) and abs(values) < 2**63
-        yield prefix, torch.tensor(values, dtype=None if exact else torch.float64)
+        yield prefix, _number(values)
     elif hasattr(values, "__array__") or hasattr(values, "__array_interface__"):
         yield from _array(values, prefix)
-    elif isinstance(values, list | tuple) and not hasattr(values, "_fields"):
-        yield from _sequence(values, prefix)
+    elif _is_list_of_numbers(values):
+        yield prefix, torch.tensor(values)
     else:
         for key, value in _children(values):
-            yield from as_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+            name = f"{prefix}.{key}" if prefix else str(key)
+            yield from as_tensors(value, name)
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
-    """Dense and of a dtype that every operation knows; float8 and large unsigned integers have few."""
+    """Make the tensor dense, and of a dtype that every operation knows."""
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce().values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    name = str(tensor.dtype)
-    if "float8" in name or "float4" in name:
+    # torch has few operations for these dtypes.
+    if "float8" in str(tensor.dtype) or "float4" in str(tensor.dtype):
         return tensor.float()
-    return tensor.to(torch.float64) if tensor.dtype in _WIDE_UNSIGNED else tensor
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.to(torch.float64)
+    return tensor
 
 
-_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+def _number(value: float) -> Tensor:
+    if isinstance(value, int) and abs(value) < 2**63:
+        return torch.tensor(value)
+    # An int of Python has no largest value, one of torch has 64 bits.
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _array(values: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -203,18 +208,20 @@ def _array(values: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield prefix, torch.from_numpy(_numeric(array))
 
 
-def _sequence(values: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    if values and all(isinstance(part, int | float) for part in values):
-        yield prefix, torch.tensor(values)
-        return
-    for position, value in enumerate(values):
-        yield from as_tensors(value, f"{prefix}.{position}" if prefix else str(position))
+def _is_list_of_numbers(values: Any) -> bool:
+    if not isinstance(values, list | tuple) or hasattr(values, "_fields") or not values:
+        return False
+    return all(isinstance(part, int | float) for part in values)
 
 
-def _children(values: Any) -> Iterator[tuple[Any, Any]]:
+def _children(values: Any) -> Iterable[tuple[Any, Any]]:
     if hasattr(values, "items"):
-        yield from values.items()
-    elif hasattr(values, "_fields"):
-        yield from zip(values._fields, values, strict=True)
-    elif hasattr(values, "__dataclass_fields__"):
-        yield from ((name, getattr(values, name)) for name in values.__dataclass_fields__)
+        return list(values.items())
+    # A namedtuple is a tuple whose parts have names.
+    if hasattr(values, "_fields"):
+        return zip(values._fields, values, strict=True)
+    if isinstance(values, list | tuple):
+        return enumerate(values)
+    if hasattr(values, "__dataclass_fields__"):
+        return [(name, getattr(values, name)) for name in values.__dataclass_fields__]
+    return []

@@ -1,6 +1,4 @@
-"""Statistics of targets and lengths: examples without a label, classes out of range, texts cut at
-the end.
-"""
+"""Statistics of targets: examples without one, the range of classes, texts cut at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-LABEL_KEYS = ("labels", "label", "targets", "target", "y")
+LABEL_KEYS: tuple[str, ...] = ("labels", "label", "targets", "target", "y")
 TOKEN_KEYS = ("input_ids", "tokens", "ids")
 
 
@@ -44,58 +42,58 @@ class LabelFacts:
     cuts: list[Cut] = field(default_factory=list)
 
     def take(self, name: str, tensors: dict[str, Tensor]) -> str | None:
-        """Look at one example; gives the key of its targets."""
+        """Count one example; returns the key of its targets."""
         key = self._key(tensors)
         if key is None or tensors[key].is_floating_point() or tensors[key].is_complex():
             return key
-        self.key, labels = key, tensors[key].reshape(-1)
+        self.key = key
+        labels = tensors[key].reshape(-1)
         counted = labels[labels != self.ignore_index]
         self.examples += 1
         self.total += labels.numel()
         self.supervised += counted.numel()
         self.masked += counted.numel() < labels.numel()
-        self._bounds(name, counted)
-        self._lengths(name, labels, tensors, bool(counted.numel()))
+        length, end = _extent(labels, tensors.get("attention_mask"))
+        self.longest = max(self.longest, length)
+        if self.shortest is None or length < self.shortest:
+            self.shortest = length
+        if not counted.numel():
+            self.empty.append(name)
+            self.empty_lengths.append(length)
+            return key
+        self._bounds(name, int(counted.min()), int(counted.max()))
+        if labels.numel() > 1 and int(labels[end]) != self.ignore_index:
+            self.cuts.append(Cut(name, length, _token(tensors, labels.numel(), end)))
         return key
 
     def _key(self, tensors: dict[str, Tensor]) -> str | None:
+        names = LABEL_KEYS
         if self.key is not None:
-            return self.key if self.key in tensors else None
-        return next((name for name in LABEL_KEYS if name in tensors), None)
+            names = (self.key,)
+        for name in names:
+            if name in tensors:
+                return name
+        return None
 
-    def _bounds(self, name: str, counted: Tensor) -> None:
-        if not counted.numel():
-            return
-        low, high = int(counted.min()), int(counted.max())
+    def _bounds(self, name: str, low: int, high: int) -> None:
         if self.low is None or low < self.low[0]:
-            self.low = low, name
+            self.low = (low, name)
         if self.high is None or high > self.high[0]:
-            self.high = high, name
+            self.high = (high, name)
 
-    def _lengths(
-        self, name: str, labels: Tensor, tensors: dict[str, Tensor], supervised: bool
-    ) -> None:
-        tokens = next((tensors[key].reshape(-1) for key in TOKEN_KEYS if key in tensors), None)
-        attended = tensors.get("attention_mask")
-        length, end = _extent(labels, attended)
-        self.longest = max(self.longest, length)
-        self.shortest = length if self.shortest is None else min(self.shortest, length)
-        if not supervised:
-            self.empty.append(name)
-            self.empty_lengths.append(length)
-        elif labels.numel() > 1 and int(labels[end]) != self.ignore_index:
-            last = (
-                int(tokens[end])
-                if tokens is not None and tokens.numel() == labels.numel()
-                else None
-            )
-            self.cuts.append(Cut(name, length, last))
+
+def _token(tensors: dict[str, Tensor], length: int, position: int) -> int | None:
+    """The token at a position, if the example has one token for each label."""
+    for key in TOKEN_KEYS:
+        if key in tensors:
+            if tensors[key].numel() != length:
+                return None
+            return int(tensors[key].reshape(-1)[position])
+    return None
 
 
 def _extent(labels: Tensor, attended: Tensor | None) -> tuple[int, int]:
-    """How many tokens are no padding, and where the last of them is; padding may stand on either
-    side.
-    """
+    """Count the tokens that are not padding, and find the last: padding may be on either side."""
     if attended is None or attended.numel() != labels.numel() or not bool(attended.any()):
         return labels.numel(), -1
     return int((attended != 0).sum()), int(attended.reshape(-1).nonzero().max())

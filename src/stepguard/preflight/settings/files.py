@@ -1,7 +1,7 @@
-"""Configuration files as plain dicts: JSON, TOML, YAML where PyYAML is there, and .py files of
-constants.
+"""Configuration files as plain dicts: JSON, TOML, YAML, and .py files of constants.
 
-A .py file is parsed, never run: only `NAME = literal` (also inside a class without bases) is taken.
+Nothing is run: YAML tags that would build objects are refused, and of a .py file only
+`NAME = literal` (also inside a class without bases) is taken.
 """
 
 from __future__ import annotations
@@ -10,36 +10,37 @@ import ast
 import json
 import tomllib
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from stepguard._errors import ConfigError
 
 LARGEST = 16 * 2**20
-"""Bytes; a larger file is no configuration."""
+"""Bytes; a larger file is not a configuration."""
 
 
 def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
-    """The file as nested dicts. Raises ConfigError that says what is wrong with it."""
+    """Read the file as nested dicts. Raises ConfigError that says what is wrong with it."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
-            f"{path}: {path.suffix or 'no suffix'} is no {what} file; use one of "
+            f"{path}: {path.suffix or 'no suffix'} is not a {what} file; use one of "
             f"{', '.join(READERS)}."
         )
     try:
-        if path.stat().st_size > LARGEST:
-            raise ConfigError(
-                f"{path} has {path.stat().st_size:,} bytes; a {what} file has at most {LARGEST:,}."
-            )
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise ConfigError(f"{path} has {size:,} bytes; a {what} file has at most {LARGEST:,}.")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(f"{path} cannot be read as a {what}: {fault}.") from fault
     try:
         found = reader(text)
-    except (ValueError, SyntaxError, RecursionError) as fault:
-        raise ConfigError(f"{path} is no valid {path.suffix[1:]}: {_first_line(fault)}.") from fault
+    except (ValueError, SyntaxError, RecursionError, yaml.YAMLError) as fault:
+        said = " ".join(str(fault).split()).rstrip(".")[:200]
+        raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {said}.") from fault
     if not isinstance(found, dict):
         raise ConfigError(
             f"{path} holds a {type(found).__name__}; a {what} is a mapping of names to values."
@@ -47,21 +48,9 @@ def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
     return found
 
 
-def _first_line(fault: Exception) -> str:
-    return " ".join(str(fault).split()).rstrip(".")[:200]
-
-
 def _yaml(text: str) -> Any:
-    try:
-        yaml: Any = import_module("yaml")
-    except ImportError:
-        raise ConfigError(
-            "reading YAML needs PyYAML: pip install pyyaml, or give the file as JSON or TOML."
-        ) from None
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as fault:
-        raise ValueError(fault) from fault
+    # An empty file is None to PyYAML.
+    return yaml.safe_load(text) or {}
 
 
 def _python(text: str) -> dict[str, Any]:
@@ -73,25 +62,21 @@ def _constants(body: list[ast.stmt]) -> dict[str, Any]:
     for statement in body:
         if isinstance(statement, ast.ClassDef) and not statement.bases:
             found[statement.name] = _constants(statement.body)
-        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in targets:
-                if (
-                    isinstance(target, ast.Name)
-                    and (value := _literal(statement.value)) is not _NOT_PLAIN
-                ):
-                    found[target.id] = value
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                _take(found, target, statement.value)
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            _take(found, statement.target, statement.value)
     return found
 
 
-_NOT_PLAIN = object()
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return _NOT_PLAIN
+def _take(found: dict[str, Any], target: ast.expr, value: ast.expr) -> None:
+    """Add the assigned value if it is a literal."""
+    if isinstance(target, ast.Name):
+        try:
+            found[target.id] = ast.literal_eval(value)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return
 
 
 READERS: dict[str, Callable[[str], Any]] = {

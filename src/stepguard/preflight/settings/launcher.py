@@ -1,6 +1,4 @@
-"""What the launcher decides: accelerate's file, and the environment accelerate and torchrun leave
-for the script.
-"""
+"""What the launcher decides: accelerate's file, and the environment accelerate and torchrun set."""
 
 from __future__ import annotations
 
@@ -27,15 +25,13 @@ FIELDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launcher:
-    """Values by field, and where each came from. The environment is what the script sees, so it
-    comes first.
-    """
+    """Values by field, and where each came from."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
-    conflicts: tuple[str, ...] = ()
+    conflicts: list[str] = field(default_factory=list)
     """File and environment say different things."""
 
     def __bool__(self) -> bool:
@@ -43,7 +39,9 @@ class Launcher:
 
     @property
     def dtype(self) -> str | None:
-        return meant(self.values["mixed_precision"]) if "mixed_precision" in self.values else None
+        if "mixed_precision" not in self.values:
+            return None
+        return meant(self.values["mixed_precision"])
 
     def said(self, name: str) -> str:
         """`mixed_precision=bf16 in launch.yaml`."""
@@ -53,19 +51,21 @@ class Launcher:
         return as_number(self.values.get(name))
 
 
-def launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str, str]) -> Launcher:
-    """Both sources as one."""
-    values, places, conflicts = {}, {}, []
+def read_launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str, str]) -> Launcher:
+    """Merge both sources. The environment is what the script will see, so it wins."""
+    found = Launcher()
     for name in FIELDS:
         if file.get(name) is not None:
-            values[name], places[name] = file[name], file_name
+            found.values[name] = file[name]
+            found.places[name] = file_name
     for variable, name in ENVIRONMENT.items():
-        if not environ.get(variable):
+        value = environ.get(variable)
+        if not value:
             continue
-        if name in values and str(values[name]).lower() != environ[variable].lower():
-            conflicts.append(
-                f"{file_name} says {name}={values[name]}, the environment "
-                f"{variable}={environ[variable]}"
+        if name in found.values and str(found.values[name]).lower() != value.lower():
+            found.conflicts.append(
+                f"{file_name} says {name}={found.values[name]}, the environment {variable}={value}"
             )
-        values[name], places[name] = environ[variable], variable
-    return Launcher(values, places, tuple(conflicts))
+        found.values[name] = value
+        found.places[name] = variable
+    return found

@@ -6,40 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stepguard.preflight.settings.keys import find
+from stepguard.preflight.settings.keys import Setting, find
 
-WORDS = {
-    "no": "float32",
-    "none": "float32",
-    "false": "float32",
-    "32": "float32",
-    "32-true": "float32",
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-    "16": "float16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-    "16-mixed": "float16",
-    "16-true": "float16",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "bf16-mixed": "bfloat16",
-    "bf16-true": "bfloat16",
-    "64": "float64",
-    "64-true": "float64",
-    "fp64": "float64",
-    "float64": "float64",
-    "double": "float64",
+SPELLINGS = {
+    "float32": "no none false 32 32-true fp32 float32 float",
+    "float16": "16 fp16 float16 half 16-mixed 16-true",
+    "bfloat16": "bf16 bfloat16 bf16-mixed bf16-true",
+    "float64": "64 64-true fp64 float64 double",
 }
-"""Spelling in accelerate, Lightning, transformers and plain scripts -> dtype. Case does not matter.
-"""
+"""dtype -> how accelerate, Lightning, transformers and plain scripts spell it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one place asks for."""
+    """The precision a configuration asks for."""
 
     dtype: str | None
     """None: it asks for mixed precision without naming the dtype."""
@@ -48,38 +28,56 @@ class Wanted:
 
 
 def meant(word: object) -> str | None:
-    """`bf16-mixed` -> `bfloat16`; None for what is no precision."""
-    return WORDS.get(str(word).removeprefix("torch.").strip().lower())
+    """`bf16-mixed` -> `bfloat16`; None for what is not a precision. Case does not matter."""
+    plain = str(word).removeprefix("torch.").strip().lower()
+    for dtype, spellings in SPELLINGS.items():
+        if plain in spellings.split():
+            return dtype
+    return None
 
 
 def wanted(settings: Mapping[str, Any]) -> Wanted | None:
-    """The arithmetic's precision a configuration asks for; None when it is silent."""
+    """Find the precision of the arithmetic; None if the configuration does not mention it."""
     named = find(settings, "mixed_precision")
-    flags = {name: find(settings, name) for name in ("fp16", "bf16", "amp")}
-    said = ", ".join(str(flag) for flag in flags.values() if flag is not None)
-    on = {name: truth(flag.value) for name, flag in flags.items() if flag is not None}
-    if named is not None and (dtype := meant(named.value)) is not None:
-        return Wanted(dtype, str(named))
-    if on.get("fp16") or on.get("bf16"):
-        return Wanted("bfloat16" if on.get("bf16") else "float16", said)
-    if on.get("amp"):
+    if named is not None:
+        dtype = meant(named.value)
+        if dtype is not None:
+            return Wanted(dtype, str(named))
+    flags = {}
+    for name in ("fp16", "bf16", "amp"):
+        setting = find(settings, name)
+        if setting is not None:
+            flags[name] = setting
+    if not flags:
+        return None
+    said = ", ".join(map(str, flags.values()))
+    if _is_on(flags.get("bf16")):
+        return Wanted("bfloat16", said)
+    if _is_on(flags.get("fp16")):
+        return Wanted("float16", said)
+    if _is_on(flags.get("amp")):
         return Wanted(None, said)
-    return Wanted("float32", said) if on else None
+    return Wanted("float32", said)
 
 
 def contradiction(settings: Mapping[str, Any]) -> str:
-    """Two settings of one configuration that exclude each other."""
-    fp16, bf16, named = (find(settings, name) for name in ("fp16", "bf16", "mixed_precision"))
-    on = [flag for flag in (fp16, bf16) if flag is not None and truth(flag.value)]
-    if len(on) == 2:
-        return f"{on[0]} and {on[1]} exclude each other"
-    dtype = meant(named.value) if named is not None else None
+    """Name two settings of one configuration that exclude each other; empty if there are none."""
+    fp16 = find(settings, "fp16")
+    bf16 = find(settings, "bf16")
+    if _is_on(fp16) and _is_on(bf16):
+        return f"{fp16} and {bf16} exclude each other"
+    named = find(settings, "mixed_precision")
+    dtype = None
+    if named is not None:
+        dtype = meant(named.value)
     for flag, means in ((fp16, "float16"), (bf16, "bfloat16")):
-        if dtype is not None and flag is not None and truth(flag.value) and dtype != means:
+        if _is_on(flag) and dtype not in (None, means):
             return f"{named} and {flag} exclude each other"
     return ""
 
 
-def truth(value: object) -> bool:
-    """A flag that may be spelt as a string."""
-    return str(value).strip().lower() in ("true", "1", "yes", "on")
+def _is_on(flag: Setting | None) -> bool:
+    """True for a flag that is set, also if its value is spelt as a string."""
+    if flag is None:
+        return False
+    return str(flag.value).strip().lower() in ("true", "1", "yes", "on")

@@ -1,0 +1,277 @@
+"""A checklist of ten points, each judged by the real objects or by the project's source."""
+
+from __future__ import annotations
+
+from stepguard.diagnose.dtypes import FORMATS
+from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
+from stepguard.preflight.inspection import Inspection
+from stepguard.preflight.item import item
+from stepguard.preflight.schedule import follows_metric, peak_rates
+from stepguard.preflight.tracking import unread
+from stepguard.report.phrases import count
+
+LARGEST_RATE = 5e-5 * 1.001
+"""5e-5, with room for a rate that was computed."""
+LARGE_MODEL = 100_000_000
+"""Parameters. The 5e-5 comes from a model of 892 million; small ones take rates far higher."""
+LARGEST_CLIP = 0.5
+SMALL_DIVISOR = 1e-6
+LEAST_DEVIATION = 0.1
+LARGEST_DEVIATION = 10.0
+WARMUP_STEPS = 2000
+WARMUP_SHARE = 0.01
+"""Of the run: 2000 steps are meant for runs of 200 000."""
+USUAL_ACCUMULATION = (2, 4)
+RAREST_CHECKPOINTS = 1000
+GUARDS = ("Guard", "watch", "GuardCallback", "guard")
+FINITE_TESTS = ("isfinite", "isnan", "isinf")
+NORM_NAMES = ("clip_grad_norm_", "get_total_norm", "grad_norm", "total_norm", "vector_norm")
+
+
+@item("checklist.lr", "learning rate suits the size (5e-5 or lower)")
+def lr(run: Inspection) -> Answer:
+    configured = run.number("lr")
+    if run.subject.optimizer is None and configured is not None and configured <= LARGEST_RATE:
+        return passed(f"{run.setting('lr')} is configured")
+    rate = max(peak_rates(run.optimizer))
+    parameters = sum(p.numel() for p in run.model.parameters())
+    if rate <= LARGEST_RATE:
+        return passed(f"lr {rate:.3g} with {parameters:,} parameters")
+    if parameters < LARGE_MODEL:
+        raise NotApplicable(
+            f"lr {rate:.3g} is above 5e-5, which is meant for models above {LARGE_MODEL:,}; this "
+            f"has {parameters:,}"
+        )
+    return warned(
+        f"lr {rate:.3g} with {parameters:,} parameters",
+        fix="Start at 5e-5 or with a longer warmup, and raise it while the gradient norm stays "
+        "calm.",
+    )
+
+
+@item("checklist.clip", "gradients are clipped (0.5 or lower)")
+def clip(run: Inspection) -> Answer:
+    value, said = _guarded_or_configured(run, "clip_norm", "clip")
+    if value is None or value <= 0:
+        return warned(
+            "no clipping norm is configured",
+            fix="GuardConfig(clip_norm=1.0), or clip_grad_norm_ in the loop.",
+        )
+    if value <= LARGEST_CLIP:
+        return passed(said)
+    name = "an unknown optimizer"
+    if run.subject.optimizer is not None:
+        name = type(run.subject.optimizer).__name__
+    if "adam" in name.lower():
+        return passed(
+            f"{said}; above 0.5, but {name}'s update does not depend on the gradient's scale"
+        )
+    return warned(f"{said} with {name}", fix="0.5, or a threshold from the run's own norms.")
+
+
+def _guarded_or_configured(run: Inspection, field: str, meaning: str) -> tuple[float | None, str]:
+    """A number of the GuardConfig, else of the configuration, and which of them names it."""
+    if run.subject.config is None and run.subject.guard is None:
+        raise NotGiven("give --config FILE, or return `guard`")
+    guarded = getattr(run.subject.guard, field, None)
+    if guarded is not None:
+        return float(guarded), f"GuardConfig.{field}={guarded:.12g}"
+    return run.number(meaning), str(run.setting(meaning))
+
+
+@item("checklist.loss_checked", "the loss is validated before the update")
+def loss_checked(run: Inspection) -> Answer:
+    place = _guarded_at(run)
+    if place:
+        return passed(f"stepguard reads the loss and every gradient of each step ({place})")
+    calls = run.project.calls
+    if "isfinite" in calls:
+        return passed(f"isfinite at {calls['isfinite']}")
+    why = "nothing tests the loss"
+    tests = [f"{name} at {calls[name]}" for name in FINITE_TESTS if name in calls]
+    if tests:
+        why = f"only {', '.join(tests)}: an infinite loss passes isnan"
+    return warned(
+        f"{why} in {run.project.files} source files",
+        fix="guard = stepguard.watch(model, optimizer), one line before the loop.",
+    )
+
+
+def _guarded_at(run: Inspection) -> str:
+    """Where the program starts a guard of stepguard; empty if it does not."""
+    if run.subject.guard is not None:
+        return "the returned `guard`"
+    if run.subject.model is None and run.subject.config is None:
+        raise NotGiven("give TARGET as module:function, or a configuration in the project's folder")
+    if not run.project.files:
+        raise NotGiven("start the check in the project's folder: there is no source below this one")
+    if "stepguard" in run.project.mentions:
+        for name in GUARDS:
+            if name in run.project.calls:
+                return run.project.calls[name]
+    return ""
+
+
+@item("checklist.divisions", "divisors stay away from 0")
+def divisions(run: Inspection) -> Answer:
+    step = run.traced_step
+    if step.divisor is None:
+        if step.fault:
+            raise NotApplicable("the step raised before it divided")
+        raise NotApplicable("the step divides by nothing")
+    least = step.divisor.least
+    dtype = step.divisor.dtype
+    said = [
+        f"{count(step.divisions, 'division')}, smallest divisor {least:.3g} ({dtype}, "
+        f"{step.divisor.source or 'torch'})"
+    ]
+    said += [f"the eps {what} has no effect at {place}" for place, what in step.lost_eps.items()]
+    fix = (
+        "Select before dividing, or clamp the divisor: x / y.clamp_min(1e-6); an eps below the "
+        "dtype's step is lost."
+    )
+    if least == 0:
+        return failed(*said, fix=fix)
+    # A small Python number is a constant of the program, not a value that shrank.
+    if least < SMALL_DIVISOR and dtype in FORMATS:
+        return warned(*said, fix=fix)
+    return passed(*said)
+
+
+@item("checklist.latents", "latents are normalised before the squared error")
+def latents(run: Inspection) -> Answer:
+    latent = run.traced_step.latent
+    if latent is None:
+        raise NotApplicable("the step has no squared error")
+    mean, deviation = latent
+    said = f"target of the squared error: mean {mean:.3g}, standard deviation {deviation:.3g}"
+    if LEAST_DEVIATION <= deviation <= LARGEST_DEVIATION and abs(mean) <= LARGEST_DEVIATION:
+        return passed(said)
+    return warned(
+        said,
+        fix="Standardise the data once (subtract its mean, divide by its deviation); normalising "
+        "each vector inside the loss loses the scale.",
+    )
+
+
+@item("checklist.warmup", "warmup is long enough (2000 steps or 1 %)")
+def warmup(run: Inspection) -> Answer:
+    setting = run.setting("warmup")
+    planned = run.number("warmup")
+    if run.subject.optimizer is None and planned is not None and planned >= WARMUP_STEPS:
+        return passed(f"{setting} is configured")
+    kind = type(run.optimizer).__name__
+    if "adam" not in kind.lower():
+        raise NotApplicable(f"{kind} has no second moment that has to settle")
+    if follows_metric(run.subject.scheduler):
+        kind = type(run.subject.scheduler).__name__
+        raise NotApplicable(f"{kind} follows a metric and knows no warmup")
+    wanted = float(WARMUP_STEPS)
+    if run.steps:
+        wanted = min(wanted, WARMUP_SHARE * run.steps)
+    fix = (
+        f"Warm up over {wanted:.0f} steps or more: LinearLR before the schedule, or "
+        "OneCycleLR(pct_start=...)."
+    )
+    if run.subject.scheduler is None:
+        why = "there is no scheduler"
+        if setting:
+            why = f"{setting} is configured but there is no scheduler"
+        return warned(f"{why}: the first step takes the full rate", fix=fix)
+    tried = run.schedule
+    warm = 0
+    if tried.first < 0.5 * tried.peak:
+        warm = tried.peak_step
+    said = f"{warm:,} steps from {tried.first:.3g} to {tried.peak:.3g}"
+    if run.steps:
+        said += f", {100 * warm / run.steps:.3g} % of {run.steps:,}"
+    if warm >= wanted:
+        return passed(said)
+    return warned(said, fix=fix)
+
+
+@item("checklist.accumulation", "gradient accumulation (2 to 4) is in effect", last=True)
+def accumulation(run: Inspection) -> Answer:
+    configured = run.number("accumulation")
+    real = run.framework.facts.get("gradient_accumulation_steps")
+    if not isinstance(real, int):
+        real = None
+    if configured is None and real is None:
+        raise NotApplicable("no accumulation is configured: one batch is one step")
+    setting = run.setting("accumulation")
+    if real is None and setting is not None and _is_read_nowhere(run, setting.key):
+        return warned(f"{setting} is read by nothing", fix="Use it in the loop, or remove it.")
+    steps = int(real or 1)
+    if configured is not None:
+        steps = int(configured)
+    batch = ""
+    size = run.number("batch_size")
+    if size:
+        batch = f", effective batch {steps * int(size)} = {steps} x {int(size)} on each rank"
+    if steps == 1:
+        raise NotApplicable(f"accumulation is 1{batch}")
+    least, most = USUAL_ACCUMULATION
+    inside = "outside"
+    if least <= steps <= most:
+        inside = "within"
+    return passed(
+        f"{steps} micro-batches a step, {inside} the usual 2 to 4{batch}; it enlarges the batch, "
+        "not memory"
+    )
+
+
+def _is_read_nowhere(run: Inspection, key: str) -> bool:
+    tracked = run.invocation.tracked
+    if tracked is None or key not in unread(tracked):
+        return False
+    return key.rpartition(".")[2] not in run.project.mentions
+
+
+@item("checklist.norms", "gradient norms are monitored")
+def norms(run: Inspection) -> Answer:
+    place = _guarded_at(run)
+    if place:
+        return passed(f"stepguard records the norm of every step ({place})")
+    for name in NORM_NAMES:
+        if name in run.project.mentions:
+            return passed(f"{name} at {run.project.mentions[name]}")
+    return warned(
+        f"no gradient norm is computed in {run.project.files} source files",
+        fix="guard = stepguard.watch(model, optimizer) records it; clip_grad_norm_ returns it.",
+    )
+
+
+@item("checklist.checkpoints", "checkpoints every 1000 steps or more often")
+def checkpoints(run: Inspection) -> Answer:
+    every, said = _guarded_or_configured(run, "checkpoint_every", "save_every")
+    fix = f"checkpoint_every={RAREST_CHECKPOINTS} or less."
+    if every is None or every <= 0:
+        return warned("no interval between checkpoints is configured", fix=fix)
+    cost = f"{int(every):,} steps"
+    if run.steps:
+        cost += f" of {run.steps:,}"
+    if every <= RAREST_CHECKPOINTS and not (run.steps and every > run.steps):
+        return passed(f"{said}: a crash costs at most {cost}")
+    return warned(f"{said}: a crash costs up to {cost}", fix=fix)
+
+
+@item("checklist.recovery", "automatic recovery from the last good state")
+def recovery(run: Inspection) -> Answer:
+    guard = run.subject.guard
+    actions = ", ".join(getattr(getattr(guard, "policy", None), "actions", ()))
+    if actions and "rewind" not in actions.split(", "):
+        return warned(
+            f"the policy is {actions}, without rewind", fix="Add 'rewind' to Policy.actions."
+        )
+    place = _guarded_at(run)
+    if not place:
+        return warned(
+            f"nothing goes back to a good state by itself in {run.project.files} source files",
+            fix="guard = stepguard.Guard(model, optimizer, config=GuardConfig(run_dir=..., "
+            "checkpoint_every=1000)).",
+        )
+    where = "; without a run_dir nothing survives the process"
+    kept = getattr(guard, "run_dir", None) or run.subject.run_dir
+    if kept:
+        where = f", checkpoints below {kept}"
+    return passed(f"stepguard's policy ({place}): {actions or 'skip, rewind, stop'}{where}")

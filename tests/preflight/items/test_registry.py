@@ -1,0 +1,73 @@
+"""The registry holds every item, and the healthy project passes all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from preflight.asking import CONFIG, HEALTHY, ask, built, saved
+from stepguard.preflight import items
+from stepguard.preflight.items import ITEMS, TOPICS
+from stepguard.records.preflight import Preflight
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Preflight:
+    """Everything given: configuration, launcher, checkpoint, disk."""
+    folder = tmp_path_factory.mktemp("healthy")
+    parts = built("training:build")
+    path = saved(
+        folder / "last.pt",
+        parts["model"],
+        parts["optimizer"],
+        parts["scheduler"],
+        config=CONFIG,
+        versions={},
+    )
+    return ask(HEALTHY, checkpoint=path, run_dir=folder)
+
+
+def test_nothing_is_reported_on_the_healthy_project(healthy: Preflight) -> None:
+    assert {o.id: o.evidence for o in healthy.of("warn", "fail")} == {}
+    assert healthy.ok
+    assert {o.id for o in healthy.of("not_checked")} == set()
+
+
+def test_every_item_looks_at_the_healthy_project(healthy: Preflight) -> None:
+    assert [o.id for o in healthy.outcomes] == [item.id for item in ITEMS]
+    idle = {o.id for o in healthy.of("not_applicable")}
+    assert idle == {"scaler.missing", "scaler.fits", "optimizer.stalled"}
+
+
+def test_healthy_project_is_aligned_because_the_probe_agrees(healthy: Preflight) -> None:
+    assert healthy.alignment == "aligned"
+    facts = dict(healthy.facts)
+    assert facts["mixed precision"].startswith("bfloat16 (probed: 3 of 3 matrix products")
+    assert facts["learning rate"] == "2e-06 now, 5e-05 at its peak"
+    assert facts["distributed type"] == "MULTI_CPU"
+
+
+def test_every_item_passes_the_healthy_project(healthy: Preflight) -> None:
+    assert {outcome.status for outcome in healthy.outcomes} == {"pass", "not_applicable"}
+
+
+def test_every_module_of_the_folder_is_a_topic() -> None:
+    files = {path.stem for path in Path(items.__file__).parent.glob("*.py")} - {"__init__"}
+    assert {topic.__name__.rpartition(".")[2] for topic in TOPICS} == files
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.__name__.rpartition(".")[2])
+def test_every_item_of_a_module_is_registered(topic: ModuleType) -> None:
+    assert topic.__file__ is not None
+    written = Path(topic.__file__).read_text(encoding="utf-8").count("\n@item(")
+    registered = [item for item in ITEMS if item.look.__module__ == topic.__name__]
+    assert len(registered) == written > 0
+
+
+def test_ids_are_unique_and_sections_stay_together() -> None:
+    ids = [item.id for item in ITEMS]
+    assert len(set(ids)) == len(ids) == 46
+    sections = list(dict.fromkeys(item.partition(".")[0] for item in ids))
+    assert sorted(ids, key=lambda item: sections.index(item.partition(".")[0])) == ids
