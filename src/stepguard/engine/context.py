@@ -46,10 +46,8 @@ T = TypeVar("T")
 
 guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizers that already have a guard in this process, and the number of each, from 0."""
-volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard
-comes.
-"""
+automatic_guards: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""Guards that `stepguard run` attached, and how to close each when the user builds one."""
 
 
 @dataclass
@@ -214,7 +212,7 @@ def build_context(
     optimizer = real_optimizer(optimizer)
     _check(model, optimizer, modules, extra)
     scheduler = _checked_schedule(scheduler)
-    volunteers.pop(optimizer, lambda: None)()
+    automatic_guards.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
     context = Context(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, TrainingHalted
-from stepguard.engine.context import Context, real_optimizer, volunteers
+from stepguard.engine.context import Context, real_optimizer, automatic_guards
 from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
 from stepguard.records import GuardConfig
@@ -96,7 +96,7 @@ def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
     named = modules if isinstance(modules, dict) else {}
     further = {name: module for name, module in named.items() if isinstance(module, nn.Module)}
     _check_parameters({"": unwrapped(model), **further}, optimizer)
-    volunteers.pop(optimizer, lambda: None)()
+    automatic_guards.pop(optimizer, lambda: None)()
     _make_way(optimizer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -45,9 +46,8 @@ def judge_run(
     `told` is what `health` holds against the run. With `now` an unfinished run is judged as well,
     if only to its disadvantage: whether it is healthy is not known before its end.
     """
-    if told is None:
-        told = concerns(record)
-    states = {outcome.state for outcome in outcomes}
+    told = concerns(record) if told is None else told
+    states = set(map(attrgetter("state"), outcomes))
     if _stopped(record):
         return "stopped"
     if "failed" in states:
@@ -57,10 +57,8 @@ def judge_run(
     if "waiting" in states:
         return "unhealthy"
     verdict = _worst(told, "healthy")
-    if outcomes and verdict == "attention":
-        # What the user asked for holds: only what is plainly broken counts beside it.
-        return "healthy"
-    return verdict
+    # Where what the user asked for holds, only what is plainly broken counts beside it.
+    return "healthy" if outcomes and verdict == "attention" else verdict
 
 
 def _enough_seen(record: Record, states: set[State], wanted: int | None) -> bool:
