@@ -27,8 +27,7 @@ from safetensors.torch import save
 
 from stepguard.records.codec import dumps, to_plain
 from stepguard.records.verification import Verification
-from stepguard.verification import pickle_opcodes
-from stepguard.verification.check import check
+from stepguard.verification import check_path, pickle_vm
 
 FORBIDDEN = frozenset(
     {
@@ -154,7 +153,7 @@ def _opcode(content: bytearray, chance: random.Random) -> None:
 ACCIDENTS: tuple[Callable[[bytearray, random.Random], None], ...] = (
     _flip, _flip, _replace, _cut, _take_out, _repeat, _number, _opcode,
 )  # fmt: skip
-OPCODES = sorted(pickle_opcodes.TABLE)
+OPCODES = sorted(pickle_vm.TABLE)
 
 
 def invented(chance: random.Random) -> bytes:
@@ -191,7 +190,7 @@ def one_case(folder: Path, known: Sequence[Seed], chance: random.Random) -> tupl
     (folder / name).write_bytes(content)
     Watch.on, Watch.seen[:] = True, []
     try:
-        found = check(folder)
+        found = check_path(folder)
     finally:
         Watch.on = False
     if Watch.seen:

@@ -120,7 +120,7 @@ def _mark(row: Row, case: Case, incidents: list[stepguard.Incident]) -> None:
     )
     if first is not None:
         row.said = f"step {first.step} {first.verdict.kind}: {origin}"
-        row.findings = [f"{finding.code}:{finding.confidence:.2f}" for finding in first.findings]
+        row.findings = [f"{finding.code}:{finding.certainty}" for finding in first.findings]
 
 
 def _slack(want: Expected) -> int:

@@ -31,7 +31,7 @@ from stepguard.engine.interception import offer
 from stepguard.engine.optimizer_kinds import takes_closure
 from stepguard.engine.protect import Protection, in_words
 from stepguard.engine.recover.checkpoints import Checkpoints
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.recover.signals import Signals
 from stepguard.engine.result import StepResult
 from stepguard.engine.wiring import (
@@ -44,7 +44,7 @@ from stepguard.engine.wiring import (
 )
 from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import LossFn
 
 __all__ = ["Guard", "StepResult", "watch"]
@@ -72,14 +72,14 @@ class Guard:
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
         self._wiring = Wiring(self._context)
         self._protect = Protection(self._fault, partial(self._context.outputs.note, "fault"))
-        self._recovery = Recovery(self._context)
+        self._rewinder = Rewinder(self._context)
         kind = ClosureDriver if takes_closure(self._context.optimizer) else StepDriver
-        self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._recovery)
-        self.port = Port(self._context, self._recovery, self._driver)
+        self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._rewinder)
+        self.port = Port(self._context, self._rewinder, self._driver)
         """What framework integrations ask of this guard."""
-        self._saving = Checkpoints(self._context, self._recovery)
+        self._saving = Checkpoints(self._context, self._rewinder)
         if loader is not None:
-            self._context.feed = Feed(
+            self._context.feed = ResumableLoader(
                 loader,
                 self._between,
                 partial(self._context.outputs.note, "loader"),
@@ -90,7 +90,7 @@ class Guard:
             self._schedule_by_epoch(self._context.feed)
         say = partial(self._context.outputs.note, "signal")
         self._signals = Signals(self._leave, self.close, say)
-        self._recovery.snapshots.duties += [self._saving, self._signals]
+        self._rewinder.snapshots.duties += [self._saving, self._signals]
         self._closed = False
         self._entered = False
         self._framework = building_for.get()
@@ -163,7 +163,7 @@ class Guard:
         return self._saving.restore(path if path == "last-good" else Path(path))
 
     @property
-    def loader(self) -> Feed:
+    def loader(self) -> ResumableLoader:
         """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
         if self._context.feed is None:
             raise ConfigError(
@@ -255,7 +255,7 @@ class Guard:
         else:
             self._driver.settle()
 
-    def _schedule_by_epoch(self, feed: Feed | None) -> None:
+    def _schedule_by_epoch(self, feed: ResumableLoader | None) -> None:
         if feed is None:
             raise ConfigError(
                 "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
@@ -266,8 +266,8 @@ class Guard:
             )
         self._epochs = EpochSchedule(self._context, feed)
         feed.after_pass.append(self._pass_ended)
-        self._recovery.after_commit.append(self._epochs.committed)
-        self._recovery.after_rewind.append(self._epochs.rewound)
+        self._rewinder.after_commit.append(self._epochs.committed)
+        self._rewinder.after_rewind.append(self._epochs.rewound)
 
     def _pass_ended(self) -> None:
         """The schedule moves only once the last step of the pass has been read."""
@@ -384,6 +384,6 @@ def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
         settings["config"] = replace(config, scheduler_every=None)
     guard = Guard(model, optimizer, **settings)
     guard._wiring.expect_own_steps()
-    guard._driver = WatchDriver(guard._context, guard._protect, guard._recovery, guard._wiring)
+    guard._driver = WatchDriver(guard._context, guard._protect, guard._rewinder, guard._wiring)
     guard.port.driver = guard._driver
     return guard

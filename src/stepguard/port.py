@@ -15,16 +15,16 @@ from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.closer_look import agreed_trouble
 from stepguard.engine.interception import offer
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.state.step import LossFn
 
 
 class Port:
     """The framework's side of one guard."""
 
-    def __init__(self, context: Context, recovery: Recovery, driver: StepDriver) -> None:
+    def __init__(self, context: Context, rewinder: Rewinder, driver: StepDriver) -> None:
         self._context = context
-        self._recovery = recovery
+        self._rewinder = rewinder
         self.driver: StepDriver | WatchDriver = driver
         """Runs the steps; another one once the guard watches a loop."""
         self.closed = False
@@ -72,7 +72,7 @@ class Port:
     @property
     def good(self) -> bool:
         """Has the run kept what it learned, by its loss? See `trouble` for stored tensors."""
-        return not self._recovery.probation.ruined
+        return not self._rewinder.probation.ruined
 
     def say(self, kind: str, summary: str) -> None:
         """Tell one line, such as a save that was refused, to every output."""

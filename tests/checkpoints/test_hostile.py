@@ -18,7 +18,7 @@ from benchmarks.disk.states import GOOD
 from checkpoints.kit import in_child, saved
 from stepguard._errors import StoreError
 from stepguard.checkpoints import Seal, SealedFile, SealedTensor, Store, read_seal, seal
-from stepguard.checkpoints.layout import Form, plan_of
+from stepguard.checkpoints.file_plan import TensorForm, plan_file
 from stepguard.checkpoints.seal import digest_of, seal_bytes
 
 TENSORS = "tensors-00000.safetensors"
@@ -51,7 +51,7 @@ def huge_file(path: Path) -> None:
     """A sparse file of four terabytes, sealed as one tensor, with nothing contradicting that."""
     seal = read_seal(path)
     tensors = {"w": replace(seal.tensors["model/weight"], shape=(HUGE // 4,))}
-    plan = plan_of(TENSORS, ["w"], {"w": Form(torch.float32, (HUGE // 4,))})
+    plan = plan_file(TENSORS, ["w"], {"w": TensorForm(torch.float32, (HUGE // 4,))})
     (path / TENSORS).write_bytes(plan.header)
     os.truncate(path / TENSORS, plan.size)
     forged(

@@ -18,7 +18,7 @@ from benchmarks.disk.states import GOOD, facts_at, state_at
 
 from checkpoints.kit import SIZE, held, in_child, names, saved
 from stepguard.checkpoints import Store
-from stepguard.checkpoints.entries import entry_of, pointed
+from stepguard.checkpoints.entries import entry_of, read_pointer
 
 
 def _resume_and_save(folder: Path, disk: Dying | Recorder, steps: int) -> None:
@@ -36,7 +36,7 @@ def _check(folder: Path, earliest: int, latest: int) -> int:
     """Last-good names a sealed checkpoint, opens without falling back, and holds exactly what was
     saved.
     """
-    assert entry_of(pointed(folder)).good
+    assert entry_of(read_pointer(folder)).good
     opened = Store(folder).open()
     assert opened.passed_over == ()
     assert earliest <= held(opened) <= latest

@@ -14,7 +14,7 @@ from benchmarks.disk.powerloss import FATES, DataFate, NameFate, Platter, prefix
 from checkpoints.kit import held, names, saved
 from stepguard._errors import StoreError
 from stepguard.checkpoints import Store
-from stepguard.checkpoints.entries import entry_of, pointed
+from stepguard.checkpoints.entries import entry_of, read_pointer
 from stepguard.state.atomic import Operation
 
 
@@ -43,7 +43,7 @@ def test_power_cut_after_any_operation_leaves_what_was_acknowledged(
         platter.lay_out(where, data, entries)
         acknowledged = sum(count <= number for count in returned)
         if acknowledged:
-            assert entry_of(pointed(where)).good
+            assert entry_of(read_pointer(where)).good
             opened = Store(where).open()
             assert opened.passed_over == ()
             assert acknowledged <= held(opened) <= acknowledged + 1

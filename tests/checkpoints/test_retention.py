@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from checkpoints.kit import SIZE, held, names, saved
 from stepguard.checkpoints import Entry, Store
-from stepguard.checkpoints.retention import superfluous
+from stepguard.checkpoints.retention import removable
 
 DOUBTFUL = replace(GOOD, good=False)
 
@@ -83,7 +83,7 @@ def test_what_goes_is_never_last_good_nor_among_the_newest_good(
 ) -> None:
     entries = [_entry(serial, *kind) for serial, kind in enumerate(kinds)][::-1]
     pointed = entries[last].path if last < len(entries) else None
-    going = superfluous(entries, pointed, keep, keep_every)
+    going = removable(entries, pointed, keep, keep_every)
     staying = [entry for entry in entries if entry not in going]
     good = [entry for entry in entries if entry.good]
     assert all(entry in staying for entry in good[:keep])

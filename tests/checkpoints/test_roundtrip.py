@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stepguard._errors import StoreError
-from stepguard.checkpoints import Store, layout, pieces, read_seal
+from stepguard.checkpoints import Store, file_plan, pieces, read_seal
 
 FLOATS = [
     torch.float64,
@@ -149,7 +149,7 @@ def test_complex_numbers_are_pairs_in_the_file_and_complex_in_the_seal(tmp_path:
 def test_large_states_are_split_into_files_and_long_tensors_into_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "FILE_BYTES", 4000)
+    monkeypatch.setattr(file_plan, "FILE_BYTES", 4000)
     monkeypatch.setattr(pieces, "PIECE", 64)
     tensors = {f"t{i}": torch.randn(300) for i in range(9)}
     tensors |= {

@@ -288,7 +288,7 @@ def test_save_inside_a_save_is_an_error_and_not_a_deadlock(tmp_path: Path) -> No
     ("settings", "words"),
     [
         ({"keep": 0}, "keep=0 would delete the last good checkpoint; use 1 or more"),
-        ({"keep_every": 0}, "keep_every=0 is no number of steps"),
+        ({"keep_every": 0}, "keep_every=0 is not a number of steps"),
         ({"check": "maybe"}, "check='maybe' is not known; use 'read-back' or 'digest'"),
     ],
 )
@@ -300,8 +300,8 @@ def test_settings_that_cannot_be_are_refused(
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "7"])
-def test_step_that_is_no_count_is_refused(step: object, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is no number of optimizer steps done"):
+def test_step_that_is_not_a_count_is_refused(step: object, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a number of optimizer steps"):
         Store(tmp_path).save(step, {}, {}, GOOD)  # type: ignore[arg-type]
 
 

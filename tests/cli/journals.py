@@ -42,7 +42,9 @@ def _incident(reading: Reading, folder: Path) -> Incident:
         origin=Origin(
             step=8, phase="forward", module="attn", op="aten._softmax", source="model.py:88"
         ),
-        findings=(Finding(code="SG204", title="softmax over a fully masked row", confidence=0.9),),
+        findings=(
+            Finding(code="SG204", title="softmax over a fully masked row", certainty="certain"),
+        ),
         decision=Decision(action="skip", consecutive=1, total=1),
         run=str(folder),
     )

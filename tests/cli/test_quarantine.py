@@ -116,18 +116,18 @@ def test_crash_in_between_loses_nothing(
 
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(KeyboardInterrupt) if survived < 2 else pytest.MonkeyPatch.context():
-        places = quarantine.find_places(run)
-        bad = [found for found in _checked(places) if quarantine.is_bad(found)]
-        quarantine.apply(run, quarantine.plan(run, places, bad))
+        checkpoints = quarantine.checkpoints_below(run)
+        bad = [found for found in _checked(checkpoints) if quarantine.is_bad(found)]
+        quarantine.apply(run, quarantine.plan(run, checkpoints, bad))
     monkeypatch.undo()
     quarantine.undo(run)
     assert snapshot(run) == before
 
 
-def _checked(places: Any) -> list[Any]:
-    from stepguard.verification.check import check_place
+def _checked(checkpoints: Any) -> list[Any]:
+    from stepguard.verification import check_checkpoint
 
-    return [check_place(place, lambda count: None) for place in places]
+    return [check_checkpoint(each, lambda count: None) for each in checkpoints]
 
 
 def test_checkpoint_with_others_below_it_moves_without_them(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from stepguard.diagnose import RunFacts, diagnose
-from stepguard.records import Finding, Incident, Operand, Origin, Reading, Verdict
+from stepguard.records import Evidence, Finding, Incident, Operand, Origin, Reading, Verdict
 
 NAN, INF = math.nan, math.inf
 
@@ -31,6 +31,11 @@ def out(shape: tuple[int, ...] = (4,), **counts: Any) -> Operand:
 
 def origin(phase: str, op: str | None = None, *inputs: Operand, **more: Any) -> Origin:
     return Origin(step=more.pop("step", 1), phase=phase, op=op, inputs=inputs, **more)  # type: ignore[arg-type]
+
+
+def traced_in(autocast: str | None) -> Origin:
+    """An origin whose replay ran under autocast to this dtype."""
+    return origin("loss", "aten.mul", method="replay", evidence=Evidence(autocast=autocast))
 
 
 def findings(

@@ -78,7 +78,7 @@ def test_every_code_of_the_design_has_exactly_one_rule() -> None:
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
 def test_page_has_the_fixed_headings_in_order(rule: Rule) -> None:
     lines = explain(rule.code).splitlines()
-    assert lines[0] == f"# {rule.code}: {rule.title}"
+    assert lines[0] == f"# {rule.code}: {rule.text.title}"
     assert [line[3:] for line in lines if line.startswith("## ")][:5] == HEADINGS
 
 
@@ -91,10 +91,10 @@ def test_remedies_are_ordered_by_how_little_they_change(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
 def test_rule_names_public_evidence(rule: Rule) -> None:
-    assert rule.see
+    assert rule.text.see
     assert all(
         reference.startswith("https://") or "/" in reference.partition("#")[0]
-        for reference in rule.see
+        for reference in rule.text.see
     )
 
 

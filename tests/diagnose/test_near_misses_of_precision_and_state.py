@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diagnose.diagnose_literals import BACKWARD, INF, codes, origin, out, tensor
+from diagnose.diagnose_literals import BACKWARD, INF, codes, origin, out, tensor, traced_in
 from stepguard.diagnose import RunFacts
 from stepguard.records import Evidence, Operand, Origin
 
@@ -240,17 +240,16 @@ SILENT: dict[str, dict[str, Bad]] = {
     "SG703": {"a transient": (origin("forward", reproduced=False, evidence=Evidence()), {})},
     "SG801": {
         "float16 with a scaler": (
-            None,
-            CALM | {"facts": RunFacts(autocast_dtype=HALF, scaling="dynamic")},
+            traced_in(HALF),
+            CALM | {"facts": RunFacts(scaling="dynamic")},
         ),
         "bfloat16 as configured": (
-            None,
-            CALM
-            | {
-                "facts": RunFacts(
-                    configured_dtype="bfloat16", autocast_dtype="bfloat16", scaling="none"
-                )
-            },
+            traced_in("bfloat16"),
+            CALM | {"facts": RunFacts(configured_dtype="bfloat16", scaling="none")},
+        ),
+        "a precision that no replay has seen": (
+            origin("loss"),
+            CALM | {"facts": RunFacts(configured_dtype="bfloat16", scaling="none")},
         ),
     },
     "SG802": {

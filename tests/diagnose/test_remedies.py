@@ -21,7 +21,7 @@ def run(rule: Rule, lines: str) -> Names:
     """
     names: Names = {"__name__": "example"}
     torch.manual_seed(0)
-    exec(compile(rule.setup, f"{rule.code} setup", "exec"), names)
+    exec(compile(rule.text.setup, f"{rule.code} setup", "exec"), names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exec(compile(lines, f"{rule.code} lines", "exec"), names)
@@ -29,7 +29,7 @@ def run(rule: Rule, lines: str) -> Names:
         if (
             isinstance(loss, torch.Tensor)
             and loss.requires_grad
-            and ".backward()" not in rule.setup + lines
+            and ".backward()" not in rule.text.setup + lines
         ):
             loss.backward()
     return names
@@ -105,7 +105,7 @@ def _restore_global_torch_state() -> Iterator[None]:
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
 def test_bad_example_reproduces_the_failure(rule: Rule) -> None:
-    assert not HEALTHY.get(rule.code, is_finite)(run(rule, rule.bad))
+    assert not HEALTHY.get(rule.code, is_finite)(run(rule, rule.text.bad))
 
 
 @pytest.mark.parametrize(("rule", "snippet"), SNIPPETS)

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from diagnose.diagnose_literals import BACKWARD, INF, NAN, codes, found, origin, out, tensor
+from diagnose.diagnose_literals import (
+    BACKWARD,
+    INF,
+    NAN,
+    codes,
+    found,
+    origin,
+    out,
+    tensor,
+    traced_in,
+)
 from stepguard.diagnose import RunFacts
 from stepguard.records import Evidence, Operand, Origin
 
@@ -208,13 +218,8 @@ FIRES: dict[str, tuple[Bad, tuple[str, ...]]] = {
     ),
     "SG801": (
         (
-            None,
-            CALM
-            | {
-                "facts": RunFacts(
-                    configured_dtype="bfloat16", autocast_dtype="float16", scaling="none"
-                )
-            },
+            traced_in("float16"),
+            CALM | {"facts": RunFacts(configured_dtype="bfloat16", scaling="none")},
         ),
         ("bfloat16 is configured", "gives float16", "without a loss scale", "6e-08"),
     ),

@@ -84,7 +84,7 @@ def test_fault_in_a_rewind_stops_the_run_instead_of_flying_into_the_loop(
 
     model = plain_net()
     scene = Scene(model, _sgd(model))
-    monkeypatch.setattr(stepguard.engine.recover.rewind.Recovery, "put_back", broken)
+    monkeypatch.setattr(stepguard.engine.recover.rewind.Rewinder, "put_back", broken)
     damage = [(batch,) for batch in DATA[:6]]
     scene.loss = _damaging(at=4)
     config = quiet(run_dir=tmp_path, snapshot_every=1)

@@ -64,7 +64,7 @@ SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "step"),
     "readable log": (stepguard.report.humanlog.HumanLog, "step"),
     "snapshots": (stepguard.engine.recover.snapshots.Snapshots, "between_steps"),
-    "probation": (stepguard.engine.recover.rewind.Recovery, "committed"),
+    "probation": (stepguard.engine.recover.rewind.Rewinder, "committed"),
 }
 """Parts that no verdict needs."""
 AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
@@ -74,7 +74,7 @@ AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "diagnosing": (stepguard.engine.transaction, "find_causes"),
     "facts of the run": (stepguard.engine.transaction, "run_facts"),
     "deciding": (stepguard.engine.transaction, "choose_remedy"),
-    "planning": (stepguard.engine.recover.rewind.Recovery, "plan"),
+    "planning": (stepguard.engine.recover.rewind.Rewinder, "plan"),
     "probation": (stepguard.engine.recover.probation.Probation, "incident"),
     "recording": (stepguard.engine.incident.incident_record, "write_down"),
     "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),

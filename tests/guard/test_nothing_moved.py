@@ -117,7 +117,7 @@ def test_model_that_is_only_called_by_its_methods_has_snapshots() -> None:
             optimizer.zero_grad()
             model.loss(batch).backward()
             optimizer.step()
-        assert [snapshot.step for snapshot in guard._recovery.snapshots.ring.snapshots] == [4, 8]
+        assert [snapshot.step for snapshot in guard._rewinder.snapshots.ring.snapshots] == [4, 8]
 
 
 def test_average_in_the_loop_takes_in_the_weights_once() -> None:

@@ -234,7 +234,7 @@ def test_optimizers_inside_the_backward_keep_nan_out_and_no_copies_of_the_model(
         before = {name: value.clone() for name, value in model.state_dict().items()}
         nn.functional.cross_entropy(model(given[0]), given[1]).backward()
         assert (difference(dict(model.state_dict()), before) == "") is (index == 6)
-    assert all(not guard._recovery.snapshots.ring.snapshots for guard in guards)
+    assert all(not guard._rewinder.snapshots.ring.snapshots for guard in guards)
     for handle in handles:
         handle.remove()
     for guard in guards:

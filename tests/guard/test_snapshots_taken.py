@@ -40,7 +40,7 @@ def test_policy_that_never_rewinds_takes_no_snapshot() -> None:
     guard, _ = run(
         scene(), grouped(DATA[:12], 1), settings=config(policy=Policy(actions=("skip", "stop")))
     )
-    assert guard._recovery.snapshots.ring.snapshots == []
+    assert guard._rewinder.snapshots.ring.snapshots == []
 
 
 def test_short_run_with_the_default_settings_can_rewind() -> None:
@@ -58,7 +58,7 @@ def test_damage_in_the_first_steps_is_repaired_from_a_snapshot_on_probation(harm
     guard, _ = run(damaged, grouped(DATA[:12], 1), {3: harm}, quiet())
     assert decisions(guard) == [("rewind", 1, "repeat")]
     assert difference(state_of(damaged), state_of(reference)) == ""
-    assert [(s.step, s.standing) for s in guard._recovery.snapshots.ring.snapshots] == [
+    assert [(s.step, s.standing) for s in guard._rewinder.snapshots.ring.snapshots] == [
         (1, "young"),
         (8, "young"),
     ]
@@ -108,7 +108,7 @@ def test_incident_begins_the_probation_anew() -> None:
     at = scene()
     steps = [*grouped(DATA[:6], 1), (poisoned(DATA[6]),), *grouped(DATA[7:12], 1)]
     guard, _ = run(at, steps)
-    assert [s.standing for s in guard._recovery.snapshots.ring.snapshots] == ["young", "young"]
+    assert [s.standing for s in guard._rewinder.snapshots.ring.snapshots] == ["young", "young"]
 
 
 def test_snapshot_under_a_loss_that_rises_a_little_is_still_good() -> None:
@@ -117,5 +117,5 @@ def test_snapshot_under_a_loss_that_rises_a_little_is_still_good() -> None:
     data = [(*batch, torch.tensor(0.0 if i < 33 else 0.8)) for i, batch in enumerate(learnable(44))]
     guard, _ = run(at, grouped(data, 1), settings=config(snapshot_every=32, probation=10))
     assert not guard.incidents
-    (snapshot,) = guard._recovery.snapshots.ring.snapshots
+    (snapshot,) = guard._rewinder.snapshots.ring.snapshots
     assert (snapshot.step, snapshot.standing) == (32, "good")

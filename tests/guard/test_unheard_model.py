@@ -65,7 +65,7 @@ def train(way: Way, *, fused: bool) -> tuple[list[Any], dict[str, Any]]:
                     agent.critic.weight[0, 0] = torch.nan
         taken = [
             {n: t.clone() for n, t in s.state.tensors.items()}
-            for s in guard._recovery.snapshots.ring.snapshots
+            for s in guard._rewinder.snapshots.ring.snapshots
         ]
         done = [
             (i.decision.action, i.decision.rewound_to)

@@ -23,7 +23,9 @@ def run_dir(tmp_path: Path) -> Path:
         origin=Origin(
             step=2, phase="forward", module="attn", op="aten._softmax", source="model.py:88"
         ),
-        findings=(Finding(code="SG204", title="softmax over a fully masked row", confidence=0.9),),
+        findings=(
+            Finding(code="SG204", title="softmax over a fully masked row", certainty="certain"),
+        ),
         decision=Decision(action="skip", consecutive=1, total=1),
     )
     journal = Journal(tmp_path / "run")

@@ -11,7 +11,7 @@ import torch
 from preflight.doctored import TITLES, project_in
 from stepguard.preflight.doctor import best_of, examine
 from stepguard.records.examination import Examination
-from stepguard.verification.check import check
+from stepguard.verification import check_path as check
 from verification import saved
 
 

@@ -23,7 +23,7 @@ def incident(step: int = 3, op: str = "aten.log", code: str = "SG202") -> Incide
         verdict=Verdict(kind="nonfinite_loss", severity="incident", summary="loss is nan"),
         reading=Reading(step=step, loss=float("nan")),
         origin=Origin(step=step, phase="forward", op=op, source="somewhere/unet.py:7"),
-        findings=(Finding(code=code, title="title", evidence=("numbers",), confidence=0.9),),
+        findings=(Finding(code=code, title="title", evidence=("numbers",), certainty="certain"),),
         decision=Decision(action="skip"),
     )
 

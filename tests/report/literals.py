@@ -82,7 +82,7 @@ MASKED_ROW = Incident(
             code="SG204",
             title="softmax over a fully masked row",
             evidence=("row [5, 0, 0] of the scores is -inf in all 16 places",),
-            confidence=0.97,
+            certainty="certain",
             remedies=(
                 Remedy(
                     title="Give such rows weight 0",
@@ -96,7 +96,7 @@ MASKED_ROW = Incident(
                 Remedy(title="A third one that is not shown"),
             ),
         ),
-        Finding(code="SG206", title="inf - inf or 0 * inf", confidence=0.2),
+        Finding(code="SG206", title="inf - inf or 0 * inf", certainty="possible"),
     ),
     decision=Decision(action="skip", consecutive=1, total=1),
     capsule="incidents/000000048-0/capsule",

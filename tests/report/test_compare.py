@@ -43,7 +43,7 @@ def _incident() -> Incident:
         verdict=Verdict(kind="nonfinite_loss", severity="incident", summary="loss is nan"),
         reading=Reading(step=5),
         origin=Origin(step=5, phase="forward", module="emb", op="aten.log", source="m.py:3"),
-        findings=(Finding(code="SG202", title="log of a non-positive value", confidence=0.9),),
+        findings=(Finding(code="SG202", title="log of a non-positive value", certainty="certain"),),
         decision=Decision(action="skip"),
     )
 

@@ -111,3 +111,8 @@ def test_every_kind_of_verdict_has_a_title() -> None:
     kinds = set(typing.get_args(VerdictKind)) - {"ok"}
     assert set(phrases.VERDICT_TITLES) == kinds
     assert phrases.verdict_title("save-refused") == "save-refused"
+
+
+def test_number_of_bytes_in_words() -> None:
+    words = [phrases.size(count) for count in (12, 1200, 3_400_000, 2.1e9, 5e12)]
+    assert words == ["12 B", "1.2 kB", "3.4 MB", "2.1 GB", "5 TB"]

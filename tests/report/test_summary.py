@@ -33,7 +33,7 @@ incidents by kind ────────────────────�
  1. loss is nan (text_loss)
     where  forward: aten._softmax in encoder.layers.3.attn at model.py:88,
            sample 5
-    cause  SG204 softmax over a fully masked row (97% confident)
+    cause  SG204 softmax over a fully masked row (certain)
            - row [5, 0, 0] of the scores is -inf in all 16 places
     done   skipped 3, rewound 1
     lr     4.92e-04 / 1.00e-04

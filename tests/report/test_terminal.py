@@ -36,7 +36,7 @@ stepguard: step 48, non-finite loss ━━━━━━━━━━━━━━�
          sample 5
          the replay shows it again
          the compiled graph was run eagerly
- WHY     SG204 softmax over a fully masked row (97% confident)
+ WHY     SG204 softmax over a fully masked row (certain)
          - row [5, 0, 0] of the scores is -inf in all 16 places
          less likely: SG206 inf - inf or 0 * inf
  DONE    skipped: weights, optimizer state and buffers are as before the step

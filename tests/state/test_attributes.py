@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.state.attributes import AttributeKeeper
-from stepguard.state.kept_values import MANY
+from stepguard.state.plain_data import MANY
 from stepguard.state.undo import UndoCopy
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.state.buffers import SMALL, BufferKeeper, keeps_statistics
+from stepguard.state.buffers import BufferKeeper, keeps_statistics
+from stepguard.state.plain_data import SMALL
 
 BIG = SMALL + 1
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.rng import capture_rng
 from stepguard.state.tree_json import put_together, take_apart
 
@@ -68,8 +68,8 @@ def _loader(kind: str) -> Any:
     )
 
 
-def _feed(kind: str, said: list[str] | None = None) -> Feed:
-    return Feed(_loader(kind), lambda: None, (said if said is not None else []).append)
+def _feed(kind: str, said: list[str] | None = None) -> ResumableLoader:
+    return ResumableLoader(_loader(kind), lambda: None, (said if said is not None else []).append)
 
 
 def _through_a_file(position: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _through_a_file(position: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _draws(feed: Feed, count: int) -> list[Tensor]:
+def _draws(feed: ResumableLoader, count: int) -> list[Tensor]:
     """The next batches over as many passes as needed, with a draw of the loop's after each."""
     found: list[Tensor] = []
     while len(found) < count:
@@ -150,7 +150,7 @@ def test_skipping_is_said_and_a_loader_with_its_own_position_needs_none() -> Non
 
 def test_loader_that_has_become_shorter_is_said() -> None:
     said: list[str] = []
-    feed = Feed([1, 2], lambda: None, said.append)
+    feed = ResumableLoader([1, 2], lambda: None, said.append)
     begun = _feed("list")
     next(iter(begun))
     feed.go_to({**begun.position(), "delivered": 5}, None)
@@ -166,7 +166,9 @@ def test_position_that_was_gone_to_is_kept_until_the_loop_begins() -> None:
 
 
 def test_loaders_own_attributes_are_there() -> None:
-    feed = Feed(DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2), lambda: None, print)
+    feed = ResumableLoader(
+        DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2), lambda: None, print
+    )
     assert len(feed) == 4 and feed.batch_size == 2 and len(feed.dataset) == 8
     with pytest.raises(AttributeError):
         _ = feed.nothing

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 SIZE, BATCH = 22, 4
@@ -108,8 +108,10 @@ def _seed() -> None:
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
 
 
-def _feed(loader: Any, said: list[str] | None = None, step: Callable[[], int] = lambda: 0) -> Feed:
-    return Feed(loader, lambda: None, (said if said is not None else []).append, step)
+def _feed(
+    loader: Any, said: list[str] | None = None, step: Callable[[], int] = lambda: 0
+) -> ResumableLoader:
+    return ResumableLoader(loader, lambda: None, (said if said is not None else []).append, step)
 
 
 def _rng(loader: Any) -> list[Any]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 
 
-def _feed(size: int = 10, loader: Any = None) -> tuple[Feed, list[str]]:
+def _feed(size: int = 10, loader: Any = None) -> tuple[ResumableLoader, list[str]]:
     said: list[str] = []
-    return Feed(
+    return ResumableLoader(
         loader if loader is not None else list(range(size)), lambda: None, said.append
     ), said
 

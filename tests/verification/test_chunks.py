@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from stepguard.verification import crc
 from stepguard.verification.chunks import cut, merge
 from stepguard.verification.dtype_names import SIZES
-from stepguard.verification.file_layout import Block, Look, Segment
+from stepguard.verification.file_layout import ChecksumRange, Segment, StoredTensor
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[Segment], list[Block]]:
+def layouts(draw: st.DrawFn) -> tuple[list[Segment], list[ChecksumRange]]:
     segments, blocks, position = [], [], draw(st.integers(0, 50))
     for _ in range(draw(st.integers(0, 8))):
         dtype = draw(st.sampled_from(["float32", "float16", "float64", "complex128"]))
@@ -28,14 +28,14 @@ def layouts(draw: st.DrawFn) -> tuple[list[Segment], list[Block]]:
             last = draw(st.integers(first + 1, elements))
             segments.append(Segment(base + first * width, (last - first) * width, dtype, base))
         if draw(st.booleans()):
-            blocks.append(Block(base, elements * width, "x", "crc32", 0))
+            blocks.append(ChecksumRange(base, elements * width, "x", "crc32", 0))
         position = base + elements * width + draw(st.integers(0, 70_000))
     return sorted(segments, key=lambda segment: segment.start), blocks
 
 
 @given(layouts(), st.integers(64, 5000), st.integers(1, 4))
 def test_every_wanted_byte_comes_once_and_no_element_is_split(
-    layout: tuple[list[Segment], list[Block]], piece: int, times: int
+    layout: tuple[list[Segment], list[ChecksumRange]], piece: int, times: int
 ) -> None:
     segments, blocks = layout
     seen: dict[int, int] = {}
@@ -65,7 +65,8 @@ def test_checksum_of_two_parts_is_that_of_the_whole(first: bytes, second: bytes)
 
 def test_same_bytes_are_one_segment() -> None:
     looks = [
-        Look(name, "parameter", "float32", (4,), Segment(64, 16, "float32", 64)) for name in "abc"
+        StoredTensor(name, "parameter", "float32", (4,), Segment(64, 16, "float32", 64))
+        for name in "abc"
     ]
     assert len(merge(looks)) == 1
     assert len({id(look.segment) for look in looks}) == 1
@@ -73,7 +74,7 @@ def test_same_bytes_are_one_segment() -> None:
 
 def test_views_that_overlap_without_end_are_looked_at_together() -> None:
     looks = [
-        Look(
+        StoredTensor(
             str(n),
             "parameter",
             "float32",

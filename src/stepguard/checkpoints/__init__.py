@@ -1,6 +1,4 @@
-"""Checkpoints on disk that survive: sealed, verified while reading, never half there, never the
-last good one lost.
-"""
+"""Sealed checkpoints on disk: written atomically, proven while reading, last-good never lost."""
 
 from stepguard.checkpoints.background import Background
 from stepguard.checkpoints.entries import Entry, PassedOver

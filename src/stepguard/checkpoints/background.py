@@ -1,6 +1,4 @@
-"""Saves while training goes on: one writer thread, one save at a time, and a failing disk is only
-reported.
-"""
+"""Save while training continues: one writer thread, one save at a time, faults only reported."""
 
 from __future__ import annotations
 
@@ -17,18 +15,15 @@ from stepguard.checkpoints.seal import Health
 from stepguard.checkpoints.store import Store
 
 NICENESS = 5
-"""The writer yields to training where both want one core: a quarter of it. Less, and it starves on
-a busy machine.
-"""
+"""The writer gets a quarter of a core that training wants too; with less it starves."""
 
 
 class Background:
-    """Hands saves to a thread that lives as long as its save. An interpreter that ends waits for
-    the one under way.
-    """
+    """Runs each save in a thread of its own, for which an interpreter that ends waits."""
 
     def __init__(self, store: Store, say: Callable[[str], None]) -> None:
-        self._store, self._say = store, say
+        self._store = store
+        self._say = say
         store.say = say
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
@@ -37,8 +32,7 @@ class Background:
     def offer(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
     ) -> bool:
-        """Save in the background, or False when the save before is still being written: nothing is
-        queued.
+        """Start a save; False if the one before is still being written, for nothing is queued.
 
         The tensors are not copied; they must not be written to until `idle()`.
         """
@@ -56,22 +50,20 @@ class Background:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path | None:
-        """Wait for the save under way; the path of the last offered checkpoint, None when it was
-        not written.
-        """
+        """Wait for the running save; returns the path of the last one, None if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self._saved
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish the running save."""
         self.wait()
 
     def _save(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
     ) -> None:
-        _step_back()
+        _lower_priority()
         try:
             self._saved = self._store.save(step, tensors, facts, health)
         except Exception as fault:
@@ -83,10 +75,8 @@ class Background:
             self._refused = 0
 
 
-def _step_back() -> None:
-    """On Linux a thread has a priority of its own; elsewhere this would slow the whole process
-    down.
-    """
+def _lower_priority() -> None:
     with suppress(OSError, AttributeError):
+        # only on Linux has a thread a priority of its own; elsewhere training would slow down too
         if os.uname().sysname == "Linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

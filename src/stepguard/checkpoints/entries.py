@@ -1,6 +1,4 @@
-"""What lies in a folder of checkpoints: sealed ones, damaged ones, litter of dead writers, and
-`last-good`.
-"""
+"""What lies in a folder of checkpoints: sealed ones, damaged ones, leftovers, and `last-good`."""
 
 from __future__ import annotations
 
@@ -13,15 +11,13 @@ from stepguard.checkpoints.seal import SEAL, Health, digest_of, parse_seal, read
 
 LAST_GOOD = "last-good"
 _CHECKPOINT = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
-_LITTER = re.compile(r"\.(step-\d+(-\d+)?|last-good)\.\d+-\d+\.(tmp|old)")
+_LEFTOVER = re.compile(r"\.(step-\d+(-\d+)?|last-good)\.\d+-\d+\.(tmp|old)")
 _POINTER = re.compile(rb"(step-\d{1,18}(?:-\d{1,9})?) ([0-9a-f]{32})\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A sealed checkpoint, known by its seal; whether its data is still what was sealed shows when
-    it is opened.
-    """
+    """A sealed checkpoint, known by its seal; its data is proven only when it is opened."""
 
     path: Path
     step: int
@@ -50,19 +46,18 @@ class PassedOver:
 
 
 def checkpoint_name(step: int, turn: int = 1) -> str:
-    """`step-100`; after a rewind the same step can come again, and is then `step-100-2`."""
-    return f"step-{step}" if turn == 1 else f"step-{step}-{turn}"
+    """Return `step-100`; after a rewind the same step is saved again, as `step-100-2`."""
+    if turn == 1:
+        return f"step-{step}"
+    return f"step-{step}-{turn}"
 
 
 Known = dict[tuple[Path, int, int, int], Entry]
-"""Entries by path, inode, time and size of their seal: one that did not change is not parsed again.
-"""
+"""Entries by path, inode, time and size of the seal, so that an unchanged one is parsed once."""
 
 
-def look(folder: Path, known: Known | None = None) -> tuple[list[Entry], list[PassedOver]]:
-    """The sealed checkpoints, newest first, and the folders that have the name of one but no seal
-    that holds.
-    """
+def list_entries(folder: Path, known: Known | None = None) -> tuple[list[Entry], list[PassedOver]]:
+    """Return the sealed checkpoints, newest first, and those whose seal is missing or damaged."""
     entries: list[Entry] = []
     damaged: list[PassedOver] = []
     for path in _named(folder, _CHECKPOINT):
@@ -70,16 +65,17 @@ def look(folder: Path, known: Known | None = None) -> tuple[list[Entry], list[Pa
             entries.append(_known_entry(path, known))
         except StoreError as fault:
             damaged.append(PassedOver(path, str(fault)))
-    return sorted(entries, key=lambda entry: (entry.serial, entry.step), reverse=True), damaged
+    entries.sort(key=lambda entry: (entry.serial, entry.step), reverse=True)
+    return entries, damaged
 
 
-def litter(folder: Path) -> list[Path]:
-    """Temporary siblings; who asks must know that no writer is at work."""
-    return _named(folder, _LITTER)
+def leftovers(folder: Path) -> list[Path]:
+    """Return temporary files of writers; the caller must know that none of them is running."""
+    return _named(folder, _LEFTOVER)
 
 
 def entry_of(path: Path) -> Entry:
-    """A checkpoint by its seal, and by its files being there with the sealed sizes."""
+    """Read a checkpoint's seal, and check that its files are there with the sealed sizes."""
     content = read_small(path / SEAL)
     seal = parse_seal(content, path)
     entry = Entry(
@@ -91,7 +87,7 @@ def entry_of(path: Path) -> Entry:
         sizes={name: sealed.size for name, sealed in seal.files.items()},
         seal_digest=digest_of(content),
     )
-    _sizes_hold(entry)
+    _check_sizes(entry)
     return entry
 
 
@@ -102,15 +98,15 @@ def _known_entry(path: Path, known: Known | None) -> Entry:
         found = (path / SEAL).lstat()
     except OSError:
         return entry_of(path)
-    key = path, found.st_ino, found.st_mtime_ns, found.st_size
+    key = (path, found.st_ino, found.st_mtime_ns, found.st_size)
     if key in known:
-        _sizes_hold(known[key])
+        _check_sizes(known[key])
     else:
         known[key] = entry_of(path)
     return known[key]
 
 
-def _sizes_hold(entry: Entry) -> None:
+def _check_sizes(entry: Entry) -> None:
     for name, sealed in entry.sizes.items():
         try:
             size = (entry.path / name).lstat().st_size
@@ -123,14 +119,12 @@ def _sizes_hold(entry: Entry) -> None:
 
 
 def pointer_bytes(name: str, seal_digest: str) -> bytes:
-    """The content of `last-good`: a name and the digest of the seal it means."""
+    """Return the content of `last-good`: a name and the digest of the seal it means."""
     return f"{name} {seal_digest}\n".encode()
 
 
-def pointed(folder: Path) -> Path:
-    """The checkpoint that `last-good` names; StoreError when the pointer is missing, damaged or
-    names another seal.
-    """
+def read_pointer(folder: Path) -> Path:
+    """Return the checkpoint that `last-good` names; StoreError if it is damaged or outdated."""
     content = read_small(folder / LAST_GOOD)
     match = _POINTER.fullmatch(content)
     if match is None:

@@ -1,5 +1,4 @@
-"""Opens checkpoints: every byte is proven against the seal while it is read, and a damaged one is
-passed over, by name.
+"""Open checkpoints: every byte is proven against the seal; damaged ones are passed over by name.
 
 Nothing that is read is executed or believed: sizes are compared with the file before memory is
 taken, and the header of a tensor file is not parsed but computed from the seal and compared.
@@ -18,9 +17,15 @@ import xxhash
 from torch import Tensor
 
 from stepguard._errors import StoreError
-from stepguard.checkpoints.entries import LAST_GOOD, PassedOver, look, pointed
-from stepguard.checkpoints.layout import FilePlan, Form, named_form, plan_of, stored_order
-from stepguard.checkpoints.pieces import PIECE, empty_of
+from stepguard.checkpoints.entries import LAST_GOOD, PassedOver, list_entries, read_pointer
+from stepguard.checkpoints.file_plan import (
+    FilePlan,
+    TensorForm,
+    form_from_seal,
+    plan_file,
+    stored_order,
+)
+from stepguard.checkpoints.pieces import PIECE, empty_tensor
 from stepguard.checkpoints.seal import (
     FACTS,
     Health,
@@ -45,29 +50,28 @@ class Opened:
     facts: dict[str, Any]
     health: Health
     passed_over: tuple[PassedOver, ...] = ()
-    """What would have been used, had it not been damaged."""
+    """Checkpoints that would have been used if they were not damaged."""
 
 
 def open_last_good(folder: Path, device: torch.device | str | None = None) -> Opened:
-    """The last good checkpoint, or the newest good one that is whole; StoreError names every
-    candidate and why.
-    """
+    """Open last-good, else the newest good one that is undamaged; StoreError names them all."""
     passed: dict[Path, PassedOver] = {}
-    for path in _candidates(folder, passed):
+    while (path := _next_candidate(folder, passed)) is not None:
         try:
             return replace(open_one(path, device), passed_over=tuple(passed.values()))
         except StoreError as fault:
-            reason = (
-                str(fault) if path.is_dir() else f"{path} was removed while it was being opened."
-            )
+            reason = str(fault)
+            # by the rotation of a writer that is running
+            if not path.is_dir():
+                reason = f"{path} was removed while it was being opened."
             passed[path] = PassedOver(path, reason)
-    for damaged in look(folder)[1]:
+    for damaged in list_entries(folder)[1]:
         passed.setdefault(damaged.path, damaged)
-    raise StoreError(_nothing(folder, list(passed.values())))
+    raise StoreError(_nothing_to_open(folder, list(passed.values())))
 
 
 def open_one(path: Path, device: torch.device | str | None = None) -> Opened:
-    """This checkpoint and no other."""
+    """Open this checkpoint and no other."""
     seal = read_seal(path)
     if FACTS not in seal.files:
         raise StoreError(f"{path} has a seal without {FACTS}.")
@@ -79,27 +83,26 @@ def open_one(path: Path, device: torch.device | str | None = None) -> Opened:
     return Opened(path=path, step=seal.step, tensors=tensors, facts=facts, health=seal.health)
 
 
-def _candidates(folder: Path, passed: dict[Path, PassedOver]) -> Iterator[Path]:
-    """What `last-good` names, then the good ones, newest first; asked anew each time, for a writer
-    may be at work.
-    """
-    while True:
-        known: list[Path] = []
-        try:
-            known.append(pointed(folder))
-        except StoreError as fault:
-            passed.setdefault(folder / LAST_GOOD, PassedOver(folder / LAST_GOOD, str(fault)))
-        entries, damaged = look(folder)
-        known += [entry.path for entry in entries if entry.good]
-        fresh = [path for path in known if path not in passed]
-        if not fresh:
-            return
-        if passed:
-            passed.update({d.path: d for d in damaged if d.path not in passed})
-        yield fresh[0]
+def _next_candidate(folder: Path, passed: dict[Path, PassedOver]) -> Path | None:
+    """Return what `last-good` names, else the newest good checkpoint that was not passed over."""
+    # the folder is listed again for every candidate: a writer may have changed it meanwhile
+    candidates: list[Path] = []
+    try:
+        candidates.append(read_pointer(folder))
+    except StoreError as fault:
+        passed.setdefault(folder / LAST_GOOD, PassedOver(folder / LAST_GOOD, str(fault)))
+    entries, damaged = list_entries(folder)
+    candidates += [entry.path for entry in entries if entry.good]
+    for path in candidates:
+        if path not in passed:
+            if passed:
+                for each in damaged:
+                    passed.setdefault(each.path, each)
+            return path
+    return None
 
 
-def _nothing(folder: Path, passed: list[PassedOver]) -> str:
+def _nothing_to_open(folder: Path, passed: list[PassedOver]) -> str:
     if not folder.is_dir():
         return f"{folder} does not exist; there is no checkpoint to open."
     if all(each.path.name == LAST_GOOD and not each.path.exists() for each in passed):
@@ -123,62 +126,66 @@ def _read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, seal: Seal, device: torch.device | str | None) -> dict[str, Tensor]:
+    forms: dict[str, TensorForm] = {}
+    names_of: dict[str, list[str]] = {}
     try:
-        forms = {
-            name: named_form(t.dtype, t.shape)
-            for name, t in seal.tensors.items()
-            if t.same_as is None
-        }
+        for name, sealed in seal.tensors.items():
+            if sealed.same_as is None:
+                forms[name] = form_from_seal(sealed.dtype, sealed.shape)
+                names_of.setdefault(sealed.file, []).append(name)
     except ValueError as fault:
         raise StoreError(f"{path} cannot be read: {fault}.") from None
-    plans = [
-        plan_of(
-            file, stored_order([n for n in forms if seal.tensors[n].file == file], forms), forms
-        )
-        for file in sorted(seal.files.keys() - {FACTS})
-    ]
-    _refuse_what_cannot_be(path, seal, plans)
+    plans = []
+    for file in sorted(seal.files.keys() - {FACTS}):
+        plans.append(plan_file(file, stored_order(names_of.get(file, ()), forms), forms))
+    _check_before_reading(path, seal, plans)
     tensors: dict[str, Tensor] = {}
     for plan in plans:
         tensors.update(_read_file(path / plan.name, plan, seal, forms, device))
     return {name: tensors[sealed.same_as or name] for name, sealed in seal.tensors.items()}
 
 
-def _refuse_what_cannot_be(path: Path, seal: Seal, plans: list[FilePlan]) -> None:
-    """All that can be known wrong before memory is taken for it."""
+def _check_before_reading(path: Path, seal: Seal, plans: list[FilePlan]) -> None:
+    """Refuse all that can be known to be wrong before memory is taken for it."""
+    _check_names(path, seal, plans)
+    for plan in plans:
+        _check_size(path, seal, plan)
+    needed = sum(plan.size for plan in plans)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > installed:
+        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
+
+
+def _check_names(path: Path, seal: Seal, plans: list[FilePlan]) -> None:
+    """Refuse a seal whose shared tensors differ from those they share, or that are in no file."""
     planned = {name for plan in plans for name in plan.names}
     for name, sealed in seal.tensors.items():
-        stored = seal.tensors.get(sealed.same_as or name)
-        if (sealed.same_as or name) not in planned or stored != replace(sealed, same_as=None):
+        first = sealed.same_as or name
+        if first not in planned or seal.tensors[first] != replace(sealed, same_as=None):
             raise StoreError(
                 f"{path} has a seal that contradicts itself: {name} is in no file as it is "
                 f"described."
             )
-    for plan in plans:
-        if plan.size != seal.files[plan.name].size:
-            raise StoreError(
-                f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it "
-                f"gives."
-            )
-        descriptor, size = open_plain(path / plan.name)
-        os.close(descriptor)
-        if size != plan.size:
-            raise StoreError(
-                f"{path} is not whole: {plan.name} has {size} bytes, {plan.size} were sealed."
-            )
-    needed, there = (
-        sum(plan.size for plan in plans),
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    )
-    if needed > there:
-        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {there}.")
+
+
+def _check_size(path: Path, seal: Seal, plan: FilePlan) -> None:
+    if plan.size != seal.files[plan.name].size:
+        raise StoreError(
+            f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it gives."
+        )
+    descriptor, size = open_plain(path / plan.name)
+    os.close(descriptor)
+    if size != plan.size:
+        raise StoreError(
+            f"{path} is not whole: {plan.name} has {size} bytes, {plan.size} were sealed."
+        )
 
 
 def _read_file(
     path: Path,
     plan: FilePlan,
     seal: Seal,
-    forms: dict[str, Form],
+    forms: dict[str, TensorForm],
     device: torch.device | str | None,
 ) -> Iterator[tuple[str, Tensor]]:
     descriptor, _ = open_plain(path)
@@ -188,7 +195,7 @@ def _read_file(
             raise StoreError(f"{path} is not what was sealed: its header differs.")
         whole = xxhash.xxh3_128(header)
         for name in plan.names:
-            tensor, view = empty_of(forms[name])
+            tensor, view = empty_tensor(forms[name])
             digest = xxhash.xxh3_128()
             for at in range(0, len(view), PIECE):
                 piece = view[at : at + PIECE]

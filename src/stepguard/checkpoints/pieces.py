@@ -1,8 +1,8 @@
 """Tensors as a stream of flat byte pieces, and the exact finite test on them.
 
-A piece is small enough for the cache, so writing, digest and finite test read memory once.
-Everything here is numpy on purpose: it lets go of the interpreter lock and starts no threads of its
-own, which torch would, against training.
+A piece fits into the cache, so writing, digest and finite test read memory once. The test is in
+numpy because that releases the interpreter lock and starts no threads, which torch's would compete
+with training.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepguard.checkpoints.layout import REAL_PART, Form
+from stepguard.checkpoints.file_plan import REAL_PART, TensorForm
 
 PIECE = 1 << 19
-"""Bytes of a piece: fits the second-level cache, and is long enough for what is done without the
-interpreter lock.
-"""
+"""Bytes of a piece: fits the second-level cache, and is worth releasing the interpreter lock."""
 
 _INTEGERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _EXPONENTS: dict[torch.dtype, tuple[int, int]] = {
@@ -31,14 +29,15 @@ _EXPONENTS: dict[torch.dtype, tuple[int, int]] = {
     torch.float8_e4m3fn: (0x7F, 0x7F),
     torch.float8_e8m0fnu: (0xFF, 0xFF),
 }
-"""Without the sign, a number is not finite from this bit pattern on."""
+"""Mask of all bits but the sign, and the pattern from which on a number is not finite."""
 _ONE_NAN = {torch.float8_e4m3fnuz: 0x80, torch.float8_e5m2fnuz: 0x80}
 """Formats without infinities whose only NaN is minus zero."""
 
 
 def pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order; what is not contiguous is copied a piece at a time."""
+    """Yield the bytes of a tensor in row-major order; strided ones are copied piece by piece."""
     for flat in _flat_pieces(tensor.detach()):
+        # conj() only sets a flag, and so does .imag of a conjugate: the memory holds other values
         host = flat.cpu().resolve_conj().resolve_neg()
         if host.numel():
             yield host.view(torch.uint8).numpy().data
@@ -50,18 +49,15 @@ def _flat_pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor.contiguous().view(-1)
     elif tensor.is_contiguous():
         yield from torch.split(tensor.view(-1), most)
-    elif (row := tensor[0].numel()) <= most:
-        for rows in torch.split(tensor, most // row):
-            yield from _flat_pieces(rows)
     else:
-        for part in tensor.unbind(0):
-            yield from _flat_pieces(part)
+        rows = max(most // tensor[0].numel(), 1)
+        for part in torch.split(tensor, rows):
+            # a single row is split along its own dimensions
+            yield from _flat_pieces(part if rows > 1 else part[0])
 
 
 def nonfinite(piece: memoryview, dtype: torch.dtype) -> int:
-    """How many elements of the piece are NaN or infinite, by their bits: exact for every float
-    format.
-    """
+    """Count the elements that are NaN or infinite, by their bits: exact for every float format."""
     dtype = REAL_PART.get(dtype, dtype)
     if dtype not in _EXPONENTS and dtype not in _ONE_NAN:
         return 0
@@ -70,11 +66,14 @@ def nonfinite(piece: memoryview, dtype: torch.dtype) -> int:
         return int(np.count_nonzero(bits == _ONE_NAN[dtype]))
     mask, first = _EXPONENTS[dtype]
     magnitude = np.bitwise_and(bits, bits.dtype.type(mask))
-    return 0 if magnitude.max() < first else int(np.count_nonzero(magnitude >= first))
+    # max() is faster than a comparison, and nearly always enough
+    if magnitude.max() < first:
+        return 0
+    return int(np.count_nonzero(magnitude >= first))
 
 
-def empty_of(form: Form) -> tuple[Tensor, memoryview]:
-    """A new tensor and its bytes, to be read into."""
+def empty_tensor(form: TensorForm) -> tuple[Tensor, memoryview]:
+    """Return a new tensor and its bytes, to be read into."""
     tensor = torch.empty(form.shape, dtype=form.dtype)
     if not tensor.numel():
         return tensor, memoryview(bytearray())

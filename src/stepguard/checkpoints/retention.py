@@ -1,7 +1,8 @@
-"""Which checkpoints may go, and their removal. The last good one and the best by loss never go."""
+"""Decide which checkpoints to remove, and remove them. The last good and the best one stay."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +11,13 @@ from stepguard.checkpoints.entries import Entry
 from stepguard.state.atomic import Disk, sibling
 
 
-def superfluous(
+def removable(
     entries: Sequence[Entry], last_good: Path | None, keep: int, keep_every: int | None
 ) -> list[Entry]:
-    """Of entries, newest first, those that are neither new, nor of a milestone, nor the last good
-    one, nor the best.
+    """Return the entries, given newest first, that are not new, a milestone, last-good or the best.
 
-    Checkpoints that are not good are counted apart, so that no number of them pushes a good one
-    out.
+    Checkpoints that are not good are counted apart, so that no number of them pushes out a good
+    one.
     """
     good = [entry for entry in entries if entry.good]
     doubtful = [entry for entry in entries if not entry.good]
@@ -28,18 +28,19 @@ def superfluous(
 
 
 def _best(good: Sequence[Entry]) -> set[Path]:
-    """Of the newest run, the good checkpoint with the lowest level of the loss."""
-    known = [
-        entry
-        for entry in good
-        if entry.health.level is not None and entry.health.run == good[0].health.run
-    ]
-    best = min(known, key=lambda entry: entry.health.level or 0.0, default=None)
-    return {best.path} if best is not None else set()
+    """Return the good checkpoint of the newest run with the lowest level of the loss."""
+    best: Entry | None = None
+    lowest = math.inf
+    for entry in good:
+        level = entry.health.level
+        if level is not None and entry.health.run == good[0].health.run and level < lowest:
+            best = entry
+            lowest = level
+    return set() if best is None else {best.path}
 
 
 def _milestones(good: Sequence[Entry], keep_every: int | None) -> set[Path]:
-    """The newest good checkpoint of every `keep_every`th step."""
+    """Return the newest good checkpoint of every `keep_every`th step."""
     if keep_every is None:
         return set()
     newest = {entry.step: entry.path for entry in reversed(good) if entry.step % keep_every == 0}
@@ -47,17 +48,16 @@ def _milestones(good: Sequence[Entry], keep_every: int | None) -> set[Path]:
 
 
 def remove(folder: Path, paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None:
-    """Take the names away first, durably: a half-removed folder is never found under the name of a
-    checkpoint.
-    """
+    """Remove checkpoints. What cannot be removed is reported, and left for the next save."""
     hidden: list[Path] = []
     for path in paths:
-        with _said(path, say):
+        with _reported(path, say):
+            # rename first, and durably: a half removed folder must not look like a checkpoint
             old = sibling(path, "old")
             disk.rename(path, old)
             hidden.append(old)
     if hidden:
-        with _said(folder, say):
+        with _reported(folder, say):
             disk.sync_folder(folder)
             sweep(hidden, disk, say)
 
@@ -65,7 +65,7 @@ def remove(folder: Path, paths: Sequence[Path], disk: Disk, say: Callable[[str],
 def sweep(paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None:
     """Remove what does not have the name of a checkpoint any more, or never had."""
     for path in paths:
-        with _said(path, say):
+        with _reported(path, say):
             if path.is_dir() and not path.is_symlink():
                 disk.rmtree(path)
             else:
@@ -73,8 +73,7 @@ def sweep(paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None
 
 
 @contextmanager
-def _said(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """What cannot be removed harms nothing but space: it is said, and left for the next save."""
+def _reported(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:

@@ -1,5 +1,4 @@
-"""The seal of a checkpoint: what it holds, with a digest of every file, of every tensor and of the
-seal itself.
+"""The seal of a checkpoint: what it holds, with digests of every file, every tensor and itself.
 
 Digests are XXH3-128: they find accidents (torn writes, flipped bits, swapped pages), not forgery.
 """
@@ -45,8 +44,9 @@ class Health:
     steps_watched: Count
     incidents: Count
     good: bool
-    """Finite, past its probation, and not from a run that had lost what it learned; only such a
-    checkpoint can be the last good one.
+    """Finite, past its probation, and its run had not lost what it learned.
+
+    Only such a checkpoint can be the last good one.
     """
     run: str = ""
     """Which run saved it; another run in the same folder does not go back to it by itself."""
@@ -62,7 +62,7 @@ class SealedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedTensor:
-    """One tensor, as torch sees it; `layout.py` says how it lies in its file."""
+    """One tensor, as torch sees it; `file_plan.py` says how it lies in its file."""
 
     file: FileName
     dtype: str
@@ -92,23 +92,23 @@ class Seal:
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """The digest of bytes that are all there."""
+    """Return the digest of bytes in memory."""
     return xxhash.xxh3_128(data).hexdigest()
 
 
 def seal_bytes(seal: Seal) -> bytes:
-    """The content of `seal.json`: strict JSON whose every byte is fixed or covered by the digest."""
+    """Return the content of `seal.json`: every byte is fixed or covered by the digest."""
     body = dumps(to_plain(seal)).encode()
     return b'{"digest":"' + digest_of(body).encode() + b'","seal":' + body + _TAIL
 
 
 def read_seal(folder: Path) -> Seal:
-    """The seal of a checkpoint, proven unaltered; StoreError says what is wrong with it."""
+    """Read the seal of a checkpoint, proven unaltered; StoreError says what is wrong with it."""
     return parse_seal(read_small(folder / SEAL), folder)
 
 
 def parse_seal(content: bytes, folder: Path) -> Seal:
-    """The seal in the bytes of a `seal.json`."""
+    """Parse the bytes of a `seal.json`."""
     head = _HEAD.match(content)
     if head is None or not content.endswith(_TAIL):
         raise StoreError(f"{folder} has a damaged seal: {SEAL} does not have the form of one.")
@@ -131,7 +131,7 @@ def parse_seal(content: bytes, folder: Path) -> Seal:
 
 
 def load_json(content: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object, whatever the bytes are."""
+    """Parse a JSON object; StoreError for any other bytes."""
     try:
         plain = json.loads(content)
     except (ValueError, RecursionError) as fault:
@@ -142,26 +142,28 @@ def load_json(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def first_line(fault: BaseException) -> str:
-    """What a foreign exception says, short enough for a message."""
+    """Shorten what an exception of another library says, for a message."""
     text = " ".join(str(fault).split()) or type(fault).__name__
     return text[:200].removesuffix(".")
 
 
 def read_small(path: Path) -> bytes:
-    """A whole file of bounded size."""
+    """Read a whole file of bounded size."""
     fd, size = open_plain(path)
     with os.fdopen(fd, "rb", closefd=True) as file:
         if size > LARGEST:
             raise StoreError(f"{path} has {size} bytes; more than {LARGEST} are not read.")
         try:
+            # one byte more than expected: a file that grew meanwhile fails its digest
             return file.read(size + 1)
         except OSError as fault:
             raise StoreError(f"{path} cannot be read: {fault.strerror}.") from None
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """A descriptor and the size of a regular file; links, pipes, devices and folders are refused."""
+    """Open a regular file; returns descriptor and size. Links, FIFOs, devices are refused."""
     try:
+        # O_NONBLOCK: opening a FIFO that has no writer must not wait
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise StoreError(f"{path} is missing.") from None

@@ -1,4 +1,4 @@
-"""The store: checkpoints that are whole, finite and sealed before anything points to them."""
+"""The store: checkpoints are complete, finite and sealed before anything points to them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ from torch import Tensor
 
 from stepguard import __version__
 from stepguard._errors import StoreError
-from stepguard.checkpoints.claim import Claim
 from stepguard.checkpoints.entries import (
     LAST_GOOD,
     Entry,
     Known,
     checkpoint_name,
-    litter,
-    look,
-    pointed,
+    leftovers,
+    list_entries,
     pointer_bytes,
+    read_pointer,
 )
 from stepguard.checkpoints.opening import Opened, open_last_good, open_one
-from stepguard.checkpoints.retention import remove, superfluous, sweep
+from stepguard.checkpoints.retention import removable, remove, sweep
 from stepguard.checkpoints.seal import FACTS, SEAL, Health, Seal, digest_of, first_line, seal_bytes
+from stepguard.checkpoints.writer_lock import WriterLock
 from stepguard.checkpoints.writing import read_back, write_json, write_tensors
 from stepguard.records.codec import dumps
 from stepguard.state.atomic import DISK, Disk, sibling, write_file
 
-KNOWN = 1000
+MOST_KNOWN = 1000
 """Entries that are remembered, at most."""
 
 
 class Store:
-    """A folder of checkpoints, `step-<n>/` each, and `last-good`, which only ever names a sealed
-    good one.
-    """
+    """A folder of checkpoints `step-<n>/`, and `last-good`, which only names a sealed good one."""
 
     def __init__(
         self,
@@ -53,40 +51,39 @@ class Store:
         disk: Disk = DISK,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`check="read-back"` reads every file again from the disk before it is sealed; `"digest"`
-        trusts the disk.
-        """
+        """With `check="read-back"` every file is read from the disk again before it is sealed."""
         if keep < 1:
             raise StoreError(f"keep={keep} would delete the last good checkpoint; use 1 or more.")
         if keep_every is not None and keep_every < 1:
             raise StoreError(
-                f"keep_every={keep_every} is no number of steps; use 1 or more, or None."
+                f"keep_every={keep_every} is not a number of steps; use 1 or more, or None."
             )
         if check not in ("read-back", "digest"):
             raise StoreError(f"check={check!r} is not known; use 'read-back' or 'digest'.")
         self.folder = Path(folder)
-        self.keep, self.keep_every = keep, keep_every
+        self.keep = keep
+        self.keep_every = keep_every
         self.say = say or _warn
-        self._check, self._disk = check, disk
-        self._claim: Claim | None = None
+        self._check = check
+        self._disk = disk
+        self._lock: WriterLock | None = None
         self._known: Known = {}
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
     ) -> Path:
-        """Write, prove and seal one checkpoint, then move `last-good` if it is good, then let old
-        ones go.
+        """Write, prove and seal one checkpoint; if it is good, move `last-good`; remove old ones.
 
-        StoreError says why it was not written; then nothing of it is left, and what was there
-        before still is.
+        StoreError says why it was not written; then nothing of it is left, and everything that was
+        there before still is.
         """
         try:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise StoreError(
-                    f"step={step!r} is no number of optimizer steps done; use an int from 0 on."
+                    f"step={step!r} is not a number of optimizer steps; use an int from 0 on."
                 )
             self._disk.make_folders(self.folder)
-            with self._claimed().turn():
+            with self._locked().turn():
                 return self._save(step, tensors, facts, health)
         except OSError as fault:
             raise StoreError(self._refusal(step, fault)) from fault
@@ -101,44 +98,47 @@ class Store:
         """
         if str(which) == LAST_GOOD:
             return open_last_good(self.folder, device)
-        path = Path(which)
-        if len(path.parts) == 1:
-            path = next(
-                (entry.path for entry in self.list() if checkpoint_name(entry.step) == path.name),
-                self.folder / path,
-            )
+        path = self._path_of(Path(which))
         try:
             return open_one(path, device)
         except StoreError as fault:
-            usable = (
-                ", ".join(entry.path.name for entry in self.list()[:5] if entry.path != path)
-                or "none"
-            )
+            others = [entry.path.name for entry in self.list()[:5] if entry.path != path]
+            usable = ", ".join(others) or "none"
             raise StoreError(
                 f"{fault} Other sealed checkpoints in {self.folder}: {usable}."
             ) from None
 
     def list(self) -> list[Entry]:
-        """The sealed checkpoints, newest first, by their seals alone."""
-        if len(self._known) > KNOWN:
+        """Return the sealed checkpoints, newest first, by their seals alone."""
+        if len(self._known) > MOST_KNOWN:
             self._known.clear()
-        return look(self.folder, self._known)[0]
+        return list_entries(self.folder, self._known)[0]
 
     def close(self) -> None:
         """Let another process write here."""
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
-    def _claimed(self) -> Claim:
-        if self._claim is None or self._claim.lost:
-            self._claim = Claim(self.folder, self._disk)
-        return self._claim
+    def _locked(self) -> WriterLock:
+        if self._lock is None or self._lock.lost:
+            self._lock = WriterLock(self.folder, self._disk)
+        return self._lock
+
+    def _path_of(self, which: Path) -> Path:
+        """Return the path of a name: `step-100` is the newest checkpoint of that step."""
+        if len(which.parts) > 1:
+            return which
+        for entry in self.list():
+            if checkpoint_name(entry.step) == which.name:
+                return entry.path
+        return self.folder / which
 
     def _save(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
     ) -> Path:
-        sweep(litter(self.folder), self._disk, self.say)
+        # this process holds the lock, so their writers are dead
+        sweep(leftovers(self.folder), self._disk, self.say)
         entries = self.list()
         path = self._free_path(step)
         temporary = sibling(path)
@@ -148,9 +148,11 @@ class Store:
             seal_digest = self._fill(temporary, step, tensors, facts, health, serial)
             self._disk.rename(temporary, path)
         except BaseException:
-            sweep([temporary] if temporary.exists() else [], self._disk, self.say)
+            if temporary.exists():
+                sweep([temporary], self._disk, self.say)
             raise
         self._publish(path, seal_digest, health)
+        # the save is done; a folder that cannot be listed must not make it look failed
         with suppress(OSError):
             self._rotate(health.run)
         return path
@@ -164,7 +166,7 @@ class Store:
         health: Health,
         serial: int,
     ) -> str:
-        """Everything of a checkpoint, durable, the seal last; returns the digest of the seal."""
+        """Write everything of a checkpoint, the seal last; returns the digest of the seal."""
         facts_content = _json(dict(facts))
         written = write_tensors(
             folder, tensors, frozenset(facts.get("nonfinite_ok") or ()), self._disk
@@ -173,6 +175,7 @@ class Store:
         if self._check == "read-back":
             for name, sealed in written.files.items():
                 read_back(folder / name, sealed)
+        config = facts.get("config")
         seal = Seal(
             step=step,
             health=health,
@@ -180,7 +183,7 @@ class Store:
             tensors=written.tensors,
             serial=serial,
             nonfinite=tuple(written.nonfinite),
-            config=dict(config) if isinstance(config := facts.get("config"), Mapping) else {},
+            config=dict(config) if isinstance(config, Mapping) else {},
             versions={
                 "stepguard": __version__,
                 "torch": torch.__version__,
@@ -190,20 +193,21 @@ class Store:
         )
         content = seal_bytes(seal)
         write_json(folder / SEAL, content, self._disk)
+        # fsync of a file does not make its name durable, that of its folder does
         self._disk.sync_folder(folder)
         return digest_of(content)
 
     def _publish(self, path: Path, seal_digest: str, health: Health) -> None:
-        """Make the name durable, then the pointer; if that fails, the checkpoint is withdrawn,
-        unless it is named.
-        """
+        """Make the name durable, then move the pointer; a failure withdraws the checkpoint."""
         try:
+            # before the pointer: after a power cut it must not name a folder that is not there
             self._disk.sync_folder(self.folder)
             if health.good:
                 write_file(
                     self.folder / LAST_GOOD, pointer_bytes(path.name, seal_digest), self._disk
                 )
         except BaseException as fault:
+            # once the pointer names it, removing it would lose the last good checkpoint
             if self._last_good() != path:
                 remove(self.folder, [path], self._disk, self.say)
                 raise
@@ -215,14 +219,14 @@ class Store:
             )
 
     def _rotate(self, run: str) -> None:
-        """Of this run's own checkpoints; what another run left in the folder is not ours to remove."""
+        """Remove old checkpoints of this run; those of other runs in the folder stay."""
         own = [entry for entry in self.list() if entry.health.run == run]
-        going = superfluous(own, self._last_good(), self.keep, self.keep_every)
-        remove(self.folder, [entry.path for entry in going], self._disk, self.say)
+        old = removable(own, self._last_good(), self.keep, self.keep_every)
+        remove(self.folder, [entry.path for entry in old], self._disk, self.say)
 
     def _last_good(self) -> Path | None:
         try:
-            return pointed(self.folder)
+            return read_pointer(self.folder)
         except StoreError:
             return None
 
@@ -233,17 +237,13 @@ class Store:
         return self.folder / checkpoint_name(step, turn)
 
     def _refusal(self, step: int, fault: OSError) -> str:
+        rest = "there is no good checkpoint yet"
         last = self._last_good()
-        rest = (
-            f"the last good checkpoint is still {last.name}"
-            if last
-            else "there is no good checkpoint yet"
-        )
-        why = (
-            f"{fault.strerror}: {fault.filename}"
-            if fault.filename
-            else str(fault.strerror or fault)
-        )
+        if last is not None:
+            rest = f"the last good checkpoint is still {last.name}"
+        why = str(fault.strerror or fault)
+        if fault.filename:
+            why = f"{fault.strerror}: {fault.filename}"
         return f"the checkpoint of step {step} was not written into {self.folder} ({why}); {rest}."
 
 

@@ -1,6 +1,4 @@
-"""What the commands that read checkpoints share: a progress bar for what takes long, and the
-rendered result.
-"""
+"""Shared by the commands that read checkpoints: a progress bar, and the rendered result."""
 
 from __future__ import annotations
 
@@ -21,11 +19,13 @@ PATIENCE = 2.0
 
 
 class Bar:
-    """A progress bar on stderr that appears only if reading takes long, and leaves no trace."""
+    """A progress bar on stderr that appears if reading takes long, and is erased at the end."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._began = what, time.monotonic()
-        self._total = self._done = 0
+        self._what = what
+        self._began = time.monotonic()
+        self._total = 0
+        self._done = 0
         self._progress: Progress | None = None
         self._task: Any = None
 
@@ -80,28 +80,27 @@ class Bar:
 
 
 def verified(paths: Sequence[Path], lr: float | None = None) -> list[Verification]:
-    """Each path verified, with a bar over all of them; one that holds nothing stays without parts."""
-    from stepguard.verification.api import verify_or_empty
+    """Verify each path, with one bar for all; the result of an empty folder has no parts."""
+    from stepguard.verification import verify_or_empty
 
     with Bar("verifying") as bar:
         return [verify_or_empty(path, lr=lr, plan=bar.plan, progress=bar.advance) for path in paths]
 
 
-def show(found: Sequence[Verification]) -> None:
-    """The result on stdout, as wide and colourful as stdout takes it."""
+def show(results: Sequence[Verification]) -> None:
+    """Print the results on stdout, in its width and colours."""
     from stepguard.report import screen
-    from stepguard.report.verification import render_checked
+    from stepguard.report.verification import render_results
 
     out = sys.stdout
-    screen.put(
-        render_checked(found, width=screen.columns(out), colour=screen.wants_colour(out)), out
-    )
+    text = render_results(results, width=screen.columns(out), colour=screen.wants_colour(out))
+    screen.put(text, out)
 
 
-def as_plain(each: Verification) -> dict[str, Any]:
-    """The record with what its properties say, for JSON."""
+def as_plain(result: Verification) -> dict[str, Any]:
+    """Return the record as plain data for JSON, with what its properties say."""
     from stepguard.records.codec import to_plain
 
-    plain = to_plain(each)
-    plain["parts"] = [as_plain(part) for part in each.parts]
-    return {"ok": each.ok, "corrupt": each.corrupt, **plain}
+    plain = to_plain(result)
+    plain["parts"] = [as_plain(part) for part in result.parts]
+    return {"ok": result.ok, "corrupt": result.corrupt, **plain}

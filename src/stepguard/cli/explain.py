@@ -36,17 +36,18 @@ def explain(
 
 def as_plain(rule: Rule) -> dict[str, object]:
     """A rule as JSON values."""
+    text = rule.text
     return {
         "code": rule.code,
-        "title": rule.title,
-        "what": rule.what,
-        "why": rule.why,
-        "how": rule.how,
-        "setup": rule.setup,
-        "bad": rule.bad,
+        "title": text.title,
+        "what": text.what,
+        "why": text.why,
+        "how": text.how,
+        "setup": text.setup,
+        "bad": text.bad,
         "fixed": rule.fixed,
         "remedies": [asdict(remedy) for remedy in rule.ordered],
-        "see": list(rule.see),
+        "see": list(text.see),
     }
 
 

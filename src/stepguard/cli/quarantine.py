@@ -1,6 +1,4 @@
-"""`stepguard quarantine DIR`: move the bad checkpoints out of the way, and only those; `--data`:
-list bad samples.
-"""
+"""`stepguard quarantine DIR`: move bad checkpoints away; with `--data`, list bad samples."""
 
 from __future__ import annotations
 
@@ -14,7 +12,12 @@ from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_USAGE, ConfigError
 from stepguard.cli.bad_samples import show_bad_samples
 
 if TYPE_CHECKING:
+    from stepguard.records.verification import Verification
+    from stepguard.verification.format_entry import CheckpointFiles
     from stepguard.verification.quarantine import Move
+
+MOST_REASONS = 3
+"""Reasons shown for one checkpoint; `--json` has all."""
 
 
 def quarantine(
@@ -57,60 +60,77 @@ def quarantine(
     """Move corrupt checkpoints to DIR/quarantine, with a list of reasons; good ones are never
     touched.
     """
+    _refuse_contradictions(undo=undo, dry_run=dry_run, data=data, out=out, unproven=unproven)
+    if not folder.is_dir():
+        what = "a run directory" if data else "the one that holds the checkpoints"
+        raise ConfigError(f"{folder} is not a folder; give {what}.")
+    if data:
+        show_bad_samples(folder, as_json=as_json, out=out, unproven=unproven)
+    elif undo:
+        raise typer.Exit(_undo(folder, as_json))
+    else:
+        raise typer.Exit(_move(folder, dry_run, as_json))
+
+
+def _refuse_contradictions(
+    *, undo: bool, dry_run: bool, data: bool, out: Path | None, unproven: bool
+) -> None:
     if undo and dry_run:
         raise ConfigError("--undo and --dry-run exclude each other.")
-    if data and (undo or dry_run):
-        raise ConfigError("--data only lists samples; leave out --undo and --dry-run.")
-    if not data and (out is not None or unproven):
+    if data:
+        if undo or dry_run:
+            raise ConfigError("--data only lists samples; leave out --undo and --dry-run.")
+    elif unproven or out is not None:
         raise ConfigError("--out and --unproven belong to --data.")
     if unproven and out is None:
         raise ConfigError("--unproven says what --out writes; give --out FILE.")
-    if not folder.is_dir():
-        what = "a run directory" if data else "the one that holds the checkpoints"
-        raise ConfigError(f"{folder} is no folder; give {what}.")
-    if data:
-        show_bad_samples(folder, as_json=as_json, out=out, unproven=unproven)
-        return
-    raise typer.Exit(_undo(folder, as_json) if undo else _move(folder, dry_run, as_json))
 
 
 def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
-    from stepguard.cli._checkpoint_results import Bar
-    from stepguard.verification.check import check_place
-    from stepguard.verification.quarantine import apply, find_places, is_bad, plan
+    from stepguard.verification.quarantine import apply, checkpoints_below, is_bad, plan
 
-    with Bar("verifying") as bar:
-        places = find_places(folder)
-        bar.plan(len(places), sum(place.size for place in places))
-        found = [check_place(place, bar.advance) for place in places]
-    moves = plan(folder, places, [each for each in found if is_bad(each)])
+    checkpoints = checkpoints_below(folder)
+    results = _check_all(checkpoints)
+    moves = plan(folder, checkpoints, filter(is_bad, results))
+    word = "would be moved"
     if not dry_run:
         moves = apply(folder, moves)
-    unread = [each.path for each in found if not each.ok and not is_bad(each)]
+        word = "moved"
+    unread = [result.path for result in results if not result.ok and not is_bad(result)]
+    checked = len(results)
     if as_json:
-        _print_json(
-            {"dry_run": dry_run, "checked": len(found), "moved": moves, "not_judged": unread}
-        )
+        _print_json({"dry_run": dry_run, "checked": checked, "moved": moves, "not_judged": unread})
     else:
-        _tell(folder, moves, unread, len(found), "would be moved" if dry_run else "moved")
+        _print_text(folder, checked, moves, unread, word)
     return EXIT_CORRUPT if dry_run and moves else EXIT_OK
 
 
-def _tell(
-    folder: Path, moves: Sequence[Move], unread: Sequence[str], checked: int, word: str
+def _check_all(checkpoints: Sequence[CheckpointFiles]) -> list[Verification]:
+    from stepguard.cli._checkpoint_results import Bar
+    from stepguard.verification import check_checkpoint
+
+    with Bar("verifying") as bar:
+        bar.plan(len(checkpoints), sum(checkpoint.size for checkpoint in checkpoints))
+        return [check_checkpoint(checkpoint, bar.advance) for checkpoint in checkpoints]
+
+
+def _print_text(
+    folder: Path, checked: int, moves: Sequence[Move], unread: Sequence[str], word: str
 ) -> None:
     for move in moves:
         typer.echo(f"{word}: {folder / move.original} -> {folder / move.place}")
-        for reason in move.reasons[:3]:
+        for reason in move.reasons[:MOST_REASONS]:
             typer.echo(f"    {reason}")
-        if len(move.reasons) > 3:
-            typer.echo(f"    and {len(move.reasons) - 3} more")
+        more = len(move.reasons) - MOST_REASONS
+        if more > 0:
+            typer.echo(f"    and {more} more")
+
     for path in unread:
         typer.echo(f"left alone, could not be judged: {path} (stepguard verify {path} says why)")
-    typer.echo(
-        f"{checked} checked, {len(moves)} {word}"
-        + (f"; back with: stepguard quarantine {folder} --undo" if moves else "")
-    )
+    line = f"{checked} checked, {len(moves)} {word}"
+    if moves:
+        line += f"; back with: stepguard quarantine {folder} --undo"
+    typer.echo(line)
 
 
 def _undo(folder: Path, as_json: bool) -> int:
@@ -120,26 +140,30 @@ def _undo(folder: Path, as_json: bool) -> int:
     if as_json:
         reasons = [{"move": move, "why": why} for move, why in stays]
         _print_json({"moved_back": back, "stays": reasons})
-    else:
-        for move in back:
-            typer.echo(f"moved back: {folder / move.original}")
-        for move, why in stays:
-            typer.echo(f"stays in {folder / move.place}: {why}", err=True)
-        if not back and not stays:
-            typer.echo(f"nothing of {folder} is in quarantine")
+        return EXIT_USAGE if stays else EXIT_OK
+    for move in back:
+        typer.echo(f"moved back: {folder / move.original}")
+    for move, why in stays:
+        typer.echo(f"stays in {folder / move.place}: {why}", err=True)
+    if not back and not stays:
+        typer.echo(f"nothing of {folder} is in quarantine")
     return EXIT_USAGE if stays else EXIT_OK
 
 
 def _print_json(data: dict[str, Any]) -> None:
-    from dataclasses import asdict
-
     from stepguard.records.codec import dumps
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    typer.echo(dumps(_plain(data)))
 
-    typer.echo(dumps(plain(data)))
+
+def _plain(value: Any) -> Any:
+    """Turn dataclasses inside lists and dicts into dicts."""
+    from dataclasses import asdict, is_dataclass
+
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value

@@ -69,9 +69,9 @@ def _show(step: Step, incident: Incident, *, debug: bool) -> None:
 def _enter_debugger(step: Step, incident: Incident) -> None:
     import pdb  # noqa: T100
 
-    from stepguard.locate.stop_at_origin import frames_at_birth
+    from stepguard.locate.stop_at_origin import frames_at_origin
 
-    trace = frames_at_birth(step, incident.reading)
+    trace = frames_at_origin(step, incident.reading)
     if trace is None:
         typer.echo(
             "stepguard: no line of yours is involved where the value is born, so there is no frame "

@@ -1,6 +1,4 @@
-"""`stepguard verify PATH...`: are these checkpoints whole, finite and unaltered? Nothing in them is
-executed.
-"""
+"""`stepguard verify PATH...`: are checkpoints complete, finite and unaltered? Executes nothing."""
 
 from __future__ import annotations
 
@@ -39,29 +37,47 @@ def verify(
     """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code
     from them.
     """
-    from stepguard.cli._checkpoint_results import as_plain, show, verified
+    from stepguard.cli._checkpoint_results import verified
     from stepguard.preflight.settings.rates import configured_rate
-    from stepguard.records.codec import dumps
-    from stepguard.verification.api import nothing_in
+    from stepguard.verification import nothing_in
 
     if lr is not None and config is not None:
         raise ConfigError("--lr and --config exclude each other; give one of them.")
-    found = verified(paths, configured_rate(config) if config is not None else lr)
-    empty = [each for each in found if not each.leaves]
+    if config is not None:
+        lr = configured_rate(config)
+    results = verified(paths, lr)
+    code = _exit_code(results)
     if as_json:
-        ok = not empty and all(each.ok for each in found)
-        typer.echo(dumps({"ok": ok, "paths": [as_plain(each) for each in found]}))
-    elif len(empty) < len(found) or any(each.problems for each in found):
-        show(found)
-    for each in empty:
-        typer.echo(f"stepguard: error: {nothing_in(each.path)}", err=True)
-    raise typer.Exit(_exit_code(found, empty))
+        _print_json(results, ok=code == EXIT_OK)
+    else:
+        _print_text(results)
+    for result in results:
+        if not result.leaves:
+            typer.echo(f"stepguard: error: {nothing_in(result.path)}", err=True)
+    raise typer.Exit(code)
 
 
-def _exit_code(found: Sequence[Verification], empty: Sequence[Verification]) -> int:
-    """What is corrupt comes first; a folder without a checkpoint is no success."""
-    if any(each.corrupt for each in found):
+def _print_text(results: Sequence[Verification]) -> None:
+    """Print the results, unless no path held anything: then the errors say it all."""
+    from stepguard.cli._checkpoint_results import show
+
+    if any(result.leaves or result.problems for result in results):
+        show(results)
+
+
+def _print_json(results: Sequence[Verification], *, ok: bool) -> None:
+    from stepguard.cli._checkpoint_results import as_plain
+    from stepguard.records.codec import dumps
+
+    typer.echo(dumps({"ok": ok, "paths": [as_plain(result) for result in results]}))
+
+
+def _exit_code(results: Sequence[Verification]) -> int:
+    """Choose the exit code: corrupt comes first, and a folder without a checkpoint is an error."""
+    if any(result.corrupt for result in results):
         return EXIT_CORRUPT
-    if empty:
+    if not all(result.leaves for result in results):
         return EXIT_USAGE
-    return EXIT_OK if all(each.ok for each in found) else EXIT_PREFLIGHT
+    if all(result.ok for result in results):
+        return EXIT_OK
+    return EXIT_PREFLIGHT

@@ -1,4 +1,4 @@
-"""Why a step went bad: pure rules over the origin, the reading, the verdict and the run. No torch."""
+"""Why a step went bad: pure rules over origin, reading, verdict and run. No torch."""
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.engine import diagnose

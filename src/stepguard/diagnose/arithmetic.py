@@ -1,13 +1,19 @@
-"""Which operand left the domain of an operation: shared by the rules on division, logarithm, root
-and overflow.
-"""
+"""Which operand left the domain of an operation: division, logarithm, root and overflow."""
 
 from __future__ import annotations
 
 import math
 
 from stepguard.diagnose.case import Case, elements, has_zero, high, low, met, reach
-from stepguard.diagnose.ops import COUNTED, CURVED, MEASURED, NORM_LAYERS, PRODUCTS, STATISTICS
+from stepguard.diagnose.ops import (
+    COUNTED,
+    CURVED,
+    MEASURED,
+    NORM_LAYERS,
+    PRODUCTS,
+    STATISTICS,
+    base_name,
+)
 from stepguard.records import Operand
 
 DIVISIONS = {
@@ -15,23 +21,15 @@ DIVISIONS = {
     "true_divide": ("other", 1),
     "divide": ("other", 1),
     "floor_divide": ("other", 1),
+    "remainder": ("other", 1),
+    "fmod": ("other", 1),
+    "addcdiv": ("tensor2", 2),
+    "reciprocal": ("self", 0),
+    "rsqrt": ("self", 0),
 }
-DIVISIONS |= {"remainder": ("other", 1), "fmod": ("other", 1), "addcdiv": ("tensor2", 2)}
-DIVISIONS |= {"reciprocal": ("self", 0), "rsqrt": ("self", 0)}
 """Operation -> which argument it divides by."""
-
-
-def zero_divisor(case: Case) -> Operand | None:
-    """The operand with a zero that is divided by."""
-    if case.op in DIVISIONS:
-        divisor = case.argument(*DIVISIONS[case.op])
-        return divisor if has_zero(divisor) else None
-    if case.op in ("pow", "float_power"):
-        base, exponent = case.argument("self", 0), case.argument("exponent", 1)
-        falls = exponent is not None and low(exponent) < 0
-        return base if falls and has_zero(base) else None
-    return None
-
+POWERS = ("pow", "float_power")
+MASK_NAMES = ("mask", "label", "valid", "length")
 
 LOGS: dict[str, tuple[str, int, float, float]] = {
     "log": ("self", 0, 0.0, math.inf),
@@ -55,97 +53,127 @@ LOGS: dict[str, tuple[str, int, float, float]] = {
 """Operation -> argument, its position, and the open interval in which it is finite."""
 
 
+def zero_divisor(case: Case) -> Operand | None:
+    """The operand with a zero that is divided by."""
+    if case.op in DIVISIONS:
+        name, position = DIVISIONS[case.op]
+        divisor = case.argument(name, position)
+        return divisor if has_zero(divisor) else None
+    if case.op not in POWERS:
+        return None
+    base = case.argument("self", 0)
+    exponent = case.argument("exponent", 1)
+    divides = exponent is not None and low(exponent) < 0
+    return base if divides and has_zero(base) else None
+
+
 def log_argument(case: Case) -> tuple[Operand, float, float] | None:
-    """The operand of a logarithm that is at or beyond its pole, with the open interval it must stay
-    in.
-    """
+    """The operand of a logarithm at or beyond its pole, with the open interval it must stay in."""
     if case.op not in LOGS:
         return None
     name, position, least, most = LOGS[case.op]
     operand = case.argument(name, position)
-    if operand is None or not (met(operand)[0] <= least or met(operand)[1] >= most):
+    if operand is None:
         return None
-    return operand, least, most
+    smallest, largest = met(operand)
+    if smallest <= least or largest >= most:
+        return operand, least, most
+    return None
 
 
 def negative_root(case: Case) -> tuple[Operand, str] | None:
     """The operand that has no real root or power, with what was asked of it."""
-    operand = case.argument("self", 0)
     if case.op in NORM_LAYERS:
         variance = case.argument("running_var", 4)
-        return (
-            (variance, "root of a variance") if variance is not None and low(variance) < 0 else None
-        )
+        if variance is None or not low(variance) < 0:
+            return None
+        return variance, "root of a variance"
+    operand = case.argument("self", 0)
     if operand is None or operand.nan:
         return None
+    asked = _asked_beyond_domain(case, operand)
+    return (operand, asked) if asked else None
+
+
+def _asked_beyond_domain(case: Case, operand: Operand) -> str:
+    """What was asked of an operand outside its domain; empty where it is inside."""
     least, most = met(operand)
     if case.op in ("sqrt", "rsqrt") and least < 0:
-        return operand, "square root"
-    if case.op in ("pow", "float_power") and least < 0:
-        exponent = case.argument("exponent", 1)
-        if exponent is None or fractional(exponent):
-            return operand, "power " + ("" if exponent is None else f"{high(exponent):g}")
+        return "square root"
+    if case.op in POWERS and least < 0:
+        return _fractional_power(case)
     if case.op in ("acos", "asin") and max(abs(least), abs(most)) > 1:
         return (
-            operand,
-            f"{case.op}, which is real on [-1, 1] only: beyond, 1 - x*x is negative and has no "
-            f"root",
+            f"{case.op}, which is real on [-1, 1] only: beyond, 1 - x*x is negative and has no root"
         )
     if case.op == "acosh" and least < 1:
-        return operand, "acosh, which is real from 1 on: below, x*x - 1 is negative and has no root"
-    return None
+        return "acosh, which is real from 1 on: below, x*x - 1 is negative and has no root"
+    return ""
+
+
+def _fractional_power(case: Case) -> str:
+    exponent = case.argument("exponent", 1)
+    if exponent is None:
+        return "power "
+    return f"power {high(exponent):g}" if fractional(exponent) else ""
 
 
 def fractional(operand: Operand) -> bool:
-    """Some element is no whole number, as far as its range shows."""
-    return any(math.isfinite(v) and v != int(v) for v in (low(operand), high(operand)))
+    """Some element is not a whole number, as far as its range shows."""
+    ends = (low(operand), high(operand))
+    return any(math.isfinite(end) and end != int(end) for end in ends)
 
 
 def singular_inputs(case: Case) -> bool:
-    """The result is non-finite in any precision: a pole, a missing root, an infinity that came in."""
+    """The result is non-finite in any precision: a pole, a missing root, an infinite operand."""
     out_of_domain = zero_divisor(case) or log_argument(case) or negative_root(case)
     return bool(out_of_domain) or not case.finite_inputs
 
 
 def overflow(case: Case) -> bool:
-    """Finite operands, a result out of range, and no pole in between: the numbers were simply too
-    large.
-    """
-    if (
-        not case.inputs
-        or singular_inputs(case)
-        or (case.op in STATISTICS and case.evidence.reduced_elements == 1)
-    ):
+    """Finite operands and no pole in between: the numbers were too large for the result."""
+    if not case.inputs or singular_inputs(case):
         return False
-    if any(elements(operand) == 0 for operand in case.inputs if operand.dtype):
+    if case.op in STATISTICS and case.evidence.reduced_elements == 1:
+        return False
+    if any(operand.dtype and elements(operand) == 0 for operand in case.inputs):
         return False
     return case.op in PRODUCTS | NORM_LAYERS or bool(case.wider)
 
 
-MASK_NAMES = ("mask", "label", "valid", "length")
-
-
 def counts_nothing(case: Case, divisor: Operand) -> bool:
     """Is the zero divisor a count or a mask's sum, so that the mean runs over no element?"""
-    made_by = (case.evidence.denominator_from or "").removeprefix("aten.").rstrip("_")
-    if made_by in MEASURED | CURVED or case.op not in ("div", "true_divide", "reciprocal", "mul"):
+    if case.op not in ("div", "true_divide", "reciprocal", "mul") or _cannot_count(case, divisor):
         return False
-    if low(divisor) < 0 or fractional(divisor) or case.evidence.denominator_fractional:
-        return False  # counts are whole and never negative
-    if case.evidence.denominator_learned:
-        return False  # nor do they depend on weights
     root = (case.evidence.denominator_root or "").lower()
     whole_type = "int" in divisor.dtype or "bool" in divisor.dtype
     if whole_type or any(word in root for word in MASK_NAMES):
         return True
+    return _looks_like_count(case, divisor)
+
+
+def _cannot_count(case: Case, divisor: Operand) -> bool:
+    """Counts are whole, never negative, and depend on no weights."""
+    evidence = case.evidence
+    if base_name(evidence.denominator_from) in MEASURED | CURVED:
+        return True
+    if evidence.denominator_fractional or evidence.denominator_learned:
+        return True
+    return low(divisor) < 0 or fractional(divisor)
+
+
+def _looks_like_count(case: Case, divisor: Operand) -> bool:
+    """Nothing excludes a count: do the values, and what is divided, speak for one?"""
     nothing_above = (
         case.op == "reciprocal"
-        or has_zero(case.argument("self", 0))
         or case.evidence.zero_numerator
+        or has_zero(case.argument("self", 0))
     )
-    whole = elements(divisor) > 1 and high(divisor) >= 1 and low(divisor) == 0
-    if made_by in COUNTED:
-        return (nothing_above or case.phase == "loss") and (whole or reach(divisor) == 0)
-    if elements(divisor) == 1:
-        return case.phase == "loss" and nothing_above and case.op == "div"
-    return whole and nothing_above and case.op == "div"
+    several = elements(divisor) > 1
+    counting = several and high(divisor) >= 1 and low(divisor) == 0
+    in_loss = case.phase == "loss"
+    if base_name(case.evidence.denominator_from) in COUNTED:
+        return (nothing_above or in_loss) and (counting or reach(divisor) == 0)
+    if case.op != "div" or not nothing_above:
+        return False
+    return counting if elements(divisor) != 1 else in_loss

@@ -1,6 +1,4 @@
-"""What a rule looks at: the origin, the reading, the verdict and the run, with the questions rules
-keep asking.
-"""
+"""One bad step as the rules see it: origin, reading, verdict, run, and the usual questions."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from stepguard.records.place import place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One bad step as the rules see it. Every question has a harmless answer where nothing is
-    known.
-    """
+    """A bad step. Every question has a harmless answer where nothing is known."""
 
     reading: Reading
     verdict: Verdict
@@ -31,19 +27,23 @@ class Case:
 
     @property
     def op(self) -> str:
-        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place, foreach and overload are of no interest
-        to a cause.
-        """
-        parts = (self.origin.op or "").split(".") if self.origin else [""]
+        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place and foreach do not matter to a cause."""
+        packet = (self.origin.op or "") if self.origin else ""
+        parts = packet.split(".")
         name = parts[1] if len(parts) > 1 else parts[0]
-        name = name.removeprefix("_foreach_")
-        return name.rstrip("_")
+        return name.removeprefix("_foreach_").rstrip("_")
 
     @property
     def node(self) -> str:
         """`SqrtBackward0` -> `Sqrt`, `torch::autograd::AccumulateGrad` -> `AccumulateGrad`."""
-        name = ((self.origin.node or "") if self.origin else "").rpartition("::")[2]
+        full = (self.origin.node or "") if self.origin else ""
+        name = full.rpartition("::")[2]
         return name.partition("Backward")[0]
+
+    @property
+    def operated(self) -> bool:
+        """An operation or a stored tensor is known as the origin."""
+        return self.origin is not None and bool(self.origin.op or self.origin.tensor)
 
     @property
     def tensor(self) -> str:
@@ -73,10 +73,21 @@ class Case:
             if operand.name == name:
                 return operand
         listed = [operand for operand in self.inputs if operand.name.startswith(f"{name}[")]
+        for operand in listed:
+            if not operand.finite or has_zero(operand):
+                return operand
         if listed:
-            return next((o for o in listed if not o.finite or has_zero(o)), listed[0])
+            return listed[0]
         if position < len(self.inputs) and not self.inputs[position].name:
             return self.inputs[position]
+        return None
+
+    @property
+    def bad_operand(self) -> Operand | None:
+        """The first operand, or else the result, that holds NaN or Inf."""
+        for operand in (*self.inputs, self.output):
+            if operand is not None and not operand.finite:
+                return operand
         return None
 
     @property
@@ -128,9 +139,7 @@ class Case:
 
     @property
     def computes(self) -> bool:
-        """Values are computed here, not their slopes: in a forward pass, a loss, or somebody's own
-        optimizer.
-        """
+        """Values are computed here, not their slopes: in a forward, a loss or an optimizer."""
         return self.forward or self.phase == "optimizer"
 
     @property
@@ -177,9 +186,8 @@ class Case:
 
 def met(operand: Operand) -> tuple[float, float]:
     """What stood at the bad position: that one element where it is known, else the whole range."""
-    if operand.index is not None and operand.value is not None and math.isfinite(operand.value):
-        return operand.value, operand.value
-    return _ends(operand)
+    element = _element(operand)
+    return _ends(operand) if element is None else (element, element)
 
 
 def low(operand: Operand) -> float:
@@ -192,26 +200,37 @@ def high(operand: Operand) -> float:
     return _ends(operand)[1]
 
 
+def _element(operand: Operand) -> float | None:
+    """The element at the bad position, where it is known and finite."""
+    if operand.index is None or operand.value is None or not math.isfinite(operand.value):
+        return None
+    return operand.value
+
+
 def _ends(operand: Operand) -> tuple[float, float]:
-    known = [
-        v for v in (operand.min, operand.max, operand.value) if v is not None and math.isfinite(v)
-    ]
-    return (min(known), max(known)) if known else (math.nan, math.nan)
+    stated = (operand.min, operand.max, operand.value)
+    known = [value for value in stated if value is not None and math.isfinite(value)]
+    if not known:
+        return math.nan, math.nan
+    return min(known), max(known)
 
 
 def reach(operand: Operand) -> float:
     """Largest finite absolute value."""
     small, big = _ends(operand)
-    return max(abs(small), abs(big)) if not math.isnan(small) else 0.0
+    return 0.0 if math.isnan(small) else max(abs(small), abs(big))
 
 
 def has_zero(operand: Operand | None) -> bool:
     """A zero at the bad position where that is known, else a zero anywhere."""
     if operand is None:
         return False
-    if operand.index is not None and operand.value is not None and math.isfinite(operand.value):
-        return operand.value == 0.0
-    return operand.zeros > 0 or operand.value == 0.0 or (operand.min == 0.0 and operand.max == 0.0)
+    element = _element(operand)
+    if element is not None:
+        return element == 0.0
+    if operand.zeros > 0 or operand.value == 0.0:
+        return True
+    return operand.min == 0.0 and operand.max == 0.0
 
 
 def elements(operand: Operand) -> int:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Largest finite number, smallest positive one, and bits of precision (the hidden one
-    included).
-    """
+    """Largest finite number, smallest positive one, and bits of precision with the hidden one."""
 
     largest: float
     smallest: float
@@ -28,9 +26,7 @@ FORMATS = {
 SHORT = frozenset(FORMATS) - {"float64", "float32"}
 """Half precision and below."""
 NARROW = frozenset(name for name in SHORT if FORMATS[name].largest < 1e5)
-"""Formats whose range is small, so that ordinary activations can leave it. bfloat16 is not one of
-them.
-"""
+"""Formats whose range ordinary activations can leave. bfloat16 is not one of them."""
 
 
 def plain(dtype: str) -> str:
@@ -49,9 +45,7 @@ def floating(dtype: str) -> bool:
 
 
 def largest(dtype: str) -> float:
-    """The limit of this dtype; infinite for one that is not known, so that nothing is claimed about
-    it.
-    """
+    """The limit of this dtype; infinite for an unknown one, so that nothing is claimed about it."""
     known = FORMATS.get(plain(dtype))
     return known.largest if known else math.inf
 

@@ -1,38 +1,51 @@
-"""From an incident to its findings: every rule looks at the case, the most certain speaks first."""
+"""From an incident to its findings: every rule examines the case, the most certain goes first."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.run_facts import RunFacts
-from stepguard.records import Finding, Incident
+from stepguard.records import Certainty, Finding, Incident
 
-LEAST_CONFIDENCE = 0.3
 MOST_FINDINGS = 4
+CERTAINTY_ORDER: tuple[str, ...] = get_args(Certainty)
+YIELDS_TO = {rule.code: frozenset(rule.yields_to) for rule in RULES}
 
 
 def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding, ...]:
-    """Findings with evidence, most likely first; empty when no rule can prove anything. Pure."""
+    """Findings with evidence, most certain first; empty when no rule can prove anything. Pure."""
     case = Case(
         reading=incident.reading,
         verdict=incident.verdict,
         origin=incident.origin,
         facts=facts if facts is not None else RunFacts(),
     )
-    found = (rule.examine(case) for rule in RULES)
-    proven = [
-        finding
-        for finding in found
-        if finding is not None and finding.confidence >= LEAST_CONFIDENCE
-    ]
-    proven.sort(key=lambda finding: (-finding.confidence, finding.code))
-    return tuple(_with_way(finding, case) for finding in proven[:MOST_FINDINGS])
+    found = [rule.examine(case) for rule in RULES]
+    findings = ranked([finding for finding in found if finding is not None])
+    return tuple(_with_way(finding, case) for finding in findings[:MOST_FINDINGS])
+
+
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
+    """By certainty, then by what the rules yield to, then by code."""
+    waiting = sorted(
+        findings, key=lambda finding: (CERTAINTY_ORDER.index(finding.certainty), finding.code)
+    )
+    ordered: list[Finding] = []
+    while waiting:
+        equals = [finding for finding in waiting if finding.certainty == waiting[0].certainty]
+        codes = {finding.code for finding in equals}
+        free = [finding for finding in equals if not YIELDS_TO[finding.code] & codes]
+        ordered.append(free[0])
+        waiting.remove(free[0])
+    return ordered
 
 
 def _with_way(finding: Finding, case: Case) -> Finding:
-    """How a NaN of the forward passed a finite loss."""
+    """Add how a NaN of the forward passed a finite loss."""
     dropped_by = case.evidence.discarded_by
     if dropped_by is None:
         return finding

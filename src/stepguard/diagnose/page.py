@@ -58,40 +58,41 @@ def explain(code: str) -> str:
 
 def page(rule: Rule) -> str:
     """One rule as markdown, under fixed headings."""
+    text = rule.text
     parts = [
-        f"# {rule.code}: {rule.title}",
-        f"## What it means\n\n{rule.what}",
-        f"## Why it happens\n\n{rule.why}",
-        f"## How stepguard knows\n\n{rule.how}",
+        f"# {rule.code}: {text.title}",
+        f"## What it means\n\n{text.what}",
+        f"## Why it happens\n\n{text.why}",
+        f"## How stepguard knows\n\n{text.how}",
         f"## What to do\n\nEach snippet replaces the last lines of the example "
         f"below.\n\n{_remedies(rule)}",
         f"## Example\n\n{_example(rule)}",
     ]
-    if rule.see:
-        parts.append(
-            "## See also\n\n" + "\n".join(f"- {_link(reference)}" for reference in rule.see)
-        )
+    if text.see:
+        links = [f"- {_link(reference)}" for reference in text.see]
+        parts.append("## See also\n\n" + "\n".join(links))
     return "\n\n".join(parts) + "\n"
 
 
 def _remedies(rule: Rule) -> str:
-    return "\n\n".join(
-        f"{i}. {remedy.title}. *({remedy.safety}: {SAFETY_WORDS[remedy.safety]})*"
-        + _indented(remedy.snippet)
-        for i, remedy in enumerate(rule.ordered, start=1)
-    )
+    parts = []
+    for number, remedy in enumerate(rule.ordered, start=1):
+        safety = f"*({remedy.safety}: {SAFETY_WORDS[remedy.safety]})*"
+        parts.append(f"{number}. {remedy.title}. {safety}{_indented(remedy.snippet)}")
+    return "\n\n".join(parts)
 
 
 def _indented(snippet: str) -> str:
     if not snippet:
         return ""
-    lines = "\n".join(f"   {line}".rstrip() for line in snippet.strip().splitlines())
-    return f"\n\n   ```python\n{lines}\n   ```"
+    lines = [f"   {line}".rstrip() for line in snippet.splitlines()]
+    code = "\n".join(lines)
+    return f"\n\n   ```python\n{code}\n   ```"
 
 
 def _example(rule: Rule) -> str:
-    bad = f"```python\n{rule.setup.strip()}\n\n{rule.bad.strip()}\n```"
-    return f"{bad}\n\nThe last lines, repaired:\n\n```python\n{rule.fixed.strip()}\n```"
+    bad = f"```python\n{rule.text.setup}\n\n{rule.text.bad}\n```"
+    return f"{bad}\n\nThe last lines, repaired:\n\n```python\n{rule.fixed}\n```"
 
 
 def _link(reference: str) -> str:
@@ -108,6 +109,9 @@ def index() -> str:
         "What stepguard can prove about a bad step. `stepguard explain SG204` prints a page.",
     ]
     for digit, name in GROUPS.items():
-        rows = [f"| [{r.code}]({r.code}.md) | {r.title} |" for r in RULES if r.code[2] == digit]
+        rows = []
+        for rule in RULES:
+            if rule.code[2] == digit:
+                rows.append(f"| [{rule.code}]({rule.code}.md) | {rule.text.title} |")
         parts.append(f"## {name}\n\n| code | cause |\n|---|---|\n" + "\n".join(rows))
     return "\n\n".join(parts) + "\n"

@@ -1,26 +1,18 @@
-"""A rule: one cause, how it is recognised, and what to do. One file a code in `rules/`, like a
-linter's.
+"""A rule: one cause code, how it is recognised, and the page that explains it.
+
+`rules/sg204.py` holds the recognition, `rules/sg204.md` the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from textwrap import dedent
 from typing import get_args
 
 from stepguard.diagnose.case import Case
-from stepguard.records import Finding, Remedy
+from stepguard.diagnose.rule_text import RuleText, rule_text
+from stepguard.records import Certainty, Finding, Remedy
 from stepguard.records.finding import Safety
-
-CERTAIN = 0.97
-"""The numbers leave no other cause."""
-STRONG = 0.9
-"""The operation and its operands say so; a more special rule may still know better."""
-LIKELY = 0.75
-PLAUSIBLE = 0.5
-"""True as well, but rather a circumstance than the cause."""
-HINT = 0.35
 
 SAFETY_ORDER: tuple[str, ...] = get_args(Safety)
 
@@ -29,69 +21,66 @@ SAFETY_ORDER: tuple[str, ...] = get_args(Safety)
 class Proof:
     """What a rule found: sentences with numbers, and how sure it is."""
 
-    confidence: float
-    evidence: tuple[str, ...]
+    certainty: Certainty
+    sentences: tuple[str, ...]
+    """Empty ones are left out."""
     remedies: tuple[Remedy, ...] = ()
     """Remedies for just this case; they come before the rule's own of the same safety."""
 
 
+def certain(*sentences: str, remedies: tuple[Remedy, ...] = ()) -> Proof:
+    """The operation and its operands leave no doubt."""
+    return Proof(certainty="certain", sentences=sentences, remedies=remedies)
+
+
+def likely(*sentences: str, remedies: tuple[Remedy, ...] = ()) -> Proof:
+    """The numbers fit, and another cause is not excluded."""
+    return Proof(certainty="likely", sentences=sentences, remedies=remedies)
+
+
+def possible(*sentences: str, remedies: tuple[Remedy, ...] = ()) -> Proof:
+    """True as well, but rather a circumstance than the cause."""
+    return Proof(certainty="possible", sentences=sentences, remedies=remedies)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One cause code with the text of its page."""
+    """One cause code."""
 
     code: str
-    title: str
-    what: str
-    """What it means."""
-    why: str
-    """Why it happens."""
-    how: str
-    """How stepguard knows."""
-    evidence: Callable[[Case], Proof | None]
-    """Looks at a case; None when this is not the cause."""
-    remedies: tuple[Remedy, ...]
-    """Each snippet replaces the lines of `bad` and makes the example healthy (tested)."""
-    setup: str
-    """What the example starts from: imports, tensors, modules."""
-    bad: str
-    """The lines that go wrong."""
-    see: tuple[str, ...] = ()
-    """Public threads (`owner/repo#number`) and documentation pages."""
+    recognise: Callable[[Case], Proof | None]
+    """Examines a case; None when this is not the cause."""
+    yields_to: tuple[str, ...] = ()
+    """Codes that go before this one where both are found with the same certainty."""
+
+    @property
+    def text(self) -> RuleText:
+        """The page, read when it is first asked for."""
+        return rule_text(self.code)
+
+    @property
+    def ordered(self) -> tuple[Remedy, ...]:
+        """The remedies, those first that change least."""
+        return by_safety(self.text.remedies)
 
     @property
     def fixed(self) -> str:
         """The safest remedy that is code."""
         return next(remedy.snippet for remedy in self.ordered if remedy.snippet)
 
-    @property
-    def ordered(self) -> tuple[Remedy, ...]:
-        """The remedies, those first that change least."""
-        return by_safety(self.remedies)
-
     def examine(self, case: Case) -> Finding | None:
         """The finding for this case, or None."""
-        proof = self.evidence(case)
+        proof = self.recognise(case)
         if proof is None:
             return None
-        sentences = tuple(sentence for sentence in proof.evidence if sentence)
         return Finding(
             code=self.code,
-            title=self.title,
-            evidence=sentences,
-            confidence=proof.confidence,
-            remedies=by_safety(proof.remedies + self.remedies),
+            title=self.text.title,
+            evidence=tuple(sentence for sentence in proof.sentences if sentence),
+            certainty=proof.certainty,
+            remedies=by_safety(proof.remedies + self.text.remedies),
         )
 
 
 def by_safety(remedies: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
     return tuple(sorted(remedies, key=lambda remedy: SAFETY_ORDER.index(remedy.safety)))
-
-
-def prose(text: str) -> str:
-    """A paragraph written over several lines of a rule's file, as one."""
-    return " ".join(text.split())
-
-
-def code(text: str) -> str:
-    """Lines of code written inside a rule's file, without the indentation they have there."""
-    return dedent(text).strip()

@@ -10,22 +10,16 @@ Scaling = Literal["dynamic", "static", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What was known when the step went bad. Every field may stay empty: a rule then rests on the
-    origin alone.
-    """
+    """What was known when the step went bad. A rule rests on the origin where a field is empty."""
 
     lr_history: tuple[tuple[float, ...], ...] = ()
-    """Learning rate of each group in recent steps, oldest first; the bad step's own rates come
-    last.
-    """
+    """Learning rates by group in recent steps, oldest first; the bad step's own come last."""
     configured_lr: tuple[float, ...] = ()
     """What the user's configuration says each group should run with, at most."""
     first_lr: tuple[float, ...] = ()
     """Learning rate of each group in the first step of the run."""
     initial_lr: tuple[float | None, ...] = ()
-    """What each group's schedule declares as its highest rate (`initial_lr`, `max_lr`); None
-    without a schedule.
-    """
+    """The highest rate each group's schedule declares (`initial_lr`, `max_lr`), else None."""
     losses: tuple[float, ...] = ()
     """Finite losses of recent committed steps, oldest first."""
     grad_norms: tuple[float, ...] = ()
@@ -42,10 +36,8 @@ class RunFacts:
     """The optimizer's epsilon; None where it has none."""
     betas: tuple[float, ...] = ()
     clip_norm: float | None = None
-    autocast_dtype: str | None = None
-    """The dtype probed inside the user's own autocast context; None when there is none."""
     configured_dtype: str | None = None
-    """The precision that configuration or launcher asks for."""
+    """The precision that the launcher asks for; what the step ran in is `Evidence.autocast`."""
     scaling: Scaling | None = None
     """How the loss is scaled; None where it could not be seen."""
     world_size: int = 1
@@ -54,11 +46,4 @@ class RunFacts:
     resumed: bool = False
     """Optimizer or scheduler state was loaded in this process."""
     outlier: tuple[int, str, float] | None = None
-    """The last gradient far above all before it that went into the update: step, parameter, times
-    its usual largest.
-    """
-
-    @property
-    def first_steps(self) -> bool:
-        """Nothing, or next to nothing, has been learned in this process yet."""
-        return self.committed is not None and self.committed < 3
+    """The last outlier that went into an update: step, parameter, times its usual largest."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stepguard.diagnose.case import Case
 
 ABOVE_ALL = 2.5
-"""Times above every rate seen before (a linear warm-up doubles in its second step and is no jump).
-"""
+"""Times above every rate seen before: a linear warm-up, which doubles at first, does not jump."""
 ABOVE_CONFIGURED = 2.0
 IN_ONE_STEP = 5.0
-"""Times above the rate of the step before, whatever was seen earlier: a schedule that was thrown
-back.
-"""
+"""Times above the rate of the step before: a schedule that was thrown back."""
 RISING = 10.0
 """Times the loss grew over the remembered steps."""
 
@@ -27,20 +25,29 @@ class Jump:
     before: float
     now: float
     steps_ago: int | None
-    """Steps between the jump and the bad step; None when it is measured against the configuration.
-    """
+    """Steps between the jump and the bad step; None when measured against the configuration."""
 
     @property
     def sentence(self) -> str:
         times = f"{self.now / self.before:.3g} times " if self.before > 0 else ""
         against = "the configured rate" if self.steps_ago is None else "the rate before"
-        when = {None: "", 0: ", in this very step", 1: ", 1 step before the bad one"}.get(
-            self.steps_ago, f", {self.steps_ago} steps before the bad one"
-        )
         return (
             f"group {self.group} runs with lr {self.now:.4g}, {times}{against} "
-            f"({self.before:.4g}){when}"
+            f"({self.before:.4g}){self._when}"
         )
+
+    @property
+    def _when(self) -> str:
+        if self.steps_ago is None:
+            return ""
+        if self.steps_ago == 0:
+            return ", in this very step"
+        steps = "step" if self.steps_ago == 1 else "steps"
+        return f", {self.steps_ago} {steps} before the bad one"
+
+    @property
+    def times(self) -> float:
+        return self.now / self.before
 
 
 CLIMB = 2.0
@@ -76,41 +83,47 @@ class Climb:
 
 
 def lr_climb(case: Case) -> Climb | None:
-    """The group whose rate has grown most since the first step; None when no rate has grown much."""
-    begun = case.facts.first_lr or (case.facts.lr_history[0] if case.facts.lr_history else ())
+    """The group whose rate has grown most since the first step; None when none has grown much."""
+    begun = case.facts.first_lr
+    if not begun and case.facts.lr_history:
+        begun = case.facts.lr_history[0]
     found = []
     for group, (first, now) in enumerate(zip(begun, case.reading.lr, strict=False)):
         declared = case.facts.initial_lr[group] if group < len(case.facts.initial_lr) else None
         climb = Climb(group, first, now, case.facts.committed, declared)
-        if (first > 0 and now > CLIMB * first) or climb.runaway:
+        if climb.runaway or now > CLIMB * first > 0:
             found.append(climb)
     return max(found, key=lambda climb: (climb.runaway, climb.now), default=None)
 
 
 def lr_jump(case: Case) -> Jump | None:
-    """The largest unexplained rise of a learning rate; None when every rate followed its schedule."""
-    found = [
-        jump
-        for jump in (_in_history(case), _over_configured(case), _in_verdict(case))
-        if jump is not None
-    ]
-    return max(found, key=lambda jump: jump.now / jump.before, default=None)
+    """The largest unexplained rise of a learning rate; None when all followed their schedule."""
+    candidates = (_in_history(case), _over_configured(case), _in_verdict(case))
+    jumps = [jump for jump in candidates if jump is not None]
+    return max(jumps, key=lambda jump: jump.times, default=None)
 
 
 def _in_history(case: Case) -> Jump | None:
     history = case.facts.lr_history
-    best: Jump | None = None
-    for group in range(min((len(rates) for rates in history), default=0)):
-        rates = [row[group] for row in history]
-        for i in range(1, len(rates)):
-            top, before, now = max(rates[:i]), rates[i - 1], rates[i]
-            if top == 0:  # a group that stood still so far is measured by the others
-                top = before = max(rate for row in history[:i] for rate in row)
-            if before <= 0 or not (now > ABOVE_ALL * top or now > IN_ONE_STEP * before):
-                continue
-            jump = Jump(group, before, now, len(rates) - 1 - i)
-            best = jump if best is None or jump.now / jump.before > best.now / best.before else best
-    return best
+    groups = min((len(rates) for rates in history), default=0)
+    jumps: list[Jump] = []
+    for group in range(groups):
+        jumps.extend(_jumps_of(group, history))
+    return max(jumps, key=lambda jump: jump.times, default=None)
+
+
+def _jumps_of(group: int, history: Sequence[Sequence[float]]) -> Iterator[Jump]:
+    rates = [row[group] for row in history]
+    for position in range(1, len(rates)):
+        now = rates[position]
+        before = rates[position - 1]
+        top = max(rates[:position])
+        # a group that stood still so far is measured by the others
+        if top == 0:
+            top = max(max(row) for row in history[:position])
+            before = top
+        if before > 0 and (now > ABOVE_ALL * top or now > IN_ONE_STEP * before):
+            yield Jump(group, before, now, len(rates) - 1 - position)
 
 
 def _over_configured(case: Case) -> Jump | None:
@@ -122,9 +135,7 @@ def _over_configured(case: Case) -> Jump | None:
 
 
 def _climbed(case: Case, group: int, allowed: float) -> bool:
-    """A schedule that climbs from its start (OneCycle, a linear warm-up) ends far above it without
-    any jump.
-    """
+    """Has a schedule (OneCycle, a linear warm-up) climbed from its start without any jump?"""
     rates = [row[group] for row in case.facts.lr_history if group < len(row)]
     if case.facts.resumed or len(rates) < 2:
         return False
@@ -135,28 +146,26 @@ def _climbed(case: Case, group: int, allowed: float) -> bool:
 def _in_verdict(case: Case) -> Jump | None:
     """The judge has already compared the rate with its ceiling."""
     said = case.verdict.evidence or {}
-    group, rate, ceiling = said.get("group"), said.get("lr"), said.get("ceiling")
-    if (
-        isinstance(group, int)
-        and isinstance(rate, int | float)
-        and isinstance(ceiling, int | float)
-        and ceiling > 0
-    ):
-        return Jump(group, float(ceiling), float(rate), None) if math.isfinite(rate) else None
-    return None
+    group = said.get("group")
+    rate = said.get("lr")
+    ceiling = said.get("ceiling")
+    if not isinstance(group, int) or not isinstance(rate, int | float):
+        return None
+    if not isinstance(ceiling, int | float) or ceiling <= 0 or not math.isfinite(rate):
+        return None
+    return Jump(group, float(ceiling), float(rate), None)
 
 
 def lr_not_a_number(case: Case) -> int | None:
     """The group whose learning rate is NaN or infinite."""
-    return next(
-        (group for group, rate in enumerate(case.reading.lr) if not math.isfinite(rate)), None
-    )
+    for group, rate in enumerate(case.reading.lr):
+        if not math.isfinite(rate):
+            return group
+    return None
 
 
 def growth(values: tuple[float, ...]) -> float:
-    """How many times larger the last value is than the smallest before it; 1 when nothing can be
-    said.
-    """
+    """How many times larger the last value is than the smallest before it; 1 when unknown."""
     if len(values) < 2:
         return 1.0
     lowest = min(abs(value) for value in values[:-1])

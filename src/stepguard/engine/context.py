@@ -30,14 +30,14 @@ from stepguard.engine.interception import borrowing
 from stepguard.engine.outputs import Outputs, add_people_outputs
 from stepguard.journal import Journal, starts_in
 from stepguard.ledger import Ledger
-from stepguard.locate.locate_budget import Effort
+from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import Step, unwrapped
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.tensors.values import elements, is_finite
@@ -94,7 +94,7 @@ class Context:
     """Ids of accepted tensors, so that the cheap look leaves them out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
     """Extremes of every buffer before the first step, on the device until something is wrong."""
-    feed: Feed | None = None
+    feed: ResumableLoader | None = None
     """The user's loader, where the guard was given it."""
     ledger: Ledger | None = None
     """Where lost samples are written down; made with the first loss."""
@@ -110,7 +110,7 @@ class Context:
     """Steps in a row that a scaler's own scale has overflowed."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
-    effort: Effort = field(default_factory=Effort)
+    effort: LocateBudget = field(default_factory=LocateBudget)
     """What placing an incident may cost."""
     last_read: float = field(default_factory=time.perf_counter)
     _told_waiting: bool = False
@@ -228,7 +228,7 @@ def build_context(
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
         loss_scale=config.loss_scale or 1.0,
-        effort=Effort(config.locate_budget),
+        effort=LocateBudget(config.locate_budget),
     )
     _configure_rates(context)
     _register(context)

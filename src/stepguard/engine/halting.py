@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Incident
 
 Restart = Literal["helps", "same-place", "no"]
@@ -19,11 +19,11 @@ program itself has to be changed.
 """
 
 
-def halt(context: Context, recovery: Recovery, incident: Incident, state: Path | None) -> None:
+def halt(context: Context, rewinder: Rewinder, incident: Incident, state: Path | None) -> None:
     """Raise TrainingHalted; `state` is where the newest good state was left."""
     restart: Restart = "no"
     if state is not None:
-        restart = "same-place" if incident.step in recovery.past.stopped_at else "helps"
+        restart = "same-place" if incident.step in rewinder.past.stopped_at else "helps"
     cause = incident.findings[0].code if incident.findings else incident.verdict.kind
     line = exit_line(step=incident.step, cause=cause, restart=restart, state=state)
     context.outputs.halted(incident, line)

@@ -39,49 +39,52 @@ class MicroLoss:
     labels: Tensor | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Pending:
-    """A step whose numbers are on their way."""
+    """A step whose numbers are on their way to the host.
+
+    The packet holds, in this order: the micro-batch losses, the named parts of the loss, the named
+    values, what ranks have reduced, the values the user follows, the norm of each gradient.
+    """
 
     index: int
     packet: Packet
-    names: list[str]
+    micro: int
+    """Micro-batch losses."""
+    parts: tuple[str, ...]
+    names: tuple[str, ...]
     norm: GradientNorm | None
     lr: tuple[float, ...]
-    micro: int
-    parts: tuple[str, ...]
     clip_norm: float | None
     followed: tuple[str, ...] = ()
-    """Names of the last numbers of the packet: what the user follows, which makes no step bad."""
+    """What the user follows makes no step bad."""
     tensors: int = 0
-    """Numbers after those: the norm of each gradient, where outliers are looked for."""
+    """Norms of single gradients, where outliers are looked for."""
     others_bad: bool = False
-    """Once read: another optimizer that steps from the same backward has gradients that are not
-    finite.
-    """
+    """Once read: another optimizer of the same backward has non-finite gradients."""
 
     def suspect(self) -> Tensor:
-        """On the device: 1 when anything watched is non-finite on any rank, else 0."""
-        values = self.packet.values[
-            : self.packet.values.numel() - len(self.followed) - self.tensors
-        ]
-        own = ~torch.isfinite(values).all()
-        flags = values[self.micro + len(self.parts) + len(self.names) :]
-        others = flags[flags.numel() // 2 :].gt(0).any()
+        """On the device: 1 when anything the guard reads is non-finite on any rank, else 0."""
+        values = self.packet.values
+        watched = values[: values.numel() - len(self.followed) - self.tensors]
+        own = ~torch.isfinite(watched).all()
+        reduced = watched[self.micro + len(self.parts) + len(self.names) :]
+        # its first half are sums of what ranks saw, its second half counts of what was bad
+        others = reduced[reduced.numel() // 2 :].gt(0).any()
         return (own | others).to(torch.float32)
 
 
 def micro_loss(output: Any, batch: Any, context: Context) -> tuple[Tensor, MicroLoss]:
-    """The scalar to call backward on, and what is remembered of it."""
+    """Return the scalar to call backward on, and what is remembered of it."""
     loss = total_loss(output)
-    parts = {str(k): v.detach() for k, v in output.items()} if isinstance(output, Mapping) else {}
+    parts = {}
+    if isinstance(output, Mapping):
+        parts = {str(name): part.detach() for name, part in output.items()}
     return loss, MicroLoss(loss.detach(), parts, count_labels(batch, context))
 
 
 def count_labels(batch: Any, context: Context) -> Tensor | None:
-    """How many targets of the batch are not ignored; None where nobody said which of its tensors
-    they are.
-    """
+    """Count the targets that are not ignored; None where `labels_key` does not name them."""
     key = context.config.labels_key
     if key is None:
         return None
@@ -97,9 +100,11 @@ class Reader:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._state: Tensor | None = None
-        self._started = self._checked = False
+        """On the device: non-finite when a stored tensor is; travels with the next packet."""
+        self._started = False
+        self._checked = False
         self._left_out = 0
-        self._turn = RotatingScan()
+        self._scan = RotatingScan()
         loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
         context.resources.callback(loading.remove)
 
@@ -108,47 +113,52 @@ class Reader:
         context = self._context
         if not self._checked:
             self._checked = True
-            self._state = self._largest([*context.parameters, *state_tensors(context.optimizer)])
+            self.rewound()
         if self._started:
             return
         self._started = True
         statistics = {id(buffer) for buffer in norm_statistics(context.roots)}
-        others = [(n, b) for n, b in named_buffers(context.roots) if id(b) not in statistics]
-        seen = [(name, extremes(context.buffers.remembered(buffer))) for name, buffer in others]
-        context.first_buffers = [(name, found) for name, found in seen if found is not None]
+        context.first_buffers = []
+        for name, buffer in named_buffers(context.roots):
+            if id(buffer) in statistics:
+                continue
+            found = extremes(context.buffers.remembered(buffer))
+            if found is not None:
+                context.first_buffers.append((name, found))
 
     def _loaded(self, optimizer: Optimizer) -> None:
-        """State was loaded in mid-run: all of it is looked at again before the next update."""
+        """State was loaded in mid-run: check all of it before the next update."""
         self._checked = False
 
     def after_update(self) -> None:
-        """A cheap look at the new parameters, of a large model some in turn; read with the next
-        step's packet.
-        """
-        self._state = largest(self._turn.share(self._context.parameters, self._context.ignored))
+        """Check the new parameters, of a large model some in turn; read with the next packet."""
+        self._state = largest(self._scan.share(self._context.parameters, self._context.ignored))
 
     def rewound(self) -> None:
-        """The parameters are others now: all of them are looked at with the next packet."""
+        """Parameters were replaced; scan all of them in the next packet."""
         context = self._context
         self._state = self._largest([*context.parameters, *state_tensors(context.optimizer)])
 
     def announce(self, loss: Tensor) -> None:
-        """Before backward: what only this rank can see travels to the others with the gradients."""
+        """Before backward: what only this rank can see travels to others with the gradients."""
         agreement = self._context.agreement
-        if agreement.mode == "spread":
-            own = (loss, self._state, self._largest(self._context.buffers.statistics()))
-            agreement.announce([value for value in own if value is not None])
+        if agreement.mode != "spread":
+            return
+        seen = (loss, self._state, self._largest(self._context.buffers.statistics()))
+        agreement.announce([value for value in seen if value is not None])
 
     def _largest(self, tensors: list[Tensor]) -> Tensor | None:
         ignored = self._context.ignored
-        return largest([t for t in tensors if id(t) not in ignored] if ignored else tensors)
+        if ignored:
+            tensors = [tensor for tensor in tensors if id(tensor) not in ignored]
+        return largest(tensors)
 
     def last_update_finite(self) -> bool:
-        """A look at everything after the last update, which no further step will read. Waits for
-        the device.
-        """
+        """Check all parameters after the last update, which no step will read. Waits."""
         state = self._largest(self._context.parameters)
         return state is None or math.isfinite(Packet([state]).fetch()[0])
+
+    # --- issue ----------------------------------------------------------------------------------
 
     def issue(
         self,
@@ -162,116 +172,181 @@ class Reader:
         """
         context = self._context
         context.agreement.announced()
-        if len(context.ignored) != self._left_out:
-            self._left_out = len(context.ignored)
-            self.after_update()  # the last look still saw what has been accepted since
+        self._leave_out_accepted()
         if norm is None:
-            grads = [p.grad for p in context.parameters if p.grad is not None]
-            norm = gradient_norm(grads, each=is_custom(context.optimizer))
-        parts = tuple(dict.fromkeys(part for m in losses for part in m.parts))
-        values = [m.total for m in losses] + [
-            _added([m.parts[p] for m in losses if p in m.parts]) for p in parts
-        ]
-        named = {
-            "norm": norm.total if norm is not None else None,
-            "least": norm.least if norm is not None else None,
-            "buffers": self._largest([*context.buffers.statistics(), *context.buffers.written()]),
-            "state": self._state,
-            "scale": _scale(context),
-            "labels": _added([m.labels for m in losses if m.labels is not None])
-            if _labelled(losses)
-            else None,
-            "others": others,
-        }
-        names = [name for name, value in named.items() if value is not None]
-        values += [value for value in named.values() if value is not None]
+            norm = gradient_norm(_gradients(context), each=is_custom(context.optimizer))
+        parts = _parts(losses)
+        named = self._named_values(losses, norm, others)
+        followed = _followed_now(context)
+        single_norms: list[Tensor] = []
+        if context.outliers is not None:
+            single_norms = context.outliers.measure(context.parameters)
+        values = [micro.total for micro in losses]
+        values += parts.values()
+        values += named.values()
         if not values:
             values = [torch.zeros(())]
-        followed = {
-            name: value for name, (step, value) in context.followed.items() if step == context.step
-        }
-        each = context.outliers.measure(context.parameters) if context.outliers is not None else []
-        packet = Packet(values + self._reduced(losses, named) + list(followed.values()) + each)
-        clip, last = context.config.clip_norm, tuple(followed)
+        values += self._reduced(losses, named)
+        values += followed.values()
+        values += single_norms
         return Pending(
-            context.step, packet, names, norm, context.lr, len(losses), parts, clip, last, len(each)
+            index=context.step,
+            packet=Packet(values),
+            micro=len(losses),
+            parts=tuple(parts),
+            names=tuple(named),
+            norm=norm,
+            lr=context.lr,
+            clip_norm=context.config.clip_norm,
+            followed=tuple(followed),
+            tensors=len(single_norms),
         )
 
-    def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor | None]) -> list[Tensor]:
-        """What all ranks saw, where that takes a reduction: the same few numbers on each, whatever
-        each one reads.
-        """
+    def _leave_out_accepted(self) -> None:
+        """Check again without tensors that were accepted since: the last check still saw them."""
+        accepted = len(self._context.ignored)
+        if accepted != self._left_out:
+            self._left_out = accepted
+            self.after_update()
+
+    def _named_values(
+        self, losses: list[MicroLoss], norm: GradientNorm | None, others: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Everything of this step that has one number, where there is one."""
+        context = self._context
+        buffers = [*context.buffers.statistics(), *context.buffers.written()]
+        counted = [micro.labels for micro in losses if micro.labels is not None]
+        named: dict[str, Tensor | None] = {
+            "norm": norm.total if norm is not None else None,
+            "least": norm.least if norm is not None else None,
+            "buffers": self._largest(buffers),
+            "state": self._state,
+            "scale": _scale(context),
+            "labels": _added(counted) if counted else None,
+            "others": others,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+    def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor]) -> list[Tensor]:
+        """What all ranks saw, where that takes a reduction: always the same four numbers."""
         if self._context.agreement.mode != "collective":
             return []
-        loss = _added([m.total for m in losses]) if losses else None
-        local = [loss, named["norm"], named["buffers"], named["state"]]
-        device = next(v.device for v in [*local, torch.zeros(())] if v is not None)
+        loss = _added([micro.total for micro in losses]) if losses else None
+        local = [loss, named.get("norm"), named.get("buffers"), named.get("state")]
+        device = torch.device("cpu")
+        for value in local:
+            if value is not None:
+                device = value.device
+                break
         zero = torch.zeros((), device=device)
-        line = torch.stack([zero if v is None else v.detach().reshape(()).to(zero) for v in local])
-        shared = self._context.agreement.reduce(line, self._context.step)
-        return [] if shared is None else list(shared.unbind())
+        line = [zero if v is None else v.detach().reshape(()).to(zero) for v in local]
+        shared = self._context.agreement.reduce(torch.stack(line), self._context.step)
+        if shared is None:
+            return []
+        return list(shared.unbind())
+
+    # --- complete -------------------------------------------------------------------------------
 
     def complete(self, pending: Pending, *, grads_gone: bool = False) -> Reading:
-        """Wait for the numbers and name them. Gradients that are gone cannot be looked at element
-        by element.
-        """
+        """Wait for the numbers and name them. `grads_gone`: the loop has dropped the gradients."""
         context = self._context
-        numbers = self._without_tensors(pending, pending.packet.fetch())
-        micro = tuple(numbers[: pending.micro])
-        parts = dict(zip(pending.parts, numbers[pending.micro :], strict=False))
-        rest = dict(zip(pending.names, numbers[pending.micro + len(parts) :], strict=False))
-        end = len(numbers) - len(pending.followed)
-        shared = numbers[pending.micro + len(parts) + len(rest) : end]
-        now = time.perf_counter()
-        seconds, context.last_read = now - context.last_read, now
-        context.effort.took(seconds)
-        norm = rest.get("norm")
-        pending.others_bad = not math.isfinite(rest.get("others", 0.0))
+        numbers = self._without_single_norms(pending, pending.packet.fetch())
+        seconds = self._seconds()
+        end_of_micro = pending.micro
+        end_of_parts = end_of_micro + len(pending.parts)
+        end_of_named = end_of_parts + len(pending.names)
+        end_of_shared = len(numbers) - len(pending.followed)
+        micro = tuple(numbers[:end_of_micro])
+        named = dict(zip(pending.names, numbers[end_of_parts:end_of_named], strict=True))
+        shared = numbers[end_of_named:end_of_shared]
+        norm = named.get("norm")
+        scale = named.get("scale")
+        if scale is None and context.config.loss_scale:
+            scale = context.loss_scale
+        pending.others_bad = not math.isfinite(named.get("others", 0.0))
         return Reading(
             step=pending.index,
             loss=sum(micro) if micro else None,
             micro_losses=micro,
-            components=parts,
-            followed=dict(zip(pending.followed, numbers[end:], strict=True)),
+            components=dict(zip(pending.parts, numbers[end_of_micro:end_of_parts], strict=True)),
+            followed=dict(zip(pending.followed, numbers[end_of_shared:], strict=True)),
             grad_norm=norm,
-            least_norm=rest.get("least"),
-            grads_finite=norm is None
-            or math.isfinite(norm)
-            or (not grads_gone and self._exactly_finite()),
+            least_norm=named.get("least"),
+            grads_finite=self._gradients_finite(norm, grads_gone=grads_gone),
             clip_factor=_clip_factor(norm, pending.clip_norm),
-            scale=rest.get("scale", context.loss_scale if context.config.loss_scale else None),
+            scale=scale,
             lr=pending.lr,
             climbs=context.maximizes,
-            labels=int(rest["labels"]) if "labels" in rest else None,
+            labels=int(named["labels"]) if "labels" in named else None,
             seconds=seconds,
             shared_loss=shared[0] if shared and micro else None,
             alarm=any(shared[len(shared) // 2 :]),
-            bad_state=tuple(k for k in ("state", "buffers") if not math.isfinite(rest.get(k, 0.0))),
+            bad_state=_bad_stored(named),
         )
 
-    def _without_tensors(self, pending: Pending, numbers: list[float]) -> list[float]:
+    def _seconds(self) -> float:
+        """Time since the last step was read."""
+        context = self._context
+        now = time.perf_counter()
+        seconds = now - context.last_read
+        context.last_read = now
+        context.effort.took(seconds)
+        return seconds
+
+    def _without_single_norms(self, pending: Pending, numbers: list[float]) -> list[float]:
         if self._context.outliers is None or not pending.tensors:
             return numbers
+        # a scaler that leaves dividing to the fused kernel: the gradients still carry its factor
         carried = getattr(self._context.optimizer, "grad_scale", None)
         scale = float(carried) if carried is not None else 1.0
         self._context.outliers.read(pending.index, numbers[-pending.tensors :], scale)
         return numbers[: -pending.tensors]
 
-    def _exactly_finite(self) -> bool:
-        return all(p.grad is None or is_finite(p.grad) for p in self._context.parameters)
+    def _gradients_finite(self, norm: float | None, *, grads_gone: bool) -> bool:
+        """A finite norm proves it; of an infinite one every element must be checked."""
+        if norm is None or math.isfinite(norm):
+            return True
+        if grads_gone:
+            return False
+        return all(is_finite(gradient) for gradient in _gradients(self._context))
+
+
+def _gradients(context: Context) -> list[Tensor]:
+    return [p.grad for p in context.parameters if p.grad is not None]
+
+
+def _parts(losses: list[MicroLoss]) -> dict[str, Tensor]:
+    """Named parts of the loss, added over the micro-batches."""
+    found: dict[str, list[Tensor]] = {}
+    for micro in losses:
+        for name, part in micro.parts.items():
+            found.setdefault(name, []).append(part)
+    return {name: _added(values) for name, values in found.items()}
+
+
+def _followed_now(context: Context) -> dict[str, Tensor]:
+    """What the user has asked to follow in this step."""
+    found = {}
+    for name, (step, value) in context.followed.items():
+        if step == context.step:
+            found[name] = value
+    return found
+
+
+def _bad_stored(named: dict[str, float]) -> tuple[str, ...]:
+    kinds = ("state", "buffers")
+    return tuple(kind for kind in kinds if not math.isfinite(named.get(kind, 0.0)))
 
 
 def _added(values: list[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.stack([v.reshape(()) for v in values]).sum()
-
-
-def _labelled(losses: list[MicroLoss]) -> bool:
-    return any(m.labels is not None for m in losses)
+    if len(values) == 1:
+        return values[0]
+    return torch.stack([value.reshape(()) for value in values]).sum()
 
 
 def _scale(context: Context) -> Tensor | None:
     """GradScaler's scale as a device tensor; `get_scale` would wait for the device."""
-    if not context.scaling() or context.scaler is None:
+    if context.scaler is None or not context.scaling():
         return None
     return context.scaler._get_scale_async()
 
@@ -279,4 +354,5 @@ def _scale(context: Context) -> Tensor | None:
 def _clip_factor(norm: float | None, clip_norm: float | None) -> float | None:
     if norm is None or clip_norm is None or not math.isfinite(norm):
         return None
+    # as torch's clip_grad_norm_ computes it
     return min(1.0, clip_norm / (norm + 1e-6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepguard.engine.context import Context
 from stepguard.engine.protect import Protection
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Reading
 from stepguard.state.step import Step
 
@@ -15,10 +15,10 @@ ANCHOR_EVERY = 16
 class StepEnd:
     """What a committed or a dropped step leaves behind, the same for every driver."""
 
-    def __init__(self, context: Context, protect: Protection, recovery: Recovery) -> None:
+    def __init__(self, context: Context, protect: Protection, rewinder: Rewinder) -> None:
         self._context = context
         self._protect = protect
-        self._recovery = recovery
+        self._rewinder = rewinder
 
     def committed(self, step: Step, reading: Reading | None) -> None:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
@@ -31,7 +31,7 @@ class StepEnd:
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=True)
         with self._protect.part("snapshots"):
-            self._recovery.committed(reading.step + 1)
+            self._rewinder.committed(reading.step + 1)
 
     def dropped(self, reading: Reading | None) -> None:
         """The update did not happen."""

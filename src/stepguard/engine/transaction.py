@@ -20,7 +20,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.halting import halt
 from stepguard.engine.incident import incident_record
-from stepguard.engine.incident.anomaly_check import Suspicion
+from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import accept, examine, somebody_elses, stored_trouble
 from stepguard.engine.incident.exploded_weights import blamed_on_update, ruined, surfaces_only
 from stepguard.engine.incident.lost_samples import naming
@@ -32,7 +32,7 @@ from stepguard.engine.incident.situation import SituationReader
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.recover.earlier_weights import loss_function_changed
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.locate import locate
 from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
@@ -63,7 +63,7 @@ class Transaction:
         self,
         context: Context,
         protect: Protection,
-        recovery: Recovery,
+        rewinder: Rewinder,
         find: Find | None = None,
         *,
         reruns: bool = True,
@@ -71,14 +71,14 @@ class Transaction:
         """`find` locates the origin of a bad step. `reruns`: the guard runs the steps itself."""
         self.context = context
         self.protect = protect
-        self.recovery = recovery
+        self.rewinder = rewinder
         self.reader = Reader(context)
         self._find = naming(context, find or self._replay)
-        self._anomalies = Suspicion(context, recovery, clips_itself=reruns)
-        self._situations = SituationReader(context, recovery, self._anomalies, reruns=reruns)
+        self._anomalies = AnomalyCheck(context, rewinder, clips_itself=reruns)
+        self._situations = SituationReader(context, rewinder, self._anomalies, reruns=reruns)
         self._unrecorded: tuple[Incident, Step] | None = None
         """An incident that is not on record yet."""
-        recovery.after_rewind.append(self.reader.rewound)
+        rewinder.after_rewind.append(self.reader.rewound)
 
     # --- the nine verbs -------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Transaction:
             scale_rates(optimizer, self.context.scheduler, factors)
         if decision.action == "stop" and incident.reading.bad_state:
             with self.protect.part("good weights at the stop"):
-                decision = replace(decision, rewound_to=self.recovery.leave_good_in_memory())
+                decision = replace(decision, rewound_to=self.rewinder.leave_good_in_memory())
         return replace(incident, decision=decision)
 
     def record(self, incident: Incident, step: Step) -> Incident:
@@ -318,7 +318,7 @@ class Transaction:
         """Does an earlier step fail now even on the weights it had?"""
         if self.context.agreement.size > 1:
             return False  # ranks would have to ask together
-        return loss_function_changed(self.recovery.snapshots)
+        return loss_function_changed(self.rewinder.snapshots)
 
     def _diagnosed(self, incident: Incident) -> Incident:
         facts = run_facts(self.context, incident.reading)
@@ -334,7 +334,7 @@ class Transaction:
         situation = self._situations.situation(incident, step, committed=committed)
         policy = context.config.policy
         decision, context.budget = choose_remedy(situation, policy, context.budget)
-        self.recovery.probation.incident(
+        self.rewinder.probation.incident(
             incident.step, hurt=situation.fault in ("state", "anomaly")
         )
         if situation.at_start and decision.action == "note":
@@ -344,7 +344,7 @@ class Transaction:
     def _rewound(self, decision: Decision) -> Decision:
         """A rewind that fails leaves an unknown state: then the run stops."""
         try:
-            self.recovery.rewind()
+            self.rewinder.rewind()
         except Exception as fault:
             why = (
                 f"the rewind to step {decision.rewound_to} failed ({type(fault).__name__}: {fault})"
@@ -358,5 +358,5 @@ class Transaction:
         """Stop even where the newest good state cannot be written."""
         state: Path | None = None
         with self.protect.part("checkpoint at the stop"):
-            state = self.recovery.leave(incident)
-        halt(self.context, self.recovery, incident, state)
+            state = self.rewinder.leave(incident)
+        halt(self.context, self.rewinder, incident, state)

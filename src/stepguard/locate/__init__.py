@@ -1,6 +1,4 @@
-"""Where was the first harmful value born? Replays the bad step and walks back from the bad loss or
-gradient.
-"""
+"""Locate the first harmful value of a bad step, from the bad loss or gradient backwards."""
 
 from stepguard.locate.find_origin import locate
 

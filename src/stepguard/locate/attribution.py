@@ -1,6 +1,6 @@
-"""Which bad inputs explain the bad outputs of one operation, and whether some output was born bad.
+"""Attribute the bad elements of an operation's output to its inputs, or to the operation itself.
 
-An infinity that was written as a constant, a mask for instance, is tame: it explains other
+An infinity that was written as a constant, a mask for instance, is intended: it explains other
 infinities but never a NaN. Where an operator works element by element the answer is exact, position
 by position, so a bad value that a `where` does not select explains nothing.
 """
@@ -26,68 +26,76 @@ class Read:
     tensor: Tensor
     maker: Call
     flaws: Flaws = CLEAN
-    live: Tensor | None = None
-    """The tensor itself where the operator writes it and `tensor` is a copy from before."""
+    overwritten: Tensor | None = None
+    """The tensor itself where the operator writes it; `tensor` is then a copy from before."""
 
     @property
-    def tame(self) -> bool:
-        """Bad only by infinities that were written on purpose."""
-        return not self.flaws.nan and self.maker.tame
+    def intended_inf(self) -> bool:
+        """True if it is bad only by infinities that were written on purpose."""
+        return not self.flaws.nan and self.maker.intended_inf
 
     @property
-    def wild(self) -> bool:
-        return bool(self.flaws) and not self.tame
+    def harmful(self) -> bool:
+        """True if it holds a NaN, or an infinity that was not written on purpose."""
+        return bool(self.flaws) and not self.intended_inf
 
 
 @dataclass(slots=True)
-class Explanation:
-    """Who is to blame for the bad elements of an output."""
+class Attribution:
+    """Where the bad elements of an output come from."""
 
     causes: tuple[Read, ...]
-    born: bool
-    tame: bool
+    first_bad: bool
+    """Some bad elements are explained by no input."""
+    intended_inf: bool
     """The output is bad only by infinities that were written on purpose."""
     where: Tensor | None = None
-    """True at the elements that were born bad, where that is known."""
+    """True at the elements that no input explains, where that is known."""
 
 
-def explain(
+def attribute(
     reads: list[Read], numbers: list[float], out: Tensor, flaws: Flaws, exact: bool
-) -> Explanation:
+) -> Attribution:
     """`exact`: the operator works element by element and comparing positions is affordable."""
     bad = [read for read in reads if read.flaws]
-    constant = any(not math.isfinite(number) for number in numbers)
-    if exact and (bad or constant) and all(_fits(read, out) for read in bad):
-        return _by_position(bad, constant, out)
-    wild = tuple(read for read in bad if read.wild)
-    tame_input = constant or any(read.tame for read in bad)
-    born = not wild and (flaws.nan or not tame_input)
-    return Explanation(wild, born=born, tame=not wild and not born)
+    bad_constant = not all(map(math.isfinite, numbers))
+    explained = bool(bad) or bad_constant
+    if exact and explained and all(_same_layout(read, out) for read in bad):
+        return _by_position(bad, bad_constant, out)
+    return _by_whole_tensor(bad, bad_constant, flaws)
 
 
-def _fits(read: Read, out: Tensor) -> bool:
-    dense = read.tensor.layout is torch.strided and out.layout is torch.strided
-    return dense and broadcasts(tuple(read.tensor.shape), tuple(out.shape))
+def _by_whole_tensor(bad: list[Read], bad_constant: bool, flaws: Flaws) -> Attribution:
+    harmful = tuple(read for read in bad if read.harmful)
+    if harmful:
+        return Attribution(harmful, first_bad=False, intended_inf=False)
+    intended_input = bad_constant or bool(bad)
+    first_bad = flaws.nan or not intended_input
+    return Attribution((), first_bad=first_bad, intended_inf=not first_bad)
 
 
-def _by_position(bad: list[Read], constant: bool, out: Tensor) -> Explanation:
+def _same_layout(read: Read, out: Tensor) -> bool:
+    if read.tensor.layout is not torch.strided or out.layout is not torch.strided:
+        return False
+    return broadcasts(tuple(read.tensor.shape), tuple(out.shape))
+
+
+def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attribution:
     out_bad = broken(out)
-    wild, tame = torch.zeros_like(out_bad), torch.full_like(out_bad, constant)
+    harmful = torch.zeros_like(out_bad)
+    # A constant operand is broadcast: it meets every element.
+    intended = torch.full_like(out_bad, bad_constant)
     causes = []
     for read in bad:
-        there = broken(read.tensor)
-        if read.tame:
-            tame |= there
-        else:
-            wild |= there
-            if bool((there & out_bad).any()):
-                causes.append(read)
-    unexplained = out_bad & ~wild
-    born = unexplained & (~tame | torch.isnan(out))
-    any_born = bool(born.any())
-    return Explanation(
-        tuple(causes),
-        born=any_born,
-        tame=not causes and not any_born,
-        where=born if any_born else None,
-    )
+        read_bad = broken(read.tensor)
+        if read.intended_inf:
+            intended |= read_bad
+            continue
+        harmful |= read_bad
+        if bool((read_bad & out_bad).any()):
+            causes.append(read)
+    # -inf + -inf is -inf, but a mask can also meet 0 or +inf: a NaN is always the operation's own.
+    new = out_bad & ~harmful & (~intended | torch.isnan(out))
+    if not bool(new.any()):
+        return Attribution(tuple(causes), first_bad=False, intended_inf=not causes)
+    return Attribution(tuple(causes), first_bad=True, intended_inf=False, where=new)

@@ -1,4 +1,4 @@
-"""One operation that just made a bad value, with everything it saw."""
+"""One operation that has just made a bad value, with the arguments it had."""
 
 from __future__ import annotations
 
@@ -26,17 +26,22 @@ class Invocation:
     selects: bool = False
     """Chooses elements by a condition."""
 
+    @property
+    def used(self) -> list[Read]:
+        """Tensors whose values the result depends on."""
+        return [read for read in self.reads if self.operator.reads(read.name)]
+
     def only(self, position: int) -> Invocation:
-        """What a foreach operation did at one position of its lists; operands go by their plain
-        names.
-        """
+        """Return what a foreach operation did at one position of its lists, by plain names."""
         mark = f"[{position}]"
-        reads = [
-            replace(r, name=r.name.removesuffix(mark)) for r in self.reads if _belongs(r.name, mark)
-        ]
-        numbers = [
-            (name.removesuffix(mark), value) for name, value in self.numbers if _belongs(name, mark)
-        ]
+        reads = []
+        for read in self.reads:
+            if _belongs(read.name, mark):
+                reads.append(replace(read, name=read.name.removesuffix(mark)))
+        numbers = []
+        for name, value in self.numbers:
+            if _belongs(name, mark):
+                numbers.append((name.removesuffix(mark), value))
         args = tuple(_one(value, position) for value in self.args)
         kwargs = {name: _one(value, position) for name, value in self.kwargs.items()}
         return replace(self, args=args, kwargs=kwargs, reads=reads, numbers=numbers)
@@ -47,18 +52,21 @@ def _belongs(name: str, mark: str) -> bool:
 
 
 def _one(value: Any, position: int) -> Any:
-    return [value[position]] if isinstance(value, list | tuple) and position < len(value) else value
+    # The operator still takes lists: one of one entry gives the same result for that entry.
+    if isinstance(value, list | tuple) and position < len(value):
+        return [value[position]]
+    return value
 
 
 @dataclass(slots=True)
 class Birth:
-    """One operation that just made a bad value, with everything it saw."""
+    """One operation that has just made a bad value, with the arguments it had."""
 
     call: Call
     made_by: Invocation
     out: Tensor
     where: Tensor | None
-    """True at the elements that were born bad, where that is known."""
+    """True at the elements that no input explains, where that is known."""
 
     @property
     def operator(self) -> Operator:
@@ -74,17 +82,24 @@ class Birth:
 
     @property
     def index(self) -> Index | None:
-        """The first element that was born bad."""
-        return first_true(self.where) if self.where is not None else first_broken(self.out)
+        """The first bad element that no input explains."""
+        if self.where is not None:
+            return first_true(self.where)
+        return first_broken(self.out)
 
     def read(self, name: str) -> Read | None:
-        return next((r for r in self.reads if r.name == name), None)
+        """Return the tensor that was given for this argument."""
+        for read in self.reads:
+            if read.name == name:
+                return read
+        return None
 
     def at(self, name: str) -> float | None:
-        """The element of this argument that met the bad position, or the number itself."""
+        """Return the element of this argument that met the bad position, or the number itself."""
         read = self.read(name)
         if read is None:
-            return next((value for key, value in self.numbers if key == name), None)
+            return dict(self.numbers).get(name)
         index = self.index
-        spot = broadcast_index(index, tuple(read.tensor.shape)) if index is not None else None
-        return element(read.tensor, spot)
+        if index is None:
+            return None
+        return element(read.tensor, broadcast_index(index, tuple(read.tensor.shape)))

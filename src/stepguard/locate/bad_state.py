@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -19,75 +20,81 @@ from stepguard.tensors.values import is_finite
 
 
 def stored_tensor(step: Step, name: str) -> Tensor | None:
-    """The tensor behind `param:NAME`, `buffer:NAME` or (first bad one of that slot) `opt:SLOT`."""
+    """Return the tensor behind `param:NAME`, `buffer:NAME` or `opt:SLOT` (its first bad one)."""
     kind, _, path = name.partition(":")
-    if kind == "opt":
-        return next(
-            (t for slot, _, t in optimizer_slots(step) if slot == path and not is_finite(t)), None
-        )
-    named = named_parameters if kind == "param" else named_buffers
-    return dict(named(step.named_roots())).get(path)
+    if kind == "param":
+        return dict(named_parameters(step.named_roots())).get(path)
+    if kind == "buffer":
+        return dict(named_buffers(step.named_roots())).get(path)
+    for slot, _, tensor in optimizer_slots(step):
+        if slot == path and not is_finite(tensor):
+            return tensor
+    return None
 
 
 def optimizer_slots(step: Step) -> Iterator[tuple[str, str, Tensor]]:
-    """Slot, parameter and tensor of the optimizer's state."""
+    """Yield slot, parameter and tensor of the optimizer's state."""
     names = names_by_id(named_parameters(step.named_roots()))
     for parameter, slots in step.optimizer.state.items():
-        for slot, value in slots.items() if isinstance(slots, Mapping) else ():
+        # Some optimizers keep further entries there, under a string for instance.
+        if not isinstance(slots, Mapping):
+            continue
+        for slot, value in slots.items():
             if numeric(value):
                 yield str(slot), names.get(id(parameter), ""), value
 
 
-def operand_of(name: str, tensor: Tensor) -> Operand:
-    """Counts and the exact index of the first bad element."""
-    return summarise(name, tensor)
-
-
-def elements(tensor: Tensor, operand: Operand) -> Evidence:
-    """How much of the stored tensor is bad."""
+def bad_elements(tensor: Tensor, operand: Operand) -> Evidence:
+    """Count the bad elements of a stored tensor."""
     bad = operand.nan + operand.posinf + operand.neginf
     return Evidence(bad_elements=bad, elements=tensor.numel())
 
 
 def state_origin(step: Step, reading: Reading) -> Origin:
-    """State that was bad before the step, found by looking at it."""
+    """Describe the first bad state tensor of a reading, as it is found now."""
     name = reading.bad_state[0]
+    origin = Origin(
+        step=reading.step, phase="state", module=owner_of(name), tensor=name, method="scan"
+    )
     tensor = stored_tensor(step, name)
-    inputs: tuple[Operand, ...] = ()
-    evidence = Evidence()
-    if tensor is not None:
-        operand = operand_of(name, tensor)
-        inputs = (operand,)
-        evidence = elements(tensor, operand)
-    owner = next((p for _, p, t in optimizer_slots(step) if t is tensor and p), None)
-    return Origin(
-        step=reading.step,
-        phase="state",
-        module=_owner(name),
-        tensor=name,
-        inputs=inputs,
-        method="scan",
-        reproduced=True if tensor is not None and not is_finite(tensor) else None,
-        evidence=evidence | Evidence(parameter=owner),
+    if tensor is None:
+        return origin
+    operand = summarise(name, tensor)
+    evidence = bad_elements(tensor, operand) | Evidence(parameter=_owning_parameter(step, tensor))
+    return replace(
+        origin,
+        inputs=(operand,),
+        reproduced=None if is_finite(tensor) else True,
+        evidence=evidence,
     )
 
 
-def _owner(name: str) -> str | None:
-    """The module that holds the parameter or buffer."""
+def owner_of(name: str) -> str | None:
+    """Name the module that holds a parameter or buffer."""
     kind, _, path = name.partition(":")
-    return path.rpartition(".")[0] if kind != "opt" else None
+    if kind == "opt":
+        return None
+    return path.rpartition(".")[0]
+
+
+def _owning_parameter(step: Step, tensor: Tensor) -> str | None:
+    """Name the parameter whose optimizer slot this tensor is."""
+    for _, parameter, value in optimizer_slots(step):
+        if value is tensor and parameter:
+            return parameter
+    return None
 
 
 def evidence_origin(
     step: Step, reading: Reading, evidence: Evidence = NO_EVIDENCE, *remarks: str
 ) -> Origin:
-    """The best that can be said without a replay."""
+    """Say the best that can be said without a replay."""
     if reading.bad_state and not reading.state_born:
         return state_origin(step, reading)
     for micro, batch in enumerate(step.micro_batches):
         for name, tensor in batches.named_tensors(batch):
             if numeric(tensor) and not is_finite(tensor) and not mask_like(tensor):
-                operand = operand_of(name, tensor)
+                operand = summarise(name, tensor)
                 return Origin(
                     step=reading.step,
                     phase="input",
@@ -95,16 +102,31 @@ def evidence_origin(
                     micro_batch=micro,
                     inputs=(operand,),
                     method="scan",
-                    evidence=elements(tensor, operand) | evidence,
+                    evidence=bad_elements(tensor, operand) | evidence,
                     remarks=remarks,
                 )
-    return replace(_unplaced(reading), evidence=evidence, remarks=remarks)
+    return replace(_unlocated(reading), evidence=evidence, remarks=remarks)
 
 
-def _unplaced(reading: Reading) -> Origin:
-    bad_losses = reading.bad_micro_batches
-    if bad_losses or (reading.loss is not None and reading.loss - reading.loss != 0.0):
-        micro = bad_losses[0] if bad_losses else None
-        return Origin(step=reading.step, phase="loss", micro_batch=micro, method="evidence")
-    tensor = f"param:{reading.bad_grads[0]}" if reading.bad_grads else None
-    return Origin(step=reading.step, phase="backward", tensor=tensor, method="evidence")
+def loss_is_bad(reading: Reading) -> bool:
+    """True if the loss of the step, or of one of its micro-batches, is not finite."""
+    if reading.bad_micro_batches:
+        return True
+    return reading.loss is not None and not math.isfinite(reading.loss)
+
+
+def first_bad_micro_batch(reading: Reading) -> int | None:
+    """Return the index of the first micro-batch with a bad loss."""
+    if not reading.bad_micro_batches:
+        return None
+    return reading.bad_micro_batches[0]
+
+
+def _unlocated(reading: Reading) -> Origin:
+    """Tell a bad loss from a bad gradient, and no more."""
+    origin = Origin(step=reading.step, phase="backward", method="evidence")
+    if loss_is_bad(reading):
+        return replace(origin, phase="loss", micro_batch=first_bad_micro_batch(reading))
+    if reading.bad_grads:
+        return replace(origin, tensor=f"param:{reading.bad_grads[0]}")
+    return origin

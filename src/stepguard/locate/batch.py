@@ -1,6 +1,4 @@
-"""A micro-batch as a tree of named tensors: copied for each replay, taken apart into samples,
-repaired by element.
-"""
+"""A micro-batch as a tree of named tensors: copy it, pick samples, repair elements."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ Change = Callable[[str, Tensor], Tensor]
 
 
 def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
-    """Every tensor with its name: `batch:x`, `batch:boxes.0`, or `batch` for a bare tensor."""
+    """List every tensor with its name: `batch:x`, `batch:boxes.0`, or `batch` for a bare tensor."""
     found: list[tuple[str, Tensor]] = []
 
     def note(name: str, tensor: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
 
 
 def rebuild(batch: Any, change: Change) -> Any:
-    """The same tree with every tensor passed through `change`."""
+    """Build the same tree with every tensor passed through `change`."""
     return _rebuild(batch, change, "batch", ":")
 
 
@@ -44,16 +42,17 @@ def _rebuild(value: Any, change: Change, name: str, joint: str) -> Any:
         return change(name, value)
     if type(value) is dict:
         return {key: below(key, item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [below(position, item) for position, item in enumerate(value)]
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         items = [below(position, item) for position, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        # A named tuple takes its items one by one.
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return _rebuild_object(value, below)
 
 
 def _rebuild_object(value: Any, below: Callable[[object, Any], Any]) -> Any:
-    """Mappings of other classes, dataclasses, and objects that carry tensors as attributes."""
+    """Rebuild mappings of other classes, dataclasses, and objects with tensors as attributes."""
     if isinstance(value, MutableMapping):
         twin: Any = copy.copy(value)
         for key, item in value.items():
@@ -62,6 +61,7 @@ def _rebuild_object(value: Any, below: Callable[[object, Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         twin = copy.copy(value)
         for field in dataclasses.fields(value):
+            # A frozen dataclass refuses setattr.
             object.__setattr__(twin, field.name, below(field.name, getattr(value, field.name)))
         return twin
     if _carries_tensors(value):
@@ -74,43 +74,39 @@ def _rebuild_object(value: Any, below: Callable[[object, Any], Any]) -> Any:
 
 
 def _carries_tensors(value: Any) -> bool:
-    """An object of the user's own class with tensors as attributes; never a module."""
+    """True for an object of the user's own class with tensors as attributes; never a module."""
     if isinstance(value, torch.nn.Module | type) or not hasattr(value, "__dict__"):
         return False
     return any(isinstance(item, Tensor) for item in vars(value).values())
 
 
 def duplicate(batch: Any) -> Any:
-    """Copies of every tensor, so that a loss function may change its batch or collect gradients in
-    it.
-    """
+    """Copy every tensor: a loss function may change its batch or collect gradients in it."""
 
     def own(name: str, tensor: Tensor) -> Tensor:
-        twin = tensor.detach().clone()
-        return twin.requires_grad_() if tensor.requires_grad else twin
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     return rebuild(batch, own)
 
 
 def repaired(batch: Any, names: frozenset[str]) -> Any:
-    """The named tensors with their mean in the place of every NaN and Inf: 0 could break a division
-    by itself.
-    """
+    """Put the mean of the named tensors in the place of their every NaN and Inf."""
 
     def mend(name: str, tensor: Tensor) -> Tensor:
         if name not in names:
             return tensor
         finite = torch.isfinite(tensor)
-        usual = tensor[finite].mean() if bool(finite.any()) else torch.ones((), dtype=tensor.dtype)
+        # Not 0, which could break a division by itself.
+        usual = torch.ones((), dtype=tensor.dtype)
+        if bool(finite.any()):
+            usual = tensor[finite].mean()
         return torch.where(finite, tensor, usual.to(tensor.dtype)).detach()
 
     return rebuild(batch, mend)
 
 
 def sample_count(batch: Any) -> int:
-    """What its parts agree on, else the leading size of the first tensor that has one; 0 where
-    there is none.
-    """
+    """Count the samples: what all parts agree on, else the first leading size, else 0."""
     agreed = row_count(batch)
     if agreed is not None:
         return agreed
@@ -121,33 +117,32 @@ def sample_count(batch: Any) -> int:
 
 
 def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
-    """The batch with only these samples. Tensors and lists whose leading size is not `count` stay
-    as they are.
-    """
+    """Keep only these samples. Tensors and lists whose leading size is not `count` stay whole."""
     recorded_call = isinstance(batch, Mapping) and OUTPUT_GRADIENT in batch
     if not recorded_call and row_count(batch) == count:
         return keep_rows(batch, keep, count)
     chosen = torch.tensor(keep, dtype=torch.long)
 
     def pick(name: str, tensor: Tensor) -> Tensor:
-        if tensor.dim() and tensor.shape[0] == count:
-            return (
-                tensor.detach()
-                .index_select(0, chosen.to(tensor.device))
-                .requires_grad_(tensor.requires_grad)
-            )
-        return tensor
+        if not tensor.dim() or tensor.shape[0] != count:
+            return tensor
+        rows = tensor.detach().index_select(0, chosen.to(tensor.device))
+        return rows.requires_grad_(tensor.requires_grad)
 
     return rebuild(_pick_lists(batch, keep, count), pick)
 
 
 def _pick_lists(value: Any, keep: Sequence[int], count: int) -> Any:
-    """Lists with one entry a sample, such as file names or images of different sizes."""
-    if isinstance(value, Mapping) and type(value) is dict:
+    """Pick from lists with one entry a sample, such as file names or images of different sizes."""
+    if type(value) is dict:
         return {key: _pick_lists(item, keep, count) for key, item in value.items()}
-    if isinstance(value, list) and len(value) == count:
-        stacked = any(
-            isinstance(item, Tensor) and item.dim() and item.shape[0] == count for item in value
-        )
-        return value if stacked else [value[i] for i in keep]
-    return value
+    if not isinstance(value, list) or len(value) != count:
+        return value
+    if any(_has_rows(item, count) for item in value):
+        # Each entry holds all samples: as many tensors as samples is a coincidence.
+        return value
+    return [value[sample] for sample in keep]
+
+
+def _has_rows(item: Any, count: int) -> bool:
+    return isinstance(item, Tensor) and item.dim() > 0 and item.shape[0] == count

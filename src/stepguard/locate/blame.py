@@ -1,374 +1,331 @@
-"""From the bad loss or gradient back to the operation where the first harmful value was born.
+"""From the bad loss or gradient back to the operation that made the first harmful value.
 
 Only bad values that explain bad values are followed, so an infinity that was absorbed is never
-blamed. When only the gradient is bad, a value born in the forward pass is the origin if it was
-swallowed there (erf, clamp, gather) or if it is a NaN that indexing or a mask dropped later on. The
-backward node is the origin if the forward had deselected the value by a condition on the function's
-own argument, as in `where(x > 0, sqrt(x), 0)`, or if it was only infinite: the forward is right by
-intention then, and it is the gradient of the unselected branch that hurts.
+blamed. When only the gradient is bad, a bad value of the forward is the origin if it was absorbed
+there (erf, clamp, gather) or if it is a NaN that indexing or a mask dropped later on. The backward
+node is the origin if the forward had deselected the value by a condition on the function's own
+argument, as in `where(x > 0, sqrt(x), 0)`, or if it was only infinite: the forward is right by
+intention then, and only the gradient of the unselected branch does harm.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
-from stepguard.locate.calls import COPIES, Call, ancestors, real_maker
-from stepguard.locate.tracer import MOST_SPOTS, Tracer
+from stepguard.locate.calls import COPIES, Call, ancestors, earliest, real_maker
+from stepguard.locate.discarded_values import DiscardedValues
+from stepguard.locate.tracer import MOST_POSITIONS, Tracer
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
 
-SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
 SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 """A mask is added to what was learned; an infinity that multiplies it is a weight."""
-MOST_UPSTREAM = 32
 MOST_BLOCKS = 64
-"""Births whose gradients are compared."""
+"""First bad values of the forward whose gradients are compared."""
 
 
 @dataclass(slots=True)
-class Found:
-    """The birth, and for a stored tensor the operation that first used it."""
+class FirstBad:
+    """The call that made the first harmful value, and for a stored tensor its first consumer."""
 
-    birth: Call
+    call: Call
     consumer: Call | None = None
     evidence: Evidence = NO_EVIDENCE
 
 
-class Walk:
-    """Over one trace, from the calls that wrote the bad loss or the bad gradients."""
+def blame_loss(tracer: Tracer, losses: list[Call]) -> FirstBad | None:
+    """Find the origin of a bad loss; `losses` are the calls that wrote it."""
+    return _Walk(tracer, losses).from_loss()
+
+
+def blame_gradients(tracer: Tracer, gradients: list[Call]) -> FirstBad | None:
+    """Find the origin of bad gradients under a finite loss, from the calls that wrote them."""
+    return _Walk(tracer, gradients).from_gradients()
+
+
+def first_reader(tracer: Tracer, stored: Call) -> Call | None:
+    """Return the first operation that read a stored tensor's bad value, whatever became of it."""
+    for call in tracer.calls:
+        if stored in call.flawed:
+            return call
+    return None
+
+
+class _Walk:
+    """Goes back over one trace, from the calls that wrote the bad loss or the bad gradients."""
 
     def __init__(self, tracer: Tracer, targets: list[Call]) -> None:
         self._tracer = tracer
         self._targets = targets
-        self._chain = {id(call): call for target in targets for call in ancestors(target)}
+        self._discarded = DiscardedValues(tracer)
+        reached: dict[int, Call] = {}
+        for target in targets:
+            reached.update((id(call), call) for call in ancestors(target))
+        self._chain = sorted(reached.values(), key=lambda call: call.index)
+        """Every call whose bad values reach a target, in the order in which they ran."""
         self._from_parameters: set[int] | None = None
-        self._readers: dict[int, list[Call]] = defaultdict(list)
-        for call in tracer.calls:
-            for maker in call.flawed:
-                self._readers[id(maker)].append(call)
 
-    def from_loss(self) -> Found | None:
-        """Origin of a bad loss."""
-        root = self._first_born()
-        if root is None:
-            return self._from_tame_loss()
-        return self._as_data(root) or self._finish(root, NO_EVIDENCE)
+    def from_loss(self) -> FirstBad | None:
+        first = self._first_bad()
+        if first is None:
+            return self._from_intended_inf()
+        return self._as_data(first) or self._finish(first, NO_EVIDENCE)
 
-    def from_gradients(self) -> Found | None:
-        """Origin of bad gradients under a finite loss."""
-        root = self._first_born()
-        if root is None:
-            return self._from_tame_loss()
-        as_data = self._as_data(root)
+    def from_gradients(self) -> FirstBad | None:
+        first = self._first_bad()
+        if first is None:
+            return self._from_intended_inf()
+        as_data = self._as_data(first)
         if as_data is not None:
             return as_data
-        if root.stage == "backward":
-            return self._from_backward(root)
-        if root.stage == "forward":
-            return self._from_forward(root)
-        return self._finish(root, NO_EVIDENCE)
+        if first.stage == "backward":
+            return self._from_backward(first)
+        if first.stage == "forward":
+            return self._from_forward(first)
+        return self._finish(first, NO_EVIDENCE)
 
-    def _first_born(self) -> Call | None:
-        born = [call for call in self._chain.values() if call.born]
-        return min(born, key=lambda call: call.index) if born else None
+    def _first_bad(self, stage: str | None = None) -> Call | None:
+        for call in self._chain:
+            if call.first_bad and stage in (None, call.stage):
+                return call
+        return None
 
-    def _from_backward(self, root: Call) -> Found:
-        made = self._tracer.owners.get(root.sequence)
-        if made is not None and made.harmful and _same_place(made, root):
-            first = min(
-                (call for call in ancestors(made) if call.born),
-                key=lambda call: call.index,
-                default=None,
-            )
-            if self._deselected(made):
-                if first is not None and self._born_to_be_dropped(first):
-                    return self._finish(first, self._dropping(first))
-                return self._finish(root, Evidence(unselected=True))
-            if first is not None:
-                return self._finish(first, self._absorption(made))
-        siblings = [call for call in self._chain.values() if call.sequence == root.sequence]
-        unselected = any(self._upstream_deselected(call) for call in siblings)
+    def _from_backward(self, root: Call) -> FirstBad:
+        owner = self._tracer.owners.get(root.sequence)
+        if owner is not None and owner.harmful and _may_be_same_elements(owner, root):
+            found = self._from_bad_output(root, owner)
+            if found is not None:
+                return found
+        # One autograd node runs several operations: any of them may show the 0 that came in.
+        siblings = [call for call in self._chain if call.sequence == root.sequence]
+        unselected = any(map(self._discarded.upstream_deselected, siblings))
         return self._finish(root, Evidence(unselected=unselected))
 
-    def _from_forward(self, root: Call) -> Found:
-        first = min(map(self._original, self._forward_births(root)), key=lambda call: call.index)
-        if self._deselected(first):
-            if self._born_to_be_dropped(first):
+    def _from_bad_output(self, root: Call, owner: Call) -> FirstBad | None:
+        """The forward operation behind the bad gradient gave a bad value as well."""
+        first = earliest([call for call in ancestors(owner) if call.first_bad])
+        if self._discarded.deselected(owner):
+            if first is not None and self._discarded.made_and_dropped(first):
+                return self._finish(first, self._dropping(first))
+            return self._finish(root, Evidence(unselected=True))
+        if first is not None:
+            return self._finish(first, self._absorption(owner))
+        return None
+
+    def _from_forward(self, root: Call) -> FirstBad:
+        originals = [self._original(call) for call in self._first_bad_of_forward(root)]
+        first = min(originals, key=lambda call: call.index)
+        if self._discarded.deselected(first):
+            if self._discarded.made_and_dropped(first):
                 return self._finish(first, self._dropping(first))
             found = self._first_unselected(root)
             if found is not None:
                 return found
         return self._finish(first, self._absorption(first))
 
-    def _first_unselected(self, root: Call) -> Found | None:
-        """Of several blocks that deselect a bad value, the one whose gradient goes bad first:
-        backward, the last.
+    def _first_unselected(self, root: Call) -> FirstBad | None:
+        """Of several blocks that deselect a bad value, find the one whose gradient went bad first.
+
+        The backward runs from the last block to the first.
         """
         pairs = []
-        for call in self._forward_births(root):
-            first = self._original(call)
-            late = (
-                self._gradient_of([call.sequence, first.sequence])
-                if self._deselected(first)
-                else None
-            )
-            if late is not None:
-                pairs.append((late, first))
+        for call in self._first_bad_of_forward(root):
+            original = self._original(call)
+            if not self._discarded.deselected(original):
+                continue
+            gradient = self._gradient_of([call.sequence, original.sequence])
+            if gradient is not None:
+                pairs.append((gradient, original))
         if not pairs:
             return None
-        late, first = min(pairs, key=lambda pair: pair[0].index)
-        born_backward = [
-            call for call in self._chain.values() if call.born and call.stage == "backward"
-        ]
-        earliest = min(born_backward, key=lambda call: call.index, default=late)
-        if earliest.index < late.index and earliest.sequence != late.sequence:
-            return self._from_backward(earliest)
-        return self._finish(late, Evidence(unselected=True, selected_against=first.op))
+        gradient, original = min(pairs, key=lambda pair: pair[0].index)
+        new = self._first_bad("backward")
+        if new is not None and new.index < gradient.index and new.sequence != gradient.sequence:
+            return self._from_backward(new)
+        evidence = Evidence(unselected=True, selected_against=original.op)
+        return self._finish(gradient, evidence)
 
-    def _forward_births(self, root: Call) -> list[Call]:
-        """Everything born in the forward that the bad gradient goes back to; of a recomputed block,
-        the second run.
-        """
-        born = [call for call in self._chain.values() if call.born and call.stage == "forward"]
-        return [
-            root,
-            *sorted((call for call in born if call is not root), key=lambda call: call.index)[
-                :MOST_BLOCKS
-            ],
-        ]
+    def _first_bad_of_forward(self, root: Call) -> list[Call]:
+        """List the first bad values of the forward that the bad gradient goes back to."""
+        others = []
+        for call in self._chain:
+            if call.first_bad and call.stage == "forward" and call is not root:
+                others.append(call)
+        return [root, *others[:MOST_BLOCKS]]
 
     def _original(self, call: Call) -> Call:
-        """A checkpointed block runs twice: the first run is what the user means."""
+        """Return the same operation of the first forward, where a checkpointed block ran twice."""
         if not call.evidence.recomputed:
             return call
-        place = (call.op, call.line, call.module)  # blocks of one class share their lines
-        same = (c for c in self._tracer.calls if (c.op, c.line, c.module) == place)
-        return next((c for c in same if c.born and c.index < call.index), call)
+        # Blocks of one class share their lines: the module tells them apart.
+        wanted = (call.op, call.line, call.module)
+        for other in self._tracer.calls:
+            if other.index >= call.index:
+                break
+            if other.first_bad and (other.op, other.line, other.module) == wanted:
+                return other
+        return call
 
-    def _frontier(self, call: Call) -> list[Call]:
-        """Forward operations that read the bad value, or what it spoiled, and gave something clean."""
-        seen, stack, edge = {id(call)}, [call], []
-        while stack:
-            one = stack.pop()
-            for reader in self._readers[id(one)]:
-                if reader.stage != "forward" or id(reader) in seen or not reader.numeric:
-                    continue
-                if one in reader.causes:
-                    seen.add(id(reader))
-                    stack.append(reader)
-                else:
-                    edge.append(reader)
-        return edge
-
-    def _deselected(self, call: Call) -> bool:
-        edge = self._frontier(call)
-        return bool(edge) and all(reader.selects for reader in edge)
-
-    def _born_to_be_dropped(self, birth: Call) -> bool:
-        """A NaN that the forward made by itself and dropped later: not a function kept from its own
-        pole by `where`.
-        """
-        if not birth.out.nan or birth.stage != "forward":
-            return False
-        argument = {id(real_maker(parent)) for parent in birth.parents}
-        choosing = [reader for reader in self._frontier(birth) if reader.selects]
-        kept_from_pole = birth.pointwise and all(
-            argument & _asked_by(reader) for reader in choosing
-        )
-        return not kept_from_pole
-
-    def _dropping(self, birth: Call) -> Evidence:
-        """Which operation left the NaN out of the loss?"""
-        edge = self._frontier(birth)
-        return Evidence(discarded_by=edge[0].op if edge else None)
-
-    def _upstream_deselected(self, root: Call) -> bool:
-        """Did the 0 that met an infinite derivative come from a condition that left this element
-        out?
-        """
-        if not root.evidence.zero_upstream_gradient:
-            return False
-        stack = [p for p in root.parents if p.stage == "backward" and p.sequence != root.sequence]
-        for _ in range(MOST_UPSTREAM):
-            if not stack:
-                return False
-            call = stack.pop(0)
-            if self._undoes_selection(call):
-                return True
-            stack.extend(p for p in call.parents if p.stage == "backward")
-        return False
-
-    def _undoes_selection(self, call: Call) -> bool:
-        """Is it the backward of a selection? Indexing by positions leaves nothing out by a
-        condition.
-        """
-        made = self._tracer.owners.get(call.sequence)
-        if made is not None:
-            return made.selects
-        return call.node is not None and call.node.startswith(SELECTING_NODES)
+    def _dropping(self, first: Call) -> Evidence:
+        return Evidence(discarded_by=self._discarded.dropped_by(first))
 
     def _absorption(self, call: Call) -> Evidence:
-        edge = [reader for reader in self._frontier(call) if not reader.selects]
-        return Evidence(absorbed=True, absorbed_by=edge[0].op if edge else None)
+        return Evidence(absorbed=True, absorbed_by=self._discarded.absorbed_by(call))
 
     def _gradient_of(self, sequences: list[int]) -> Call | None:
-        """The backward operation that gave the bad gradient of one of these nodes, or of what first
-        met the value.
-        """
-        late = [c for c in self._chain.values() if c.stage == "backward"]
-        meeting = [c for c in late if any(cause.stage == "forward" for cause in c.causes)]
-        sequences = [s for s in sequences if s >= 0 and any(c.sequence == s for c in late)]
-        sequences += [min(meeting, key=lambda c: c.index).sequence] if meeting else []
-        if not sequences:
+        """Return the operation that gave the bad gradient of one of these autograd nodes."""
+        backward = [call for call in self._chain if call.stage == "backward"]
+        sequence = _first_evaluated(sequences, backward)
+        if sequence is None:
             return None
-        passed_on = {
-            id(cause)
-            for c in late
-            for cause in c.causes
-            if cause.sequence != c.sequence or _joins(c)
-        }
-        passed_on |= {id(target) for target in self._targets}
-        finals = [c for c in late if c.sequence == sequences[0] and id(c) in passed_on]
-        return min(finals, key=lambda c: c.index) if finals else None
+        passed_on = self._passed_on(backward)
+        for call in backward:
+            if call.sequence == sequence and id(call) in passed_on:
+                return call
+        return None
 
-    def _from_tame_loss(self) -> Found | None:
-        """The loss is infinite only by a constant: blame the operation that reduced it to a number."""
+    def _passed_on(self, backward: list[Call]) -> set[int]:
+        """Return the calls whose result left their autograd node."""
+        passed_on = {id(target) for target in self._targets}
+        for call in backward:
+            adds = _adds_gradients(call)
+            for cause in call.causes:
+                if adds or cause.sequence != call.sequence:
+                    passed_on.add(id(cause))
+        return passed_on
+
+    def _from_intended_inf(self) -> FirstBad | None:
+        """The loss is infinite only by a constant: blame what computed with it or reduced it."""
+        calls = _with_bad_inputs(self._targets)
+        by_number = [call for call in calls if call.number is not None]
+        reducing = [call for call in calls if call.reduces]
+        found = earliest(by_number or reducing or calls)
+        if found is None:
+            return None
+        return self._as_data(found) or self._finish(found, Evidence(intended_inf=True))
+
+    def _as_data(self, first: Call) -> FirstBad | None:
+        """Return the batch tensor or table whose -inf came in as data, not as a mask on scores."""
         seen: set[int] = set()
-        stack, tame = list(self._targets), []
-        while stack:
-            call = stack.pop()
-            if id(call) not in seen:
-                seen.add(id(call))
-                tame.append(call)
-                stack.extend(call.flawed)
-        by_number = [c for c in tame if c.number is not None]
-        reducing = [c for c in tame if c.reduces]
-        found = min(by_number or reducing or tame, key=lambda c: c.index, default=None)
-        return (
-            None
-            if found is None
-            else self._as_data(found) or self._finish(found, Evidence(intended_inf=True))
-        )
-
-    def _as_data(self, birth: Call) -> Found | None:
-        """The batch tensor or table behind it, where its -inf came in as data and was not added to
-        scores as a mask.
-        """
-        stack, seen = [c for c in birth.flawed if c.tame], set[int]()
+        stack = [call for call in first.flawed if call.intended_inf]
         while stack:
             call = stack.pop()
             if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
-                return Found(
-                    call,
-                    self._first_use(call) if call.op.startswith("buffer:") else birth,
-                    Evidence(as_data=True),
-                )
+                consumer = first if call.op.startswith("batch") else self._first_use(call)
+                return FirstBad(call, consumer, Evidence(as_data=True))
             if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))
                 stack.extend(call.flawed)
         return None
 
     def _first_use(self, stored: Call) -> Call | None:
-        return next(
-            (
-                call
-                for call in self._tracer.calls
-                if stored in call.flawed and call.op not in COPIES
-            ),
-            None,
-        )
+        for call in self._tracer.calls:
+            if stored in call.flawed and call.op not in COPIES:
+                return call
+        return None
 
     def _learned(self, call: Call) -> bool:
-        """Was it computed from parameters?"""
+        """True if the value was computed from parameters."""
         if self._from_parameters is None:
             self._from_parameters = set()
             for one in self._tracer.calls:
-                if any(
-                    id(p) in self._from_parameters or p.op.startswith("param:") for p in one.parents
-                ):
+                if any(self._is_learned(parent) for parent in one.parents):
                     self._from_parameters.add(id(one))
+        return self._is_learned(call)
+
+    def _is_learned(self, call: Call) -> bool:
+        assert self._from_parameters is not None
         return id(call) in self._from_parameters or call.op.startswith("param:")
 
-    def _finish(self, birth: Call, evidence: Evidence) -> Found:
-        if birth.stage == "stored" or birth.blank:
-            return Found(birth, self._consumer(birth), evidence)
-        chooser = self._chosen_constant(birth)
+    def _finish(self, first: Call, evidence: Evidence) -> FirstBad:
+        if first.stage == "stored" or first.uninitialised:
+            return FirstBad(first, self._consumer(first), evidence)
+        chooser = self._chosen_constant(first)
         if chooser is not None:
-            return Found(chooser, None, evidence | Evidence(chosen_by=_condition_of(chooser)))
-        if birth.out.inf and not birth.out.nan:
-            turned = [
-                c
-                for c in self._chain.values()
-                if c.out.nan and not any(p.out.nan for p in c.causes)
-            ]
-            later = [c for c in turned if c is not birth]
-            if later:
-                evidence |= Evidence(turned_nan_by=min(later, key=lambda c: c.index).op)
-        return Found(birth, None, evidence)
+            evidence |= Evidence(chosen_by=_condition_of(chooser))
+            return FirstBad(chooser, None, evidence)
+        evidence |= Evidence(turned_nan_by=self._turned_nan(first))
+        return FirstBad(first, None, evidence)
 
-    def _chosen_constant(self, birth: Call) -> Call | None:
-        """The `where` that chose a NaN constant: an operation's own way to say that there is no
-        result.
-        """
-        if birth.parents or birth.stage != "forward" or not birth.out.nan:
+    def _turned_nan(self, first: Call) -> str | None:
+        """Name the operation that made a NaN of the infinity."""
+        if first.out.nan or not first.out.inf:
             return None
-        user = self._consumer(birth)
-        return user if user is not None and user.op == "aten.where" else None
+        for call in self._chain:
+            if call is first or not call.out.nan:
+                continue
+            if not any(cause.out.nan for cause in call.causes):
+                return call.op
+        return None
+
+    def _chosen_constant(self, first: Call) -> Call | None:
+        """Return the `where` that chose a NaN constant, as operations without a result do."""
+        if first.parents or first.stage != "forward" or not first.out.nan:
+            return None
+        consumer = self._consumer(first)
+        if consumer is None or consumer.op != "aten.where":
+            return None
+        return consumer
 
     def _consumer(self, stored: Call) -> Call | None:
-        """First operation on the way that used the stored tensor for more than a copy."""
-        frontier = {id(stored)}
-        for call in sorted(self._chain.values(), key=lambda c: c.index):
-            if any(id(cause) in frontier for cause in call.causes):
+        """Return the first operation on the way that used the tensor for more than a copy."""
+        copies = {id(stored)}
+        for call in self._chain:
+            if any(id(cause) in copies for cause in call.causes):
                 if call.op not in COPIES:
                     return call
-                frontier.add(id(call))
+                copies.add(id(call))
         return None
 
 
-def first_reader(tracer: Tracer, stored: Call) -> Call | None:
-    """First operation that read a stored tensor's bad value, whatever became of it."""
-    return next((call for call in tracer.calls if stored in call.flawed), None)
-
-
-def _condition_of(call: Call) -> str | None:
-    """The operation that the condition of a `where` looked at, behind comparisons."""
-    asked = call.parents[0] if call.parents else None
-    while asked is not None and not asked.numeric and asked.parents:
-        asked = real_maker(asked.parents[0])
-    return asked.op if asked is not None and asked.stage != "stored" else None
-
-
-def _asked_by(call: Call) -> set[int]:
-    """The computed values that the condition of a selection looked at, behind comparisons and
-    logic.
-    """
-    stack = [parent for parent in call.parents if not parent.numeric]
+def _with_bad_inputs(calls: list[Call]) -> list[Call]:
+    """List the calls and every call whose bad output they read, directly or not."""
     seen: set[int] = set()
-    asked: set[int] = set()
+    found = []
+    stack = list(calls)
     while stack:
-        one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one.numeric:
-            asked.add(id(one))
-        else:
-            stack.extend(real_maker(parent) for parent in one.parents)
-    return asked
+        call = stack.pop()
+        if id(call) not in seen:
+            seen.add(id(call))
+            found.append(call)
+            stack.extend(call.flawed)
+    return found
 
 
-def _joins(call: Call) -> bool:
-    """The engine adds the gradients of several uses of a tensor, under the name of the node they go
-    to.
-    """
-    others = [p for p in call.parents if p.stage == "backward" and p.sequence != call.sequence]
-    return call.op in ("aten.add", "aten.add_") and bool(others)
+def _condition_of(choice: Call) -> str | None:
+    """Name the operation that the condition of a `where` depends on, behind comparisons."""
+    if not choice.parents:
+        return None
+    asked = choice.parents[0]
+    while not asked.numeric and asked.parents:
+        asked = real_maker(asked.parents[0])
+    return None if asked.stage == "stored" else asked.op
 
 
-def _same_place(made: Call, root: Call) -> bool:
-    """Could the bad elements of the forward value and of its gradient be the same ones?"""
-    complete = made.spots and root.spots and max(len(made.spots), len(root.spots)) < MOST_SPOTS
-    if made.shape != root.shape or not complete:
+def _first_evaluated(sequences: list[int], backward: list[Call]) -> int | None:
+    """Return the first of these nodes that was evaluated, else the first that met a bad value."""
+    evaluated = {call.sequence for call in backward}
+    for sequence in sequences:
+        if sequence >= 0 and sequence in evaluated:
+            return sequence
+    for call in backward:
+        if any(cause.stage == "forward" for cause in call.causes):
+            return call.sequence
+    return None
+
+
+def _adds_gradients(call: Call) -> bool:
+    """True if the engine adds the gradients of several uses of a tensor here."""
+    # It does so under the name of the node that the gradients go to.
+    if call.op not in ("aten.add", "aten.add_"):
+        return False
+    return any(p.stage == "backward" and p.sequence != call.sequence for p in call.parents)
+
+
+def _may_be_same_elements(owner: Call, root: Call) -> bool:
+    """True unless the bad elements of a forward value and of its gradient are known to differ."""
+    if owner.shape != root.shape or not owner.bad_positions or not root.bad_positions:
         return True
-    return bool(set(made.spots) & set(root.spots))
+    # Not all positions are kept: a list that is full may be cut.
+    if max(len(owner.bad_positions), len(root.bad_positions)) >= MOST_POSITIONS:
+        return True
+    return bool(set(owner.bad_positions) & set(root.bad_positions))

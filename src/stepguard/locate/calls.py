@@ -1,4 +1,4 @@
-"""The replayed step as a graph of operation calls. It holds names, lines and flags, never a tensor."""
+"""The replayed step as a graph of operation calls: names, lines and flags, never a tensor."""
 
 from __future__ import annotations
 
@@ -13,36 +13,16 @@ from stepguard.records.origin import Operand
 
 Stage = Literal["stored", "forward", "backward", "optimizer"]
 
-COPIES = frozenset(
-    "aten." + name
-    for name in (
-        "_to_copy",
-        "clone",
-        "copy_",
-        "detach",
-        "lift_fresh",
-        "alias",
-        "_unsafe_view",
-        "_reshape_copy",
-    )
-)
-"""Operations that only move values: never the interesting consumer or producer of one."""
 
-MOVES = COPIES | {
-    "aten." + name
-    for name in (
-        "index",
-        "gather",
-        "index_select",
-        "cat",
-        "stack",
-        "embedding",
-        "masked_select",
-        "take",
-        "flip",
-        "roll",
-    )
-}
+def aten(names: str) -> frozenset[str]:
+    """Names of operators as the dispatcher spells them: `aten.clone` for `clone`."""
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+COPIES = aten("_to_copy clone copy_ detach lift_fresh alias _unsafe_view _reshape_copy")
+"""Operations that only copy values: never the interesting consumer or producer of one."""
+
+MOVES = COPIES | aten("index gather index_select cat stack embedding masked_select take flip roll")
 """Operations that put values elsewhere without combining them."""
 
 
@@ -57,9 +37,7 @@ class Call:
     """Module whose forward is running; None in the backward pass, where `sequence` leads to it."""
     node: str | None = None
     sequence: int = -1
-    """Number of the autograd node: the one being evaluated, or in the forward the one that was
-    created.
-    """
+    """Number of the autograd node: in the backward the one evaluated, else the one created."""
     line: Line | None = None
     parents: tuple[Call, ...] = ()
     """Makers of every tensor that went in."""
@@ -68,10 +46,10 @@ class Call:
     causes: tuple[Call, ...] = ()
     """Those of the flawed whose bad elements explain bad elements of the output."""
     out: Flaws = CLEAN
-    tame: bool = False
+    intended_inf: bool = False
     """Every infinity of the output was written on purpose, as in an attention mask."""
-    born: bool = False
-    """Bad output elements that no bad input explains."""
+    first_bad: bool = False
+    """The output holds bad elements that no bad input explains."""
     selects: bool = False
     """Chooses elements by a condition: where, masked_fill, indexing by a boolean mask."""
     numeric: bool = True
@@ -81,14 +59,14 @@ class Call:
     reduces: bool = False
     """Combines elements into fewer."""
     number: tuple[str, float] | None = None
-    """The name and value of a Python number given to an arithmetic operation that is not finite."""
-    vanished: float | None = None
+    """Argument and value of a NaN or infinite Python number that the operation computes with."""
+    rounded_to_zero: float | None = None
     """A constant argument, an epsilon for instance, that is 0 in the dtype of the output."""
-    blank: bool = False
-    """Memory nobody has written yet."""
+    uninitialised: bool = False
+    """Memory that has been allocated and not written yet."""
     rows: tuple[int, ...] = ()
     """First-axis positions of bad output elements."""
-    spots: tuple[int, ...] = ()
+    bad_positions: tuple[int, ...] = ()
     """Some flat positions of bad output elements."""
     shape: tuple[int, ...] = ()
     inputs: tuple[Operand, ...] = ()
@@ -97,19 +75,19 @@ class Call:
 
     @property
     def harmful(self) -> bool:
-        """The output holds a non-finite value that nobody intended."""
-        return self.out.nan or (self.out.inf and not self.tame)
+        """True if the output holds a NaN, or an infinity that was not written on purpose."""
+        return self.out.nan or (self.out.inf and not self.intended_inf)
 
 
 def real_maker(call: Call) -> Call:
-    """Behind casts and copies: the operation that computed the value."""
+    """Go back over casts and copies to the operation that computed the value."""
     while call.op in COPIES and call.parents:
         call = call.parents[0]
     return call
 
 
 def ancestors(call: Call) -> Iterator[Call]:
-    """The call and everything whose bad values reach it."""
+    """Yield the call and every call whose bad values reach it."""
     seen: set[int] = set()
     stack = [call]
     while stack:
@@ -118,3 +96,8 @@ def ancestors(call: Call) -> Iterator[Call]:
             seen.add(id(one))
             yield one
             stack.extend(one.causes)
+
+
+def earliest(calls: list[Call]) -> Call | None:
+    """Return the call that ran first; None of none."""
+    return min(calls, key=lambda call: call.index, default=None)

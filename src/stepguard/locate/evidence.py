@@ -137,24 +137,31 @@ def _argument(birth: Birth) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
     base = birth.operator.base
     name = "self" if base in DOMAIN else ARGUMENT.get(base)
-    value = birth.at(name) if name is not None else None
-    if name is None or value is None:
+    if name is None:
         return NO_EVIDENCE
-    if base in DOMAIN:
-        return _argument_lineage(birth, name)
+    value = birth.at(name)
+    if value is None:
+        return NO_EVIDENCE
+    found = NO_EVIDENCE if base in DOMAIN else _beyond_domain(birth, value)
+    if found is None:
+        return NO_EVIDENCE
+    return found | _argument_lineage(birth, name)
+
+
+def _beyond_domain(birth: Birth, value: float) -> Evidence | None:
+    """How the argument leaves the domain; None where it is inside."""
+    base = birth.operator.base
     edge = -1.0 if base == "log1p" else 0.0
     if value > edge or math.isnan(value):
-        return NO_EVIDENCE
+        return None
     if base == "pow" and value == 0.0:
         power = birth.at("exponent")
-        if power is None or power >= 0:
-            return NO_EVIDENCE
-        return Evidence(negative_power=True) | _argument_lineage(birth, name)
+        falls = power is not None and power < 0
+        return Evidence(negative_power=True) if falls else None
     # a large negative base overflows like a positive one: no root is missing there
     if base == "pow" and not birth.call.out.nan:
-        return NO_EVIDENCE
-    found = Evidence(argument="zero" if value == edge else "negative")
-    return found | _argument_lineage(birth, name)
+        return None
+    return Evidence(argument="zero" if value == edge else "negative")
 
 
 def _argument_lineage(birth: Birth, name: str) -> Evidence:
@@ -168,14 +175,14 @@ def _argument_lineage(birth: Birth, name: str) -> Evidence:
 def _infinities(birth: Birth) -> Evidence:
     """Infinities that went in: written on purpose (a mask), times 0, or minus one another."""
     constants = [value for _, value in birth.numbers]
+    masked = any(read.intended_inf and read.flaws for read in birth.reads)
+    intended = Evidence(intended_inf=masked or any(map(math.isinf, constants)))
     met = [birth.at(read.name) for read in birth.reads] + constants
-    infinite = any(value is not None and math.isinf(value) for value in met)
-    masked = any(read.tame and read.flaws for read in birth.reads)
+    if not any(value is not None and math.isinf(value) for value in met):
+        return intended
     base = birth.operator.base
-    return Evidence(
-        intended_inf=masked or any(math.isinf(value) for value in constants),
-        zero_times_inf=infinite and base == "mul" and 0.0 in met,
-        inf_minus_inf=infinite and base in ("add", "sub"),
+    return intended | Evidence(
+        zero_times_inf=base == "mul" and 0.0 in met, inf_minus_inf=base in ("add", "sub")
     )
 
 
@@ -186,11 +193,14 @@ def _gradient(birth: Birth) -> Evidence:
         return NO_EVIDENCE
     found = NO_EVIDENCE
     for read in birth.reads:
-        came_in = read.maker.stage == "backward" and read.maker.sequence != call.sequence
         value = birth.at(read.name)
-        if came_in and value == 0.0:
-            found |= Evidence(zero_upstream_gradient=True)
-        elif not came_in and value is not None and math.isfinite(value):
+        if value is None:
+            continue
+        # another node made it, so it is the gradient, not a value that the forward saved
+        came_in = read.maker.stage == "backward" and read.maker.sequence != call.sequence
+        if came_in:
+            found |= Evidence(zero_upstream_gradient=value == 0.0)
+        elif math.isfinite(value):
             found |= Evidence(singular_at=value)
     return found
 
@@ -270,8 +280,8 @@ def _vanished_epsilon(birth: Birth, name: str) -> float | None:
     level = [read.maker] if read is not None else []
     for _ in range(EPSILON_DEPTH):
         for call in level:
-            if call.vanished is not None:
-                return call.vanished
+            if call.rounded_to_zero is not None:
+                return call.rounded_to_zero
         level = [parent for call in level for parent in call.parents]
     return None
 
@@ -279,7 +289,9 @@ def _vanished_epsilon(birth: Birth, name: str) -> float | None:
 def _before_epsilon(maker: Call) -> Call:
     """The call behind added constants; one that its dtype could not hold is reported by itself."""
     while (
-        maker.op in ("aten.add", "aten.add_") and len(maker.parents) == 1 and maker.vanished is None
+        maker.op in ("aten.add", "aten.add_")
+        and len(maker.parents) == 1
+        and maker.rounded_to_zero is None
     ):
         maker = real_maker(maker.parents[0])
     return maker

@@ -1,11 +1,8 @@
-"""Where the user's code raised an exception, and which sample makes it: its traceback, then replays
-within a budget.
-"""
+"""Locate an exception of the user's code: read its traceback, then replay to find the samples."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,8 @@ from torch import nn
 
 from stepguard.locate import batch as batches
 from stepguard.locate import samples
+from stepguard.locate.calls import COPIES
+from stepguard.locate.locate_budget import clock_for
 from stepguard.locate.source import Line, context, is_users, spell
 from stepguard.records.origin import Origin, Phase
 from stepguard.state.isolation import untouched
@@ -26,27 +25,24 @@ from stepguard.tensors.names import named_modules, names_by_id, optimizer_parame
 from stepguard.tensors.torch_private import TorchDispatchMode
 
 Attempt = Callable[[Any], object]
-"""Runs one micro-batch as far as the exception came, and raises what the user's code raises."""
+"""Runs one micro-batch as far as the step came, and raises what the user's code raises."""
 GRACE = 0.3
-"""Seconds that placing may take however short the step is."""
+"""Seconds that locating may take however short the step is."""
 CHECKS = ("aten._linalg_check_errors", "aten._assert_async")
-"""Operations that only look at what the one before them gave."""
+"""Operations that only test the result of the operation before them."""
 _AUTOGRAD = str(Path(torch.__file__).parent / "autograd")
-_STEPPING = str(Path(torch.__file__).parent / "optim")
+_OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
 
 
 def traceback_origin(error: BaseException, index: int, roots: dict[str, nn.Module]) -> Origin:
-    """What the traceback alone says: the user's line, the module, the part of the step."""
-    frames = list(_frames(error.__traceback__))
-    line = next(
-        (
-            Line(f.f_code.co_filename, n)
-            for f, n in reversed(frames)
-            if is_users(f.f_code.co_filename)
-        ),
-        None,
-    )
-    module = _module([frame for frame, _ in frames], roots)
+    """Read the user's line, the module and the part of the step from the traceback alone."""
+    frames = []
+    line = None
+    for frame, number in _frames(error.__traceback__):
+        frames.append(frame)
+        if is_users(frame.f_code.co_filename):
+            line = Line(frame.f_code.co_filename, number)
+    module = _module(frames, roots)
     return Origin(
         step=index,
         phase=_phase(frames, module, roots),
@@ -60,28 +56,27 @@ def traceback_origin(error: BaseException, index: int, roots: dict[str, nn.Modul
 def place_exception(
     origin: Origin, error: Exception, step: Step, micro: int, attempt: Attempt, budget: float
 ) -> Origin:
-    """Run the micro-batch again: does it raise the same, in which operation, and because of which
-    samples?
+    """Run the micro-batch again; name the operation that raises and the samples that make it.
 
     `budget`: how long that may take, in runs of this micro-batch.
     """
+    origin = replace(origin, method="replay", micro_batch=micro)
     with untouched(step) as keeper:
         trial = _Trial(step, micro, keeper.restore, attempt, type(error))
         began = trial.clock()
-        watch = _LastOperation()
-        with watch:
+        operations = _FailedOperation()
+        with operations:
             again = trial.raises(step.micro_batches[micro])
         if again is not True:
-            return replace(origin, method="replay", reproduced=False, micro_batch=micro)
-        trial.deadline = trial.clock() + (budget - 1.0) * (trial.clock() - began) + GRACE
+            return replace(origin, reproduced=False)
+        one_run = trial.clock() - began
+        trial.deadline = trial.clock() + (budget - 1.0) * one_run + GRACE
         guilty = samples.guilty_samples(trial, ())
-    return replace(
-        origin, method="replay", reproduced=True, micro_batch=micro, op=watch.failed, samples=guilty
-    )
+    return replace(origin, reproduced=True, op=operations.failed, samples=guilty)
 
 
-def place_again(step: Step) -> Origin:
-    """A step from a capsule that raised when it was recorded: run it, and place what it raises now."""
+def place_replayed_exception(step: Step) -> Origin:
+    """Run a step from a capsule that raised when it was recorded; locate what it raises now."""
     for micro in range(len(step.micro_batches)):
         attempt = whole_attempt(step, Origin(step=step.index, phase="backward"))
         try:
@@ -98,19 +93,21 @@ def place_again(step: Step) -> Origin:
 
 
 def whole_attempt(step: Step, origin: Origin) -> Attempt:
-    """The user's loss function, and its backward where that is what raised."""
+    """Run the user's loss function, and its backward where that is what raised."""
 
     def attempt(batch: Any) -> None:
         assert step.loss_fn is not None
         loss = total_loss(step.loss_fn(batch))
         if origin.phase == "backward":
-            torch.autograd.backward(loss * step.scale if step.scale != 1.0 else loss)
+            if step.scale != 1.0:
+                loss = loss * step.scale
+            torch.autograd.backward(loss)
 
     return attempt
 
 
 class _Trial(samples.Trial):
-    """The micro-batch with some of its samples: does it raise the same type again?"""
+    """Runs a micro-batch with some of its samples; bad means that it raises the same type."""
 
     def __init__(
         self,
@@ -121,21 +118,16 @@ class _Trial(samples.Trial):
         kind: type[Exception],
     ) -> None:
         self._batch = step.micro_batches[micro]
-        self._rng, self._prepare, self._attempt, self._kind = (
-            step.rng[micro],
-            prepare,
-            attempt,
-            kind,
-        )
+        self._rng = step.rng[micro]
+        self._prepare = prepare
+        self._attempt = attempt
+        self._kind = kind
         self._parameters = optimizer_parameters(step.optimizer)
-        self._own = step.buffers
+        self._buffers = step.buffers
         self.count = batches.sample_count(self._batch)
         self.whole_only = False
-        on_host = all(p.device.type == "cpu" for p in self._parameters)
-        self.clock = (
-            time.thread_time if on_host else time.perf_counter
-        )  # a busy machine changes no answer
-        self.deadline = float("inf")
+        self.clock = clock_for(on_host=all(p.device.type == "cpu" for p in self._parameters))
+        self.deadline = math.inf
 
     def bad(self, keep: Sequence[int]) -> bool | None:
         if not keep or self.clock() > self.deadline:
@@ -143,9 +135,9 @@ class _Trial(samples.Trial):
         return self.raises(batches.subset(self._batch, list(keep), self.count))
 
     def raises(self, batch: Any) -> bool | None:
-        """None where it raises something else: such a batch cannot be tried."""
+        """True if it raises the same type; None if another, so that nothing can be said."""
         self._prepare()
-        self._own.restore()
+        self._buffers.restore()
         restore_rng(self._rng)
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -158,7 +150,7 @@ class _Trial(samples.Trial):
         return False
 
 
-class _LastOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FailedOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Remembers the operation that raised."""
 
     def __init__(self) -> None:
@@ -171,9 +163,12 @@ class _LastOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             out = func(*args, **(kwargs or {}))
         except Exception:
-            self.failed = self.failed or (self._before if name in CHECKS else name)
+            if self.failed is None:
+                self.failed = self._before if name in CHECKS else name
             raise
-        self._before = name
+        # Autograd detaches what it saves: that is not what a test is about.
+        if name not in COPIES:
+            self._before = name
         return out
 
 
@@ -184,7 +179,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _module(frames: list[FrameType], roots: dict[str, nn.Module]) -> str | None:
-    """The innermost module that was being called."""
+    """Return the name of the innermost module that was being called."""
     names = names_by_id(named_modules(roots))
     for frame in reversed(frames):
         owner = frame.f_locals.get("self")
@@ -193,14 +188,13 @@ def _module(frames: list[FrameType], roots: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _phase(
-    frames: list[tuple[FrameType, int]], module: str | None, roots: dict[str, nn.Module]
-) -> Phase:
-    files = [frame.f_code.co_filename for frame, _ in frames]
+def _phase(frames: list[FrameType], module: str | None, roots: dict[str, nn.Module]) -> Phase:
+    files = [frame.f_code.co_filename for frame in frames]
+    # autograd/grad_mode.py is in the traceback of everything that is decorated with no_grad.
     if any(file.startswith(_AUTOGRAD) and "grad_mode" not in file for file in files):
         return "backward"
     if module is not None and module.partition(".")[0] not in roots.keys() - {""}:
         return "forward"
-    if any(file.startswith(_STEPPING) for file in files):
+    if any(file.startswith(_OPTIMIZERS) for file in files):
         return "optimizer"
     return "loss"

@@ -1,4 +1,4 @@
-"""`locate`: from a bad step and its reading to the place where the first harmful value was born."""
+"""`locate`: from a bad step and its reading to the operation that made the first harmful value."""
 
 from __future__ import annotations
 
@@ -6,219 +6,237 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from stepguard.locate import bad_state, impurity, model_replay, samples, update_origin
 from stepguard.locate import batch as batches
 from stepguard.locate.bad_micro_batch import bad_micro_batch, compiled_only, repeats
-from stepguard.locate.blame import Found, Walk, first_reader
+from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss, first_reader
 from stepguard.locate.calls import Call
-from stepguard.locate.finite import numeric, plain
-from stepguard.locate.locate_budget import MOST_FRUITLESS, Effort, OutOfTimeError
+from stepguard.locate.finite import plain
+from stepguard.locate.locate_budget import LocateBudget
 from stepguard.locate.model_replay import ModelReplayer
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
-from stepguard.locate.same_fault import departure
-from stepguard.locate.spoiled_buffer import written_origin
+from stepguard.locate.same_fault import difference
+from stepguard.locate.spoiled_buffer import buffer_origin
 from stepguard.records.evidence import Evidence
 from stepguard.records.origin import Origin, with_evidence
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 
-UNCUT = "no sample can be told: your code takes this batch whole or not at all"
 MOST_REPAIRS = 3
-"""Stored tensors that may turn out innocent before the search settles for what it has."""
+"""Batch tensors that may turn out innocent before the search settles for what it has."""
 
 
-def locate(step: Step, reading: Reading, effort: Effort | None = None) -> Origin:
-    """Never raises for the user's code, and leaves model, optimizer, gradients and RNG as it found
-    them.
+def locate(step: Step, reading: Reading, budget: LocateBudget | None = None) -> Origin:
+    """Locate the first harmful value of a bad step.
 
-    `effort` bounds the time, and is the same for all incidents of a run: it remembers what was in
-    vain.
+    Never raises for the user's code, and leaves model, optimizer, gradients and RNG as they are.
+    `budget` bounds the time, and is the same for all incidents of a run: it remembers which
+    searches were in vain.
     """
-    effort = effort if effort is not None else Effort()
-    effort.begin(on_host=all(p.device.type == "cpu" for p in step.model.parameters()))
+    if budget is None:
+        budget = LocateBudget()
+    budget.begin(on_host=all(p.device.type == "cpu" for p in step.model.parameters()))
     try:
-        origin = _locate(step, reading, effort)
+        origin = _locate(step, reading, budget)
     except ReplayError as failure:
         error = str(failure)[:200]
         remark = f"the replay failed: {error}"
         return bad_state.evidence_origin(step, reading, Evidence(replay_error=error), remark)
-    return replace(origin, remarks=(*origin.remarks, *effort.cut))
-
-
-def _locate(step: Step, reading: Reading, effort: Effort) -> Origin:
-    if reading.state_born:
-        in_forward = reading.bad_state[0].startswith("buffer:") and no_replay(step) is None
-        return (
-            written_origin(step, reading)
-            if in_forward
-            else update_origin.update_origin(step, reading)
-        )
-    if finite_step(reading):
-        if reading.bad_state:
-            return _bad_state(step, reading)
-        if not all(map(math.isfinite, reading.lr)):
-            return update_origin.update_origin(step, reading)
-        if reading.grad_norm is not None and math.isinf(reading.grad_norm):
-            return update_origin.norm_origin(step, reading)
-        return update_origin.divergence_origin(step, reading)
-    reason = no_replay(step)
-    if reason is not None:
-        remark = f"the step could not be run again: {reason}"
-        return bad_state.evidence_origin(step, reading, Evidence(no_replay=reason), remark)
-    with untouched(step) as keeper, impurity.own_state(step) as own:
-        kind = ModelReplayer if step.model_only else Replayer
-        replayer = kind(step, keeper, effort)
-        replayer.own = own
-        if isinstance(replayer, ModelReplayer):
-            return _replay_model(replayer, reading)
-        origin = _replay(replayer, reading)
-        return impurity.told(origin, own) if origin.reproduced is False else origin
+    return replace(origin, remarks=(*origin.remarks, *budget.cut))
 
 
 def finite_step(reading: Reading) -> bool:
-    """Loss and gradients are finite, so whatever is wrong is not in the forward or backward pass."""
+    """True if loss and gradients are finite: forward and backward pass are fine."""
     losses = [value for value in (reading.loss, *reading.micro_losses) if value is not None]
     return reading.grads_finite and all(map(math.isfinite, losses))
 
 
 def no_replay(step: Step) -> str | None:
-    """Why the step cannot be run again on this rank alone; None when it can."""
-    if not (step.replayable or step.model_only) or not step.micro_batches or not step.rng:
+    """Say why the step cannot be run again on this rank alone; None if it can."""
+    runnable = step.replayable or step.model_only
+    if not runnable or not step.micro_batches or not step.rng:
         return "the guard did not run the step"
-    sharded = any(type(p.data).__name__ == "DTensor" for p in step.model.parameters())
-    return "parameters are sharded over ranks" if sharded else None
+    if any(type(parameter.data).__name__ == "DTensor" for parameter in step.model.parameters()):
+        return "parameters are sharded over ranks"
+    return None
+
+
+def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
+    if reading.state_born:
+        return _made_by_step(step, reading)
+    if finite_step(reading):
+        return _of_finite_step(step, reading)
+    reason = no_replay(step)
+    if reason is not None:
+        remark = f"the step could not be run again: {reason}"
+        return bad_state.evidence_origin(step, reading, Evidence(no_replay=reason), remark)
+    with untouched(step) as keeper, impurity.kept_loss_function_state(step) as own:
+        if step.model_only:
+            model_replayer = ModelReplayer(step, keeper, budget)
+            return _replay_model(model_replayer, reading)
+        replayer = Replayer(step, keeper, budget)
+        replayer.loss_fn_state = own
+        origin = _replay(replayer, reading)
+        if origin.reproduced is False:
+            return impurity.with_changed_state(origin, own)
+        return origin
+
+
+def _made_by_step(step: Step, reading: Reading) -> Origin:
+    """Locate state that was fine before the step and is bad after it."""
+    if reading.bad_state[0].startswith("buffer:") and no_replay(step) is None:
+        return buffer_origin(step, reading)
+    return update_origin.update_origin(step, reading)
+
+
+def _of_finite_step(step: Step, reading: Reading) -> Origin:
+    if reading.bad_state:
+        return _bad_state(step, reading)
+    if not all(map(math.isfinite, reading.lr)):
+        return update_origin.update_origin(step, reading)
+    if reading.grad_norm is not None and math.isinf(reading.grad_norm):
+        return update_origin.norm_origin(step, reading)
+    return update_origin.divergence_origin(step, reading)
 
 
 def _bad_state(step: Step, reading: Reading) -> Origin:
-    """State that is bad while loss and gradients are fine, such as a running variance: who reads
-    it?
-    """
+    """Name who reads state that is bad under a finite loss, such as a running variance."""
     origin = bad_state.state_origin(step, reading)
     if no_replay(step) is not None or origin.tensor is None or origin.tensor.startswith("opt:"):
         return origin
+    tensor = bad_state.stored_tensor(step, origin.tensor)
+    if tensor is None:
+        return origin
     with untouched(step) as keeper:
+        replayer = Replayer(step, keeper)
         try:
-            traced = Replayer(step, keeper).trace(0, backward=False)
+            traced = replayer.trace(0, backward=False)
         except ReplayError:
             return origin
-    tensor = bad_state.stored_tensor(step, origin.tensor)
-    maker = traced.tracer.maker_of(tensor) if tensor is not None else None
-    reader = first_reader(traced.tracer, maker) if maker is not None else None
-    if maker is None or reader is None:
+    maker = traced.tracer.maker_of(tensor)
+    if maker is None:
         return origin
-    seen = origin_of(Found(maker, reader), traced, Replayer(step, keeper))
+    reader = first_reader(traced.tracer, maker)
+    if reader is None:
+        return origin
+    read = origin_of(FirstBad(maker, reader), traced, replayer)
     return replace(
-        seen, tensor=origin.tensor, phase="state", inputs=origin.inputs, evidence=origin.evidence
+        read, tensor=origin.tensor, phase="state", inputs=origin.inputs, evidence=origin.evidence
     )
 
 
 def _replay(replayer: Replayer, reading: Reading) -> Origin:
     micro = bad_micro_batch(replayer, reading)
-    return (
-        _clean_replay(replayer, reading)
-        if micro is None
-        else _from_micro_batch(replayer, reading, micro)
-    )
+    if micro is None:
+        return _clean_replay(replayer, reading)
+    return _from_micro_batch(replayer, reading, micro)
 
 
 def _replay_model(replayer: ModelReplayer, reading: Reading) -> Origin:
-    """A watched step: only the model's part can be run again, so a clean replay does not mean a
-    transient fault.
-    """
+    """Replay the model's part of a watched step; a clean one does not mean a transient fault."""
     call = replayer.bad_call()
-    origin = (
-        _clean_replay(replayer, reading)
-        if call is None
-        else _from_micro_batch(replayer, reading, call)
-    )
+    if call is None:
+        origin = _clean_replay(replayer, reading)
+    else:
+        origin = _from_micro_batch(replayer, reading, call)
     if not origin.reproduced and origin.phase != "state":
-        return model_replay.outside(replayer, reading)
-    return replayer.placed(origin, call)
+        return model_replay.outside_model(replayer, reading)
+    return replayer.with_caller(origin, call)
 
 
 def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origin:
     step = replayer.step
     traced, found = search(replayer, micro, step.micro_batches[micro])
-    if found is None and not traced.ran.clean:
-        return replace(
-            bad_state.evidence_origin(step, reading, Evidence(untraced=True)),
-            micro_batch=micro,
-            reproduced=True,
-        )
-    if found is None:
+    if found is None and traced.ran.clean:
         return _clean_replay(replayer, reading)
+    if found is None:
+        origin = bad_state.evidence_origin(step, reading, Evidence(untraced=True))
+        return replace(origin, micro_batch=micro, reproduced=True)
     origin = origin_of(found, traced, replayer)
     if reading.bad_state and origin.tensor not in reading.bad_state:
         return bad_state.state_origin(step, reading)
     if reading.overflow:
         origin = with_evidence(origin, Evidence(scale_overflow=True))
-    otherwise = departure(reading, micro, replayer)
-    if otherwise is not None:
-        return replace(with_evidence(origin, Evidence(departs=otherwise)), reproduced=False)
-    return _name_samples(replayer, traced, found, origin)
+    differs = difference(reading, micro, replayer)
+    if differs is not None:
+        return replace(with_evidence(origin, Evidence(departs=differs)), reproduced=False)
+    return samples.with_samples(origin, found, traced, replayer)
 
 
-def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, Found | None]:
-    """Trace and walk; a bad batch tensor must prove itself: with its bad elements repaired the step
-    is finite.
+def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, FirstBad | None]:
+    """Trace the micro-batch and find its first harmful value.
 
-    Where it does not, the search goes on with the repaired batch. What it finds then must have been
-    bad in the first trace too, or else it is the repair that broke the step.
+    A bad batch tensor must prove itself: with its bad elements repaired the step is finite. Where
+    it does not, the search continues with the repaired batch. What it finds then must have been bad
+    in the first trace too, or else it is the repair that broke the step.
     """
-    accumulated = {n: p.grad.clone() for n, p in replayer.parameters.items() if p.grad is not None}
+    accumulated = replayer.copied_gradients()
+    first = _trace_and_blame(replayer, micro, batch, accumulated)
+    traced, found = first
     innocent: frozenset[str] = frozenset()
-    first = traced, found = _trace_and_walk(replayer, micro, batch, accumulated)
     for _ in range(MOST_REPAIRS):
-        if found is None or not found.birth.op.startswith("batch"):
+        if found is None or not found.call.op.startswith("batch"):
             break
-        if not replayer.effort.affords(2.0 / len(replayer.step.micro_batches)):
-            replayer.effort.leave_out(f"the proof that {found.birth.op} alone is to blame")
+        if not replayer.budget.affords(2.0 / len(replayer.step.micro_batches)):
+            replayer.budget.leave_out(f"the proof that {found.call.op} alone is to blame")
             return traced, found
-        innocent |= {found.birth.op}
+        innocent |= {found.call.op}
         mended = batches.repaired(batch, innocent)
         _accumulate(replayer, accumulated)
         if replayer.run(micro, mended).clean:
             return traced, found
-        traced, found = _trace_and_walk(replayer, micro, mended, accumulated)
-    seen_before = {(call.op, call.line) for call in first[0].tracer.calls if call.harmful}
-    if found is None:
+        traced, found = _trace_and_blame(replayer, micro, mended, accumulated)
+    if found is None or not _was_harmful(first[0], found.call):
         return first
-    known = found.birth.stage == "stored" or (found.birth.op, found.birth.line) in seen_before
-    return (traced, found) if known else first
+    return traced, found
 
 
-def _trace_and_walk(
-    replayer: Replayer, micro: int, batch: Any, accumulated: dict[str, Any]
-) -> tuple[Traced, Found | None]:
+def _trace_and_blame(
+    replayer: Replayer, micro: int, batch: Any, accumulated: dict[str, Tensor]
+) -> tuple[Traced, FirstBad | None]:
     _accumulate(replayer, accumulated)
     traced = replayer.trace(micro, batch)
-    return traced, _walk(replayer, traced)
+    return traced, _blame(replayer, traced)
 
 
-def _accumulate(replayer: Replayer, gradients: dict[str, Any]) -> None:
-    """Gradients of the micro-batches before the bad one, in fresh tensors."""
+def _accumulate(replayer: Replayer, gradients: dict[str, Tensor]) -> None:
+    """Put the gradients of the micro-batches before the bad one in place, as fresh tensors."""
     for name, parameter in replayer.parameters.items():
         parameter.grad = gradients[name].clone() if name in gradients else None
 
 
-def _walk(replayer: Replayer, traced: Traced) -> Found | None:
+def _blame(replayer: Replayer, traced: Traced) -> FirstBad | None:
     tracer = traced.tracer
     if not traced.ran.loss_finite:
         assert traced.ran.loss is not None
         target = tracer.maker_of(traced.ran.loss)
-        return Walk(tracer, [target]).from_loss() if target is not None else None
+        return blame_loss(tracer, [target]) if target is not None else None
     targets: list[Call] = []
     for name in replayer.bad_gradients():
         grad = replayer.parameters[name].grad
-        maker = tracer.maker_of(plain(grad)) if grad is not None else None
+        assert grad is not None
+        maker = tracer.maker_of(plain(grad))
         if maker is not None:
             targets.append(maker)
-    return Walk(tracer, targets).from_gradients() if targets else None
+    return blame_gradients(tracer, targets) if targets else None
+
+
+def _was_harmful(traced: Traced, call: Call) -> bool:
+    """True for a stored tensor, and for an operation that gave a bad value in this trace too."""
+    if call.stage == "stored":
+        return True
+    for other in traced.tracer.calls:
+        if other.harmful and (other.op, other.line) == (call.op, call.line):
+            return True
+    return False
 
 
 def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
+    """Say why a bad step may be clean when it is run again."""
     origin = bad_state.evidence_origin(replayer.step, reading)
     if compiled_only(replayer):
         origin = with_evidence(origin, Evidence(compiled_only=True))
@@ -227,78 +245,3 @@ def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     same_bits = differ is None and repeats(replayer)
     origin = with_evidence(origin, Evidence(same_bits=same_bits, different_losses=differ))
     return replace(origin, reproduced=False, method="replay")
-
-
-def _name_samples(replayer: Replayer, traced: Traced, found: Found, origin: Origin) -> Origin:
-    """Samples that made it, where samples can be guilty at all."""
-    innocent = (
-        origin.phase not in ("input", "forward", "loss", "backward") or origin.node == ACCUMULATE
-    )
-    if innocent or origin.evidence.scale_overflow:
-        return origin
-    batch = replayer.step.micro_batches[traced.micro_batch]
-    trial = samples.Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
-    guilty = _search_samples(
-        trial, _suspects(found, origin, batch, trial.count), origin, batch, replayer.effort
-    )
-    if not guilty:
-        not_shown = trial.count < 2 or replayer.effort.cut
-        return with_evidence(origin, Evidence(confounded_samples=not not_shown))
-    return replace(with_evidence(origin, _contrast(batch, guilty, trial.count)), samples=guilty)
-
-
-def _search_samples(
-    trial: samples.Trial, suspects: list[int], origin: Origin, batch: Any, effort: Effort
-) -> tuple[int, ...]:
-    """The guilty samples, unless earlier incidents have shown that none can be told, or the time is
-    up.
-    """
-    kind = tuple(
-        (name, tensor.dim(), tensor.dtype) for name, tensor in batches.named_tensors(batch)
-    )
-    place = (origin.phase, origin.op, origin.node, origin.source, origin.tensor)
-    if kind in effort.whole_only:
-        effort.cut.append(UNCUT)
-        return ()
-    if effort.in_vain(place):
-        effort.cut.append(
-            f"no sample was searched for: none could be told at this place {MOST_FRUITLESS} times "
-            f"before"
-        )
-        return ()
-    guilty: tuple[int, ...] = ()
-    try:
-        guilty = samples.guilty_samples(trial, suspects)
-    except OutOfTimeError:
-        effort.leave_out("the search for the guilty samples")
-    if trial.whole_only:
-        effort.whole_only.add(kind)
-        effort.cut.append(UNCUT)
-    effort.searched(place, found=bool(guilty))
-    return guilty
-
-
-ACCUMULATE = "torch::autograd::AccumulateGrad"
-
-
-def _suspects(found: Found, origin: Origin, batch: Any, count: int) -> list[int]:
-    if origin.phase == "input" and origin.tensor is not None:
-        tensor = dict(batches.named_tensors(batch))[origin.tensor]
-        bad = ~plain(tensor).isfinite()
-        rows = (
-            bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist() if bad.dim() else []
-        )
-        return rows if rows and bad.shape[0] == count else []
-    call = found.birth
-    return samples.suspects_from_rows(call.rows, call.shape[0] if call.shape else 0, count)
-
-
-def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
-    """The largest magnitude in the guilty samples and in all others."""
-    inside, outside = [0.0], [0.0]
-    for _, tensor in batches.named_tensors(batch):
-        if numeric(tensor) and tensor.dim() and tensor.shape[0] == count:
-            values = plain(tensor).nan_to_num(0.0, 0.0, 0.0).abs().reshape(count, -1)
-            for sample in range(count if values.shape[1] else 0):
-                (inside if sample in guilty else outside).append(float(values[sample].max()))
-    return Evidence(sample_max=max(inside), others_max=max(outside))

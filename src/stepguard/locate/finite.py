@@ -1,6 +1,4 @@
-"""Is every element finite? Asked of every tensor of a replay, so the answer must cost one pass over
-the memory.
-"""
+"""Test tensors for NaN and Inf. Every tensor of a replay is tested: one pass over the memory."""
 
 from __future__ import annotations
 
@@ -12,14 +10,12 @@ import torch
 from torch import Tensor
 
 MASK_SHARE = 0.2
-"""With at least this share of -inf a tensor is a mask even if its other values differ, as with
-position biases.
-"""
+"""A tensor with this share of -inf is a mask even if other values differ (position biases)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flaws:
-    """Which kinds of non-finite value a tensor holds."""
+    """Kinds of non-finite values that a tensor holds."""
 
     nan: bool = False
     inf: bool = False
@@ -32,21 +28,20 @@ CLEAN = Flaws()
 
 
 def numeric(value: Any) -> bool:
-    """A tensor whose elements can be NaN or infinite."""
+    """True for a tensor whose elements can be NaN or infinite."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The elements as a dense real tensor: values of a sparse one, real and imaginary parts of a
-    complex one.
+    """Return the elements as a dense real tensor, in the tensor's own memory.
 
-    None at all where there is nothing to read: on the meta device, or nested without one memory for
-    all.
+    Empty where there is nothing to read: on the meta device, or nested without one memory for all.
     """
     if tensor.is_meta or (tensor.is_nested and tensor.layout is torch.strided):
         return torch.empty(0)
     dense = tensor.detach()
     if dense.layout is not torch.strided:
+        # Not coalesce(), which would give new memory: a tensor's maker is known by its memory.
         dense = dense._values() if dense.layout is torch.sparse_coo else dense.values()
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj())
@@ -54,8 +49,9 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def flaws(tensor: Tensor) -> Flaws:
-    """NaN or Inf. Beside a NaN an Inf goes unmentioned: the extremes of a tensor with NaN are NaN."""
+    """Say whether there is a NaN or an Inf. Beside a NaN an Inf is not reported."""
     values = plain(tensor)
+    # A finite sum proves it. Finite elements may overflow their sum: then the extremes decide.
     if values.numel() == 0 or _finite_sum(values):
         return CLEAN
     return _flaws_by_extremes(values)
@@ -64,15 +60,17 @@ def flaws(tensor: Tensor) -> Flaws:
 def _finite_sum(values: Tensor) -> bool:
     try:
         return math.isfinite(values.sum().item())
-    except (RuntimeError, NotImplementedError):  # 8-bit floats know no reductions
+    except (RuntimeError, NotImplementedError):
+        # torch has no reductions of 8-bit floats.
         return False
 
 
 def _flaws_by_extremes(values: Tensor) -> Flaws:
     try:
         low, high = torch.aminmax(values)
-    except (RuntimeError, NotImplementedError):  # 8-bit floats, again
+    except (RuntimeError, NotImplementedError):
         low, high = torch.aminmax(values.float())
+    # Both extremes of a tensor with a NaN are NaN.
     extremes = (low.item(), high.item())
     return Flaws(nan=any(map(math.isnan, extremes)), inf=any(map(math.isinf, extremes)))
 
@@ -84,24 +82,26 @@ def broken(tensor: Tensor) -> Tensor:
 
 
 def mask_like(tensor: Tensor) -> bool:
-    """-inf around a constant, or very much of it: written on purpose, as a mask is. A mask is never
-    +inf.
-    """
+    """True for -inf around a constant, or very much of it: written on purpose, as a mask is."""
     values = plain(tensor)
     if not values.numel() or bool(torch.isnan(values).any()):
         return False
     infinite = torch.isinf(values)
+    # A mask is never +inf.
     if bool((values[infinite] > 0).any()):
         return False
-    return (
-        len(torch.unique(values[~infinite])) <= 1 or float(infinite.double().mean()) >= MASK_SHARE
-    )
+    if len(torch.unique(values[~infinite])) <= 1:
+        return True
+    return float(infinite.double().mean()) >= MASK_SHARE
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Address of the memory, shared by every view of it; 0 where there is none."""
+    """Return the address of the memory, shared by every view of it; 0 where there is none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a wrapper around tensors has no memory of its own
+    except (RuntimeError, NotImplementedError):
+        # A wrapper around tensors, a sparse one for instance, has no memory of its own.
         values = plain(tensor)
-        return values.untyped_storage().data_ptr() if values is not tensor else 0
+        if values is tensor:
+            return 0
+        return values.untyped_storage().data_ptr()

@@ -1,6 +1,4 @@
-"""A loss function that depends on more than its batch: it moves state of its own, or gives another
-loss each time.
-"""
+"""Loss functions that depend on more than their batch: on state of their own, or on chance."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stepguard.locate.finite import plain
-from stepguard.locate.loss_function_state import OwnState
+from stepguard.locate.loss_function_state import LossFunctionState
 from stepguard.locate.replay import Replayer
 from stepguard.records.evidence import Evidence
 from stepguard.records.origin import Origin, with_evidence
@@ -24,54 +22,49 @@ MOST_NAMED = 3
 
 
 @contextmanager
-def own_state(step: Step) -> Iterator[OwnState]:
-    """What the loss function keeps for itself, put back afterwards: a replay must not use up its
-    random numbers.
-    """
-    own = OwnState(step.loss_fn)
+def kept_loss_function_state(step: Step) -> Iterator[LossFunctionState]:
+    """Remember the loss function's own state and put it back: replays must not use it up."""
+    own = LossFunctionState(step.loss_fn)
     try:
         yield own
     finally:
         own.restore()
 
 
-def told(origin: Origin, own: OwnState) -> Origin:
-    """The origin with the names of what the replays moved."""
-    moved = own.moved()[:MOST_NAMED]
-    return with_evidence(origin, Evidence(moves=tuple(moved)))
+def with_changed_state(origin: Origin, own: LossFunctionState) -> Origin:
+    """Add the names of what the replays changed."""
+    return with_evidence(origin, Evidence(moves=own.changed()[:MOST_NAMED]))
 
 
 def different_losses(replayer: Replayer) -> tuple[float, float] | None:
-    """Two more forward passes: finite losses that are far apart are not the same function of the
-    same batch.
-    """
-    if replayer.step.model_only or not replayer.effort.affords(1.0):
+    """Run two more forward passes: finite losses that are far apart show an impure function."""
+    if replayer.step.model_only or not replayer.budget.affords(1.0):
         return None
-    own, replayer.own = replayer.own, None
+    # Let the state move on as it does in the loop.
+    own = replayer.loss_fn_state
+    replayer.loss_fn_state = None
     try:
-        first, second = (_losses(replayer) for _ in range(2))
+        first = _losses(replayer)
+        second = _losses(replayer)
     finally:
-        replayer.own = own
+        replayer.loss_fn_state = own
     for one, other in zip(first, second, strict=True):
-        if (
-            math.isfinite(one)
-            and math.isfinite(other)
-            and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9)
-        ):
+        both_finite = math.isfinite(one) and math.isfinite(other)
+        if both_finite and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9):
             return one, other
     return None
 
 
 def _losses(replayer: Replayer) -> list[float]:
-    count = len(replayer.step.micro_batches)
-    ran = [replayer.run(micro, backward=False) for micro in range(count)]
-    return [_size(one.loss) if one.loss is not None else math.nan for one in ran]
+    losses = []
+    for micro in range(len(replayer.step.micro_batches)):
+        ran = replayer.run(micro, backward=False)
+        losses.append(math.nan if ran.loss is None else _size(ran.loss))
+    return losses
 
 
 def _size(loss: Tensor) -> float:
-    """The loss; of a watched model, whose replay ends with its output, the norm of that."""
-    return (
-        float(loss)
-        if loss.numel() == 1
-        else float(torch.linalg.vector_norm(plain(loss).to(torch.float64)))
-    )
+    """Return the loss; of a watched model, whose replay ends with its output, the norm of that."""
+    if loss.numel() == 1:
+        return float(loss)
+    return float(torch.linalg.vector_norm(plain(loss).to(torch.float64)))

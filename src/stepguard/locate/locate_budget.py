@@ -1,6 +1,4 @@
-"""How long placing an incident may take: a budget in steps of the bare run. Then what is known is
-told.
-"""
+"""Limit the time that locating an incident may take, in steps of the bare run."""
 
 from __future__ import annotations
 
@@ -11,33 +9,33 @@ from contextlib import contextmanager
 from statistics import median
 
 FLOOR = 0.3
-"""Seconds that are always allowed: where steps are short, six of them are nothing."""
+"""Seconds that are always allowed: where steps are short, six of them are next to nothing."""
 RECENT = 16
 """Steps whose times stand for a bare step."""
 MOST_FRUITLESS = 3
 """Searches that may end without a sample before one place is no longer searched for samples."""
-TRACING_STEPS, TRACING_FLOOR = 20.0, 5.0
-"""What tracing a loop may add: so many times the budget of placing one incident, and at least so
-many seconds.
-"""
+TRACING_STEPS = 20.0
+"""Tracing a loop may add this many times the budget of locating one incident."""
+TRACING_FLOOR = 5.0
+"""Seconds that tracing may add in any case."""
 
 
 class OutOfTimeError(Exception):
-    """What would come next does not fit into the budget."""
+    """The next replay does not fit into the budget."""
 
 
-class Effort:
-    """The budget of one guard's incidents, and what earlier ones have shown to be in vain."""
+class LocateBudget:
+    """The budget of one guard's incidents, and which searches were in vain in earlier ones."""
 
     def __init__(self, steps: float = 6.0, clock: Callable[[], float] | None = None) -> None:
         self.steps = steps
         self.tracing = False
         """The loop runs under the tracer, so its steps are not bare."""
-        self._added_by_tracing = 0.0
         self.cut: list[str] = []
         """What was left out of the present incident, in sentences."""
         self.whole_only: set[Hashable] = set()
         """Kinds of batches that the user's code takes whole or not at all."""
+        self._added_by_tracing = 0.0
         self._fruitless: Counter[Hashable] = Counter()
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._given_clock = clock
@@ -46,19 +44,19 @@ class Effort:
         self._traced: float | None = None
 
     def took(self, seconds: float) -> None:
-        """A step of the loop took this long."""
+        """Note how long a step of the loop took."""
         if self.tracing:
             self._added_by_tracing += max(seconds - self.bare_seconds, 0.0)
         else:
             self._recent.append(seconds)
 
     def begin_tracing(self) -> None:
-        """The loop is to be traced from now on."""
+        """Start to count what tracing the loop adds."""
         self._added_by_tracing = 0.0
 
     @property
     def tracing_too_long(self) -> bool:
-        """Has tracing added more time than it may?"""
+        """True if tracing has added more time than it may."""
         return self._added_by_tracing > max(TRACING_FLOOR, self.tracing_limit * self.bare_seconds)
 
     @property
@@ -68,24 +66,26 @@ class Effort:
 
     @property
     def bare_seconds(self) -> float:
-        """A step of the bare run; never more than the traced one, which does the same and looks at
-        it.
-        """
-        known = [median(self._recent)] if self._recent else []
+        """Seconds of a step of the bare run; 0 if unknown."""
+        known = []
+        if self._recent:
+            known.append(median(self._recent))
+        # The traced step does the same and more, so it is an upper bound.
         if self._traced is not None:
             known.append(self._traced)
         return min(known, default=0.0)
 
     def begin(self, *, on_host: bool) -> None:
-        """A new incident. On the host the time of this thread counts, so that a busy machine
-        changes no answer.
-        """
-        self._clock = self._given_clock or (time.thread_time if on_host else time.perf_counter)
-        self._began, self._traced, self.cut = self._clock(), None, []
+        """Start a new incident. `on_host`: the model runs on the CPU."""
+        if self._given_clock is None:
+            self._clock = clock_for(on_host=on_host)
+        self._began = self._clock()
+        self._traced = None
+        self.cut = []
 
     @contextmanager
     def first_trace(self) -> Iterator[None]:
-        """The one run without which nothing is known is not charged."""
+        """Leave the first traced run out of the budget: without it nothing is known at all."""
         began = self._clock()
         yield
         took = self._clock() - began
@@ -94,12 +94,12 @@ class Effort:
             self._began += took
 
     def affords(self, steps: float) -> bool:
-        """Is there time for so many more runs of the step?"""
+        """True if there is time for this many more runs of the step."""
         limit = max(FLOOR, self.steps * self.bare_seconds)
         return self._clock() - self._began + steps * self.bare_seconds <= limit
 
     def require(self, steps: float) -> None:
-        """Raises OutOfTimeError where there is no time for so many more runs of the step."""
+        """Raise OutOfTimeError if there is no time for this many more runs of the step."""
         if not self.affords(steps):
             raise OutOfTimeError
 
@@ -110,8 +110,21 @@ class Effort:
         )
 
     def in_vain(self, place: Hashable) -> bool:
-        """Has the search for samples found none at this place several times?"""
+        """True if the search for samples has found none at this place several times."""
         return self._fruitless[place] >= MOST_FRUITLESS
 
     def searched(self, place: Hashable, *, found: bool) -> None:
-        self._fruitless[place] = 0 if found else self._fruitless[place] + 1
+        """Note whether a search for samples at this place found any."""
+        if found:
+            self._fruitless[place] = 0
+        else:
+            self._fruitless[place] += 1
+
+
+def clock_for(*, on_host: bool) -> Callable[[], float]:
+    """Choose the clock that a budget is measured with."""
+    # On the CPU the time of this thread counts, so that a busy machine changes no answer. On a
+    # device the thread only waits.
+    if on_host:
+        return time.thread_time
+    return time.perf_counter

@@ -1,6 +1,4 @@
-"""Tensors and numbers that a module keeps outside its parameters and buffers: `self.center`, a
-hidden state, a list.
-"""
+"""Tensors and numbers that a module keeps outside its parameters and buffers: `self.center`."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from torch import Tensor, nn
 from stepguard.tensors.names import named_modules
 
 KEPT = "attr:"
-"""Begins the name under which the trace knows such a tensor; not a name of the public contract."""
+"""Prefix of the name under which the trace knows such a tensor; not part of the public contract."""
 MOST_ITEMS = 64
-"""Entries of a list or dict that are looked at."""
+"""Entries of a list or dict that are searched."""
 
 
 def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Name (`attr:head.center`) and tensor, also inside lists, tuples and dicts."""
+    """Yield name (`attr:head.center`) and tensor, also inside lists, tuples and dicts."""
     for path, module in named_modules(roots):
         for key, value in vars(module).items():
             if not key.startswith("_"):
@@ -27,7 +25,7 @@ def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
 
 
 def bad_numbers(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
-    """Plain numbers on modules that are NaN or infinite."""
+    """Yield plain numbers on modules that are NaN or infinite."""
     for path, module in named_modules(roots):
         for key, value in vars(module).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -35,14 +33,13 @@ def bad_numbers(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    items: list[tuple[object, Any]] = []
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, list | tuple):
-        yield from (
-            (f"{name}[{i}]", item)
-            for i, item in enumerate(value[:MOST_ITEMS])
-            if isinstance(item, Tensor)
-        )
+        items = list(enumerate(value[:MOST_ITEMS]))
     elif isinstance(value, dict):
         items = list(value.items())[:MOST_ITEMS]
-        yield from ((f"{name}[{key!r}]", item) for key, item in items if isinstance(item, Tensor))
+    for key, item in items:
+        if isinstance(item, Tensor):
+            yield f"{name}[{key!r}]", item

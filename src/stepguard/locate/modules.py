@@ -1,5 +1,8 @@
-"""Which module an operation belongs to: by the call stack in the forward pass, by sequence numbers
-in the backward.
+"""Find the module of an operation: by the call stack, or in the backward by node numbers.
+
+Autograd numbers its nodes in the order of their creation, and a backward node keeps the number of
+the forward operation that created it. So the numbers between entry and exit of a module's forward
+say which backward nodes belong to it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class Span(NamedTuple):
 
 
 class ModuleSpans:
-    """Follows the named modules through forward calls; a context manager that owns its two hooks."""
+    """Follow the named modules through forward calls; a context manager that owns its two hooks."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self.names = names_by_id(named_modules(roots))
@@ -35,8 +38,8 @@ class ModuleSpans:
 
     def __enter__(self) -> ModuleSpans:
         enter = registry.register_module_forward_pre_hook(self._begin)
-        # Checkpointed blocks abort their recomputation with an exception: without always_call the
-        # stack would leak.
+        # A checkpointed block ends its recomputation by an exception once it has what it needs:
+        # without always_call the module would stay on the stack.
         leave = registry.register_module_forward_hook(self._end, always_call=True)
         self._hooks.callback(enter.remove)
         self._hooks.callback(leave.remove)
@@ -48,15 +51,19 @@ class ModuleSpans:
     @property
     def current(self) -> str | None:
         """Innermost module whose forward is running; None outside every module."""
-        return self._stack[-1][0] if self._stack else None
+        if not self._stack:
+            return None
+        return self._stack[-1][0]
 
     def created(self, sequence: int) -> str | None:
-        """The innermost module in which the autograd node of this number was created."""
+        """Return the innermost module in which the autograd node of this number was created."""
         within = [span for span in self._spans if span.first <= sequence < span.end]
-        return min(within, key=lambda span: span.end - span.first).name if within else None
+        if not within:
+            return None
+        return min(within, key=lambda span: span.end - span.first).name
 
     def forget_before(self, sequence: int) -> None:
-        """Drop what was created before the autograd node of this number."""
+        """Drop the spans that end before the autograd node of this number."""
         self._spans = [span for span in self._spans if span.end > sequence]
 
     def belongs_to_model(self, name: str | None) -> bool:

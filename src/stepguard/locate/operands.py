@@ -1,8 +1,9 @@
-"""Numbers on the tensors around an operation: extremes, counts, and the one element that matters."""
+"""Measure a tensor for an Operand record: extremes, counts and the one element that matters."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,20 +17,21 @@ Index = tuple[int, ...]
 
 
 def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
-    """Counts and extremes; `index` is the element to show, by default the first non-finite one."""
-    shape = tuple(tensor.shape)
+    """Count and bound the elements; `index` is shown, by default the first non-finite one."""
     if not numeric(tensor):
-        return _of_integers(name, tensor, index)
+        return _summarise_integers(name, tensor, index)
     values = plain(tensor)
     clean = is_finite(tensor)
-    finite = values if clean else values[torch.isfinite(values)]
-    low, high = (None, None) if not finite.numel() else (float(finite.min()), float(finite.max()))
-    if index is None and not clean:
-        index = first_broken(tensor)
+    finite = values
+    if not clean:
+        finite = values[torch.isfinite(values)]
+        if index is None:
+            index = first_broken(tensor)
+    low, high = _extremes(finite)
     return Operand(
         name=name,
         dtype=dtype_name(tensor.dtype),
-        shape=shape,
+        shape=tuple(tensor.shape),
         min=low,
         max=high,
         nan=0 if clean else int(torch.isnan(values).sum()),
@@ -41,59 +43,63 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     )
 
 
-def _of_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:
-    zeros = (
-        tensor.numel() - int(torch.count_nonzero(tensor)) if tensor.layout is torch.strided else 0
-    )
-    low = high = None
-    if tensor.numel() and tensor.layout is torch.strided:
-        low, high = float(tensor.min()), float(tensor.max())
-    return Operand(
+def _summarise_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:
+    operand = Operand(
         name=name,
         dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
-        min=low,
-        max=high,
-        zeros=zeros,
         index=index,
         value=element(tensor, index),
     )
+    if tensor.layout is not torch.strided:
+        return operand
+    low, high = _extremes(tensor)
+    zeros = tensor.numel() - int(torch.count_nonzero(tensor))
+    return replace(operand, min=low, max=high, zeros=zeros)
+
+
+def _extremes(values: Tensor) -> tuple[float | None, float | None]:
+    if not values.numel():
+        return None, None
+    return float(values.min()), float(values.max())
 
 
 def of_number(name: str, value: float) -> Operand:
-    """A Python scalar."""
-    return Operand(
-        name=name, dtype="float" if isinstance(value, float) else "int", value=float(value)
-    )
+    """Describe a Python scalar."""
+    dtype = "float" if isinstance(value, float) else "int"
+    return Operand(name=name, dtype=dtype, value=float(value))
 
 
 def element(tensor: Tensor, index: Index | None) -> float | None:
-    """The element, for a complex one the part that is bad or else its magnitude."""
+    """Return the element; of a complex one the part that is bad, or else its magnitude."""
     if index is None or len(index) != tensor.dim() or tensor.layout is not torch.strided:
         return None
     value = tensor.detach()[index].item()
-    if isinstance(value, complex):
-        parts = [p for p in (value.real, value.imag) if not math.isfinite(p)]
-        return parts[0] if parts else abs(value)
-    return float(value)
+    if not isinstance(value, complex):
+        return float(value)
+    for part in (value.real, value.imag):
+        if not math.isfinite(part):
+            return part
+    return abs(value)
 
 
 def first_broken(tensor: Tensor) -> Index | None:
-    """Position of the first NaN or Inf."""
+    """Return the position of the first NaN or Inf."""
     if tensor.layout is not torch.strided:
         return None
     return first_true(broken(tensor))
 
 
 def first_true(mask: Tensor) -> Index | None:
-    """Position of the first True."""
+    """Return the position of the first True."""
     if not bool(mask.any()):
         return None
+    # argmax takes no booleans; of several largest elements it returns the first.
     return unravel(int(mask.flatten().to(torch.uint8).argmax()), tuple(mask.shape))
 
 
 def unravel(flat: int, shape: Index) -> Index:
-    """A flat position as one index an axis."""
+    """Turn a flat position into one index an axis."""
     index = []
     for size in reversed(shape):
         index.append(flat % size)
@@ -102,17 +108,24 @@ def unravel(flat: int, shape: Index) -> Index:
 
 
 def broadcast_index(index: Index, shape: Index) -> Index | None:
-    """The position in a tensor of this shape that a broadcast puts at `index`."""
+    """Return the position in a tensor of this shape that a broadcast puts at `index`."""
     if len(shape) > len(index):
         return None
+    # Broadcasting aligns the last axes.
     tail = index[len(index) - len(shape) :]
-    if any(size != 1 and at >= size for at, size in zip(tail, shape, strict=True)):
-        return None
-    return tuple(0 if size == 1 else at for at, size in zip(tail, shape, strict=True))
+    position = []
+    for at, size in zip(tail, shape, strict=True):
+        if size == 1:
+            position.append(0)
+        elif at < size:
+            position.append(at)
+        else:
+            return None
+    return tuple(position)
 
 
 def broadcasts(shape: Index, to: Index) -> bool:
-    """Can a tensor of `shape` be expanded to `to`?"""
+    """True if a tensor of `shape` can be expanded to `to`."""
     if len(shape) > len(to):
         return False
     return all(size in (1, goal) for size, goal in zip(reversed(shape), reversed(to), strict=False))

@@ -1,6 +1,4 @@
-"""What the trace must know about an operator: argument names, what it writes, whether it works
-element by element.
-"""
+"""Facts on one operator: argument names, what it writes, whether it works element by element."""
 
 from __future__ import annotations
 
@@ -12,96 +10,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-POINTWISE = frozenset(
-    "aten." + name
-    for name in (
-        "where",
-        "masked_fill",
-        "masked_fill_",
-        "_to_copy",
-        "copy_",
-        "nan_to_num",
-        "dropout",
-    )
+from stepguard.locate.calls import aten
+
+POINTWISE = aten("where masked_fill masked_fill_ _to_copy copy_ nan_to_num dropout")
+"""Element-by-element operators some of whose overloads lack torch's pointwise tag."""
+MASKED = aten("where masked_fill masked_fill_ masked_select masked_scatter")
+INDEXED = aten("index index_put index_put_ _unsafe_index")
+TAKES_INFINITY = (
+    aten("where masked_fill masked_fill_ index_fill index_fill_ scatter scatter_ constant_pad_nd")
+    | aten("fill fill_ full full_like new_full scalar_tensor arange linspace")
+    | aten("clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh threshold nan_to_num")
+    | aten("norm linalg_vector_norm linalg_matrix_norm _foreach_norm _cdist_forward histc")
 )
-"""Element-by-element operators some of whose overloads lack the tag."""
-MASKED = frozenset(
-    "aten." + name
-    for name in ("where", "masked_fill", "masked_fill_", "masked_select", "masked_scatter")
-)
-INDEXED = frozenset(
-    "aten." + name for name in ("index", "index_put", "index_put_", "_unsafe_index")
-)
-WRITES_CONSTANTS = frozenset(
-    "aten." + name
-    for name in (
-        *(
-            "where",
-            "masked_fill",
-            "masked_fill_",
-            "fill",
-            "fill_",
-            "full",
-            "full_like",
-            "new_full",
-            "scalar_tensor",
-        ),
-        *(
-            "clamp",
-            "clamp_",
-            "clamp_min",
-            "clamp_max",
-            "clamp_min_",
-            "clamp_max_",
-            "hardtanh",
-            "nan_to_num",
-        ),
-        *(
-            "constant_pad_nd",
-            "arange",
-            "index_fill",
-            "index_fill_",
-            "linspace",
-            "threshold",
-            "_cdist_forward",
-        ),
-        *(
-            "norm",
-            "linalg_vector_norm",
-            "_foreach_norm",
-            "linalg_matrix_norm",
-            "scatter",
-            "scatter_",
-            "histc",
-        ),
-    )
-)
-"""Operators for which an infinite number is an ordinary argument: a mask, an open bound, the order
-of a norm.
-"""
-BLANK = frozenset(
-    "aten." + name
-    for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-)
-OVERWRITES = frozenset(
-    "aten." + name
-    for name in (
-        "copy_",
-        "fill_",
-        "zero_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "set_",
-    )
-)
+"""Operators with infinity as an ordinary argument: a mask, an open bound, the order of a norm."""
+UNINITIALISED = aten("empty new_empty empty_like empty_strided new_empty_strided")
+"""Operators that give memory without writing it."""
+OVERWRITES = aten("copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ set_")
 """In-place operators that do not read what they replace."""
-TESTS = frozenset(
-    "aten." + name for name in ("isnan", "isinf", "isfinite", "_local_scalar_dense", "equal")
-)
-"""They only look; their answer is never a bad value."""
+TESTS = aten("isnan isinf isfinite _local_scalar_dense equal")
+"""Operators whose answer is never a bad value."""
 
 
 class Entry(NamedTuple):
@@ -118,54 +45,66 @@ class Operator:
     name: str
     namespace: str
     arguments: tuple[str, ...]
-    writes: frozenset[str]
+    written: frozenset[str]
+    """Arguments that it writes in place."""
     views: bool
     """Returns memory of an argument without writing it."""
     pointwise: bool
 
     @property
     def base(self) -> str:
-        """`div` for `aten.div_` and `aten._foreach_div_`, so that a fact is written once for all."""
+        """`div` for `aten.div_` and `aten._foreach_div_`, so that facts are kept once for all."""
         return self.name.partition(".")[2].removeprefix("_foreach_").rstrip("_")
 
     @property
-    def many(self) -> bool:
-        """Does the same to every tensor of its lists, one by one?"""
+    def foreach(self) -> bool:
+        """True if it does the same to every tensor of its lists, one by one."""
         return self.name.startswith("aten._foreach_")
 
     def entries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
-        """Tensors and floats that go in, lists taken apart."""
-        named = [*zip(self.arguments, args, strict=False), *kwargs.items()]
+        """List the tensors and numbers that go in, lists taken apart."""
         found: list[Entry] = []
-        for name, value in named:
+        for name, value in zip(self.arguments, args, strict=False):
+            _collect(name, value, found)
+        for name, value in kwargs.items():
             _collect(name, value, found)
         return found
 
-    def reads(self, name: str) -> bool:
-        """Does the operator look at what this argument held before?"""
-        root = name.partition("[")[0]
-        if self.name.endswith("_like") or self.name.startswith("aten.new_"):
-            return False  # only the shape is of interest
-        return root not in self.writes or not (self.name in OVERWRITES or root == "out")
+    def writes(self, name: str) -> bool:
+        """True if this argument, or the list it stands in, is written in place."""
+        return _root(name) in self.written
 
-    def odd_number(self, numbers: list[tuple[str, float]]) -> tuple[str, float] | None:
-        """A number that makes the result bad by itself: any NaN, or an infinity where one computes
-        with it.
-        """
+    def reads(self, name: str) -> bool:
+        """True if the result depends on what this argument held before."""
+        # zeros_like and new_zeros take the shape only.
+        if self.name.endswith("_like") or self.name.startswith("aten.new_"):
+            return False
+        if not self.writes(name):
+            return True
+        return self.name not in OVERWRITES and _root(name) != "out"
+
+    def bad_number(self, numbers: list[tuple[str, float]]) -> tuple[str, float] | None:
+        """Find a NaN among the numbers, or an infinity where the operator computes with it."""
         for name, value in numbers:
-            if math.isnan(value) or (math.isinf(value) and self.name not in WRITES_CONSTANTS):
+            if math.isnan(value):
+                return name, value
+            if math.isinf(value) and self.name not in TAKES_INFINITY:
                 return name, value
         return None
 
     def selects(self, entries: list[Entry]) -> bool:
-        """Does it choose elements by a condition?"""
+        """True if it chooses elements by a condition; indexing by positions does not."""
         if self.name in MASKED:
             return True
-        return self.name in INDEXED and any(
-            isinstance(e.value, Tensor) and e.value.dtype is torch.bool
-            for e in entries
-            if e.name.startswith("indices")
-        )
+        if self.name not in INDEXED:
+            return False
+        indices = [entry.value for entry in entries if _root(entry.name) == "indices"]
+        return any(isinstance(index, Tensor) and index.dtype is torch.bool for index in indices)
+
+
+def _root(name: str) -> str:
+    """`tensors` for `tensors[3]`, an entry of an argument that is a list."""
+    return name.partition("[")[0]
 
 
 def _collect(name: str, value: Any, found: list[Entry]) -> None:
@@ -175,24 +114,28 @@ def _collect(name: str, value: Any, found: list[Entry]) -> None:
         found.append(Entry(name, value))
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
+            # Lists of integers are shapes and axes.
             if isinstance(item, Tensor | list | tuple | float):
                 _collect(f"{name}[{position}]", item, found)
 
 
 @cache
 def describe(func: Any) -> Operator:
-    """The operator behind what a dispatch mode is handed."""
+    """Describe the overload that a dispatch mode is handed."""
     schema = func._schema
     name = str(func._overloadpacket)
-    writes = frozenset(
-        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    )
-    aliased = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    arguments = []
+    written = set()
+    for argument in schema.arguments:
+        arguments.append(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.add(argument.name)
+    aliased = any(returned.alias_info is not None for returned in schema.returns)
     return Operator(
         name=name,
         namespace=func.namespace,
-        arguments=tuple(a.name for a in schema.arguments),
-        writes=writes,
-        views=bool(aliased) and not writes,
+        arguments=tuple(arguments),
+        written=frozenset(written),
+        views=aliased and not written,
         pointwise=torch.Tag.pointwise in func.tags or name in POINTWISE,
     )

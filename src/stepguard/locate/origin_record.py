@@ -1,4 +1,4 @@
-"""From what the walk found to the Origin record."""
+"""Write down as an Origin record what the walk over a trace found."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from torch import Tensor
 
 from stepguard.locate import bad_state, source
 from stepguard.locate import batch as batches
-from stepguard.locate.blame import Found
+from stepguard.locate.blame import FirstBad
 from stepguard.locate.calls import Call
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.module_attributes import KEPT, bad_numbers, kept_tensors
+from stepguard.locate.operands import summarise
 from stepguard.locate.replay import Replayer, Traced
 from stepguard.locate.source import Line
 from stepguard.locate.tracer import Tracer
-from stepguard.records.evidence import Evidence
-from stepguard.records.origin import Operand, Origin, Phase
+from stepguard.records.evidence import NO_EVIDENCE, Evidence
+from stepguard.records.origin import Origin, Phase, with_evidence
 from stepguard.state.step import Step
 
 PHASES: dict[str, Phase] = {
@@ -26,72 +27,83 @@ PHASES: dict[str, Phase] = {
     "opt": "state",
     "attr": "state",
 }
+"""Phase of a stored tensor, by the kind that its name begins with."""
 
 
-def origin_of(found: Found, traced: Traced, replayer: Replayer) -> Origin:
-    """The record, still without samples."""
-    step, call = replayer.step, found.birth
+def origin_of(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
+    """Build the record, still without samples."""
+    call = found.call
     if call.stage == "stored":
         return _stored_origin(found, traced, replayer)
-    place = found.consumer if call.blank and found.consumer is not None else call
-    evidence = call.evidence | found.evidence | _setting(step, traced)
+    at = call
+    if call.uninitialised and found.consumer is not None:
+        # Not the allocation is the mistake, but reading what is not written yet.
+        at = found.consumer
+    evidence = call.evidence | found.evidence | _surroundings(replayer.step, traced)
     evidence |= Evidence(
-        uninitialised=call.blank,
+        uninitialised=call.uninitialised,
         inner_gradient=call.node is not None and call.stage == "forward",
     )
     if call.number is not None:
-        kept = next(iter(bad_numbers(step.named_roots())), None)
-        evidence |= Evidence(attribute=kept[0] if kept is not None else None)
-    return _with_source(
-        Origin(
-            step=step.index,
-            phase=_phase(place, traced.tracer),
-            module=_module(place, traced.tracer),
-            op=call.op,
-            node=call.node,
-            micro_batch=traced.micro_batch,
-            inputs=call.inputs,
-            output=call.output,
-            method="replay",
-            reproduced=True,
-            evidence=evidence,
-        ),
-        line_of(place, traced.tracer),
-    )
-
-
-def _stored_origin(found: Found, traced: Traced, replayer: Replayer) -> Origin:
-    name, user = found.birth.op, found.consumer
-    tensor = _tensor(name, replayer, traced.micro_batch)
-    evidence = found.evidence | _setting(replayer.step, traced)
-    operands: tuple[Operand, ...] = ()
-    if tensor is not None:
-        operand = bad_state.operand_of(name, tensor)
-        operands = (operand,)
-        evidence |= bad_state.elements(tensor, operand)
-    known = name.partition(":")[0] in PHASES and not name.startswith(KEPT)
-    if not known:
-        evidence |= Evidence(constant="nan" if found.birth.out.nan else "inf")
-    if name.startswith(KEPT):
-        evidence |= Evidence(attribute=name.removeprefix(KEPT))
-    phase = PHASES.get(name.partition(":")[0]) or (_phase(user, traced.tracer) if user else "loss")
+        evidence |= _kept_number(replayer.step)
     origin = Origin(
         step=replayer.step.index,
-        phase=phase,
-        module=_module(user, traced.tracer) if user is not None else None,
-        op=user.op if user is not None else None,
-        node=user.node if user is not None else None,
-        tensor=name if known else None,
-        micro_batch=traced.micro_batch if phase == "input" else None,
-        inputs=operands or (user.inputs if user is not None else ()),
+        phase=_phase(at, traced.tracer),
+        module=_module(at, traced.tracer),
+        op=call.op,
+        node=call.node,
+        micro_batch=traced.micro_batch,
+        inputs=call.inputs,
+        output=call.output,
         method="replay",
         reproduced=True,
         evidence=evidence,
     )
-    return _with_source(origin, line_of(user, traced.tracer) if user is not None else None)
+    return _with_source(origin, line_of(at, traced.tracer))
 
 
-def _tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
+def _stored_origin(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
+    """Build the record of a tensor that was bad before the step, placed at its first consumer."""
+    name = found.call.op
+    kind = name.partition(":")[0]
+    origin = Origin(
+        step=replayer.step.index,
+        phase=PHASES.get(kind, "loss"),
+        method="replay",
+        reproduced=True,
+        evidence=found.evidence | _surroundings(replayer.step, traced),
+    )
+    if found.consumer is not None:
+        origin = _at_consumer(origin, found.consumer, traced.tracer)
+        if kind not in PHASES:
+            origin = replace(origin, phase=_phase(found.consumer, traced.tracer))
+    tensor = _stored_tensor(name, replayer, traced.micro_batch)
+    if tensor is not None:
+        operand = summarise(name, tensor)
+        origin = with_evidence(origin, bad_state.bad_elements(tensor, operand))
+        origin = replace(origin, inputs=(operand,))
+    if origin.phase == "input":
+        origin = replace(origin, micro_batch=traced.micro_batch)
+    if kind in PHASES and not name.startswith(KEPT):
+        return replace(origin, tensor=name)
+    origin = with_evidence(origin, Evidence(constant="nan" if found.call.out.nan else "inf"))
+    if name.startswith(KEPT):
+        origin = with_evidence(origin, Evidence(attribute=name.removeprefix(KEPT)))
+    return origin
+
+
+def _at_consumer(origin: Origin, consumer: Call, tracer: Tracer) -> Origin:
+    origin = replace(
+        origin,
+        module=_module(consumer, tracer),
+        op=consumer.op,
+        node=consumer.node,
+        inputs=consumer.inputs,
+    )
+    return _with_source(origin, line_of(consumer, tracer))
+
+
+def _stored_tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
     kind, _, path = name.partition(":")
     if kind == "param":
         return replayer.parameters.get(path)
@@ -102,13 +114,23 @@ def _tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
     return dict(batches.named_tensors(replayer.step.micro_batches[micro])).get(name)
 
 
-def _setting(step: Step, traced: Traced) -> Evidence:
-    batch = step.micro_batches[traced.micro_batch]
-    sizes = [_largest(t) for _, t in batches.named_tensors(batch) if numeric(t) and t.numel()]
+def _kept_number(step: Step) -> Evidence:
+    """Name an attribute of a module that is a bad number: the operation was probably given it."""
+    for name, _ in bad_numbers(step.named_roots()):
+        return Evidence(attribute=name)
+    return NO_EVIDENCE
+
+
+def _surroundings(step: Step, traced: Traced) -> Evidence:
+    """Facts on the replay as a whole."""
+    sizes = []
+    for _, tensor in batches.named_tensors(step.micro_batches[traced.micro_batch]):
+        if numeric(tensor) and tensor.numel():
+            sizes.append(_largest(tensor))
     return Evidence(
         scale=float(step.scale) if step.scale != 1.0 else None,
         autocast=traced.tracer.autocast,
-        local_collectives=bool(traced.tracer.local_collectives),
+        local_collectives=traced.tracer.local_collectives,
         unseen=tuple(sorted(traced.tracer.unseen)),
         batch_max=max(sizes, default=None),
     )
@@ -123,26 +145,30 @@ def _phase(call: Call, tracer: Tracer) -> Phase:
         return "backward"
     if call.stage == "optimizer":
         return "optimizer"
-    return "forward" if tracer.modules.belongs_to_model(call.module) else "loss"
+    if tracer.modules.belongs_to_model(call.module):
+        return "forward"
+    return "loss"
 
 
 def _module(call: Call, tracer: Tracer) -> str | None:
-    return tracer.modules.created(call.sequence) if call.stage == "backward" else call.module
+    if call.stage == "backward":
+        return tracer.modules.created(call.sequence)
+    return call.module
 
 
 def line_of(call: Call, tracer: Tracer) -> Line | None:
-    """The user's line; in the backward the one that created the node, or the nearest node before
-    it.
-    """
+    """Return the user's line; in the backward, of the forward behind it or behind its parents."""
     seen: set[int] = set()
-    stack = [call]
-    while stack:
-        one = stack.pop(0)
+    queue = [call]
+    while queue:
+        one = queue.pop(0)
         line = one.line or tracer.lines.get(one.sequence)
         if line is not None:
             return line
         seen.add(id(one))
-        stack.extend(p for p in one.parents if id(p) not in seen and p.stage != "stored")
+        for parent in one.parents:
+            if id(parent) not in seen and parent.stage != "stored":
+                queue.append(parent)
     return None
 
 

@@ -1,13 +1,13 @@
-"""One micro-batch of the bad step again: same RNG, buffers, batch and loss scale; forward, then
-backward.
+"""Run one micro-batch of the bad step again: same RNG, buffers, batch and loss scale.
 
-Frames of this file mark where the user's code begins, see `source`.
+The user's loss function is called from this file: its frames mark where the user's code begins, see
+`source`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from stepguard.locate import batch as batches
+from stepguard.locate.calls import Stage
 from stepguard.locate.finite import numeric
-from stepguard.locate.locate_budget import Effort
-from stepguard.locate.loss_function_state import OwnState
+from stepguard.locate.locate_budget import LocateBudget
+from stepguard.locate.loss_function_state import LossFunctionState
 from stepguard.locate.module_attributes import kept_tensors
 from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.tracer import Tracer
@@ -29,12 +30,12 @@ from stepguard.tensors.values import is_finite
 
 
 class ReplayError(Exception):
-    """The user's code raised in a replay; the cause is chained."""
+    """The user's code raised an exception in a replay; the cause is chained."""
 
 
 @dataclass(slots=True)
 class Ran:
-    """What a replayed micro-batch gave."""
+    """Result of a replayed micro-batch."""
 
     loss_finite: bool
     grads_finite: bool = True
@@ -60,15 +61,15 @@ class Traced:
 class Replayer:
     """Runs micro-batches of one step, inside `untouched`."""
 
-    def __init__(self, step: Step, keeper: BufferKeeper, effort: Effort | None = None) -> None:
+    def __init__(
+        self, step: Step, keeper: BufferKeeper, budget: LocateBudget | None = None
+    ) -> None:
         self.step = step
-        self.own: OwnState | None = None
-        """What the loss function keeps for itself: put back before every run, so that all of them
-        are alike.
-        """
+        self.loss_fn_state: LossFunctionState | None = None
+        """State of the loss function's own: put back before every run, so that all are alike."""
         self.first_traced: Ran | None = None
-        """What the first trace gave, before anything in the batch was repaired."""
-        self.effort = effort if effort is not None else Effort()
+        """Result of the first trace, before anything in the batch was repaired."""
+        self.budget = budget if budget is not None else LocateBudget()
         self._keeper = keeper
         roots = step.named_roots()
         self.parameters = dict(named_parameters(roots))
@@ -77,21 +78,24 @@ class Replayer:
     def run(
         self, micro: int, batch: Any = None, *, backward: bool = True, eager: bool = True
     ) -> Ran:
-        """Without a trace. `batch` replaces the recorded one. Gradients are added to those that are
-        there.
-        """
-        chosen = self.step.micro_batches[micro] if batch is None else batch
-        with self._eagerly(eager):
-            return self._run(micro, batches.duplicate(chosen), backward, None)
+        """Run without a trace. `batch` replaces the recorded one. Gradients are accumulated."""
+        if batch is None:
+            batch = self.step.micro_batches[micro]
+        with _eagerly() if eager else nullcontext():
+            return self._run(micro, batches.duplicate(batch), backward, None)
 
     def trace(self, micro: int, batch: Any = None, *, backward: bool = True) -> Traced:
-        """With a trace of every operation. The backward is left out when the loss is bad already."""
+        """Run with a trace of every operation. The backward of a bad loss is left out."""
         spans = ModuleSpans(self.step.named_roots())
-        tracer = self.tracer(spans)
-        own = batches.duplicate(self.step.micro_batches[micro] if batch is None else batch)
+        tracer = self.new_tracer(spans)
+        if batch is None:
+            batch = self.step.micro_batches[micro]
+        copied = batches.duplicate(batch)
+        # A tensor can be reached by several names. The last one counts: a parameter that a module
+        # keeps in a list as well is that parameter.
         for name, tensor in kept_tensors(self.step.named_roots()):
             tracer.store(name, tensor)
-        for name, tensor in batches.named_tensors(own):
+        for name, tensor in batches.named_tensors(copied):
             tracer.store(name, tensor)
         for name, parameter in self.parameters.items():
             tracer.store(f"param:{name}", parameter)
@@ -99,60 +103,83 @@ class Replayer:
                 tracer.store(f"grad:{name}", parameter.grad)
         for name, buffer in self.buffers.items():
             tracer.store(f"buffer:{name}", buffer)
-        with self.effort.first_trace(), self._eagerly(True), spans:
-            ran = self._run(micro, own, backward, tracer)
+        with self.budget.first_trace(), _eagerly(), spans:
+            ran = self._run(micro, copied, backward, tracer)
         self.first_traced = self.first_traced or ran
         return Traced(ran, tracer, micro)
 
-    def tracer(self, spans: ModuleSpans) -> Tracer:
-        """What traces; a subclass may put in another."""
+    def new_tracer(self, spans: ModuleSpans) -> Tracer:
+        """Make the tracer; a subclass may use another one."""
         return Tracer(spans)
 
-    def put_back(self) -> None:
-        """Everything a run may have changed, but for gradients and random numbers."""
-        self._keeper.restore()
-        if self.own is not None:
-            self.own.restore()
-
     def clear_gradients(self) -> None:
+        """Drop the gradients of all parameters."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def bad_gradients(self) -> list[str]:
-        """Names of parameters whose gradient holds a NaN or Inf."""
-        return [
-            name
-            for name, p in self.parameters.items()
-            if p.grad is not None and numeric(p.grad) and not is_finite(p.grad)
-        ]
+    def copied_gradients(self) -> dict[str, Tensor]:
+        """Copy the present gradients, by the name of the parameter."""
+        copies = {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                copies[name] = parameter.grad.clone()
+        return copies
 
-    def _eagerly(self, eager: bool) -> Any:
-        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+    def bad_gradients(self) -> list[str]:
+        """Name the parameters whose gradient holds a NaN or Inf."""
+        bad = []
+        for name, parameter in self.parameters.items():
+            grad = parameter.grad
+            if grad is not None and numeric(grad) and not is_finite(grad):
+                bad.append(name)
+        return bad
+
+    def _prepare(self, micro: int) -> None:
+        """Put back what a run may have changed, except for gradients."""
+        self._keeper.restore()
+        if self.loss_fn_state is not None:
+            self.loss_fn_state.restore()
+        restore_rng(self.step.rng[min(micro, len(self.step.rng) - 1)])
 
     def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
-        self.put_back()
-        restore_rng(self.step.rng[min(micro, len(self.step.rng) - 1)])
+        self._prepare(micro)
         assert self.step.loss_fn is not None
         try:
-            with ExitStack() as stack:
-                if tracer is not None:
-                    stack.enter_context(tracer)
+            with tracing(tracer, "forward"):
                 given = self.step.loss_fn(batch)
                 loss = total_loss(given)
-                ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=_parts(given))
-                if backward and ran.loss_finite and loss.requires_grad:
-                    if tracer is not None:
-                        tracer.stage = "backward"
-                    # not loss.backward(), which a watching guard would take for the loop's
-                    torch.autograd.backward(
-                        loss * self.step.scale if self.step.scale != 1.0 else loss
-                    )
+            ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=_parts(given))
+            if backward and ran.loss_finite and loss.requires_grad:
+                with tracing(tracer, "backward"):
+                    self._backward(loss)
         except Exception as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         if backward and ran.loss_finite:
             ran.bad_gradients = tuple(self.bad_gradients())
             ran.grads_finite = not ran.bad_gradients
         return ran
+
+    def _backward(self, loss: Tensor) -> None:
+        if self.step.scale != 1.0:
+            loss = loss * self.step.scale
+        # Not loss.backward(), which a watching guard would take for the loop's.
+        torch.autograd.backward(loss)
+
+
+def tracing(tracer: Tracer | None, stage: Stage) -> Any:
+    """Return a context in which operations are traced, if there is a tracer.
+
+    Only the user's code runs inside: tests of the guard's own are not part of the step.
+    """
+    if tracer is None:
+        return nullcontext()
+    tracer.stage = stage
+    return tracer
+
+
+def _eagerly() -> Any:
+    """Return a context in which compiled code runs as written: a trace needs every operation."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def _parts(given: Any) -> dict[str, float]:

@@ -1,6 +1,4 @@
-"""Is what a replay shows the fault that was seen? NaN, +inf and -inf are three, and so are two
-gradients.
-"""
+"""Compare the fault of a replay with the fault that was seen: NaN, +inf and -inf are different."""
 
 from __future__ import annotations
 
@@ -19,32 +17,32 @@ def kind(value: float) -> str:
     return "finite"
 
 
-def departure(reading: Reading, micro: int, replayer: Replayer) -> str | None:
-    """Where the replayed micro-batch goes bad in another way than the step did, in words; None
-    where it agrees.
-    """
+def difference(reading: Reading, micro: int, replayer: Replayer) -> str | None:
+    """Say in which way the replayed micro-batch goes bad differently; None if it agrees."""
     ran = replayer.first_traced
     if ran is None or replayer.step.model_only:
         return None
     return (
-        _loss_departs(reading, micro, ran)
-        or _part_departs(reading, ran)
-        or _gradient_departs(reading, ran)
+        _loss_difference(reading, micro, ran)
+        or _part_difference(reading, ran)
+        or _gradient_difference(reading, ran)
     )
 
 
-def _loss_departs(reading: Reading, micro: int, ran: Ran) -> str | None:
+def _loss_difference(reading: Reading, micro: int, ran: Ran) -> str | None:
     if micro >= len(reading.micro_losses) or ran.loss is None:
         return None
-    seen, given = kind(reading.micro_losses[micro]), kind(float(ran.loss))
+    seen = kind(reading.micro_losses[micro])
+    given = kind(float(ran.loss))
     if seen == given:
         return None
     return f"the loss was {seen} and the replay gives {given}"
 
 
-def _part_departs(reading: Reading, ran: Ran) -> str | None:
+def _part_difference(reading: Reading, ran: Ran) -> str | None:
+    # The parts in a reading are sums over the micro-batches.
     if len(reading.micro_losses) != 1:
-        return None  # the parts that were read are sums over the micro-batches
+        return None
     for name, value in reading.components.items():
         given = kind(ran.parts.get(name, value))
         if given != kind(value):
@@ -52,9 +50,10 @@ def _part_departs(reading: Reading, ran: Ran) -> str | None:
     return None
 
 
-def _gradient_departs(reading: Reading, ran: Ran) -> str | None:
-    """Gradients are compared where both passes name some: a bad loss has no backward in a replay."""
-    seen, given = reading.bad_grads, ran.bad_gradients
+def _gradient_difference(reading: Reading, ran: Ran) -> str | None:
+    seen = reading.bad_grads
+    given = ran.bad_gradients
+    # A replay leaves out the backward of a bad loss, so it may name no gradient at all.
     if not given or not seen or set(given) & set(seen):
         return None
     return f"the gradient of {seen[0]} was non-finite and the replay breaks that of {given[0]}"

@@ -1,6 +1,4 @@
-"""The one live tracer of the process: all guards that trace share it, so that several do not cost
-several times.
-"""
+"""The one live tracer of the process, shared by all guards: several cost no more than one."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ MOST_CALLS = 200_000
 
 
 class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
-    """A tracer that may be wrong but never in the way: a fault of its own ends the trace, not the
-    user's step.
-    """
+    """Traces the user's own step: a fault of the tracer ends the trace, never the step."""
 
     def __init__(self, modules: ModuleSpans) -> None:
         super().__init__(modules)
@@ -36,60 +32,72 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
         self._process = os.getpid()
 
     @property
-    def deaf(self) -> bool:
-        """Full, broken, or in a data loader's worker process that inherited it."""
-        return (
-            self.fault is not None or len(self.calls) >= MOST_CALLS or os.getpid() != self._process
-        )
+    def idle(self) -> bool:
+        """True if nothing is recorded: it has failed, it is full, or this is another process."""
+        if self.fault is not None or len(self.calls) >= MOST_CALLS:
+            return True
+        # A worker process of a data loader inherits the mode.
+        return os.getpid() != self._process
 
     @property
-    def seen(self) -> int:
+    def next_index(self) -> int:
         """Number of the next call."""
         return self.forgotten + len(self.calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.deaf or func.namespace in faked_collectives.NAMESPACES:
+        # Unlike in a replay all ranks take part: collectives run as they are.
+        if self.idle or func.namespace in faked_collectives.NAMESPACES:
             return func(*args, **kwargs)
-        seen = None
+        invocation = None
         try:
-            seen = self._look(func, args, kwargs)
+            invocation = self._inspect(func, args, kwargs)
         except Exception as fault:
             self.fault = fault
         result = func(*args, **kwargs)
-        if seen is not None:
+        if invocation is not None:
             try:
-                self._record(seen, result)
+                self._record(invocation, result)
             except Exception as fault:
                 self.fault = fault
         return result
 
-    def _judge(self, call: Call, made_by: Invocation, out: Tensor, found: Flaws) -> None:
-        # measuring a birth may run the operation again in a wider dtype: a random one must not draw
+    def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
+        # Measuring may run the operation again in a wider dtype: a random one would draw numbers.
         state = torch.get_rng_state()
         try:
-            super()._judge(call, made_by, out, found)
+            super()._attribute(call, invocation, out, found)
         finally:
             torch.set_rng_state(state)
 
     def forget_before(self, first: int) -> None:
-        """Drop the calls numbered below `first`. Their memory may belong to other tensors by now."""
-        gone = [call for call in self.calls if call.index < first]
-        for call in gone:
-            call.parents = call.flawed = call.causes = ()
-        self.calls = self.calls[len(gone) :]
-        self.forgotten += len(gone)
-        self._makers = {
-            k: c for k, c in self._makers.items() if c.stage == "stored" or c.index >= first
-        }
-        self.owners = {number: call for number, call in self.owners.items() if call.index >= first}
-        self.lines = {number: line for number, line in self.lines.items() if number in self.owners}
+        """Drop the calls numbered below `first`."""
+        dropped = [call for call in self.calls if call.index < first]
+        for call in dropped:
+            # Calls hold on to their parents: without this the whole past would stay alive.
+            call.parents = ()
+            call.flawed = ()
+            call.causes = ()
+        self.calls = self.calls[len(dropped) :]
+        self.forgotten += len(dropped)
+        self._forget_tensors_before(first)
+        self._measured = 0
+        self._exact_left = EXACT_ELEMENTS
+
+    def _forget_tensors_before(self, first: int) -> None:
+        # The memory of the dropped calls' tensors may belong to other tensors by now.
+        for key, maker in list(self._makers.items()):
+            if maker.stage != "stored" and maker.index < first:
+                del self._makers[key]
+        for number, owner in list(self.owners.items()):
+            if owner.index < first:
+                del self.owners[number]
+                self.lines.pop(number, None)
         self.modules.forget_before(min(self.owners, default=0))
-        self._measured, self._exact_left = 0, EXACT_ELEMENTS
 
 
 class Recorder:
-    """Records while a guard has a step open and none of them is at work itself."""
+    """Runs the tracer while a guard has a step open and no guard does work of its own."""
 
     def __init__(self) -> None:
         self.spans = ModuleSpans({})
@@ -97,17 +105,17 @@ class Recorder:
         self.kept: list[Any] = []
         """Steps that may still be asked for; each knows the number of its first call."""
         self._open: list[Any] = []
-        """Those that are being traced, one a guard."""
-        self._working: set[int] = set()
+        """Steps that are being traced, one a guard."""
+        self._working_guards: set[int] = set()
         self._entered = ExitStack()
         self._on = False
         self._thread = threading.get_ident()
 
-    def know(self, roots: dict[str, nn.Module]) -> None:
-        """Follow these modules. They are known by their object; every guard has names of its own."""
+    def follow_modules(self, roots: dict[str, nn.Module]) -> None:
+        """Record calls of these modules, under keys: every guard has names of its own for them."""
         for root in roots.values():
             for module in root.modules():
-                self.spans.names.setdefault(id(module), token(module))
+                self.spans.names.setdefault(id(module), module_key(module))
 
     def begin(self, step: Any) -> None:
         """Trace one guard's step from here on."""
@@ -117,39 +125,37 @@ class Recorder:
         self._switch()
 
     def end(self, step: Any) -> None:
-        """The step is over. What was recorded of it stays until it is released."""
+        """End a step. What was recorded of it stays until it is released."""
         if step in self._open:
             self._open.remove(step)
         self._switch()
 
     def release(self, step: Any) -> None:
-        """Nobody will ask for this step any more."""
+        """Drop a step; the recorder goes with the last one."""
         self.end(step)
         if step in self.kept:
             self.kept.remove(step)
         if not self.kept:
             _drop(self)
 
-    def work(self, guard: int, *, on: bool) -> bool:
-        """A guard's own operations are not the user's: nothing is recorded while one works. Was it
-        at work before?
-        """
-        before = guard in self._working
+    def set_working(self, guard: int, *, on: bool) -> bool:
+        """Begin or end work of a guard's own, which is not recorded; return the state before."""
+        before = guard in self._working_guards
         if on:
-            self._working.add(guard)
+            self._working_guards.add(guard)
         else:
-            self._working.discard(guard)
+            self._working_guards.discard(guard)
         self._switch()
         return before
 
     @property
-    def here(self) -> bool:
-        """Dispatch modes belong to one thread."""
+    def on_this_thread(self) -> bool:
+        """True on the thread that made the recorder: dispatch modes belong to one thread."""
         return threading.get_ident() == self._thread
 
     def _switch(self) -> None:
-        wanted = bool(self._open) and not self._working and self.tracer.fault is None
-        if wanted == self._on or not self.here:
+        wanted = bool(self._open) and not self._working_guards and self.tracer.fault is None
+        if wanted == self._on or not self.on_this_thread:
             return
         self._on = wanted
         if not wanted:
@@ -164,20 +170,22 @@ _recorder: Recorder | None = None
 
 
 def present_recorder() -> Recorder | None:
-    """The recorder, if a step is being traced."""
+    """Return the recorder, if a step is being traced."""
     return _recorder
 
 
 def shared_recorder() -> Recorder | None:
-    """The recorder of the process, made where there is none; None where it cannot be used here."""
+    """Return the recorder of the process, made where there is none; None if it cannot be used."""
     global _recorder
     if _recorder is not None and _recorder.tracer.fault is not None:
-        _recorder = None  # the steps that know it get no answer from it
-    if _recorder is None and not dispatch_mode_stack():
-        # with somebody else's mode there: two that are not nested would leave each other on the
-        # stack
+        # Its steps get no answer from it any more.
+        _recorder = None
+    if _recorder is None:
+        # Beside another dispatch mode: two that are not nested leave each other on the stack.
+        if dispatch_mode_stack():
+            return None
         _recorder = Recorder()
-    return _recorder if _recorder is not None and _recorder.here else None
+    return _recorder if _recorder.on_this_thread else None
 
 
 def _drop(recorder: Recorder) -> None:
@@ -186,8 +194,8 @@ def _drop(recorder: Recorder) -> None:
         _recorder = None
 
 
-def token(module: nn.Module) -> str:
-    """A module's name among all guards; each has a name of its own for it."""
+def module_key(module: nn.Module) -> str:
+    """Name a module for all guards; each guard has a name of its own for it."""
     return f"#{id(module)}"
 
 
@@ -196,6 +204,7 @@ def leave(mode: TorchDispatchMode) -> None:
     stack = list(dispatch_mode_stack())
     if mode not in stack:
         return
+    # torch can only pop the topmost mode: take those above off, and put them back.
     above = stack[stack.index(mode) + 1 :]
     for other in reversed(above):
         other.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -1,6 +1,4 @@
-"""The user's source line behind an operation: innermost frame that is neither torch's nor
-stepguard's.
-"""
+"""Find the user's line behind an operation: the innermost frame outside torch and stepguard."""
 
 from __future__ import annotations
 
@@ -21,29 +19,30 @@ _STEPGUARD = str(Path(__file__).parents[1])
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
 _ENGINE = str(Path(_TORCH, "autograd", "graph.py"))
-_REPLAY = frozenset(str(Path(__file__).with_name(name)) for name in ("replay.py", "update.py"))
-"""Frames outside these are whoever asked for the replay, not the user's code in it."""
+_REPLAYS = tuple(str(Path(__file__).with_name(name)) for name in ("replay.py", "update_origin.py"))
+"""Files that call the user's code: frames outside them asked for the replay."""
 
 
 class Line(NamedTuple):
-    """A place in a file."""
+    """A line of a source file."""
 
     file: str
     number: int
 
 
 class Caller(NamedTuple):
-    """Who asked for an operation."""
+    """The code that asked for an operation of the backward pass."""
 
     line: Line | None
     """The user's line, or None when torch acted alone, as in most of a backward pass."""
     recomputed: bool
-    """True inside a checkpointed block's second forward."""
+    """True inside the second forward of a checkpointed block."""
 
 
 @cache
 def is_users(file: str) -> bool:
-    """Neither torch, stepguard, the standard library nor generated code."""
+    """True for a file outside torch, stepguard, the standard library and generated code."""
+    # `<string>` and the like have no file; the cells of a notebook are the user's code.
     if file.startswith("<") and "ipython" not in file:
         return False
     if file.startswith((_TORCH, _STEPGUARD)):
@@ -52,20 +51,20 @@ def is_users(file: str) -> bool:
 
 
 def user_line() -> Line | None:
-    """Of the operation that is being dispatched, in a forward pass."""
+    """Return the line of the operation that is being dispatched, in a forward pass."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users(file):
             return Line(file, frame.f_lineno)
-        if file in _REPLAY:
+        if file in _REPLAYS:
             return None
         frame = frame.f_back
     return None
 
 
 def backward_caller() -> Caller:
-    """Of the operation that is being dispatched, in a backward pass.
+    """Return the caller of the operation that is being dispatched, in a backward pass.
 
     User code runs there only inside a custom Function, or because a checkpoint computes its forward
     again. Whichever of the engine and the checkpoint is nearer says which pass the operation
@@ -77,32 +76,38 @@ def backward_caller() -> Caller:
         file = frame.f_code.co_filename
         if line is None and is_users(file):
             line = Line(file, frame.f_lineno)
+        # `unpack_hook` itself only hands the saved tensor to the backward node.
         if file == _CHECKPOINT and frame.f_code.co_name != "unpack_hook":
             return Caller(line, recomputed=True)
-        if file == _ENGINE or file in _REPLAY:
+        if file == _ENGINE or file in _REPLAYS:
             break
         frame = frame.f_back
     return Caller(line, recomputed=False)
 
 
 def spell(line: Line | None) -> str | None:
-    """`file.py:88`, relative to the current directory where the file lies below it."""
+    """Spell `file.py:88`, relative to the current directory where the file lies below it."""
     if line is None:
         return None
     path = Path(line.file)
     name = path.name
+    # ValueError: elsewhere. OSError: the current directory has been removed.
     with contextlib.suppress(ValueError, OSError):
         name = str(path.relative_to(Path.cwd()))
-    return f"{name if 'site-packages' not in name else path.name}:{line.number}"
+    if "site-packages" in name:
+        name = path.name
+    return f"{name}:{line.number}"
 
 
 def context(line: Line | None) -> tuple[str, ...]:
-    """The line and its neighbours, each with its number; the line itself is marked."""
+    """Quote the line and its neighbours, each with its number; the line itself is marked."""
     if line is None:
         return ()
+    first = max(1, line.number - CONTEXT_LINES)
     shown = []
-    for number in range(max(1, line.number - CONTEXT_LINES), line.number + CONTEXT_LINES + 1):
+    for number in range(first, line.number + CONTEXT_LINES + 1):
         text = linecache.getline(line.file, number).rstrip()
+        mark = ">" if number == line.number else " "
         if text:
-            shown.append(f"{'>' if number == line.number else ' '} {number} | {text}")
+            shown.append(f"{mark} {number} | {text}")
     return tuple(shown)

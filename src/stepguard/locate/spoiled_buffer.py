@@ -1,4 +1,4 @@
-"""A buffer that the forward pass itself made non-finite while loss and gradients stayed finite."""
+"""Locate the operation of the forward that made a buffer non-finite, under a finite loss."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from stepguard.locate import bad_state
-from stepguard.locate.blame import Found, Walk
-from stepguard.locate.calls import Call
+from stepguard.locate.blame import FirstBad, blame_loss
+from stepguard.locate.operands import summarise
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.records.origin import Origin
@@ -18,11 +18,15 @@ from stepguard.state.step import Step
 from stepguard.tensors.values import is_finite
 
 
-def written_origin(step: Step, reading: Reading) -> Origin:
-    """Which operation of the forward wrote the bad value into the buffer?"""
+def buffer_origin(step: Step, reading: Reading) -> Origin:
+    """Name the operation that wrote the bad value into the first bad buffer."""
     name = reading.bad_state[0]
-    plain = Origin(
-        step=reading.step, phase="forward", module=_owner(name), tensor=name, method="scan"
+    unlocated = Origin(
+        step=reading.step,
+        phase="forward",
+        module=bad_state.owner_of(name),
+        tensor=name,
+        method="scan",
     )
     with untouched(step) as keeper:
         replayer = Replayer(step, keeper)
@@ -30,36 +34,29 @@ def written_origin(step: Step, reading: Reading) -> Origin:
             try:
                 traced = replayer.trace(micro, backward=False)
             except ReplayError:
-                return plain
+                return unlocated
             buffer = bad_state.stored_tensor(step, name)
             if buffer is not None and not is_finite(buffer):
-                operand = bad_state.operand_of(name, buffer)
-                return replace(
-                    _place(buffer, name, traced, replayer) or plain, tensor=name, output=operand
-                )
-    return replace(plain, reproduced=False)
+                origin = _writer_origin(buffer, name, traced, replayer) or unlocated
+                return replace(origin, tensor=name, output=summarise(name, buffer))
+    return replace(unlocated, reproduced=False)
 
 
-def _place(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Origin | None:
-    """The birth of the value that was written; for norm layers, whose writing no trace sees, the
-    layer's operation.
-    """
+def _writer_origin(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Origin | None:
     maker = traced.tracer.maker_of(buffer)
     if maker is not None and maker.out and maker.stage != "stored":
-        found = Walk(traced.tracer, [maker]).from_loss()
-        return origin_of(found, traced, replayer) if found is not None else None
-    reader = _last_reader(f"buffer:{name.partition(':')[2]}", traced)
-    return origin_of(Found(reader), traced, replayer) if reader is not None else None
+        found = blame_loss(traced.tracer, [maker])
+    else:
+        # Norm layers update their statistics inside the kernel: no operation of the trace writes
+        # the buffer, but the layer's operation is handed it.
+        found = _last_reader(f"buffer:{name.partition(':')[2]}", traced)
+    if found is None:
+        return None
+    return origin_of(found, traced, replayer)
 
 
-def _last_reader(name: str, traced: Traced) -> Call | None:
-    readers = [
-        c
-        for c in traced.tracer.calls
-        if any(p.stage == "stored" and p.op == name for p in c.parents)
-    ]
-    return readers[-1] if readers else None
-
-
-def _owner(name: str) -> str:
-    return name.partition(":")[2].rpartition(".")[0]
+def _last_reader(name: str, traced: Traced) -> FirstBad | None:
+    for call in reversed(traced.tracer.calls):
+        if any(parent.stage == "stored" and parent.op == name for parent in call.parents):
+            return FirstBad(call)
+    return None

@@ -2,7 +2,7 @@
 
 A tensor is known by the memory it lives in: the last operation that wrote that memory is its maker.
 Each output is tested once, when it is made, so inputs need no test unless their memory is known to
-hold something bad. Views are no operations here. Tensors that no operation made (parameters, batch,
+hold something bad. Views are not recorded. Tensors that no operation made (parameters, batch,
 constants) are tested when they are first read.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.locate.attribution import Read, explain
+from stepguard.locate.attribution import Read, attribute
 from stepguard.locate.bad_op import Birth, Invocation
 from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import measure
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
 from stepguard.locate.modules import ModuleSpans
-from stepguard.locate.operators import BLANK, TESTS, Entry, Operator, describe
+from stepguard.locate.operators import TESTS, UNINITIALISED, Entry, Operator, describe
 from stepguard.locate.source import Line, backward_caller, user_line
 from stepguard.records.evidence import Evidence
 from stepguard.state import faked_collectives
@@ -33,11 +33,10 @@ from stepguard.tensors.torch_private import (
 )
 
 MOST_MEASURED = 32
-"""Births whose operands are measured; a torrent of them tells nothing more."""
+"""First bad values whose operands are measured; a torrent of them tells nothing more."""
 EXACT_ELEMENTS = 20_000_000
-"""Elements that may be compared position by position before the trace falls back to whole tensors.
-"""
-MOST_SPOTS = 16
+"""Elements that may be compared position by position; beyond, whole tensors are compared."""
+MOST_POSITIONS = 16
 READS_A_NUMBER = "aten._local_scalar_dense"
 LEAST_HALF = 2.0**-25
 """Numbers up to this round to 0 in float16."""
@@ -58,211 +57,271 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.owners: dict[int, Call] = {}
         """The forward call that created the autograd node of this number."""
         self.unseen: set[str] = set()
-        """Operators whose results could not be looked at."""
+        """Operators whose results could not be tested."""
         self.autocast: str | None = None
         """The dtype of the first autocast context that was met in the forward pass."""
         self.local_collectives = False
         """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
+        """Who wrote the memory at this address. torch reuses addresses of freed tensors: then the
+        next operation that writes there takes over."""
         self._bad_number: Call | None = None
-        """Who made the last bad value that was read as a Python number."""
+        """Maker of the last bad value that was read as a Python number."""
         self._last_sequence = -1
         self._measured = 0
         self._exact_left = EXACT_ELEMENTS
         self._poisoned_nodes: set[int] = set()
+        """Numbers of the autograd nodes in which the gradient went bad."""
 
     def store(self, name: str, tensor: Tensor) -> Call:
         """Make a tensor known that existed before the replay."""
-        found = flaws(tensor) if numeric(tensor) else CLEAN
-        wild = name.startswith("param:") or not mask_like(tensor) if found else False
-        call = Call(
-            index=-1,
-            op=name,
-            stage="stored",
-            out=found,
-            tame=bool(found) and not found.nan and not wild,
-        )
-        call.born = bool(found) and not call.tame
-        call.numeric = numeric(tensor)
+        call = Call(index=-1, op=name, stage="stored", numeric=numeric(tensor))
+        if call.numeric:
+            call.out = flaws(tensor)
+        if call.out:
+            # A weight is never infinite on purpose; a buffer or a constant may be a mask.
+            may_be_mask = not name.startswith("param:") and mask_like(tensor)
+            call.intended_inf = may_be_mask and not call.out.nan
+            call.first_bad = not call.intended_inf
         self._makers[storage_key(tensor)] = call
         return call
 
     def maker_of(self, tensor: Tensor) -> Call | None:
-        """The operation that last wrote this tensor's memory."""
+        """Return the operation that last wrote this tensor's memory."""
         return self._makers.get(storage_key(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch takes the mode off its stack while this method runs: operations of the tracer's own
+        # (finite tests, copies) are not traced.
         kwargs = kwargs or {}
         if func.namespace in faked_collectives.NAMESPACES:
+            # The other ranks do not replay: a real collective would wait for them for ever.
             self.local_collectives = True
             return faked_collectives.alone(func, args, kwargs)
-        # Exotic tensors must not stop the user's code: what cannot be looked at is named and passed
-        # through.
+        # Exotic tensors must not stop the user's code: an operator whose tensors cannot be tested
+        # is named and passed through.
         try:
-            seen = self._look(func, args, kwargs)
+            invocation = self._inspect(func, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError):
             self.unseen.add(str(func._overloadpacket))
-            seen = None
+            invocation = None
         result = func(*args, **kwargs)
         try:
-            if seen is not None:
-                self._record(seen, result)
+            if invocation is not None:
+                self._record(invocation, result)
         except (RuntimeError, NotImplementedError, TypeError):
             self.unseen.add(str(func._overloadpacket))
         return result
 
-    def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
-        """What goes in, before the operation runs; None for what is of no interest."""
+    def _inspect(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
+        """Note what goes in, before the operation runs; None if the operation is not recorded."""
         operator = describe(func)
         if operator.name == READS_A_NUMBER:
-            self._number_read(args[0])
+            self._note_number_read(args[0])
         if operator.views or operator.name in TESTS:
             return None
         entries = operator.entries(args, kwargs)
         if self.autocast is None and self.stage == "forward":
             self.autocast = _autocast(entries)
-        reads = [
-            self._read(entry, operator) for entry in entries if isinstance(entry.value, Tensor)
-        ]
-        numbers = [(e.name, float(e.value)) for e in entries if not isinstance(e.value, Tensor)]
+        reads = []
+        numbers = []
+        for entry in entries:
+            if isinstance(entry.value, Tensor):
+                reads.append(self._read(entry, operator))
+            else:
+                numbers.append((entry.name, float(entry.value)))
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
-        return Invocation(
-            operator, func, kept_args, kept_kwargs, reads, numbers, operator.selects(entries)
-        )
+        selects = operator.selects(entries)
+        return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, selects)
 
-    def _number_read(self, tensor: Tensor) -> None:
-        """`.item()`: a bad number that is used later on comes from here."""
-        maker = self._makers.get(storage_key(tensor))
+    def _note_number_read(self, tensor: Tensor) -> None:
+        """`.item()`: a bad number that is used afterwards comes from this tensor."""
+        maker = self.maker_of(tensor)
         if maker is not None and maker.out and numeric(tensor) and flaws(tensor):
             self._bad_number = maker
 
     def _read(self, entry: Entry, operator: Operator) -> Read:
         tensor = entry.value
-        maker = self._makers.get(storage_key(tensor))
+        maker = self.maker_of(tensor)
         if maker is None:
             maker = self.store("constant", tensor)
         read = Read(entry.name, tensor, maker)
-        if (maker.out or maker.blank) and numeric(tensor) and operator.reads(entry.name):
+        suspect = maker.out or maker.uninitialised
+        if suspect and numeric(tensor) and operator.reads(entry.name):
+            # Some of the maker's memory is bad; the part that is read here may not be.
             read.flaws = flaws(tensor)
-            if read.flaws and maker.blank:
-                maker.out, maker.born = read.flaws, True
+            if read.flaws and maker.uninitialised:
+                maker.out = read.flaws
+                maker.first_bad = True
         return read
 
-    def _record(self, made_by: Invocation, result: Any) -> None:
-        operator, reads = made_by.operator, made_by.reads
-        call = self._place(operator.name)
-        used = [read for read in reads if operator.reads(read.name)]
+    def _record(self, invocation: Invocation, result: Any) -> None:
+        """Add a call for an operation that has run, and test what it gave."""
+        operator = invocation.operator
+        call = self._new_call(operator.name)
+        used = invocation.used
         call.parents = tuple(read.maker for read in used)
         call.flawed = tuple(read.maker for read in used if read.flaws)
-        call.selects = made_by.selects
+        call.selects = invocation.selects
         call.pointwise = operator.pointwise
-        call.number = operator.odd_number(made_by.numbers)
-        call.blank = operator.name in BLANK
-        written = [
-            read.tensor if read.live is None else read.live
-            for read in reads
-            if read.name.partition("[")[0] in operator.writes
-        ]
-        results = list({id(t): t for t in [*written, *_tensors(result)]}.values())
-        call.numeric = any(numeric(t) for t in results)
-        call.vanished = _vanished(made_by, results)
+        call.number = operator.bad_number(invocation.numbers)
+        call.uninitialised = operator.name in UNINITIALISED
+        results = _results(invocation, result)
+        call.numeric = any(map(numeric, results))
+        call.rounded_to_zero = _rounded_to_zero(invocation, results)
         for position, tensor in enumerate(results):
-            found = CLEAN if call.blank or not numeric(tensor) else flaws(tensor)
-            if found and operator.many and not call.born:
-                self._judge(call, made_by.only(position), tensor, found)
-            elif found and not call.out:
-                self._judge(call, made_by, tensor, found)
-            self._made(tensor, call, found)
+            self._record_result(call, invocation, tensor, position)
 
-    def _place(self, name: str) -> Call:
-        """A call with its stage, module, node and line."""
+    def _record_result(
+        self, call: Call, invocation: Invocation, tensor: Tensor, position: int
+    ) -> None:
+        found = CLEAN
+        # Uninitialised memory holds whatever was there: only reading it can be a mistake.
+        if numeric(tensor) and not call.uninitialised:
+            found = flaws(tensor)
+        if found and invocation.operator.foreach and not call.first_bad:
+            self._attribute(call, invocation.only(position), tensor, found)
+        elif found and not call.out:
+            self._attribute(call, invocation, tensor, found)
+        self._remember_maker(tensor, call, found)
+
+    def _new_call(self, name: str) -> Call:
+        """Add a call with its stage, module, autograd node and line."""
         call = Call(index=self.forgotten + len(self.calls), op=name, stage=self.stage)
         self.calls.append(call)
-        node: Any = current_autograd_node()
-        sequence = next_sequence_number()
         call.module = self.modules.current
+        node: Any = current_autograd_node()
         if node is None:
             call.line = user_line()
+            self._link_to_node(call)
+            return call
+        caller = backward_caller()
+        call.line = caller.line
+        if caller.recomputed:
+            # A checkpointed block computes its forward again inside a backward node.
+            call.stage = "forward"
+            call.evidence = Evidence(recomputed=True)
+        elif call.module is not None:
+            # A module called autograd.grad in its forward (gradient penalty, forces).
+            call.stage = "forward"
+            call.node = node.name()
         else:
-            caller = backward_caller()
-            call.line = caller.line
-            if caller.recomputed or call.module is not None:
-                call.stage = "forward"
-                if caller.recomputed:
-                    call.evidence = Evidence(recomputed=True)
-                else:
-                    call.node = node.name()
-            else:
-                call.stage, call.node, call.sequence = "backward", node.name(), node._sequence_nr()
-                return call
-        call.sequence = sequence - 1 if sequence != self._last_sequence else -1
+            call.stage = "backward"
+            call.node = node.name()
+            call.sequence = node._sequence_nr()
+            return call
+        self._link_to_node(call)
+        return call
+
+    def _link_to_node(self, call: Call) -> None:
+        """Find out which autograd node the operation created, so that the backward leads to it."""
+        # Autograd creates the node before it hands the operation to the dispatch mode, and each
+        # node takes the next number: the number has moved if this operation is differentiable.
+        sequence = next_sequence_number()
+        if sequence != self._last_sequence:
+            call.sequence = sequence - 1
+        self._last_sequence = sequence
         if call.sequence >= 0 and call.stage == "forward":
             self.owners[call.sequence] = call
             if call.line is not None:
                 self.lines[call.sequence] = call.line
-        self._last_sequence = sequence
-        return call
 
-    def _judge(self, call: Call, made_by: Invocation, out: Tensor, found: Flaws) -> None:
+    def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
         """Fill in where the bad elements of `out` come from."""
-        reads = [read for read in made_by.reads if made_by.operator.reads(read.name)]
-        exact = made_by.operator.pointwise and self._affordable(out, reads)
-        why = explain(reads, [number for _, number in made_by.numbers], out, found, exact)
+        used = invocation.used
+        exact = invocation.operator.pointwise and self._can_compare(out, used)
+        numbers = [number for _, number in invocation.numbers]
+        why = attribute(used, numbers, out, found, exact)
         call.causes = (*call.causes, *(read.maker for read in why.causes))
-        call.out, call.tame, call.born = found, why.tame and not call.causes, why.born
-        if call.number is not None and self._bad_number is not None:
-            call.causes, call.number = (*call.causes, self._bad_number), None
-            call.tame = call.born = False
+        call.out = found
+        call.intended_inf = why.intended_inf and not call.causes
+        call.first_bad = why.first_bad
+        self._follow_bad_number(call)
         call.shape = tuple(out.shape)
-        if call.stage == "backward" and (
-            call.born or any(c.stage != "backward" for c in call.causes)
-        ):
-            self._poisoned_nodes.add(call.sequence)
-        in_poisoned_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
-        call.reduces = call.op not in MOVES and any(
-            out.numel() < read.tensor.numel() for read in reads
-        )
-        telling = (
-            call.born
-            or in_poisoned_node
-            or (call.tame and (call.reduces or call.number is not None))
-        )
-        if telling and self._measured < MOST_MEASURED:
+        shrinks = any(out.numel() < read.tensor.numel() for read in used)
+        call.reduces = shrinks and call.op not in MOVES
+        self._note_poisoned_node(call)
+        if self._measured < MOST_MEASURED and self._is_telling(call):
             self._measured += 1
-            call.rows, call.spots = _positions(out, why.where)
-            measure(Birth(call, made_by, out, why.where))
+            call.rows, call.bad_positions = _positions(out, why.where)
+            measure(Birth(call, invocation, out, why.where))
 
-    def _affordable(self, out: Tensor, reads: list[Read]) -> bool:
-        cost = out.numel() * (1 + sum(1 for read in reads if read.flaws))
+    def _follow_bad_number(self, call: Call) -> None:
+        """Lead from a bad number to the tensor that .item() read it from."""
+        if call.number is None or self._bad_number is None:
+            return
+        call.causes = (*call.causes, self._bad_number)
+        call.number = None
+        call.intended_inf = False
+        call.first_bad = False
+
+    def _note_poisoned_node(self, call: Call) -> None:
+        if call.stage != "backward":
+            return
+        # A saved tensor of the forward that was bad already makes the gradient bad here.
+        enters_here = any(cause.stage != "backward" for cause in call.causes)
+        if call.first_bad or enters_here:
+            self._poisoned_nodes.add(call.sequence)
+
+    def _is_telling(self, call: Call) -> bool:
+        """True if the operands of this call may be part of the explanation."""
+        if call.first_bad:
+            return True
+        # One autograd node runs several operations; any of them may show why it went bad.
+        if call.stage == "backward" and call.sequence in self._poisoned_nodes:
+            return True
+        return call.intended_inf and (call.reduces or call.number is not None)
+
+    def _can_compare(self, out: Tensor, used: list[Read]) -> bool:
+        """Charge a comparison by position to the budget of elements; False if it is used up."""
+        flawed = [read for read in used if read.flaws]
+        cost = out.numel() * (1 + len(flawed))
         if cost > self._exact_left:
             return False
         self._exact_left -= cost
         return True
 
-    def _made(self, tensor: Tensor, call: Call, found: Flaws) -> None:
+    def _remember_maker(self, tensor: Tensor, call: Call, found: Flaws) -> None:
         key = storage_key(tensor)
         old = self._makers.get(key)
-        if old is not None and old.out and _partial(tensor):
+        if old is not None and old.out and _covers_part(tensor):
+            # The rest of the memory is still bad, so its maker must stay known.
             if not found:
-                return  # the rest of the memory is still bad, and that is what must stay known
-            if call.out and old is not call:
-                call.causes = (*call.causes, *(() if old.tame or old in call.causes else (old,)))
+                return
+            if call.out and old is not call and not old.intended_inf and old not in call.causes:
+                call.causes = (*call.causes, old)
         self._makers[key] = call
 
 
 def _autocast(entries: list[Entry]) -> str | None:
-    """The dtype that autocast computes in, where it is on for the device of these tensors."""
-    device = next((e.value.device.type for e in entries if isinstance(e.value, Tensor)), None)
-    if device is None or not torch.is_autocast_enabled(device):
-        return None
-    return dtype_name(torch.get_autocast_dtype(device))
+    """Return the dtype that autocast computes in, if it is on for the device of these tensors."""
+    for entry in entries:
+        if isinstance(entry.value, Tensor):
+            device = entry.value.device.type
+            if not torch.is_autocast_enabled(device):
+                return None
+            return dtype_name(torch.get_autocast_dtype(device))
+    return None
 
 
-def _partial(tensor: Tensor) -> bool:
+def _covers_part(tensor: Tensor) -> bool:
+    """True if the tensor is a view of some of its memory only."""
     try:
         return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def _results(invocation: Invocation, result: Any) -> list[Tensor]:
+    """List what the operation wrote in place and what it returned, each tensor once."""
+    results: dict[int, Tensor] = {}
+    for read in invocation.reads:
+        if invocation.operator.writes(read.name):
+            tensor = read.tensor if read.overwritten is None else read.overwritten
+            results[id(tensor)] = tensor
+    for tensor in _tensors(result):
+        results[id(tensor)] = tensor
+    return list(results.values())
 
 
 def _tensors(result: Any) -> Iterable[Tensor]:
@@ -276,18 +335,14 @@ def _tensors(result: Any) -> Iterable[Tensor]:
 def _keep_overwritten(
     operator: Operator, reads: list[Read], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with copies of those the operator overwrites, so that a birth can be measured
-    afterwards.
-    """
+    """Put copies in the place of arguments that the operator overwrites, to be measured later."""
     copies: dict[int, Tensor] = {}
     for read in reads:
-        if (
-            read.name.partition("[")[0] in operator.writes
-            and operator.reads(read.name)
-            and numeric(read.tensor)
-        ):
-            read.live, read.tensor = read.tensor, read.tensor.detach().clone()
-            copies[id(read.live)] = read.tensor
+        overwritten = operator.writes(read.name) and operator.reads(read.name)
+        if overwritten and numeric(read.tensor):
+            read.overwritten = read.tensor
+            read.tensor = read.tensor.detach().clone()
+            copies[id(read.overwritten)] = read.tensor
     if not copies:
         return args, kwargs
 
@@ -297,22 +352,28 @@ def _keep_overwritten(
     return tree_map(kept, args), tree_map(kept, kwargs)
 
 
-def _vanished(made_by: Invocation, results: list[Tensor]) -> float | None:
-    """A constant that is 0 in the results' dtype, as 1e-8 is in float16."""
+def _rounded_to_zero(invocation: Invocation, results: list[Tensor]) -> float | None:
+    """Find a constant that is 0 in the results' dtype, as 1e-8 is in float16."""
     if not results or results[0].dtype is not torch.float16:
         return None
-    return next((number for _, number in made_by.numbers if 0 < abs(number) < LEAST_HALF), None)
+    for _, number in invocation.numbers:
+        if 0 < abs(number) < LEAST_HALF:
+            return number
+    return None
 
 
 def _positions(out: Tensor, where: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """First-axis rows and some flat positions of the bad elements."""
+    """Return first-axis rows and some flat positions of the bad elements."""
     if out.layout is not torch.strided:
         return (), ()
-    bad = where if where is not None else broken(out)
-    spots = tuple(bad.flatten().nonzero().flatten()[:MOST_SPOTS].tolist())
-    rows = (
-        tuple(bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist())
-        if bad.dim()
-        else ()
-    )
-    return rows, spots
+    bad = broken(out) if where is None else where
+    positions = tuple(bad.flatten().nonzero().flatten()[:MOST_POSITIONS].tolist())
+    if not bad.dim():
+        return (), positions
+    return tuple(bad_rows(bad)), positions
+
+
+def bad_rows(bad: Tensor) -> list[int]:
+    """List the first-axis positions at which a mask is True anywhere."""
+    rows: list[int] = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist()
+    return rows

@@ -6,7 +6,6 @@ understood is reported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +13,18 @@ from typing import Any
 
 from stepguard._errors import ConfigError
 from stepguard.preflight.settings.files import read_settings
-from stepguard.verification.damage import Damaged
-from stepguard.verification.pickle_values import Made, TensorRecord
-from stepguard.verification.torch_format import read_inert
+from stepguard.verification import (
+    Damaged,
+    PickledObject,
+    TensorRecord,
+    is_checkpoint_file,
+    read_content,
+)
 
 CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
 MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
 VERSIONS = ("versions", "version", "pytorch-lightning_version", "torch_version")
-TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin", ".tar")
-NOT_THE_MODEL = ("training_args", "rng_state", "optimizer", "scheduler")
+NOT_THE_MODEL = ("training_args", "rng_state", "random_states", "optimizer", "scheduler")
 """Files of a folder that hold no tensors of the model."""
 SETTINGS_FILES = ("args", "hparams", "settings", "run_config", "training_args", "train_config")
 """JSON files that hold the run's settings; `config.json` of transformers is the model's."""
@@ -30,7 +32,6 @@ SEALED_FACTS = "facts"
 """The JSON file of a checkpoint of stepguard."""
 SEALED_MODEL = "model/"
 """How a checkpoint of stepguard names the model's tensors among all others."""
-LARGEST_JSON = 16 * 2**20
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
         for file in sorted(path.iterdir()):
             if file.suffix == ".json":
                 _read_json(facts, file)
-            elif not file.name.startswith(NOT_THE_MODEL):
+            elif not file.name.startswith(NOT_THE_MODEL) and is_checkpoint_file(file):
                 _read_file(facts, file)
     # Hydra keeps the configuration of a run beside its outputs.
     file = folder / ".hydra" / "config.yaml"
@@ -68,16 +69,11 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
 
 def _read_file(facts: CheckpointFacts, file: Path) -> None:
     try:
-        if file.suffix in TORCH_FILES:
-            _take(facts, read_inert(file))
-        elif file.suffix == ".safetensors":
-            facts.shapes |= _safetensors_shapes(file)
-    except (Damaged, OSError, ValueError, KeyError, TypeError) as fault:
-        kind = type(fault).__name__
-        if isinstance(fault, Damaged):
-            kind = fault.kind
-        reason = " ".join(str(fault).split())
-        facts.unread.append(f"{file.name}: {kind}: {reason[:140]}")
+        content = read_content(file)
+    except Damaged as fault:
+        facts.unread.append(f"{file.name}: {fault.kind}: {fault.detail[:140]}")
+        return
+    _take(facts, content)
 
 
 def _take(facts: CheckpointFacts, content: Any) -> None:
@@ -92,9 +88,23 @@ def _take(facts: CheckpointFacts, content: Any) -> None:
             facts.versions |= dict(found)
         elif found:
             facts.versions[name] = str(found)
+    tensors = _shapes(content)
+    # a file of tensors only may be one shard of several
+    if len(tensors) == len(content):
+        facts.shapes |= _model_part(tensors)
+        return
     for name in MODELS:
         facts.shapes = facts.shapes or _shapes(content.get(name))
-    facts.shapes = facts.shapes or _shapes(content)
+    facts.shapes = facts.shapes or tensors
+
+
+def _model_part(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The model's tensors of a sealed checkpoint, which names those of the optimizer as well."""
+    sealed = {}
+    for name, shape in shapes.items():
+        if name.startswith(SEALED_MODEL):
+            sealed[name.removeprefix(SEALED_MODEL)] = shape
+    return sealed or shapes
 
 
 def _shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
@@ -108,7 +118,7 @@ def _shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
 
 def _plain_mapping(value: Any) -> dict[str, Any]:
     """Plain values of a dict, or of the attributes an object such as a Namespace would have."""
-    if isinstance(value, Made):
+    if isinstance(value, PickledObject):
         value = value.entries or value.state
     if not isinstance(value, dict):
         return {}
@@ -116,7 +126,7 @@ def _plain_mapping(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict | Made):
+    if isinstance(value, dict | PickledObject):
         return _plain_mapping(value)
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value if _is_plain(part)]
@@ -124,27 +134,9 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, Made):
+    if isinstance(value, PickledObject):
         return isinstance(value.entries or value.state, dict)
     return value is None or isinstance(value, str | int | float | list | tuple | dict)
-
-
-def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes from the header; the tensors are not read."""
-    with file.open("rb") as stream:
-        # The header is JSON behind eight bytes that say its length.
-        length = int.from_bytes(stream.read(8), "little")
-        if length > LARGEST_JSON:
-            raise ValueError(f"its header claims {length:,} bytes")
-        header = json.loads(stream.read(length))
-    shapes = {}
-    sealed = {}
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            shapes[name] = tuple(tensor["shape"])
-        if name.startswith(SEALED_MODEL):
-            sealed[name.removeprefix(SEALED_MODEL)] = shapes[name]
-    return sealed or shapes
 
 
 def _read_json(facts: CheckpointFacts, file: Path) -> None:

@@ -35,11 +35,10 @@ from stepguard.records.preflight import Status
 from stepguard.records.verification import Verification
 from stepguard.report.health import concerns
 from stepguard.report.live_view import judge_run
-from stepguard.report.phrases import count
-from stepguard.report.verification import size
+from stepguard.report.phrases import count, size
 from stepguard.state.importing import import_function, importable
-from stepguard.verification.check import Plan
-from stepguard.verification.check import check as verify
+from stepguard.verification import Plan
+from stepguard.verification import check_path as verify
 
 LIMIT = 1.0
 """Above this a gate no longer damps what it multiplies."""

@@ -33,7 +33,7 @@ from stepguard.preflight.traced_step import TracedStep, trace_step
 from stepguard.preflight.tracking import Tracked, plain
 from stepguard.records.verification import Verification
 from stepguard.state.rng import capture_rng, restore_rng
-from stepguard.verification.check import check as verify
+from stepguard.verification import check_path as verify
 
 BUILD = "give TARGET as module:function whose function returns"
 

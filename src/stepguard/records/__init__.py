@@ -2,7 +2,7 @@
 
 from stepguard.records.decision import Action, Decision
 from stepguard.records.evidence import Evidence
-from stepguard.records.finding import Finding, Remedy
+from stepguard.records.finding import Certainty, Finding, Remedy
 from stepguard.records.incident import Incident
 from stepguard.records.origin import Operand, Origin, Phase
 from stepguard.records.reading import Reading
@@ -13,6 +13,7 @@ from stepguard.records.verification import Problem, Rate, Role, Verification
 
 __all__ = [
     "Action",
+    "Certainty",
     "Decision",
     "Evidence",
     "Finding",

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Safety = Literal["safe", "changes-numbers", "changes-training"]
-"""Whether a remedy leaves healthy steps bit-identical, changes rounding, or changes what is
-learned.
-"""
+"""What a remedy does to healthy steps: nothing, other rounding, or another training."""
+Certainty = Literal["certain", "likely", "possible"]
+"""How sure a finding is: no other cause fits, others are not excluded, rather a circumstance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +22,12 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One cause, most likely first in an incident."""
+    """One cause, most certain first in an incident."""
 
     code: str
     title: str
     evidence: tuple[str, ...] = ()
     """Sentences with numbers: the operand that was 0, the row that was masked."""
-    confidence: float = 0.5
-    """Between 0 and 1."""
+    certainty: Certainty = "possible"
     remedies: tuple[Remedy, ...] = ()
     """Ordered by how safe they are to apply."""

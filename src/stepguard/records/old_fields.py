@@ -14,6 +14,9 @@ def upgrade_incident(fields: dict[str, Any]) -> dict[str, Any]:
     origin = fields.get("origin")
     if isinstance(origin, dict) and "notes" in origin:
         upgraded["origin"] = _with_remarks(origin)
+    findings = fields.get("findings")
+    if isinstance(findings, list):
+        upgraded["findings"] = [_with_certainty(finding) for finding in findings]
     return upgraded
 
 
@@ -28,3 +31,17 @@ def _with_remarks(origin: dict[str, Any]) -> dict[str, Any]:
 def _is_sentence(note: str) -> bool:
     first_word = note.partition(" ")[0]
     return " " in note and "=" not in first_word
+
+
+def _with_certainty(finding: Any) -> Any:
+    """`confidence` was a number between 0 and 1 that nothing had measured."""
+    if not isinstance(finding, dict) or "confidence" not in finding:
+        return finding
+    rest = {name: value for name, value in finding.items() if name != "confidence"}
+    return {"certainty": _certainty(finding["confidence"]), **rest}
+
+
+def _certainty(confidence: Any) -> str:
+    if not isinstance(confidence, int | float) or confidence <= 0.5:
+        return "possible"
+    return "certain" if confidence >= 0.9 else "likely"

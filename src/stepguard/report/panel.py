@@ -205,7 +205,7 @@ def _source_line(number: str, text: Text, *, here: bool, unicode: bool) -> Text:
 def _why(incident: Incident) -> RenderableType:
     finding = incident.findings[0]
     title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
-    title.append(f"({phrases.confidence(finding.confidence)})", style="dim")
+    title.append(f"({finding.certainty})", style="dim")
     lines = [Unbroken(title)]
     for sentence in finding.evidence[:MOST_EVIDENCE]:
         lines.append(Unbroken(f"- {sentence}"))

@@ -64,6 +64,17 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}{plural}"
 
 
+def size(count: float) -> str:
+    """Put a number of bytes into words: `2.1 GB`."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+    return f"{count / 1000:.3g} TB"
+
+
 def ordinal(n: int) -> str:
     """1st, 2nd, 3rd, 4th, 11th, ..."""
     if 10 <= n % 100 <= 20:
@@ -152,11 +163,6 @@ def first_few(items: Iterable[object], most: int = 8) -> str:
     if len(listed) > most:
         shown += f" and {len(listed) - most} more"
     return shown
-
-
-def confidence(value: float) -> str:
-    """A share as a whole percentage."""
-    return f"{value:.0%} confident"
 
 
 def kind_of(incident: Incident) -> tuple[str, ...]:

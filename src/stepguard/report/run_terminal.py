@@ -105,8 +105,8 @@ def _details(console: Console, position: int, group: IncidentGroup) -> None:
 
 def _cause(group: IncidentGroup) -> str:
     cause = f"{group.code} {group.title}".strip()
-    if group.code and group.confidence is not None:
-        cause += f" ({phrases.confidence(group.confidence)})"
+    if group.code and group.certainty:
+        cause += f" ({group.certainty})"
     return cause
 
 

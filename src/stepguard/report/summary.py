@@ -55,7 +55,7 @@ class IncidentGroup:
     culprits: str = ""
     code: str = ""
     title: str = ""
-    confidence: float | None = None
+    certainty: str = ""
     evidence: tuple[str, ...] = ()
     actions: dict[Action, int] = field(default_factory=dict)
     lr: tuple[float, ...] = ()
@@ -212,7 +212,7 @@ def _with_cause(group: IncidentGroup, finding: Finding) -> IncidentGroup:
         group,
         code=finding.code,
         title=finding.title,
-        confidence=finding.confidence,
+        certainty=finding.certainty,
         evidence=finding.evidence,
     )
 

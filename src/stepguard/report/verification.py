@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import StringIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,91 +16,106 @@ from stepguard.report.unbroken import Name, Unbroken
 
 MOST_LISTED = 12
 """Problems shown for one checkpoint; `--json` has all."""
-NAME_WIDTH, GAP = 24, 2
-"""Columns that a name gets at least, and blanks between two columns."""
+NAME_WIDTH = 24
+"""Columns that a name gets at least."""
+GAP = 2
+"""Blanks between two columns."""
 ORDER = ("format", "step", "tensors", "size")
+"""Optional columns from left to right."""
+IMPORTANCE = ("format", "size", "step", "tensors")
+"""In a narrow window the last ones are left out first."""
 UNSAFE = frozenset({"hostile", "global"})
-"""Kinds of a file that may be whole and finite, but could run code when it is loaded."""
+"""Kinds of a file that may be complete and finite, but could run code when it is loaded."""
 STYLES = {"error": "bold red", "warning": "yellow"}
 
 
-def render_checked(found: Sequence[Verification], *, width: int, colour: bool) -> str:
-    """The whole screen as text."""
+def render_results(results: Sequence[Verification], *, width: int, colour: bool) -> str:
+    """Render the whole screen as text."""
     console = screen.paper(width=width, colour=colour)
-    paint_checked(console, found)
+    print_results(console, results)
     assert isinstance(console.file, StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
 
 
-def paint_checked(console: Console, found: Sequence[Verification]) -> None:
-    """A table of all checkpoints, the problems of each, and one line that sums up."""
-    leaves = [leaf for each in found for leaf in each.leaves]
-    if leaves:
-        console.print(_table(found, console.width))
-    for leaf in leaves:
-        if leaf.problems:
-            _details(console, leaf.path, leaf.problems)
-    for each in found:
-        own = _own(each)
+def print_results(console: Console, results: Sequence[Verification]) -> None:
+    """Print a table of all checkpoints, the problems of each, and one line that sums up."""
+    if any(result.leaves for result in results):
+        console.print(_table(results, console.width))
+    for result in results:
+        for leaf in result.leaves:
+            if leaf.problems:
+                _print_details(console, leaf.path, leaf.problems)
+    for result in results:
+        own = _own_problems(result)
         if own:
-            _details(console, each.path, own)
+            _print_details(console, result.path, own)
     console.print()
-    console.print(conclusion(found))
+    console.print(conclusion(results))
 
 
-def _own(each: Verification) -> list[Problem]:
-    """Of a folder: what belongs to none of its checkpoints."""
-    inside = {problem for part in each.parts for problem in part.problems}
-    return (
-        [problem for problem in each.problems if problem not in inside]
-        if each.format == "folder"
-        else []
-    )
+def _own_problems(result: Verification) -> list[Problem]:
+    """Return the problems of a folder that belong to none of its checkpoints."""
+    if result.format != "folder":
+        return []
+    inside: set[Problem] = set()
+    for part in result.parts:
+        inside.update(part.problems)
+    return [problem for problem in result.problems if problem not in inside]
 
 
-def _table(found: Sequence[Verification], width: int) -> RenderableType:
-    """One line a checkpoint. In a narrow window the less telling columns are left out; `--json` has
-    them all.
-    """
-    leaves = [leaf for each in found for leaf in each.leaves]
-    columns = {
-        "format": [leaf.format for leaf in leaves],
-        "size": [size(leaf.bytes) for leaf in leaves],
-        "step": ["" if leaf.step is None else f"{leaf.step:,}" for leaf in leaves],
-        "tensors": [f"{leaf.tensors:,}" for leaf in leaves],
-    }
-    verdicts = [verdict(leaf) for leaf in leaves]
-    room = width - NAME_WIDTH - GAP - max(len(text) for text in verdicts)
-    shown = []
-    for name, cells in columns.items():
-        room -= GAP + max(len(name), *map(len, cells))
-        if room >= 0:
-            shown.append(name)
+def _table(results: Sequence[Verification], width: int) -> Table:
+    """Draw one line a checkpoint; in a narrow window with fewer columns, `--json` has them all."""
+    names = []
+    rows = []
+    verdicts = []
+    for result in results:
+        for leaf in result.leaves:
+            names.append(below(leaf.path, result.path))
+            rows.append(_cells(leaf))
+            verdicts.append(verdict(leaf))
+    room = width - NAME_WIDTH - GAP - max(map(len, verdicts))
+    shown = _columns_that_fit(rows, room)
     table = Table(box=None, header_style="dim", padding=(0, GAP, 0, 0), pad_edge=False)
     table.add_column(" checkpoint", ratio=1)
-    for name in ORDER:
-        if name in shown:
-            table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    for column in shown:
+        is_text = column == "format"
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     table.add_column("result", no_wrap=True)
-    names = [below(leaf.path, each.path) for each in found for leaf in each.leaves]
-    for row, name in enumerate(names):
-        cells = [columns[column][row] for column in ORDER if column in shown]
-        table.add_row(Name(f" {name}"), *cells, verdicts[row])
+    for name, row, result_text in zip(names, rows, verdicts, strict=True):
+        table.add_row(Name(f" {name}"), *(row[column] for column in shown), result_text)
     return table
 
 
+def _cells(leaf: Verification) -> dict[str, str]:
+    return {
+        "format": leaf.format,
+        "size": phrases.size(leaf.bytes),
+        "step": "" if leaf.step is None else f"{leaf.step:,}",
+        "tensors": f"{leaf.tensors:,}",
+    }
+
+
+def _columns_that_fit(rows: Sequence[dict[str, str]], room: int) -> list[str]:
+    fitting = set()
+    for column in IMPORTANCE:
+        room -= GAP + max(len(column), *(len(row[column]) for row in rows))
+        if room >= 0:
+            fitting.add(column)
+    return [column for column in ORDER if column in fitting]
+
+
 def below(path: str, asked: str) -> str:
-    """`run/step-3` for what lies in `/any/where/run`: the folder that was asked for, and the way
-    down from it.
-    """
-    inner = path.removeprefix(asked.rstrip("/") + "/")
+    """Shorten a path to the folder that was asked for and the way down from it: `run/step-3`."""
+    folder = asked.rstrip("/")
+    inner = path.removeprefix(f"{folder}/")
     if inner == path:
         return path
-    return "/".join(part for part in (asked.rstrip("/").rpartition("/")[2], inner) if part)
+    name = folder.rpartition("/")[2]
+    return f"{name}/{inner}" if name else inner
 
 
 def verdict(leaf: Verification) -> Text:
-    """`good`, or how many errors and warnings."""
+    """Return `good`, or how many errors and warnings there are."""
     if not leaf.problems:
         return Text("good", style="green")
     if leaf.ok:
@@ -111,9 +126,9 @@ def verdict(leaf: Verification) -> Text:
     return Text(f"{word}, {phrases.count(len(leaf.errors), 'error')}", style="bold red")
 
 
-def _details(console: Console, path: str, problems: Sequence[Problem]) -> None:
+def _print_details(console: Console, path: str, problems: Sequence[Problem]) -> None:
     console.print()
-    # not in the table: whole, so that it can be copied
+    # outside the table and never wrapped, so that it can be copied
     console.print(Text(f" {path}", style="bold"), soft_wrap=True)
     ordered = sorted(problems, key=lambda problem: problem.severity != "error")
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -121,17 +136,15 @@ def _details(console: Console, path: str, problems: Sequence[Problem]) -> None:
     grid.add_column(no_wrap=True)
     grid.add_column()
     for problem in ordered[:MOST_LISTED]:
-        style = STYLES[problem.severity]
         grid.add_row(
-            Text(problem.severity, style=style),
+            Text(problem.severity, style=STYLES[problem.severity]),
             Text(problem.kind, style="cyan"),
             Unbroken(_sentence(problem, path)),
         )
     console.print(Padding(grid, (0, 0, 0, 3)))
-    if len(ordered) > MOST_LISTED:
-        console.print(
-            Text(f"   and {len(ordered) - MOST_LISTED} more; --json lists all", style="dim")
-        )
+    more = len(ordered) - MOST_LISTED
+    if more > 0:
+        console.print(Text(f"   and {more} more; --json lists all", style="dim"))
 
 
 def _sentence(problem: Problem, path: str) -> Text:
@@ -146,27 +159,28 @@ def _sentence(problem: Problem, path: str) -> Text:
     return text
 
 
-def conclusion(found: Sequence[Verification]) -> Text:
-    """`3 checkpoints, 2 good, 1 corrupt; 1,204 tensors, 2.1 GB in 1.4 s (1.5 GB/s)`."""
-    leaves = [leaf for each in found for leaf in each.leaves]
+def conclusion(results: Sequence[Verification]) -> Text:
+    """Sum up: `3 checkpoints, 2 good, 1 corrupt; 1,204 tensors, 2.1 GB in 1.4 s (1.5 GB/s)`."""
+    leaves = [leaf for result in results for leaf in result.leaves]
     if not leaves:
         return Text(" no checkpoint found", style="yellow")
+    good = sum(leaf.ok for leaf in leaves)
     corrupt = sum(leaf.corrupt for leaf in leaves)
-    other = sum(not leaf.ok and not leaf.corrupt for leaf in leaves)
-    parts = [phrases.count(len(leaves), "checkpoint"), f"{len(leaves) - corrupt - other} good"]
-    parts += [f"{corrupt} corrupt"] if corrupt else []
-    parts += [f"{other} with another learning rate"] if other else []
-    total, seconds = sum(leaf.bytes for leaf in leaves), sum(each.seconds for each in found)
-    speed = f" ({size(total / seconds)}/s)" if seconds > 0.5 else ""
+    other = len(leaves) - good - corrupt
+    line = f" {phrases.count(len(leaves), 'checkpoint')}, {good} good"
+    if corrupt:
+        line += f", {corrupt} corrupt"
+    if other:
+        line += f", {other} with another learning rate"
+    line += f"; {_amounts(leaves, sum(result.seconds for result in results))}"
+    return Text(line, style="green" if good == len(leaves) else "bold red")
+
+
+def _amounts(leaves: Sequence[Verification], seconds: float) -> str:
     tensors = phrases.count(sum(leaf.tensors for leaf in leaves), "tensor")
-    line = f" {', '.join(parts)}; {tensors}, {size(total)} in {seconds:.1f} s{speed}"
-    return Text(line, style="bold red" if corrupt or other else "green")
-
-
-def size(count: float) -> str:
-    """`2.1 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    total = sum(leaf.bytes for leaf in leaves)
+    text = f"{tensors}, {phrases.size(total)} in {seconds:.1f} s"
+    # below half a second the speed would be that of opening files
+    if seconds > 0.5:
+        text += f" ({phrases.size(total / seconds)}/s)"
+    return text

@@ -21,7 +21,7 @@ from stepguard.diagnose import RunFacts, diagnose
 from stepguard.engine.context import Context
 from stepguard.engine.interception import StepTaken, taking
 from stepguard.locate import locate
-from stepguard.locate.exception_origin import place_again
+from stepguard.locate.exception_origin import place_replayed_exception
 from stepguard.records import Incident, Verdict
 from stepguard.records.verdict import VerdictKind
 from stepguard.run.script import as_main
@@ -169,7 +169,7 @@ class CapsuleReplay:
         incident = Incident(
             id=f"{reading.step:08d}-replay", step=reading.step, verdict=verdict, reading=reading
         )
-        found = place_again(step) if kind == "exception" else locate(step, reading)
+        found = place_replayed_exception(step) if kind == "exception" else locate(step, reading)
         incident = replace(incident, origin=found, capsule=str(capsule.folder))
         incident = replace(incident, findings=diagnose(incident, RunFacts()))
         if self._inspect is not None:

@@ -1,9 +1,9 @@
-"""Buffers (and attributes of modules) change in the forward pass, so a vetoed step must put them
-back; kept cheap here.
+"""Remember buffers (and attributes of modules) before a step, and put them back after a veto.
 
-Norm layers change theirs without raising the tensor's version counter, so they are copied every
-step, as are small buffers. Large ones (position tables, masks) are copied once and again only when
-their version counter moved.
+The forward pass changes them, so a vetoed step must put them back. Norm layers change theirs
+without raising the tensor's version counter, so they are copied in every step, as are small
+buffers. Large ones (position tables, masks) are copied once and again only when their version
+counter moved.
 
 Not covered: a large buffer that is written through `.data` (the counter does not see it) keeps what
 the step left, and a buffer registered under a new name during the step stays.
@@ -11,17 +11,17 @@ the step left, and a buffer registered under a new name during the step stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from stepguard.state.attributes import AttributeKeeper
-from stepguard.state.kept_values import SMALL
+from stepguard.state.plain_data import SMALL
 from stepguard.tensors.torch_private import foreach_copy_
 from stepguard.tensors.values import is_expanded, is_lazy
+from stepguard.tensors.versions import versions, written_since
 
 
 @dataclass(slots=True)
@@ -51,57 +51,63 @@ class _Copy:
 class BufferKeeper:
     """Remembers every buffer of some modules at one moment and can go back to it.
 
-    `small` is the number of elements up to which a buffer is copied whatever its version counter
-    says.
+    `small`: elements up to which a buffer is copied whatever its version counter says.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, small: int = SMALL) -> None:
-        self._modules = tuple(modules)
+        self._roots = tuple(modules)
         self._small = small
         self._places: list[_Place] = []
         self._statistics: list[_Place] = []
         self._copies: list[_Copy] = []
         self._count = -1
-        self._marks: list[tuple[Tensor, int]] = []
+        self._marked: list[Tensor] = []
+        self._marks: list[int] = []
         self._attributes = AttributeKeeper()
 
     def remember(self) -> None:
-        """Take the present values. In-place copies into memory allocated once."""
-        owners = list(self._owners())
-        self._attributes.remember(owners)
-        if self._changed_layout(owners):
-            self._places = [
-                _Place(m, key, buffer) for m in owners for key, buffer in m._buffers.items()
-            ]
-            self._statistics = [place for place in self._places if keeps_statistics(place.owner)]
-            self._copies = _copies(self._places, self._small)
-            self._count = len(self._places)
+        """Take the present values, by in-place copies into memory that is allocated once."""
+        modules = self._modules()
+        self._attributes.remember(modules)
+        if self._registered_otherwise(modules):
+            self._start_over(modules)
             return
         stale = [c for c in self._copies if c.always or c.moved]
-        if stale:
-            foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
-            for copy in stale:
-                copy.version = copy.live._version
+        if not stale:
+            return
+        foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
+        for copy in stale:
+            copy.version = copy.live._version
+
+    def _start_over(self, modules: list[nn.Module]) -> None:
+        self._places = []
+        for module in modules:
+            for key, buffer in module._buffers.items():
+                self._places.append(_Place(module, key, buffer))
+        self._statistics = [place for place in self._places if keeps_statistics(place.owner)]
+        self._copies = _copies(self._places, self._small)
+        self._count = len(self._places)
 
     def statistics(self) -> list[Tensor]:
-        """Running statistics of norm layers as they are now, without walking the model again."""
+        """Return the running statistics of norm layers as they are, without walking the model."""
         live = [place.owner._buffers.get(place.key) for place in self._statistics]
         return [buffer for buffer in live if buffer is not None and buffer.is_floating_point()]
 
     def mark(self) -> None:
-        """From here on `norms_ran` tells."""
-        self._marks = [
-            (place.buffer, place.buffer._version)
+        """Start observing for `norms_ran`."""
+        self._marked = [
+            place.buffer
             for place in self._statistics
-            if _counts(place.buffer)
+            if place.buffer is not None and _is_batch_counter(place.buffer)
         ]
+        self._marks = versions(self._marked)
 
     def norms_ran(self) -> bool:
-        """Has a norm layer run since `mark`? Its counter is the one buffer whose version it raises."""
-        return any(buffer._version != version for buffer, version in self._marks)
+        """Has a norm layer run since `mark`? Its batch counter is written in place."""
+        return bool(written_since(self._marked, self._marks))
 
     def restore(self) -> None:
-        """Back to what `remember` took, the same tensor objects included."""
+        """Go back to what `remember` took, the same tensor objects included."""
         self._attributes.restore()
         for place in self._places:
             place.owner._buffers[place.key] = place.buffer
@@ -112,57 +118,63 @@ class BufferKeeper:
                     copy.version = copy.live._version
 
     def written(self) -> list[Tensor]:
-        """Buffers of real numbers that were written in place or replaced since `remember`, without
-        walking the model.
+        """Return the floating-point buffers written or replaced since `remember`.
 
         Those of norm layers are left out: `statistics` gives them, and their counters do not show
-        it.
+        it. Does not walk the model.
         """
-        moved = [copy.live for copy in self._copies if copy.moved and not copy.silent]
-        live = ((place, place.owner._buffers.get(place.key)) for place in self._places)
-        moved += [
-            buffer for place, buffer in live if buffer is not None and buffer is not place.buffer
-        ]
-        return [buffer for buffer in moved if buffer.is_floating_point()]
+        changed = [copy.live for copy in self._copies if copy.moved and not copy.silent]
+        for place in self._places:
+            present = place.owner._buffers.get(place.key)
+            if present is not None and present is not place.buffer:
+                changed.append(present)
+        return [buffer for buffer in changed if buffer.is_floating_point()]
 
     def changing(self) -> bool:
         """Has a forward pass changed anything since `remember`? A norm layer is presumed to have."""
         if any(c.silent or c.moved for c in self._copies):
             return True
-        return self._changed_layout(list(self._owners())) or self._attributes.moved()
+        return self._registered_otherwise(self._modules()) or self._attributes.moved()
 
     def as_remembered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors by name, with what `remember` took in the place of every live buffer."""
+        """Return the tensors by name, with what `remember` took in place of every live buffer."""
+        # By address: detached references share their memory with the buffer, not its identity.
         taken = {copy.live.data_ptr(): copy.saved for copy in self._copies if copy.live.numel()}
-
-        def before(tensor: Tensor) -> Tensor:
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
             saved = taken.get(tensor.data_ptr()) if tensor.numel() else None
-            return saved if saved is not None and saved.shape == tensor.shape else tensor
-
-        return {name: before(tensor) for name, tensor in tensors.items()}
+            if saved is not None and saved.shape == tensor.shape:
+                found[name] = saved
+            else:
+                found[name] = tensor
+        return found
 
     def remembered(self, buffer: Tensor) -> Tensor:
-        """What `remember` took of this buffer; itself where nothing was taken."""
-        return next((c.saved for c in self._copies if c.live is buffer), buffer)
+        """Return what `remember` took of this buffer; itself if nothing was taken."""
+        for copy in self._copies:
+            if copy.live is buffer:
+                return copy.saved
+        return buffer
 
-    def _owners(self) -> Iterator[nn.Module]:
-        """Every module once. Asked for at every step, and `nn.Module.modules` takes several times
-        as long.
-        """
-        waiting, seen = list(self._modules), set[int]()
+    def _modules(self) -> list[nn.Module]:
+        """List every module once. `nn.Module.modules` takes several times as long."""
+        found: list[nn.Module] = []
+        waiting = list(self._roots)
+        seen: set[int] = set()
         while waiting:
             module = waiting.pop()
-            if id(module) not in seen:
-                seen.add(id(module))
-                yield module
-                waiting.extend(child for child in module._modules.values() if child is not None)
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            found.append(module)
+            waiting.extend(child for child in module._modules.values() if child is not None)
+        return found
 
-    def _changed_layout(self, owners: list[nn.Module]) -> bool:
-        if sum(len(m._buffers) for m in owners) != self._count:
+    def _registered_otherwise(self, modules: list[nn.Module]) -> bool:
+        """Were buffers registered, removed or replaced since the places were listed?"""
+        if sum(len(m._buffers) for m in modules) != self._count:
             return True
-        return any(
-            place.owner._buffers.get(place.key) is not place.buffer for place in self._places
-        )
+        return any(p.owner._buffers.get(p.key) is not p.buffer for p in self._places)
 
 
 def keeps_statistics(module: nn.Module) -> bool:
@@ -170,21 +182,22 @@ def keeps_statistics(module: nn.Module) -> bool:
     return bool(getattr(module, "track_running_stats", False))
 
 
-def _counts(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    return buffer is not None and not buffer.is_floating_point() and not buffer.is_inference()
+def _is_batch_counter(buffer: Tensor) -> bool:
+    # Inference tensors have no version counter.
+    return not buffer.is_floating_point() and not buffer.is_inference()
 
 
 def _copies(places: list[_Place], small: int) -> list[_Copy]:
-    """One copy a tensor, however many places it has."""
+    """Copy each tensor once, however many places it has."""
     copies: dict[int, _Copy] = {}
     for place in places:
         buffer = place.buffer
         if buffer is None or is_lazy(buffer) or buffer.is_nested:
             continue
-        if id(buffer) not in copies and not is_expanded(buffer):
-            silent = keeps_statistics(place.owner)
-            always = silent or buffer.numel() <= small
-            copies[id(buffer)] = _Copy(
-                buffer, buffer.detach().clone(), buffer._version, always, silent
-            )
+        if id(buffer) in copies or is_expanded(buffer):
+            continue
+        silent = keeps_statistics(place.owner)
+        always = silent or buffer.numel() <= small
+        saved = buffer.detach().clone()
+        copies[id(buffer)] = _Copy(buffer, saved, buffer._version, always, silent)
     return list(copies.values())

@@ -1,5 +1,6 @@
-"""The last batches a loader delivered, found again by the tensors they are made of. Nothing is kept
-alive for it.
+"""Find a batch again among the last ones a loader delivered, by the tensors it is made of.
+
+Only weak references are kept: no batch stays in memory for it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.state.sample_indices import Index, Overheard, as_indices
+from stepguard.state.sample_indices import Index, IndexObserver, as_indices
 
 REMEMBERED = 256
 """Batches. A step has rarely more micro-batches, and a fused one is read one step late."""
-MOST_TENSORS, MOST_LOOKED_AT = 4, 32
-"""Of one batch: enough to know it again, and little enough to cost nothing."""
+MOST_TENSORS = 4
+"""Tensors of one batch: enough to find it again."""
+MOST_PARTS = 32
+"""Parts of one batch that are searched for tensors."""
 ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -42,57 +45,66 @@ class Delivered:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those of its first tensors that somebody still holds."""
-        return [tensor for tensor in (mark() for mark in self.marks) if tensor is not None]
+        """Those of its first tensors that are still in memory."""
+        alive = (mark() for mark in self.marks)
+        return [tensor for tensor in alive if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A batch known again: as a whole, or some of its rows."""
+class FoundBatch:
+    """A delivered batch found again, or some of its rows."""
 
     delivered: Delivered
     rows: tuple[int, ...] | None = None
-    """Where the batch asked about is a part: the rows it has; None where it is the whole."""
+    """The rows of a part; None for the whole batch."""
     of: int | None = None
-    """Rows of the whole, where a part was asked about."""
+    """Rows of the whole batch, for a part."""
 
     @property
     def indices(self) -> tuple[Index, ...] | None:
         indices = self.delivered.indices
         if indices is None or self.rows is None or len(indices) == 1:
             return indices
-        return tuple(indices[row] for row in self.rows) if len(indices) == self.of else None
+        if len(indices) != self.of:
+            return None
+        return tuple(indices[row] for row in self.rows)
 
 
-class Recent:
+class RecentBatches:
     """Remembers the last batches by weak references."""
 
     def __init__(self) -> None:
         self._batches: deque[Delivered] = deque(maxlen=REMEMBERED)
 
-    def add(self, batch: Any, epoch: int, number: int, step: int, heard: Overheard) -> None:
+    def add(self, batch: Any, epoch: int, number: int, step: int, observer: IndexObserver) -> None:
+        """Remember a batch that is being delivered."""
         try:
             marks = tuple(weakref.ref(tensor) for tensor in first_tensors(batch))
-        except (
-            Exception
-        ):  # an object with ideas of its own: its batch is not known again, and the loop goes on
+        except Exception:
+            # A batch of a strange class is not found again; the loop must not fail for it.
             marks = ()
-        self._batches.append(Delivered(epoch, number, step, heard.raw, heard.dataset, marks))
+        self._batches.append(Delivered(epoch, number, step, observer.raw, observer.dataset, marks))
 
-    def find(self, batch: Any) -> Found | None:
-        """Which one is it, or a part of? None where none is, or where several might be."""
+    def find(self, batch: Any) -> FoundBatch | None:
+        """Find the delivered batch this is, or is a part of; None if there is none or several."""
         asked = {id(tensor) for tensor in first_tensors(batch)}
-        scored = [
-            (sum(id(tensor) in asked for tensor in each.tensors), each) for each in self._batches
-        ]
-        best = max((score for score, _ in scored), default=0)
-        if best:
-            matching = [each for score, each in scored if score == best]
-            return Found(matching[0]) if len(matching) == 1 else None
-        return self._part(batch)
+        best = 0
+        matching: list[Delivered] = []
+        for each in self._batches:
+            score = sum(id(tensor) in asked for tensor in each.tensors)
+            if score > best:
+                best = score
+                matching = [each]
+            elif score and score == best:
+                matching.append(each)
+        if not best:
+            return self._find_part(batch)
+        if len(matching) > 1:
+            return None
+        return FoundBatch(matching[0])
 
     def of_step(self, step: int) -> list[Delivered]:
-        """What was delivered for this step, in order; after a rewind, the newer of two."""
+        """List what was delivered for this step, in order; after a rewind, the newer ones."""
         found: list[Delivered] = []
         for each in reversed(self._batches):
             if each.step == step:
@@ -101,67 +113,88 @@ class Recent:
                 break
         return found[::-1]
 
-    def _part(self, batch: Any) -> Found | None:
-        """A slice of a delivered tensor, as loops cut their batches into micro-batches."""
+    def _find_part(self, batch: Any) -> FoundBatch | None:
+        """Find a slice of a delivered tensor, as loops cut their batches into micro-batches."""
         for tensor in first_tensors(batch):
             for each in reversed(self._batches):
                 for whole in each.tensors:
                     rows = _rows_of(tensor, whole)
                     if rows is not None:
-                        return Found(each, rows, int(whole.shape[0]))
+                        return FoundBatch(each, rows, int(whole.shape[0]))
         return None
 
 
 def _rows_of(part: Tensor, whole: Tensor) -> tuple[int, ...] | None:
-    """Which rows of `whole` the view `part` is made of; None where it is no such view."""
-    plain = all(t.layout is torch.strided and t.dim() and not t.is_nested for t in (part, whole))
-    if not plain or part.shape[1:] != whole.shape[1:] or not part.numel():
+    """Return which rows of `whole` the view `part` is made of; None if it is not such a view."""
+    if not _has_rows(part) or not _has_rows(whole) or not _share_memory(part, whole):
         return None
-    if (
-        part.device != whole.device
-        or part.untyped_storage()._cdata != whole.untyped_storage()._cdata
-    ):
+    if part.shape[1:] != whole.shape[1:] or part.stride()[1:] != whole.stride()[1:]:
         return None
-    every = whole.stride(0)
-    start, apart = divmod(int(part.storage_offset()) - int(whole.storage_offset()), every or 1)
-    if not every or apart or part.stride()[1:] != whole.stride()[1:] or part.stride(0) % every:
+    row_size = whole.stride(0)
+    if not row_size or part.stride(0) % row_size or not part.numel():
         return None
-    rows = tuple(start + row * (part.stride(0) // every) for row in range(part.shape[0]))
-    inside = min(rows) >= 0 and max(rows) < whole.shape[0]
-    return rows if inside else None
+    offset = int(part.storage_offset()) - int(whole.storage_offset())
+    start, remainder = divmod(offset, row_size)
+    if remainder:
+        return None
+    every = part.stride(0) // row_size
+    rows = tuple(start + row * every for row in range(part.shape[0]))
+    if min(rows) < 0 or max(rows) >= whole.shape[0]:
+        return None
+    return rows
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.dim() > 0 and not tensor.is_nested
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    if one.device != other.device:
+        return False
+    # Python makes a new storage object on every call; _cdata is the address of the real one.
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def first_tensors(batch: Any) -> list[Tensor]:
-    """The first tensors of a batch, whatever it is made of. Runs no code of the user's classes."""
+    """List the first tensors of a batch. Runs no code of the user's classes."""
     found: list[Tensor] = []
-    waiting, looked_at = deque([batch]), 0
-    while waiting and len(found) < MOST_TENSORS and looked_at < MOST_LOOKED_AT:
-        item, looked_at = waiting.popleft(), looked_at + 1
+    waiting = deque([batch])
+    searched = 0
+    while waiting and len(found) < MOST_TENSORS and searched < MOST_PARTS:
+        item = waiting.popleft()
+        searched += 1
         kind = type(item)
         if kind in ATOMS:
             continue
         if issubclass(kind, Tensor):
             found.append(item)
         else:
-            waiting.extend(_inside(item, kind))
+            waiting.extend(_parts(item, kind))
     return found
 
 
-def _inside(item: Any, kind: type) -> list[Any]:
-    """Direct parts of a container, read past methods that its class may have overridden."""
+def _parts(item: Any, kind: type) -> list[Any]:
+    """List direct parts of a container, past methods that its class may have overridden."""
     if issubclass(kind, dict):
-        return list(islice(dict.values(item), MOST_LOOKED_AT))
-    if issubclass(kind, list | tuple):
-        entries = list.__iter__(item) if issubclass(kind, list) else tuple.__iter__(item)
-        few = list(islice(entries, MOST_LOOKED_AT))
-        return (
-            few if few and type(few[0]) not in ATOMS else []
-        )  # a list of names is long and holds no tensor
+        return list(islice(dict.values(item), MOST_PARTS))
+    if issubclass(kind, list):
+        return _entries(list.__iter__(item))
+    if issubclass(kind, tuple):
+        return _entries(tuple.__iter__(item))
     if issubclass(kind, type) or kind.__module__ == "builtins":
         return []
     if is_dataclass(kind):
         return [object.__getattribute__(item, field.name) for field in fields(kind)]
     try:
-        return list(islice(object.__getattribute__(item, "__dict__").values(), MOST_LOOKED_AT))
+        attributes = object.__getattribute__(item, "__dict__")
     except AttributeError:
         return []
+    return list(islice(attributes.values(), MOST_PARTS))
+
+
+def _entries(iterator: Any) -> list[Any]:
+    few = list(islice(iterator, MOST_PARTS))
+    # A list of names is long and holds no tensor.
+    if not few or type(few[0]) in ATOMS:
+        return []
+    return few

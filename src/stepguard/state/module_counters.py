@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from stepguard.state.attributes import is_torch_module
+from stepguard.state.plain_data import is_torchs
 
 Number = int | float
 
@@ -54,7 +54,7 @@ class ModuleCounters:
         for prefix, root in self._roots.items():
             skipped = left.get(prefix, ())
             for path, module in root.named_modules():
-                if path in skipped or is_torch_module(module):
+                if path in skipped or is_torchs(module):
                     continue
                 attributes = vars(module)
                 for key, value in attributes.items():

@@ -1,4 +1,4 @@
-"""The user's loader with a position that can be saved and gone back to.
+"""The user's loader, with a position that can be saved and restored.
 
 A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) keeps its own
 position. Any other is brought back by seed and skip: its iterator is made again from the random
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from stepguard.state.delivered_batches import Delivered, Found, Recent
+from stepguard.state.delivered_batches import Delivered, FoundBatch, RecentBatches
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_apart, rng_together
-from stepguard.state.sample_indices import Index, Overheard
-from stepguard.state.skipped_batches import Passing, Place
+from stepguard.state.sample_indices import Index, IndexObserver, keeps_position
+from stepguard.state.skipped_batches import Place, SkippedBatches
 
 
-class Feed:
+class ResumableLoader:
     """Iterate over this in place of the loader. `between` is called before each batch is fetched."""
 
     def __init__(
@@ -29,8 +29,12 @@ class Feed:
         step: Callable[[], int] = lambda: 0,
     ) -> None:
         """`step` tells which step a batch is delivered for."""
-        self._loader, self._between, self._say, self._step = loader, between, say, step
-        self._recent, self._passing = Recent(), Passing(say)
+        self._loader = loader
+        self._between = between
+        self._say = say
+        self._step = step
+        self._recent = RecentBatches()
+        self._skipped = SkippedBatches(say)
         self._begun: dict[str, Any] | None = None
         """What the present pass over the data began with; None outside of one."""
         self._goal: tuple[dict[str, Any], RngState | None] | None = None
@@ -42,8 +46,11 @@ class Feed:
         """Batches of the present pass."""
 
     def __iter__(self) -> Iterator[Any]:
-        goal, self._goal = self._goal, None
-        iterator = self._from_start() if goal is None else self._go(*goal)
+        if self._goal is None:
+            iterator = self._from_start()
+        else:
+            iterator = self._from_position(*self._goal)
+            self._goal = None
         while True:
             self._between()
             try:
@@ -52,12 +59,13 @@ class Feed:
                 break
             number = self.delivered
             self.delivered += 1
-            if self._passing.passes_over((self.epoch, number), iterator):
+            if self._skipped.skips((self.epoch, number), iterator):
                 continue
             self._recent.add(batch, self.epoch, number, self._step(), iterator)
             yield batch
-        self._passing.tell()
-        self._begun, self.delivered = None, 0
+        self._skipped.tell()
+        self._begun = None
+        self.delivered = 0
         self.epoch += 1
         for tell in self.after_pass:
             tell()
@@ -72,27 +80,29 @@ class Feed:
         return getattr(self._loader, name)
 
     def indices_of(self, batch: Any) -> list[Index] | None:
-        """Where the samples of a batch are in the data set, for the last batches delivered and
-        slices of them.
+        """Return the positions of a batch's samples in the data set.
 
-        None where the loader does not know: a data set without indices, a batch that is not (made
-        of) one of these.
+        For the last batches delivered and slices of them; None for others, and if the data set has
+        no indices.
         """
         found = self._recent.find(batch)
-        indices = found.indices if found is not None else None
-        return list(indices) if indices is not None else None
+        if found is None or found.indices is None:
+            return None
+        return list(found.indices)
 
     def where(self, batch: Any) -> tuple[int, int] | None:
-        """The pass over the data and the number in it, both from 0, of one of the last batches."""
+        """Return the pass over the data and the number in it, both from 0, of a recent batch."""
         found = self._recent.find(batch)
-        return (found.delivered.epoch, found.delivered.number) if found is not None else None
+        if found is None:
+            return None
+        return found.delivered.epoch, found.delivered.number
 
-    def find(self, batch: Any) -> Found | None:
-        """The batch among the last ones delivered, or the one it is a slice of."""
+    def find(self, batch: Any) -> FoundBatch | None:
+        """Return the batch among the last ones delivered, or the one it is a slice of."""
         return self._recent.find(batch)
 
     def of_step(self, step: int) -> list[Delivered]:
-        """The batches that were delivered for a step, in order, as far back as is remembered."""
+        """List the batches that were delivered for a step, as far back as is remembered."""
         return self._recent.of_step(step)
 
     def pass_over(
@@ -102,22 +112,21 @@ class Feed:
         causes: Mapping[Place, str] | None = None,
         indices: Mapping[Place, Collection[Index]] | None = None,
     ) -> None:
-        """Do not deliver these batches again, each given as (pass, number in it). The position
-        still counts them.
+        """Do not deliver these batches again, each given as (pass, number in it).
 
-        `indices` says which samples are in a batch: one that is made of others is delivered.
-        Without it a batch is known by its number, and only in the pass the loader is at: later ones
-        may come in another order.
+        The position still counts them. `indices` says which samples are in a batch: one that is
+        made of others is delivered. Without it a batch is known by its number, and only in the pass
+        the loader is at: later ones may come in another order.
         """
-        self._passing.expect(batches, self.epoch, causes or {}, indices or {})
+        self._skipped.expect(batches, self.epoch, causes or {}, indices or {})
 
     def position(self) -> dict[str, Any]:
-        """Where the loop is, in plain values and tensors."""
+        """Return where the loop is, in plain values and tensors."""
         if self._goal is not None:
             return self._goal[0]
-        state = (
-            self._loader.state_dict() if self._begun is not None and self._keeps_itself() else None
-        )
+        state = None
+        if self._begun is not None and keeps_position(self._loader):
+            state = self._loader.state_dict()
         return {
             "epoch": self.epoch,
             "delivered": self.delivered,
@@ -126,84 +135,81 @@ class Feed:
         }
 
     def go_to(self, position: dict[str, Any], random_numbers: RngState | None) -> None:
-        """The next iteration starts there, with these random numbers."""
-        self.epoch, self.delivered = int(position["epoch"]), int(position["delivered"])
+        """Start the next iteration there, with these random numbers."""
+        self.epoch = int(position["epoch"])
+        self.delivered = int(position["delivered"])
         self._begun = None
-        self._goal = (position, random_numbers) if position["begun"] is not None else None
+        self._goal = None
+        if position["begun"] is not None:
+            self._goal = (position, random_numbers)
 
-    def _keeps_itself(self) -> bool:
-        return all(
-            callable(getattr(self._loader, name, None))
-            for name in ("state_dict", "load_state_dict")
-        )
-
-    def _from_start(self) -> Overheard:
+    def _from_start(self) -> IndexObserver:
         self.delivered = 0
         self._begun = {
-            "rng": _plain(capture_rng()),
+            "rng": _rng_as_facts(capture_rng()),
             "generators": [g.get_state() for g in self._generators()],
         }
-        return Overheard(self._loader)
+        return IndexObserver(self._loader)
 
-    def _go(self, position: dict[str, Any], random_numbers: RngState | None) -> Overheard:
-        self._begun, self.delivered = position["begun"], int(position["delivered"])
-        if position["state"] is not None and self._keeps_itself():
+    def _from_position(
+        self, position: dict[str, Any], random_numbers: RngState | None
+    ) -> IndexObserver:
+        self._begun = position["begun"]
+        self.delivered = int(position["delivered"])
+        if position["state"] is not None and keeps_position(self._loader):
             self._loader.load_state_dict(position["state"])
             if getattr(self._loader, "num_workers", 0):
                 self._say(
                     "the loader continues at its own position; random numbers inside its workers "
                     "begin anew"
                 )
-            iterator = Overheard(self._loader)
+            iterator = IndexObserver(self._loader)
         else:
-            iterator = self._skip(position["begun"])
+            iterator = self._fetch_again(position["begun"])
+        # Last: making an iterator and fetching batches draws random numbers.
         if random_numbers is not None:
             restore_rng(random_numbers)
         return iterator
 
-    def _skip(self, begun: dict[str, Any]) -> Overheard:
-        restore_rng(_together(begun["rng"]))
+    def _fetch_again(self, begun: dict[str, Any]) -> IndexObserver:
+        """Make the iterator from the same random numbers and drop what was delivered."""
+        restore_rng(rng_together(begun["rng"]["facts"], begun["rng"]["tensors"]))
         for generator, state in zip(self._generators(), begun["generators"], strict=False):
             generator.set_state(state)
-        iterator = Overheard(self._loader)
+        iterator = IndexObserver(self._loader)
         fetched = sum(1 for _ in zip(range(self.delivered), iterator, strict=False))
-        self._say(self._story(fetched))
+        self._say(self._fetched_again(fetched))
         return iterator
 
-    def _story(self, fetched: int) -> str:
+    def _fetched_again(self, fetched: int) -> str:
         said = (
             f"the loader has no position of its own: {fetched} batches were fetched again by "
             f"seed and dropped"
         )
         if fetched < self.delivered:
-            said += (
-                f"; it ended {self.delivered - fetched} batches early, so the data has changed "
-                f"since"
-            )
+            missing = self.delivered - fetched
+            said += f"; it ended {missing} batches early, so the data has changed since"
         if getattr(self._loader, "persistent_workers", False) and self.epoch:
             said += "; random numbers of its persistent workers begin anew"
         return said + "; torchdata's StatefulDataLoader continues at once"
 
     def _generators(self) -> list[torch.Generator]:
-        """Those the loader and its samplers draw from, where they have their own."""
-        samplers = (getattr(self._loader, name, None) for name in ("sampler", "batch_sampler"))
+        """List the generators of their own that the loader and its samplers draw from."""
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
         owners = [
             self._loader,
-            *samplers,
-            getattr(getattr(self._loader, "batch_sampler", None), "sampler", None),
+            getattr(self._loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
         ]
-        found = {
-            id(g): g
-            for g in (getattr(o, "generator", None) for o in owners)
-            if isinstance(g, torch.Generator)
-        }
+        found: dict[int, torch.Generator] = {}
+        for owner in owners:
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
         return list(found.values())
 
 
-def _plain(state: RngState) -> dict[str, Any]:
+def _rng_as_facts(state: RngState) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     return {"facts": rng_apart(state, tensors, "start"), "tensors": tensors}
-
-
-def _together(plain: dict[str, Any]) -> RngState:
-    return rng_together(plain["facts"], plain["tensors"])

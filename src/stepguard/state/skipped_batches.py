@@ -16,8 +16,8 @@ class Batch(Protocol):
     def indices(self) -> tuple[Index, ...] | None: ...
 
 
-class Passing:
-    """Knows which batches to pass over, and says so once for each stretch of them."""
+class SkippedBatches:
+    """Knows which batches not to deliver, and says so once for each stretch of them."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -35,14 +35,13 @@ class Passing:
         indices: Mapping[Place, Collection[Index]],
     ) -> None:
         """`epoch` is the pass whose order of batches is known to be the same as before."""
-        self._places, self._epoch, self._causes, self._indices = (
-            frozenset(places),
-            epoch,
-            causes,
-            indices,
-        )
+        self._places = frozenset(places)
+        self._epoch = epoch
+        self._causes = causes
+        self._indices = indices
 
-    def passes_over(self, place: Place, batch: Batch) -> bool:
+    def skips(self, place: Place, batch: Batch) -> bool:
+        """Is this a batch that must not be delivered?"""
         if place in self._places and self._is_the_same(place, batch):
             self._stretch.append(place)
             return True
@@ -50,22 +49,24 @@ class Passing:
         return False
 
     def _is_the_same(self, place: Place, batch: Batch) -> bool:
-        expected, indices = self._indices.get(place), batch.indices
+        expected = self._indices.get(place)
+        indices = batch.indices
         if not expected or indices is None:
             return place[0] == self._epoch
         return set(expected) <= set(indices)
 
     def tell(self) -> None:
-        """One line on the stretch that has ended."""
-        stretch, self._stretch = self._stretch, []
+        """Say one line on the stretch that has ended."""
+        stretch = self._stretch
+        self._stretch = []
         if not stretch:
             return
-        epoch, first, last = stretch[0][0], stretch[0][1], stretch[-1][1]
+        epoch, first = stretch[0]
+        _, last = stretch[-1]
         which = f"batch {first}" if first == last else f"batches {first}-{last}"
-        causes = ", ".join(
-            dict.fromkeys(self._causes[place] for place in stretch if place in self._causes)
-        )
-        self._say(
-            f"passing over {which} of pass {epoch}: left out before"
-            + (f" as {causes}" if causes else "")
-        )
+        line = f"passing over {which} of pass {epoch}: left out before"
+        # A dict keeps the order and names each cause once.
+        causes = dict.fromkeys(self._causes[place] for place in stretch if place in self._causes)
+        if causes:
+            line += f" as {', '.join(causes)}"
+        self._say(line)

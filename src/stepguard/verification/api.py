@@ -1,6 +1,4 @@
-"""`stepguard.verify`: is this checkpoint whole, finite and what it says it is? Nothing in it is
-ever executed.
-"""
+"""`stepguard.verify`: is a checkpoint complete, finite and unaltered? Nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -11,10 +9,19 @@ from pathlib import Path
 
 from stepguard._errors import ConfigError
 from stepguard.records.verification import Problem, Rate, Verification
-from stepguard.verification.check import Plan, check
+from stepguard.verification.path_check import Plan, check_path
 
 CLOSE = 1e-6
 """Relative difference below which two learning rates are the same number written in two ways."""
+RATE_ORDER = ("max_lr", "initial_lr", "base_lr", "lr", "last_lr")
+"""Which stored rate a configuration means: OneCycleLR's peak, else the schedule's base, else lr."""
+RATE_MEANINGS = {
+    "max_lr": "the peak of OneCycleLR (max_lr)",
+    "initial_lr": "the base of its schedule (initial_lr)",
+    "base_lr": "the base of its schedule (base_lrs)",
+    "lr": "the learning rate (lr) at the moment it was saved",
+    "last_lr": "the learning rate (lr) at the moment it was saved",
+}
 
 
 def verify(
@@ -28,9 +35,9 @@ def verify(
 
     Reads `.pt` `.pth` `.bin` `.ckpt` (both formats of torch.save, plain pickles), safetensors,
     sharded and transformers folders, DCP folders and sealed checkpoints. What is wrong is in
-    `.problems`. A path that does not exist, or that holds nothing that is a checkpoint, raises
-    ConfigError: nothing was verified, so nothing is good. With `lr`, a checkpoint whose base
-    learning rate is another one has a problem of kind `lr`.
+    `.problems`. A path that does not exist, or that holds no checkpoint, raises ConfigError:
+    nothing was verified, so nothing is good. With `lr`, a checkpoint with another base learning
+    rate has a problem of kind `lr`.
     """
     found = verify_or_empty(path, lr=lr, plan=plan, progress=progress)
     if not found.leaves and not found.problems:
@@ -45,9 +52,7 @@ def verify_or_empty(
     plan: Plan | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Verification:
-    """The same, for those who want to tell about several paths before they complain about an empty
-    one.
-    """
+    """Verify as `verify` does, but return an empty result for a folder without a checkpoint."""
     where = Path(path)
     if not where.exists() and not where.is_symlink():
         raise ConfigError(
@@ -55,56 +60,58 @@ def verify_or_empty(
             f"directory."
         )
     if lr is not None and not (math.isfinite(lr) and lr > 0):
-        raise ConfigError(f"lr={lr!r} is no learning rate; give a positive number.")
-    found = check(where, plan=plan, progress=progress)
-    return found if lr is None else with_lr(found, lr)
+        raise ConfigError(f"lr={lr!r} is not a learning rate; give a positive number.")
+    found = check_path(where, plan=plan, progress=progress)
+    if lr is None:
+        return found
+    return with_lr(found, lr)
 
 
 def nothing_in(where: str | Path) -> str:
-    """For a folder without a checkpoint."""
+    """Return the message for a folder without a checkpoint."""
     return f"nothing to verify in {where}: it holds no checkpoint; give the folder or file of one."
 
 
 def with_lr(found: Verification, lr: float) -> Verification:
-    """The same, with a problem wherever the stored base learning rate is another than `lr`."""
-    if found.parts:
-        parts = tuple(with_lr(part, lr) for part in found.parts)
-        new = tuple(p for part in parts for p in part.problems if p.kind == "lr")
-        return replace(found, parts=parts, problems=(*found.problems, *new))
-    return replace(found, problems=(*found.problems, *_contradictions(found, lr)))
-
-
-def _contradictions(found: Verification, lr: float) -> list[Problem]:
-    base = base_rates(found.rates)
-    if not base or any(math.isclose(rate.value, lr, rel_tol=CLOSE) for rate in base):
-        return []
-    rate = base[0]
-    running = next((r.value for r in found.rates if r.kind in ("lr", "last_lr")), None)
-    now = (
-        f", running at {running:.4g} when it was saved"
-        if running is not None and rate.kind != "lr"
-        else ""
-    )
-    means = {
-        "max_lr": "the peak of OneCycleLR (max_lr)",
-        "initial_lr": "the base of its schedule (initial_lr)",
-        "base_lr": "the base of its schedule (base_lrs)",
-    }
-    what = means.get(rate.kind, "the learning rate (lr) at the moment it was saved")
-    detail = (
-        f"{what} is {rate.value:.4g}{now}; you gave {lr:.4g}. Loading this optimizer or scheduler "
-        f"state overrides what "
-        "the configuration says"
-    )
-    return [Problem(file=rate.file, kind="lr", tensor=rate.name, detail=detail, role="optimizer")]
+    """Add a problem wherever the stored base learning rate is not `lr`."""
+    if not found.parts:
+        problem = _contradiction(found, lr)
+        if problem is None:
+            return found
+        return replace(found, problems=(*found.problems, problem))
+    parts = tuple(with_lr(part, lr) for part in found.parts)
+    problems = list(found.problems)
+    for part in parts:
+        problems.extend(problem for problem in part.problems if problem.kind == "lr")
+    return replace(found, parts=parts, problems=tuple(problems))
 
 
 def base_rates(rates: tuple[Rate, ...]) -> list[Rate]:
-    """The rates a configuration speaks of: OneCycleLR's peak, else the base of the schedule, else
-    the rate itself.
-    """
-    for kind in ("max_lr", "initial_lr", "base_lr", "lr", "last_lr"):
+    """Return the rates that a configuration speaks of."""
+    for kind in RATE_ORDER:
         chosen = [rate for rate in rates if rate.kind == kind]
         if chosen:
             return chosen
     return []
+
+
+def _contradiction(found: Verification, lr: float) -> Problem | None:
+    base = base_rates(found.rates)
+    if not base or any(math.isclose(rate.value, lr, rel_tol=CLOSE) for rate in base):
+        return None
+    rate = base[0]
+    detail = (
+        f"{RATE_MEANINGS[rate.kind]} is {rate.value:.4g}{_when_saved(rate, found.rates)}; you gave "
+        f"{lr:.4g}. Loading this optimizer or scheduler state overrides what the configuration says"
+    )
+    return Problem(file=rate.file, kind="lr", tensor=rate.name, detail=detail, role="optimizer")
+
+
+def _when_saved(base: Rate, rates: tuple[Rate, ...]) -> str:
+    """Say at which rate the run was, where that is not the base rate itself."""
+    if base.kind == "lr":
+        return ""
+    for rate in rates:
+        if rate.kind in ("lr", "last_lr"):
+            return f", running at {rate.value:.4g} when it was saved"
+    return ""

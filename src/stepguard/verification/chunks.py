@@ -1,6 +1,4 @@
-"""Cuts a file into chunks that are read once: which checksums and which tensors each chunk is part
-of.
-"""
+"""Cut a file into chunks that are read once, each with the tensors and checksums it is part of."""
 
 from __future__ import annotations
 
@@ -8,25 +6,21 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from stepguard.verification.file_layout import Block, Look, Segment
+from stepguard.verification.file_layout import ChecksumRange, Segment, StoredTensor
 
 GAP = 1 << 16
-"""Bytes nobody asked for are read along if they are fewer than this."""
-STEP = 16
+"""Unwanted bytes are read along if they are fewer than this: one long read beats two short ones."""
+ALIGNMENT = 16
 """The widest element: cuts lie at multiples of it from the start of a storage."""
 OVERLAP = 4
-"""How many times the bytes of a storage may be looked at for tensors that share it in different
-ways.
-"""
+"""How many times the bytes of a storage may be read for tensors that share it in different ways."""
 
 
 @dataclass(slots=True)
 class Part:
-    """Bytes of a chunk that belong to one segment or block: from `offset` in the chunk, `size`
-    long.
-    """
+    """Bytes of a chunk that belong to one segment or checksum; `offset` counts in the chunk."""
 
-    owner: Segment | Block
+    owner: Segment | ChecksumRange
     offset: int
     size: int
 
@@ -50,32 +44,41 @@ class _Cluster:
     segments: list[Segment]
 
 
-def merge(looks: Sequence[Look]) -> list[Segment]:
-    """One segment for all tensors that are the same bytes; one for all if they overlap too often."""
+def merge(tensors: Sequence[StoredTensor]) -> list[Segment]:
+    """Return the segments to read, in the order of the file, and point the tensors to them.
+
+    Tensors over the same bytes share one segment; where views overlap too often, all of them do.
+    """
+    with_values = [tensor for tensor in tensors if tensor.segment is not None]
     same: dict[tuple[int, int, str], Segment] = {}
-    for look in looks:
-        if look.segment is not None:
-            key = look.segment.start, look.segment.size, look.segment.dtype
-            look.segment = same.setdefault(key, look.segment)
+    for tensor in with_values:
+        assert tensor.segment is not None
+        key = (tensor.segment.start, tensor.segment.size, tensor.segment.dtype)
+        tensor.segment = same.setdefault(key, tensor.segment)
+    joined = _joined(sorted(same.values(), key=lambda segment: (segment.start, -segment.size)))
+    used: set[Segment] = set()
+    for tensor in with_values:
+        assert tensor.segment is not None
+        tensor.segment = joined.get(tensor.segment, tensor.segment)
+        used.add(tensor.segment)
+    return sorted(used, key=lambda segment: segment.start)
+
+
+def _joined(segments: Sequence[Segment]) -> dict[Segment, Segment]:
+    """Map the segments of every cluster that overlaps too often to one segment over all of them."""
     joined: dict[Segment, Segment] = {}
-    for cluster in _clusters(
-        sorted(same.values(), key=lambda segment: (segment.start, -segment.size))
-    ):
+    for cluster in _clusters(segments):
         width = cluster.stop - cluster.start
+        # a hostile file can declare a million views of one storage: reading must stay linear
         if sum(segment.size for segment in cluster.segments) > OVERLAP * width:
-            whole = Segment(cluster.start, width, cluster.segments[0].dtype, cluster.base)
-            joined.update((segment, whole) for segment in cluster.segments)
-    for look in looks:
-        if look.segment is not None:
-            look.segment = joined.get(look.segment, look.segment)
-    return sorted(
-        {look.segment for look in looks if look.segment is not None},
-        key=lambda segment: segment.start,
-    )
+            everything = Segment(cluster.start, width, cluster.segments[0].dtype, cluster.base)
+            for segment in cluster.segments:
+                joined[segment] = everything
+    return joined
 
 
 def _clusters(segments: Sequence[Segment]) -> Iterator[_Cluster]:
-    """Groups of overlapping segments, in the order of the file."""
+    """Group overlapping segments, in the order of the file."""
     group: _Cluster | None = None
     for segment in segments:
         stop = segment.start + segment.size
@@ -91,62 +94,84 @@ def _clusters(segments: Sequence[Segment]) -> Iterator[_Cluster]:
 
 
 def cut(
-    segments: Sequence[Segment], blocks: Sequence[Block], piece: int, chunk: int
+    segments: Sequence[Segment], checksums: Sequence[ChecksumRange], piece: int, chunk: int
 ) -> Iterator[Chunk]:
-    """Chunks in the order of the file; no cut splits an element.
+    """Yield chunks in the order of the file; no cut splits an element.
 
     A chunk is at most a piece long, or, where nothing begins or ends inside it, as long as `chunk`
-    allows: then it can be worked on piece by piece.
+    allows: then it can be processed piece by piece.
     """
-    clusters = list(_clusters(segments))
-    ends = [cluster.stop for cluster in clusters]
-    wanted: list[Segment | Block] = [*segments, *blocks]
-    owners = sorted((owner for owner in wanted if owner.size), key=lambda owner: owner.start)
-    active: list[Segment | Block] = []
-    position, following = 0, 0
-    while following < len(owners) or active:
-        if not active:
-            position = max(position, owners[following].start)
-        stop = min(_even(owners, following, active), position + chunk)
-        if stop - position <= piece:
-            stop = _reach(owners, following, active, position + piece)
-        inside = bisect_right(ends, stop)
-        if inside < len(clusters) and clusters[inside].start < stop:
-            base = clusters[inside].base
-            stop = base + (stop - base) // STEP * STEP
-        while following < len(owners) and owners[following].start < stop:
-            active.append(owners[following])
-            following += 1
-        yield Chunk(position, stop - position, [_part(owner, position, stop) for owner in active])
-        active = [owner for owner in active if owner.start + owner.size > stop]
-        position = stop
+    return _Cutter(segments, checksums).chunks(piece, chunk)
 
 
-def _part(owner: Segment | Block, position: int, stop: int) -> Part:
-    first, last = max(owner.start, position), min(owner.start + owner.size, stop)
+class _Cutter:
+    """Walks over the file with the owners that the present position lies in."""
+
+    def __init__(self, segments: Sequence[Segment], checksums: Sequence[ChecksumRange]) -> None:
+        self._clusters = list(_clusters(segments))
+        self._cluster_ends = [cluster.stop for cluster in self._clusters]
+        owners: list[Segment | ChecksumRange] = [*segments, *checksums]
+        self._owners = [owner for owner in owners if owner.size]
+        self._owners.sort(key=lambda owner: owner.start)
+        self._following = 0
+        """Index of the first owner that begins behind the present position."""
+        self._active: list[Segment | ChecksumRange] = []
+
+    def chunks(self, piece: int, chunk: int) -> Iterator[Chunk]:
+        position = 0
+        while self._active or self._next_start() is not None:
+            if not self._active:
+                position = max(position, self._owners[self._following].start)
+            stop = min(self._next_border(), position + chunk)
+            if stop - position <= piece:
+                stop = self._without_gap(position + piece)
+            stop = self._aligned(stop)
+            self._begin_owners_before(stop)
+            parts = [_part(owner, position, stop) for owner in self._active]
+            yield Chunk(position, stop - position, parts)
+            self._active = [owner for owner in self._active if owner.start + owner.size > stop]
+            position = stop
+
+    def _next_start(self) -> int | None:
+        if self._following < len(self._owners):
+            return self._owners[self._following].start
+        return None
+
+    def _next_border(self) -> int:
+        """Return up to where nothing begins or ends."""
+        if not self._active:
+            return 0
+        stop = min(owner.start + owner.size for owner in self._active)
+        start = self._next_start()
+        return stop if start is None else min(stop, start)
+
+    def _without_gap(self, most: int) -> int:
+        """Return how far to read: over everything that follows without a gap worth skipping."""
+        stop = max((owner.start + owner.size for owner in self._active), default=0)
+        for index in range(self._following, len(self._owners)):
+            owner = self._owners[index]
+            if stop >= most or (stop and owner.start > stop + GAP):
+                break
+            stop = max(stop, owner.start + owner.size)
+        return min(stop, most)
+
+    def _aligned(self, stop: int) -> int:
+        """Move a cut that lies inside a storage to the border of an element."""
+        inside = bisect_right(self._cluster_ends, stop)
+        if inside < len(self._clusters) and self._clusters[inside].start < stop:
+            base = self._clusters[inside].base
+            return base + (stop - base) // ALIGNMENT * ALIGNMENT
+        return stop
+
+    def _begin_owners_before(self, stop: int) -> None:
+        start = self._next_start()
+        while start is not None and start < stop:
+            self._active.append(self._owners[self._following])
+            self._following += 1
+            start = self._next_start()
+
+
+def _part(owner: Segment | ChecksumRange, position: int, stop: int) -> Part:
+    first = max(owner.start, position)
+    last = min(owner.start + owner.size, stop)
     return Part(owner, first - position, last - first)
-
-
-def _even(
-    owners: Sequence[Segment | Block], following: int, active: Sequence[Segment | Block]
-) -> int:
-    """Up to where nothing begins or ends."""
-    if not active:
-        return 0
-    stop = min(owner.start + owner.size for owner in active)
-    return min(stop, owners[following].start) if following < len(owners) else stop
-
-
-def _reach(
-    owners: Sequence[Segment | Block], following: int, active: Sequence[Segment | Block], most: int
-) -> int:
-    """How far to read: over everything that follows without a gap worth skipping."""
-    stop = max((owner.start + owner.size for owner in active), default=0)
-    while (
-        stop < most
-        and following < len(owners)
-        and (not stop or owners[following].start <= stop + GAP)
-    ):
-        stop = max(stop, owners[following].start + owners[following].size)
-        following += 1
-    return min(stop, most)

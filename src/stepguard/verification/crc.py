@@ -1,10 +1,14 @@
-"""CRC-32 of a whole from the CRCs of its parts, so that parts can be computed at the same time."""
+"""Combine CRC-32s of parts into that of the whole, so that threads can compute parts at once.
+
+A CRC is linear over bits: appending zero bytes multiplies it by a fixed 32x32 matrix of bits.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-try:  # three times as fast; the same function where it is not installed
+try:
+    # the same function as zlib's, three times as fast
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
@@ -12,17 +16,21 @@ except ImportError:
 __all__ = ["combine", "crc32"]
 
 POLYNOMIAL = 0xEDB88320
+"""Of CRC-32, bits reversed."""
 Matrix = tuple[int, ...]
 """32 columns: what each bit of a CRC turns into."""
 
 
 def combine(first: int, second: int, size: int) -> int:
-    """The CRC of `a + b` from the CRCs of `a` and of `b`, which is `size` bytes long."""
-    return _apply(_zeros(size), first) ^ second if size else first
+    """Return the CRC of `a + b` from the CRCs of `a` and of `b`, which is `size` bytes long."""
+    if not size:
+        return first
+    return _apply(_zeros(size), first) ^ second
 
 
 def _apply(matrix: Matrix, vector: int) -> int:
-    total, column = 0, 0
+    total = 0
+    column = 0
     while vector:
         if vector & 1:
             total ^= matrix[column]
@@ -37,7 +45,7 @@ def _times(left: Matrix, right: Matrix) -> Matrix:
 
 @lru_cache(maxsize=256)
 def _zeros(size: int) -> Matrix:
-    """The effect of `size` zero bytes on a CRC."""
+    """Return the effect of `size` zero bytes on a CRC, by repeated squaring."""
     result: Matrix | None = None
     power = _one_zero_byte()
     while size:
@@ -58,6 +66,7 @@ def _squared(matrix: Matrix) -> Matrix:
 @lru_cache(maxsize=1)
 def _one_zero_byte() -> Matrix:
     bit: Matrix = (POLYNOMIAL, *(1 << n for n in range(31)))
+    # one bit, squared three times: eight bits
     for _ in range(3):
         bit = _times(bit, bit)
     return bit

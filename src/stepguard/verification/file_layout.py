@@ -1,6 +1,4 @@
-"""What a format reader says about one file: where its tensors lie, which ranges carry a checksum,
-what is wrong.
-"""
+"""What a format reader says about one file: tensors, checksums, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,18 +8,20 @@ from pathlib import Path
 
 from stepguard.records.verification import Rate, Role
 from stepguard.verification import dtype_names
-from stepguard.verification.damage import Notes
-from stepguard.verification.pickle_contents import Contents
+from stepguard.verification.damage import ProblemList
+from stepguard.verification.pickle_contents import PickleContents
 
 
 @dataclass(slots=True, eq=False)
 class Statistics:
-    """Of the values seen so far; `low` and `high` are those of the finite ones."""
+    """Statistics of the values read so far; `low` and `high` are those of the finite ones."""
 
     count: int = 0
     nan: int = 0
     positive: int = 0
+    """How many are +Inf."""
     negative: int = 0
+    """How many are -Inf."""
     low: float = math.inf
     high: float = -math.inf
     squares: float = 0.0
@@ -34,13 +34,20 @@ class Statistics:
         return self.nan + self.positive + self.negative
 
     @property
+    def any_finite(self) -> bool:
+        return self.low <= self.high
+
+    @property
     def largest(self) -> float:
-        return max(abs(self.low), abs(self.high)) if self.low <= self.high else 0.0
+        """Return the largest magnitude of the finite values."""
+        if not self.any_finite:
+            return 0.0
+        return max(abs(self.low), abs(self.high))
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Bytes of one element type that are scanned once, whatever number of tensors they belong to."""
+    """Bytes of one element type that are read once, however many tensors share them."""
 
     start: int
     size: int
@@ -51,21 +58,29 @@ class Segment:
 
 
 @dataclass(slots=True, eq=False)
-class Look:
-    """One tensor, and the segment that shows its values."""
+class StoredTensor:
+    """One tensor of a file, and the segment that holds its values."""
 
     name: str
     role: Role
     dtype: str
     shape: tuple[int, ...]
     segment: Segment | None = None
+    """None for integers and empty tensors: they cannot be NaN or infinite."""
     start: int = 0
     size: int = 0
 
+    @property
+    def seen(self) -> Statistics | None:
+        """Return the statistics of its values; None where no value was read."""
+        if self.segment is None or not self.segment.seen.count:
+            return None
+        return self.segment.seen
+
 
 @dataclass(slots=True, eq=False)
-class Block:
-    """A range of the file with a checksum over it."""
+class ChecksumRange:
+    """A range of the file with the checksum that was stored for it."""
 
     start: int
     size: int
@@ -77,23 +92,23 @@ class Block:
 
 
 @dataclass(slots=True)
-class Layout:
-    """One file, understood but not yet scanned."""
+class FileLayout:
+    """One file: parsed by its format reader, then filled with statistics by the scan."""
 
     path: Path
     format: str
     size: int
-    notes: Notes
-    looks: list[Look] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
+    problems: ProblemList
+    tensors: list[StoredTensor] = field(default_factory=list)
+    checksums: list[ChecksumRange] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
     step: int | None = None
     numbers: list[tuple[str, Role, float]] = field(default_factory=list)
     """Python floats that are NaN or infinite."""
-    whole: bool = False
-    """The reader came to the end, so that what is not listed is not there."""
+    complete: bool = False
+    """The reader reached the end of the file, so a tensor that is not listed is not in it."""
 
-    def look(
+    def add_tensor(
         self,
         name: str,
         role: Role,
@@ -104,19 +119,15 @@ class Layout:
         size: int,
     ) -> None:
         """Add a tensor whose `size` bytes begin at `start` of the file."""
-        segment = Segment(start, size, dtype, base) if dtype_names.is_real(dtype) and size else None
-        self.looks.append(Look(name, role, dtype, shape, segment, start, size))
+        tensor = StoredTensor(name, role, dtype, shape, start=start, size=size)
+        if size and dtype_names.is_real(dtype):
+            tensor.segment = Segment(start, size, dtype, base)
+        self.tensors.append(tensor)
 
-    def take(self, contents: Contents) -> None:
-        """Rates, step and odd numbers of a pickle's contents."""
+    def add_contents(self, contents: PickleContents) -> None:
+        """Add learning rates, step and non-finite numbers of a pickle."""
         self.numbers.extend(contents.numbers)
-        found = [
-            Rate(file=self.notes.file, name=name, kind=kind, value=v)
-            for name, kind, v in contents.rates
-        ]
-        self.rates.extend(found)
-        self.step = self.step if self.step is not None else contents.step
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
+        for name, kind, value in contents.rates:
+            self.rates.append(Rate(file=self.problems.file, name=name, kind=kind, value=value))
+        if self.step is None:
+            self.step = contents.step

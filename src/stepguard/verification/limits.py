@@ -1,6 +1,4 @@
-"""How much a file may ask for before reading stops. Real checkpoints stay far below; a hostile one
-costs a constant.
-"""
+"""How much a file may ask for before reading stops; real checkpoints stay far below."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ LONGEST_LINE = 1 << 16
 LONGEST_INTEGER = 1 << 10
 """Bytes of one integer."""
 SMALL_BYTES = 1 << 16
-"""Byte strings up to this length are kept; longer ones are remembered by their place in the file.
-"""
+"""Byte strings up to this length are kept in memory; of longer ones only the offset is kept."""
 LARGEST_DIRECTORY = 24 << 20
 """Bytes of a zip's central directory: about 300 000 records."""
 LARGEST_HEADER = 32 << 20

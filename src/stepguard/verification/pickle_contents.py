@@ -1,6 +1,4 @@
-"""Walks what a pickle stream held: every tensor with name and role, numbers that are not finite,
-learning rates.
-"""
+"""Walk the value of a pickle: tensors with name and role, non-finite numbers, learning rates."""
 
 from __future__ import annotations
 
@@ -11,8 +9,13 @@ from typing import Any, Literal
 
 from stepguard.records.verification import Role
 from stepguard.verification import limits, roles
-from stepguard.verification.damage import Notes
-from stepguard.verification.pickle_values import ArrayRecord, Made, Storage, TensorRecord
+from stepguard.verification.damage import ProblemList
+from stepguard.verification.pickle_values import (
+    ArrayRecord,
+    PickledObject,
+    StorageRecord,
+    TensorRecord,
+)
 
 RateKind = Literal["lr", "initial_lr", "max_lr", "base_lr", "last_lr"]
 RATES: dict[str, RateKind] = {
@@ -22,46 +25,51 @@ RATES: dict[str, RateKind] = {
     "base_lrs": "base_lr",
     "_last_lr": "last_lr",
 }
+"""Keys of optimizer and scheduler states -> what kind of learning rate stands there."""
 STEPS = ("global_step", "step", "iteration", "iter", "num_steps", "steps")
 UNNAMED = frozenset({"_modules", "_parameters"})
-"""Parts of a pickled module's state that no name needs. `_buffers` stays: it tells the role."""
+"""Keys of a pickled module that are left out of names. `_buffers` stays: it tells the role."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A value on the way down, by links upward, so that names are made only where they are needed."""
+class ValuePath:
+    """Where a value stands. Linked upward, so that names are built only where they are needed."""
 
-    above: Place | None
+    above: ValuePath | None
     key: Any
     depth: int
     role: Role | None
 
     def name(self) -> str:
         parts = []
-        place: Place | None = self
-        while place is not None:
-            if place.above is not None and place.key is not None and place.key not in UNNAMED:
-                parts.append(
-                    str(place.key) if isinstance(place.key, str | int) else type(place.key).__name__
-                )
-            place = place.above
+        path = self
+        while path.above is not None:
+            if path.key is not None and path.key not in UNNAMED:
+                parts.append(_word(path.key))
+            path = path.above
         return "/".join(reversed(parts))
 
 
+def _word(key: Any) -> str:
+    if isinstance(key, str | int):
+        return str(key)
+    return type(key).__name__
+
+
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """One tensor of the file."""
+class PickledTensor:
+    """One tensor of a pickle, by name and role."""
 
     name: str
     role: Role
-    record: TensorRecord | ArrayRecord | Storage
+    record: TensorRecord | ArrayRecord | StorageRecord
 
 
 @dataclass(slots=True)
-class Contents:
-    """Everything in a pickle that is worth a look."""
+class PickleContents:
+    """What verification needs to know of a pickle."""
 
-    leaves: list[Leaf] = field(default_factory=list)
+    tensors: list[PickledTensor] = field(default_factory=list)
     numbers: list[tuple[str, Role, float]] = field(default_factory=list)
     """Python floats that are NaN or infinite."""
     rates: list[tuple[str, RateKind, float]] = field(default_factory=list)
@@ -69,113 +77,130 @@ class Contents:
     root: Any = None
 
 
-def walk(root: Any, notes: Notes, role: Role | None = None) -> Contents:
-    """Without recursion, each container once, to a limited depth and number."""
-    found = Contents(root=root)
+def walk(root: Any, problems: ProblemList, role: Role | None = None) -> PickleContents:
+    """Visit every value, each container once, to a limited depth and number."""
+    found = PickleContents(root=root)
     seen: set[int] = set()
     if role is None and isinstance(root, dict):
         role = roles.structural(root)
-    todo: list[tuple[Place, Any]] = [(Place(None, None, 0, role), root)]
-    flat = not _nested(root)
+    # a list instead of recursion: the file decides how deep its containers are
+    todo: list[tuple[ValuePath, Any]] = [(ValuePath(None, None, 0, role), root)]
+    has_parts = _has_parts(root)
     visited = 0
     while todo:
-        place, value = todo.pop()
+        path, value = todo.pop()
         visited += 1
-        if visited > limits.MOST_NODES or len(found.leaves) > limits.MOST_TENSORS:
-            notes.add(
-                "limit", f"holds more than {limits.MOST_NODES:,} values; the rest was not looked at"
+        if visited > limits.MOST_NODES or len(found.tensors) > limits.MOST_TENSORS:
+            problems.add(
+                "limit", f"holds more than {limits.MOST_NODES:,} values; the rest was not read"
             )
             break
-        if isinstance(value, dict | list | tuple | Made):
-            if id(value) not in seen:
-                seen.add(id(value))
-                todo.extend(_below(place, value, notes))
-        else:
-            _take(found, place, value, flat)
-    found.leaves.reverse()
+        if not isinstance(value, dict | list | tuple | PickledObject):
+            _take(found, path, value, has_parts)
+        elif id(value) not in seen:
+            # a pickle can put a list into itself
+            seen.add(id(value))
+            todo.extend(_below(path, value, problems))
+    found.tensors.reverse()
     return found
 
 
-def _nested(root: Any) -> bool:
-    """A checkpoint of several parts, not a bare state dict: then tensors beside the parts belong to
-    no model.
-    """
+def _has_parts(root: Any) -> bool:
+    """Tell a checkpoint of several parts from a state dict, whose tensors are all the model's."""
     return isinstance(root, dict) and any(isinstance(value, dict) for value in root.values())
 
 
-def _below(place: Place, value: Any, notes: Notes) -> list[tuple[Place, Any]]:
-    if place.depth >= limits.MOST_DEPTH:
-        notes.add(
+def _below(path: ValuePath, value: Any, problems: ProblemList) -> list[tuple[ValuePath, Any]]:
+    if path.depth >= limits.MOST_DEPTH:
+        problems.add(
             "limit",
-            f"values are nested more than {limits.MOST_DEPTH} deep; the rest was not looked at",
+            f"values are nested more than {limits.MOST_DEPTH} deep; the rest was not read",
         )
         return []
-    return [(_place(place, key, child), child) for key, child in _children(value) if _worth(child)]
+    below = []
+    for key, child in _children(value):
+        if not isinstance(child, str | bytes | None):
+            role = path.role or _role_of_part(path, key, child)
+            below.append((ValuePath(path, key, path.depth + 1, role), child))
+    return below
 
 
-def _worth(child: Any) -> bool:
-    return not isinstance(child, str | bytes | None)
+def _role_of_part(above: ValuePath, key: Any, child: Any) -> Role | None:
+    if isinstance(child, dict):
+        role = roles.structural(child)
+        if role is not None:
+            return role
+    if _may_name_a_part(above, key, child):
+        return roles.named(key)
+    return None
 
 
-def _place(above: Place, key: Any, child: Any) -> Place:
-    role = above.role
-    if role is None:
-        role = roles.structural(child) if isinstance(child, dict) else None
-        role = role or (roles.named(key) if _may_name_a_part(above, key, child) else None)
-    return Place(above, key, above.depth + 1, role)
-
-
-def _may_name_a_part(above: Place, key: Any, child: Any) -> bool:
-    """Only near the top do names divide a checkpoint; further down they are the model's own."""
+def _may_name_a_part(above: ValuePath, key: Any, child: Any) -> bool:
+    """Names divide a checkpoint only near the top; further down they are the model's own."""
     if isinstance(child, TensorRecord):
         role = roles.named(key)
         return role == "ema" or (role == "rng" and child.dtype in ("uint8", ""))
-    return above.depth == 0 or (above.depth == 1 and isinstance(child, dict | list | Made))
+    return above.depth == 0 or (above.depth == 1 and isinstance(child, dict | list | PickledObject))
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from value.items()
-    elif isinstance(value, Made):
-        yield from enumerate(value.arguments)
-        for state in value.state if isinstance(value.state, tuple) else (value.state,):
-            yield from state.items() if isinstance(state, dict) else ((None, state),)
-        yield from enumerate(value.items)
-        yield from value.entries.items()
+    elif isinstance(value, PickledObject):
+        yield from _children_of_object(value)
     else:
         yield from enumerate(value)
 
 
-def _take(found: Contents, place: Place, value: Any, flat: bool) -> None:
-    if isinstance(value, TensorRecord | ArrayRecord | Storage):
-        name = place.name()
-        role = place.role
-        if role is None and place.depth == 1 and not flat:
-            role = "other"
-        parameter = isinstance(value, TensorRecord) and value.parameter
-        found.leaves.append(
-            Leaf(name, roles.of_tensor(role, name, value.dtype, parameter=parameter), value)
-        )
+def _children_of_object(value: PickledObject) -> Iterator[tuple[Any, Any]]:
+    yield from enumerate(value.arguments)
+    for state in value.states():
+        if isinstance(state, dict):
+            yield from state.items()
+        else:
+            yield None, state
+    yield from enumerate(value.items)
+    yield from value.entries.items()
+
+
+def _take(found: PickleContents, path: ValuePath, value: Any, has_parts: bool) -> None:
+    if isinstance(value, TensorRecord | ArrayRecord | StorageRecord):
+        _take_tensor(found, path, value, has_parts)
     elif isinstance(value, float):
-        _take_number(found, place, value)
-    elif (
-        type(value) is int
-        and place.depth == 1
-        and place.key in STEPS
-        and found.step is None
-        and value >= 0
-    ):
+        _take_number(found, path, value)
+    elif type(value) is int:
+        _take_step(found, path, value)
+
+
+def _take_tensor(
+    found: PickleContents,
+    path: ValuePath,
+    record: TensorRecord | ArrayRecord | StorageRecord,
+    has_parts: bool,
+) -> None:
+    name = path.name()
+    context = path.role
+    if context is None and path.depth == 1 and has_parts:
+        context = "other"
+    parameter = isinstance(record, TensorRecord) and record.parameter
+    role = roles.of_tensor(context, name, record.dtype, parameter=parameter)
+    found.tensors.append(PickledTensor(name, role, record))
+
+
+def _take_step(found: PickleContents, path: ValuePath, value: int) -> None:
+    if path.depth == 1 and path.key in STEPS and found.step is None and value >= 0:
         found.step = value
 
 
-def _take_number(found: Contents, place: Place, value: float) -> None:
+def _take_number(found: PickleContents, path: ValuePath, value: float) -> None:
     if not math.isfinite(value):
-        found.numbers.append((place.name(), place.role or "other", value))
-    key = place.key if isinstance(place.key, str) else (place.above.key if place.above else None)
-    if (
-        isinstance(key, str)
-        and key in RATES
-        and place.role in ("optimizer", "scheduler")
-        and math.isfinite(value)
-    ):
-        found.rates.append((place.name(), RATES[key], value))
+        found.numbers.append((path.name(), path.role or "other", value))
+        return
+    if path.role not in ("optimizer", "scheduler"):
+        return
+    key = path.key
+    # schedulers keep lists of rates: then the name stands above the index
+    if not isinstance(key, str) and path.above is not None:
+        key = path.above.key
+    if isinstance(key, str) and key in RATES:
+        found.rates.append((path.name(), RATES[key], value))

@@ -1,4 +1,4 @@
-"""What a pickle stream turns into here: plain containers, and records of what it would have built."""
+"""What a pickle stream becomes here: plain containers, and records of what it would have built."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ class Global:
 
 
 @dataclass(slots=True, eq=False)
-class Made:
-    """What would be an object of some class: arguments, state and items as they stood in the
-    stream.
-    """
+class PickledObject:
+    """An object that pickle would have built: class, arguments, state and items, none of it run."""
 
     what: Any
     arguments: tuple[Any, ...] = ()
@@ -31,41 +29,46 @@ class Made:
     items: list[Any] = field(default_factory=list)
     entries: dict[Any, Any] = field(default_factory=dict)
 
+    def states(self) -> tuple[Any, ...]:
+        """Return the parts of the state: a class with slots pickles `(dict, slots)`."""
+        if isinstance(self.state, tuple):
+            return self.state
+        return (self.state,)
+
     def field(self, name: str) -> Any:
-        """A field of the state, also of a class with slots."""
-        for state in self.state if isinstance(self.state, tuple) else (self.state,):
+        """Return a field of the state; None if it has no such field."""
+        for state in self.states():
             if isinstance(state, dict) and name in state:
                 return state[name]
         return None
 
 
 @dataclass(slots=True, eq=False)
-class Raw:
-    """A byte string of the stream by its place in the file; short ones are kept as well."""
+class PickledBytes:
+    """A byte string of the stream by its offset in the file; short ones are kept in memory too."""
 
     start: int
-    """In the file, not in the window."""
+    """In the file, not in the slice; -1 for bytes that do not lie in the file as they are."""
     size: int
     data: bytes | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Storage:
+class StorageRecord:
     """Memory that tensors are views of."""
 
     key: str
     dtype: str
     elements: int
-    nested: Raw | None = None
-    """Where the storage is a byte string of the stream itself: a torch.save inside a plain pickle.
-    """
+    nested: PickledBytes | None = None
+    """The bytes of the storage, where it is itself a torch.save inside a plain pickle."""
 
 
 @dataclass(slots=True, eq=False)
 class TensorRecord:
     """A tensor as a view of a storage."""
 
-    storage: Storage
+    storage: StorageRecord
     dtype: str
     offset: int
     shape: tuple[int, ...]
@@ -77,21 +80,21 @@ class TensorRecord:
 class ArrayRecord:
     """A numpy array whose bytes stand in the stream."""
 
-    raw: Raw | None = None
+    raw: PickledBytes | None = None
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
-    def take_state(self, state: Any) -> None:
-        """`(version, shape, dtype, is_fortran, bytes)`, as numpy's `__setstate__` takes it."""
-        if not (isinstance(state, tuple) and len(state) == 5 and isinstance(state[2], NumpyType)):
+    def set_state(self, state: Any) -> None:
+        """Take `(version, shape, dtype, is_fortran, bytes)`, as numpy's `__setstate__` does."""
+        if not (isinstance(state, tuple) and len(state) == 5):
             return
         _, shape, dtype, _, raw = state
-        if (
-            isinstance(raw, Raw)
-            and isinstance(shape, tuple)
-            and all(type(n) is int and n >= 0 for n in shape)
-        ):
-            self.raw, self.shape, self.dtype = raw, shape, dtype.torch_name
+        if not isinstance(dtype, NumpyType) or not isinstance(raw, PickledBytes):
+            return
+        if isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape):
+            self.raw = raw
+            self.shape = shape
+            self.dtype = dtype.torch_name
 
 
 @dataclass(slots=True, eq=False)
@@ -103,16 +106,12 @@ class NumpyType:
 
     @property
     def torch_name(self) -> str:
-        """Empty for what torch has no type for, or what is stored with its bytes in the other
-        order.
-        """
-        return (
-            ""
-            if self.order == ">" and not self.code.endswith("1")
-            else dtype_names.NUMPY.get(self.code, "")
-        )
+        """Return torch's name; empty if torch has no such type or the bytes are big-endian."""
+        if self.order == ">" and not self.code.endswith("1"):
+            return ""
+        return dtype_names.NUMPY.get(self.code, "")
 
-    def take_state(self, state: Any) -> None:
-        """`(version, byte order, ...)`."""
+    def set_state(self, state: Any) -> None:
+        """Take the byte order from `(version, byte order, ...)`."""
         if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "="):
             self.order = state[1]

@@ -1,8 +1,7 @@
-"""Moves bad checkpoints out of the way, and back: atomic renames inside one folder, and a list that
-survives a crash.
+"""Move bad checkpoints to `quarantine/` and back: renames inside one folder, listed in a manifest.
 
-The list is written before the first rename. Whether a checkpoint was really moved is asked of the
-folder itself, so a crash at any point leaves nothing that `undo` does not understand.
+The manifest is written before the first rename. Whether a checkpoint was really moved is asked of
+the folder itself, so a crash at any point leaves nothing that `undo` does not understand.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,7 +20,9 @@ import xxhash
 from stepguard._errors import StoreError
 from stepguard.records.verification import Problem, Verification
 from stepguard.state.atomic import sync, write_file
-from stepguard.verification.checkpoint_folders import QUARANTINE, Place, find
+from stepguard.verification.checkpoint_search import QUARANTINE, find_checkpoints
+from stepguard.verification.format_entry import CheckpointFiles
+from stepguard.verification.huggingface_folder import INDEX_SUFFIX
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -33,9 +34,7 @@ MOST_REASONS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One file or folder on its way into quarantine; both paths are relative to the folder, with
-    `/`.
-    """
+    """One file or folder and its new place; both paths are relative to the folder, with `/`."""
 
     original: str
     place: str
@@ -44,133 +43,141 @@ class Move:
     """XXH3-128 of every file that is moved."""
     size: int
     moved: str = ""
+    """When, in UTC."""
 
 
 def is_bad(found: Verification) -> bool:
-    """Shown to be bad; what could only not be read stays where it is."""
+    """Was the checkpoint shown to be bad? One that could only not be read stays where it is."""
     return any(problem.kind not in UNPROVEN for problem in found.errors)
 
 
-def plan(root: Path, places: Sequence[Place], bad: Iterable[Verification]) -> list[Move]:
-    """What to move where. A checkpoint that is a folder goes as a whole, unless others lie inside
-    it.
-    """
-    known = {str(place.path): place for place in places}
+def checkpoints_below(root: Path) -> list[CheckpointFiles]:
+    """Return the checkpoints below a folder; StoreError if the folder is one itself."""
+    checkpoints = find_checkpoints(root).checkpoints
+    for checkpoint in checkpoints:
+        if checkpoint.path == root and not _holds_others(checkpoint, checkpoints):
+            raise StoreError(f"{root} is a checkpoint itself; give the folder above it.")
+    return checkpoints
+
+
+def plan(
+    root: Path, checkpoints: Sequence[CheckpointFiles], bad: Iterable[Verification]
+) -> list[Move]:
+    """Decide what to move where. A folder moves as a whole, unless other checkpoints lie in it."""
+    by_path = {str(checkpoint.path): checkpoint for checkpoint in checkpoints}
     moves: list[Move] = []
     taken: set[str] = set()
     for found in bad:
-        place = known[found.path]
-        for path in _pieces(root, place, places):
+        checkpoint = by_path[found.path]
+        for path in _paths_to_move(checkpoint, checkpoints):
             _refuse_outside(root, path)
             original = path.relative_to(root).as_posix()
-            target = _free(root, original, taken)
-            taken.add(target)
+            place = _free_place(root, original, taken)
+            taken.add(place)
             moves.append(
                 Move(
                     original=original,
-                    place=target,
+                    place=place,
                     reasons=_reasons(found.errors),
                     digests={},
-                    size=place.size,
+                    size=checkpoint.size,
                 )
             )
     return moves
 
 
 def apply(root: Path, moves: Sequence[Move]) -> list[Move]:
-    """Write the list, then rename. Returns what was moved."""
+    """Write the manifest, then rename. Returns what was moved."""
     if not moves:
         return []
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    complete = [
-        Move(**{**asdict(move), "digests": _digests(root / move.original), "moved": now})
-        for move in moves
-    ]
-    _write(root, [*read_manifest(root), *complete])
+    complete = []
+    for move in moves:
+        complete.append(replace(move, digests=_digests(root / move.original), moved=now))
+    _write_manifest(root, [*read_manifest(root), *complete])
     for move in complete:
         _rename(root, move.original, move.place)
     return complete
 
 
 def undo(root: Path) -> tuple[list[Move], list[tuple[Move, str]]]:
-    """Put everything back; returns what came back and what stays, with the reason."""
-    back, stays = [], []
+    """Move everything back; returns what came back and what stays, with the reason."""
+    back: list[Move] = []
+    stays: list[tuple[Move, str]] = []
     for move in read_manifest(root):
+        # a crash came before its rename, or an earlier undo moved it back
         if not os.path.lexists(root / move.place):
-            continue  # the crash came before its rename, or it came back already
+            continue
         if os.path.lexists(root / move.original):
             stays.append((move, f"{move.original} exists again"))
             continue
         _rename(root, move.place, move.original)
         back.append(move)
     if stays:
-        _write(root, [move for move, _ in stays])
+        _write_manifest(root, [move for move, _ in stays])
     else:
         (root / QUARANTINE / MANIFEST).unlink(missing_ok=True)
-    _remove_empty(root / QUARANTINE)
+    _remove_empty_folders(root / QUARANTINE)
     return back, stays
 
 
 def read_manifest(root: Path) -> list[Move]:
-    """The moves of earlier calls; StoreError if the list is damaged or leads out of the folder."""
+    """Return the moves of earlier calls; StoreError if the manifest is damaged or leads outside."""
     path = root / QUARANTINE / MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         moves = [Move(**{**entry, "reasons": tuple(entry["reasons"])}) for entry in data["moves"]]
-        inside = all(_plain(text) for move in moves for text in (move.original, move.place))
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
             f"{path} cannot be read ({type(error).__name__}); move the files back by hand."
         ) from error
-    if not inside or any(PurePosixPath(move.place).parts[0] != QUARANTINE for move in moves):
-        raise StoreError(
-            f"{path} names a place outside its folder; it was not written by stepguard."
-        )
+    for move in moves:
+        is_inside = _is_inside(move.original) and _is_inside(move.place)
+        if not is_inside or PurePosixPath(move.place).parts[0] != QUARANTINE:
+            raise StoreError(
+                f"{path} names a place outside its folder; it was not written by stepguard."
+            )
     return moves
 
 
-def find_places(root: Path) -> list[Place]:
-    """The checkpoints below a folder; StoreError if the folder is one itself."""
-    places = find(root).places
-    if any(place.path == root for place in places if not _holds_others(place, places)):
-        raise StoreError(f"{root} is a checkpoint itself; give the folder above it.")
-    return places
+def _paths_to_move(
+    checkpoint: CheckpointFiles, checkpoints: Sequence[CheckpointFiles]
+) -> list[Path]:
+    if checkpoint.folder_format is None or not _holds_others(checkpoint, checkpoints):
+        return [checkpoint.path]
+    indices = checkpoint.path.glob(f"*{INDEX_SUFFIX}")
+    return [*checkpoint.files, *(path for path in indices if not path.is_symlink())]
 
 
-def _pieces(root: Path, place: Place, places: Sequence[Place]) -> list[Path]:
-    if place.kind == "file" or not _holds_others(place, places):
-        return [place.path]
-    beside = [path for path in place.path.glob("*.index.json") if not path.is_symlink()]
-    return [*place.files, *beside]
-
-
-def _holds_others(place: Place, places: Sequence[Place]) -> bool:
-    return any(
-        other.path != place.path and other.path.is_relative_to(place.path) for other in places
-    )
+def _holds_others(checkpoint: CheckpointFiles, checkpoints: Sequence[CheckpointFiles]) -> bool:
+    for other in checkpoints:
+        if other.path != checkpoint.path and other.path.is_relative_to(checkpoint.path):
+            return True
+    return False
 
 
 def _reasons(errors: Sequence[Problem]) -> tuple[str, ...]:
-    texts = [
-        f"{e.kind}: {e.tensor + ': ' if e.tensor else ''}{e.detail}"
-        for e in errors
-        if e.kind not in UNPROVEN
-    ]
-    more = [f"and {len(texts) - MOST_REASONS} more"] if len(texts) > MOST_REASONS else []
-    return (*texts[:MOST_REASONS], *more)
+    reasons = []
+    for error in errors:
+        if error.kind not in UNPROVEN:
+            tensor = f"{error.tensor}: " if error.tensor else ""
+            reasons.append(f"{error.kind}: {tensor}{error.detail}")
+    more = len(reasons) - MOST_REASONS
+    if more > 0:
+        reasons[MOST_REASONS:] = [f"and {more} more"]
+    return tuple(reasons)
 
 
-def _free(root: Path, original: str, taken: set[str]) -> str:
-    """The same path below the quarantine folder, numbered if something was moved there before."""
+def _free_place(root: Path, original: str, taken: set[str]) -> str:
+    """Return the same path below the quarantine folder, numbered if something is there already."""
+    place = f"{QUARANTINE}/{original}"
     number = 1
-    while True:
-        suffix = "" if number == 1 else f".{number}"
-        target = f"{QUARANTINE}/{original}{suffix}"
-        if target not in taken and not os.path.lexists(root / target):
-            return target
+    while place in taken or os.path.lexists(root / place):
         number += 1
+        place = f"{QUARANTINE}/{original}.{number}"
+    return place
 
 
 def _refuse_outside(root: Path, path: Path) -> None:
@@ -178,21 +185,26 @@ def _refuse_outside(root: Path, path: Path) -> None:
         raise StoreError(f"{path} leads out of {root}; nothing was moved.")
 
 
-def _plain(text: Any) -> bool:
-    parts = PurePosixPath(text).parts if isinstance(text, str) else ()
-    return bool(parts) and ".." not in parts and not PurePosixPath(text).is_absolute()
+def _is_inside(text: Any) -> bool:
+    if not isinstance(text, str):
+        return False
+    path = PurePosixPath(text)
+    return bool(path.parts) and ".." not in path.parts and not path.is_absolute()
 
 
 def _rename(root: Path, source: str, target: str) -> None:
-    path, goal = root / source, root / target
+    path = root / source
+    goal = root / target
     goal.parent.mkdir(parents=True, exist_ok=True)
     for parent in (path.parent, goal.parent):
         if not parent.resolve().is_relative_to(root.resolve()):
             raise StoreError(f"{parent} is a link out of {root}; {source} was not moved.")
+    # rename() replaces what is there without asking
     if os.path.lexists(goal):
         raise StoreError(f"{goal} exists; {source} was not moved.")
     try:
         path.rename(goal)
+        # the new name first: after a power cut a checkpoint may have two names, but never none
         sync(goal.parent)
         sync(path.parent)
     except OSError as error:
@@ -201,23 +213,25 @@ def _rename(root: Path, source: str, target: str) -> None:
         ) from error
 
 
-def _write(root: Path, moves: Sequence[Move]) -> None:
-    if (root / QUARANTINE).is_symlink():
-        raise StoreError(f"{root / QUARANTINE} is a link; remove it, nothing was moved.")
+def _write_manifest(root: Path, moves: Sequence[Move]) -> None:
+    folder = root / QUARANTINE
+    if folder.is_symlink():
+        raise StoreError(f"{folder} is a link; remove it, nothing was moved.")
     data = {"schema": SCHEMA, "moves": [asdict(move) for move in moves]}
-    write_file(
-        root / QUARANTINE / MANIFEST,
-        (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode(),
-    )
+    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    write_file(folder / MANIFEST, text.encode())
 
 
 def _digests(path: Path) -> dict[str, str]:
-    files = sorted(file for file in path.rglob("*")) if path.is_dir() else [path]
-    return {
-        file.relative_to(path).as_posix() if path.is_dir() else path.name: _digest(file)
-        for file in files
-        if stat.S_ISREG(file.lstat().st_mode)
-    }
+    if not path.is_dir():
+        files = {path.name: path}
+    else:
+        files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*"))}
+    digests = {}
+    for name, file in files.items():
+        if stat.S_ISREG(file.lstat().st_mode):
+            digests[name] = _digest(file)
+    return digests
 
 
 def _digest(file: Path) -> str:
@@ -231,10 +245,11 @@ def _digest(file: Path) -> str:
     return total.hexdigest()
 
 
-def _remove_empty(folder: Path) -> None:
-    """Folders that an undo emptied; what is not empty stays."""
-    for path in sorted(folder.rglob("*"), reverse=True) if folder.is_dir() else ():
+def _remove_empty_folders(folder: Path) -> None:
+    """Remove folders that an undo emptied; what is not empty stays."""
+    if not folder.is_dir():
+        return
+    # the longest paths first, so that a folder comes after those inside it
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):
         if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
             path.rmdir()
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

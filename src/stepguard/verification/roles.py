@@ -1,6 +1,4 @@
-"""What a stored value is for: parameter, buffer, optimizer state, ... told by structure first, by
-names second.
-"""
+"""The role of a stored value (parameter, buffer, optimizer, ...), by structure, then by name."""
 
 from __future__ import annotations
 
@@ -18,14 +16,16 @@ _WORDS: tuple[tuple[Role, re.Pattern[str]], ...] = (
     (
         "rng",
         re.compile(
-            r"(^|[_:.])rng([_.]|$)|random_state|random_number|^(numpy|python|torch|cuda)_random|^rngs?$"
+            r"(^|[_:.])rng([_.]|$)|random_state|random_number"
+            r"|^(numpy|python|torch|cuda)_random|^rngs?$"
         ),
     ),
     (
         "other",
         re.compile(
-            r"^(callbacks?|loops|hyper_parameters|hparams.*|config|cfg|args|metrics?|history|losses|loss|sampler.*|"
-            r"best_.*|results?|meta(data)?|train_state|data_?loader.*|tokenizer)$"
+            r"^(callbacks?|loops|hyper_parameters|hparams.*|config|cfg|args|metrics?|history"
+            r"|losses|loss|sampler.*|best_.*|results?|meta(data)?|train_state|data_?loader.*"
+            r"|tokenizer)$"
         ),
     ),
 )
@@ -38,9 +38,10 @@ _FILES: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("other", re.compile(r"^(training_args|sampler|dl_state|loader|args)")),
 )
 BUFFERS = re.compile(
-    r"(^|[_./])(running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq|position_ids|token_type_ids|"
-    r"masked_bias|mask|attn_mask|causal_mask|attn_bias|alibi|min_val|max_val|relative_position_index|freqs_cis|"
-    r"cos_cached|sin_cached|alphas_cumprod\w*|betas|cached_\w+|pos_ids|observer_enabled|fake_quant_enabled)$"
+    r"(^|[_./])(running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
+    r"|position_ids|token_type_ids|masked_bias|mask|attn_mask|causal_mask|attn_bias|alibi"
+    r"|min_val|max_val|relative_position_index|freqs_cis|cos_cached|sin_cached"
+    r"|alphas_cumprod\w*|betas|cached_\w+|pos_ids|observer_enabled|fake_quant_enabled)$"
 )
 NORM_STATISTICS = re.compile(r"(^|[_./])running_(mean|var)$")
 SQUARES = re.compile(
@@ -48,20 +49,20 @@ SQUARES = re.compile(
 )
 """Sums of squares: never negative."""
 USUALLY_ZERO = re.compile(
-    r"lora_b|lora_embedding_b|zero|adaln|modulation|gate|gamma|alpha|proj_out|out_proj|c_proj|o_proj|to_out|down_proj|"
-    r"fc2|linear2|conv2|conv3|wo\b|out_layers|final|head|bias|pad|mask|cache|residual|scale",
+    r"lora_b|lora_embedding_b|zero|adaln|modulation|gate|gamma|alpha|proj_out|out_proj|c_proj"
+    r"|o_proj|to_out|down_proj|fc2|linear2|conv2|conv3|wo\b|out_layers|final|head|bias|pad|mask"
+    r"|cache|residual|scale",
     re.IGNORECASE,
 )
 """Weights that many recipes start at zero."""
 
 
 def structural(value: dict[Any, Any]) -> Role | None:
-    """An optimizer, scheduler or scaler by the keys of its state."""
+    """Tell the state of an optimizer, scheduler or scaler by its keys."""
     if "param_groups" in value and "state" in value:
         return "optimizer"
-    if "last_epoch" in value and (
-        "_step_count" in value or "base_lrs" in value or "_last_lr" in value
-    ):
+    is_schedule = any(key in value for key in ("_step_count", "base_lrs", "_last_lr"))
+    if "last_epoch" in value and is_schedule:
         return "scheduler"
     if "growth_factor" in value and "backoff_factor" in value:
         return "scaler"
@@ -69,21 +70,19 @@ def structural(value: dict[Any, Any]) -> Role | None:
 
 
 def named(key: Any) -> Role | None:
-    """By the name of an entry; of a dotted name the first part counts (`model_ema.block.weight`)."""
+    """Tell by the name of an entry; of a dotted name the first part counts (`model_ema.weight`)."""
     if not isinstance(key, str) or not key:
         return None
-    word = key[:100].lower()
-    first = word.partition(".")[0] if "." in word else word
-    return next((role for role, pattern in _WORDS if pattern.search(first)), None)
+    return _first_match(_WORDS, key[:100].lower().partition(".")[0])
 
 
 def of_file(name: str) -> Role | None:
-    """By the name of the file, for formats that spread a state over several."""
-    return next((role for role, pattern in _FILES if pattern.search(name.lower())), None)
+    """Tell by the name of the file, for formats that spread a state over several."""
+    return _first_match(_FILES, name.lower())
 
 
 def of_tensor(context: Role | None, name: str, dtype: str, *, parameter: bool = False) -> Role:
-    """The role of one tensor below a context (None: part of a model)."""
+    """Return the role of one tensor below a context (None: part of a model)."""
     if context is not None:
         return context
     if parameter:
@@ -94,5 +93,12 @@ def of_tensor(context: Role | None, name: str, dtype: str, *, parameter: bool = 
 
 
 def slot(name: str) -> str:
-    """The last part of a name: `optimizer/layer.weight/exp_avg_sq` -> `exp_avg_sq`."""
+    """Return the last part of a name: `exp_avg_sq` of `optimizer/layer.weight/exp_avg_sq`."""
     return re.split(r"[/.]", name)[-1]
+
+
+def _first_match(table: tuple[tuple[Role, re.Pattern[str]], ...], text: str) -> Role | None:
+    for role, pattern in table:
+        if pattern.search(text):
+            return role
+    return None

@@ -1,25 +1,25 @@
-"""From the statistics of a tensor to what is wrong with it. What healthy checkpoints hold is no
-problem.
-"""
+"""Judge the statistics of every tensor: what trained checkpoints hold is not a problem."""
 
 from __future__ import annotations
 
 import math
 
-from stepguard.records.verification import ProblemKind, Role
+from stepguard.records.verification import Role
 from stepguard.verification import dtype_names, roles
-from stepguard.verification.damage import Notes
-from stepguard.verification.file_layout import Layout, Look, Statistics, elements
+from stepguard.verification.damage import ProblemList
+from stepguard.verification.file_layout import FileLayout, Statistics, StoredTensor
 
 ABSURD = 1e18
-"""A weight whose square overflows in float32 a few layers on."""
+"""A weight whose square overflows float32 a few layers later."""
 SUSPICIOUS = 1e8
 LEARNED: frozenset[Role] = frozenset({"parameter", "ema"})
 STRICT: frozenset[Role] = frozenset({"parameter", "ema", "optimizer", "scaler", "scheduler"})
 FEWEST = 64
 """Elements below which being constant or having an outlier says nothing."""
-DOMINANT, DOMINANT_SIZE = 0.9, 100.0
-"""One element that carries this share of the sum of squares, and is at least this large."""
+DOMINANT = 0.9
+"""Share of the sum of squares that makes one element an outlier."""
+DOMINANT_SIZE = 100.0
+"""Magnitude below which no element is an outlier."""
 RATE_KEYS = frozenset(
     {
         "lr",
@@ -38,110 +38,129 @@ RATE_KEYS = frozenset(
         "alpha",
     }
 )
-"""Settings that must be finite. Others may be infinite: `best` of ReduceLROnPlateau, Prodigy's
-`growth_rate`.
-"""
+"""Settings that must be finite. Others may be infinite, such as `best` of ReduceLROnPlateau."""
 
 
-def judge(layout: Layout, allowed: frozenset[str] = frozenset()) -> None:
-    """Take a note of everything that is wrong with the scanned tensors. `allowed` may be
-    non-finite.
-    """
-    for look in layout.looks:
-        if look.segment is not None and look.segment.seen.count:
-            if look.segment.seen.bad and look.name not in allowed:
-                _not_finite(layout.notes, look, look.segment.seen)
-            _values(layout.notes, look, look.segment.seen)
-    _numbers(layout.notes, layout.numbers)
+def judge(layout: FileLayout, allowed: frozenset[str] = frozenset()) -> None:
+    """Report everything that is wrong with the values; tensors in `allowed` may be non-finite."""
+    for tensor in layout.tensors:
+        seen = tensor.seen
+        if seen is None:
+            continue
+        if seen.bad and tensor.name not in allowed:
+            _judge_nonfinite(layout.problems, tensor, seen)
+        _judge_finite(layout.problems, tensor, seen)
+    _judge_numbers(layout.problems, layout.numbers)
 
 
-def wants_squares(look: Look) -> bool:
+def wants_squares(tensor: StoredTensor) -> bool:
     """Is the largest value so large that it should be compared with the others?"""
-    seen = look.segment.seen if look.segment is not None else None
-    if seen is None or look.role not in LEARNED or look.dtype not in dtype_names.LARGEST:
+    seen = tensor.seen
+    if seen is None or tensor.role not in LEARNED or tensor.dtype not in dtype_names.LARGEST:
         return False
-    return seen.count >= FEWEST and DOMINANT_SIZE <= seen.largest <= min(
-        SUSPICIOUS, dtype_names.LARGEST[look.dtype] / 2
-    )
+    most = min(SUSPICIOUS, dtype_names.LARGEST[tensor.dtype] / 2)
+    return seen.count >= FEWEST and DOMINANT_SIZE <= seen.largest <= most
 
 
-def _numbers(notes: Notes, numbers: list[tuple[str, Role, float]]) -> None:
-    """Python floats in the state of an optimizer, scheduler or scaler."""
+def _judge_numbers(problems: ProblemList, numbers: list[tuple[str, Role, float]]) -> None:
+    """Judge Python floats in the state of an optimizer, scheduler or scaler."""
     for name, role, value in numbers:
-        key = next((part for part in reversed(name.split("/")) if not part.isdigit()), "")
-        if role in STRICT and (math.isnan(value) or key in RATE_KEYS):
-            notes.add("nan" if math.isnan(value) else "inf", f"is {value}", tensor=name, role=role)
+        if role not in STRICT:
+            continue
+        if math.isnan(value):
+            problems.add("nan", f"is {value}", tensor=name, role=role)
+        elif _key(name) in RATE_KEYS:
+            problems.add("inf", f"is {value}", tensor=name, role=role)
 
 
-def _not_finite(notes: Notes, look: Look, seen: Statistics) -> None:
-    role: Role = look.role
-    is_mask = not seen.nan and not seen.positive and seen.low == seen.high == 0
-    if (is_mask and roles.BUFFERS.search(look.name)) or (role == "other" and not seen.nan):
-        return  # a causal mask of -Inf and 0; the best score of a callback that has seen none
-    if is_mask and role == "parameter":
-        role = "buffer"
-    must = role in STRICT or bool(roles.NORM_STATISTICS.search(look.name))
-    kind: ProblemKind = "nan" if seen.nan else "inf"
-    notes.add(
-        kind,
-        _count(look, seen),
-        tensor=look.name,
-        severity="error" if must else "warning",
+def _key(name: str) -> str:
+    """Return the last part of a name that is not an index: `betas` of `param_groups/0/betas/1`."""
+    for part in reversed(name.split("/")):
+        if not part.isdigit():
+            return part
+    return ""
+
+
+def _judge_nonfinite(problems: ProblemList, tensor: StoredTensor, seen: Statistics) -> None:
+    role = tensor.role
+    if _is_mask(seen):
+        if roles.BUFFERS.search(tensor.name):
+            return
+        if role == "parameter":
+            role = "buffer"
+    # the best score of a callback that has not seen one yet is infinite
+    if role == "other" and not seen.nan:
+        return
+    must_be_finite = role in STRICT or roles.NORM_STATISTICS.search(tensor.name)
+    problems.add(
+        "nan" if seen.nan else "inf",
+        _count(tensor, seen),
+        tensor=tensor.name,
+        severity="error" if must_be_finite else "warning",
         role=role,
     )
 
 
-def _count(look: Look, seen: Statistics) -> str:
-    counts = ((seen.nan, "NaN"), (seen.positive, "+Inf"), (seen.negative, "-Inf"))
-    text = ", ".join(f"{count:,} {word}" for count, word in counts if count)
-    text += f" of {seen.count:,}"
-    if seen.first is not None and elements(look.shape) == seen.count and look.shape:
-        text += f", first at {list(_index(seen.first, look.shape))}"
-    if seen.low <= seen.high:
+def _is_mask(seen: Statistics) -> bool:
+    """An attention mask holds 0 and -Inf only."""
+    return not seen.nan and not seen.positive and seen.low == seen.high == 0
+
+
+def _count(tensor: StoredTensor, seen: Statistics) -> str:
+    """Describe non-finite values: `2 NaN, 1 -Inf of 64, first at [3, 1]; finite from -1 to 2`."""
+    counts = []
+    for count, word in ((seen.nan, "NaN"), (seen.positive, "+Inf"), (seen.negative, "-Inf")):
+        if count:
+            counts.append(f"{count:,} {word}")
+    text = f"{', '.join(counts)} of {seen.count:,}"
+    # of a view with strides, the element number in the segment is not an index
+    if seen.first is not None and tensor.shape and math.prod(tensor.shape) == seen.count:
+        text += f", first at {_index(seen.first, tensor.shape)}"
+    if seen.any_finite:
         text += f"; finite from {seen.low:.4g} to {seen.high:.4g}"
     return text
 
 
-def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _index(position: int, shape: tuple[int, ...]) -> list[int]:
     found = []
     for size in reversed(shape):
         position, inside = divmod(position, size)
         found.append(inside)
-    return tuple(reversed(found))
+    return found[::-1]
 
 
-def _values(notes: Notes, look: Look, seen: Statistics) -> None:
-    if look.dtype not in dtype_names.LARGEST or seen.low > seen.high:
+def _judge_finite(problems: ProblemList, tensor: StoredTensor, seen: Statistics) -> None:
+    if tensor.dtype not in dtype_names.LARGEST or not seen.any_finite:
         return
-    if seen.low < 0 and roles.SQUARES.search(roles.slot(look.name)):
+    if seen.low < 0 and roles.SQUARES.search(roles.slot(tensor.name)):
         detail = f"holds {seen.low:.4g} where only squares belong, so its root is NaN"
-        notes.add("negative", detail, tensor=look.name, role=look.role)
-    if look.role in LEARNED:
-        _magnitude(notes, look, seen)
-        _sameness(notes, look, seen)
+        problems.add("negative", detail, tensor=tensor.name, role=tensor.role)
+    if tensor.role in LEARNED:
+        _judge_magnitude(problems, tensor, seen)
+        _judge_sameness(problems, tensor, seen)
 
 
-def _magnitude(notes: Notes, look: Look, seen: Statistics) -> None:
-    largest, edge = seen.largest, dtype_names.LARGEST[look.dtype]
-    constant = seen.low == seen.high
-    if largest >= 0.99 * edge and seen.high <= 0:
-        return  # a mask that is filled with the lowest number there is
-    if edge > ABSURD and largest > ABSURD and not constant:
-        detail = (
-            f"reaches {largest:.3g}; no trained weight does (range {seen.low:.3g} to "
-            f"{seen.high:.3g})"
-        )
-        notes.add("magnitude", detail, tensor=look.name, role=look.role)
-    elif largest > min(SUSPICIOUS, edge / 2):
-        detail = f"reaches {largest:.3g} in {look.dtype} (range {seen.low:.3g} to {seen.high:.3g})"
-        notes.add("magnitude", detail, tensor=look.name, severity="warning", role=look.role)
+def _judge_magnitude(problems: ProblemList, tensor: StoredTensor, seen: Statistics) -> None:
+    largest = seen.largest
+    limit = dtype_names.LARGEST[tensor.dtype]
+    # a mask is filled with the lowest number of its type
+    if largest >= 0.99 * limit and seen.high <= 0:
+        return
+    reach = f"range {seen.low:.3g} to {seen.high:.3g}"
+    is_constant = seen.low == seen.high
+    if limit > ABSURD and largest > ABSURD and not is_constant:
+        detail = f"reaches {largest:.3g}; no trained weight does ({reach})"
+        problems.add("magnitude", detail, tensor=tensor.name, role=tensor.role)
+    elif largest > min(SUSPICIOUS, limit / 2):
+        detail = f"reaches {largest:.3g} in {tensor.dtype} ({reach})"
+        problems.add("magnitude", detail, tensor=tensor.name, severity="warning", role=tensor.role)
     elif _has_outlier(seen):
         share = largest * largest / seen.squares
         detail = (
             f"one element of {seen.count:,}, {largest:.4g}, carries {share:.1%} of the sum of "
             f"squares"
         )
-        notes.add("outlier", detail, tensor=look.name, severity="warning", role=look.role)
+        problems.add("outlier", detail, tensor=tensor.name, severity="warning", role=tensor.role)
 
 
 def _has_outlier(seen: Statistics) -> bool:
@@ -150,13 +169,16 @@ def _has_outlier(seen: Statistics) -> bool:
     return seen.largest * seen.largest >= DOMINANT * seen.squares
 
 
-def _sameness(notes: Notes, look: Look, seen: Statistics) -> None:
-    """Matrices that hold one value only. Vectors often do: biases, norm weights, gates."""
-    if seen.low != seen.high or seen.bad or len(look.shape) < 2 or seen.count < FEWEST:
+def _judge_sameness(problems: ProblemList, tensor: StoredTensor, seen: Statistics) -> None:
+    """Report matrices of one value. Vectors often are: biases, norm weights, gates."""
+    if seen.low != seen.high or seen.bad or len(tensor.shape) < 2 or seen.count < FEWEST:
         return
-    if roles.USUALLY_ZERO.search(look.name):
+    if roles.USUALLY_ZERO.search(tensor.name):
         return
-    kind: ProblemKind = "zero" if seen.low == 0 else "constant"
-    what = "is all zero" if seen.low == 0 else f"is {seen.low:.4g} everywhere"
-    detail = f"{what} ({'x'.join(map(str, look.shape))}); a trained matrix is not"
-    notes.add(kind, detail, tensor=look.name, severity="warning", role=look.role)
+    shape = "x".join(map(str, tensor.shape))
+    if seen.low == 0:
+        detail = f"is all zero ({shape}); a trained matrix is not"
+        problems.add("zero", detail, tensor=tensor.name, severity="warning", role=tensor.role)
+    else:
+        detail = f"is {seen.low:.4g} everywhere ({shape}); a trained matrix is not"
+        problems.add("constant", detail, tensor=tensor.name, severity="warning", role=tensor.role)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import overflow, zero_divisor
 from stepguard.diagnose.case import Case, has_zero
-from stepguard.diagnose.rule import HINT, PLAUSIBLE, Proof, Rule, code, prose
+from stepguard.diagnose.rule import Proof, Rule, certain, likely, possible
 from stepguard.diagnose.rules.sg202 import LOG_NODES
 from stepguard.diagnose.wording import at_index, describe
-from stepguard.records import Operand, Remedy
+from stepguard.records import Operand
 
 SINGULAR = {
     "Sqrt": "sqrt(x) at x = 0 has slope 1 / (2 sqrt(x)), which is infinite",
@@ -71,7 +71,7 @@ SINGULAR |= dict.fromkeys(
 )
 
 
-def _evidence(case: Case) -> Proof | None:
+def recognise(case: Case) -> Proof | None:
     if case.phase != "backward" or case.unselected:
         return None
     if case.node not in SINGULAR:
@@ -79,37 +79,36 @@ def _evidence(case: Case) -> Proof | None:
     zero = _singular_operand(case)
     if zero is None and case.short and case.wider:
         return None
-    reason = SINGULAR[case.node]
-    numbers = (
-        f"{case.place} met it{at_index(zero)}: {describe(zero)}"
-        if zero is not None
-        else f"born in {case.place}"
-    )
-    confidence = 0.93 if zero is not None else 0.7
-    if not case.finite_inputs:
-        confidence = PLAUSIBLE
-    if case.node in LOG_NODES:
-        confidence = min(confidence, 0.6)
+    numbers = f"born in {case.place}"
+    if zero is not None:
+        numbers = f"{case.place} met it{at_index(zero)}: {describe(zero)}"
     forward = "the forward value is finite, only its slope is not" if case.loss_finite else ""
-    return Proof(confidence=confidence, evidence=(reason, numbers, forward, case.confirmed_samples))
+    sentences = (SINGULAR[case.node], numbers, forward, case.confirmed_samples)
+    if not case.finite_inputs:
+        return possible(*sentences)
+    # of a logarithm SG202 says more
+    unsure = zero is None or case.node in LOG_NODES
+    return likely(*sentences) if unsure else certain(*sentences)
 
 
 def _singular_operand(case: Case) -> Operand | None:
     """The zero the gradient is divided by, rather than a gradient that happens to be zero."""
-    return zero_divisor(case) or next(
-        (o for o in reversed(case.inputs) if o.dtype and has_zero(o)), None
-    )
+    divisor = zero_divisor(case)
+    if divisor is not None:
+        return divisor
+    for operand in reversed(case.inputs):
+        if operand.dtype and has_zero(operand):
+            return operand
+    return None
 
 
 def _divides(case: Case) -> Proof | None:
-    """A gradient that is divided by 0 in a node without a rule of its own, such as a custom
-    autograd Function.
-    """
+    """A gradient divided by 0 in a node without an entry above, such as a custom Function."""
     zero = zero_divisor(case)
     if zero is None or not case.finite_inputs:
         return None
     text = f"{case.place} divides the gradient by 0{at_index(zero)}: {describe(zero)}"
-    return Proof(confidence=0.88, evidence=(text, case.confirmed_samples))
+    return likely(text, case.confirmed_samples)
 
 
 def _explodes(case: Case) -> Proof | None:
@@ -119,86 +118,7 @@ def _explodes(case: Case) -> Proof | None:
         f"{case.place}: the gradient grew beyond {case.dtype} on its way back; operands reach "
         f"{case.magnitude:.3g}"
     )
-    return Proof(confidence=HINT, evidence=(text, case.confirmed_samples))
+    return possible(text, case.confirmed_samples)
 
 
-RULE = Rule(
-    code="SG401",
-    title="singular gradient (sqrt at 0, acos at 1, eigh of equal eigenvalues)",
-    what=prose(
-        """
-        The function is finite at this point but its derivative is not. The loss looks healthy, the gradient
-        is Inf or NaN.
-        """
-    ),
-    why=prose(
-        """
-        A magnitude or distance is exactly 0 (silence, identical points, a zero parameter), a cosine is
-        exactly 1, a probability in a focal loss with gamma < 1 saturates, a symmetric matrix has equal
-        eigenvalues. The usual cure, an epsilon after the root, changes nothing: it must go inside.
-        """
-    ),
-    how=prose(
-        """
-        The forward pass is finite; in backward, the node of a function with a known singular point makes the
-        first Inf or NaN, and the operand it divides by is 0. detect_anomaly looks for NaN only and blames a
-        later node.
-        """
-    ),
-    evidence=_evidence,
-    remedies=(
-        Remedy(
-            title="Double where: give the root a harmless argument where it is 0, and choose 0 "
-            "afterwards",
-            snippet=code(
-                """
-                power = spectrum.pow(2).sum(-1)
-                silent = power == 0
-                magnitude = torch.where(silent, 0.0, torch.where(silent, 1.0, power).sqrt())
-                loss = (magnitude - reference).abs().mean()
-                """
-            ),
-        ),
-        Remedy(
-            title="Use the built-in with a defined subgradient: torch.linalg.vector_norm, or abs "
-            "of a complex tensor",
-            snippet=code(
-                """
-                magnitude = torch.linalg.vector_norm(spectrum, dim=-1)
-                loss = (magnitude - reference).abs().mean()
-                """
-            ),
-            safety="changes-numbers",
-        ),
-        Remedy(
-            title="Put an epsilon inside the root (not after it)",
-            snippet=code(
-                """
-                magnitude = (spectrum.pow(2).sum(-1) + 1e-8).sqrt()
-                loss = (magnitude - reference).abs().mean()
-                """
-            ),
-            safety="changes-numbers",
-        ),
-    ),
-    setup=code(
-        """
-        import torch
-
-        spectrum = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)  # the second bin is silent
-        reference = torch.ones(2)
-        """
-    ),
-    bad=code(
-        """
-        magnitude = spectrum.pow(2).sum(-1).sqrt()
-        loss = (magnitude - reference).abs().mean()
-        """
-    ),
-    see=(
-        "pytorch/audio#993",
-        "kornia/kornia#918",
-        "speechbrain/speechbrain#181",
-        "pytorch/pytorch#46849",
-    ),
-)
+RULE = Rule(code="SG401", recognise=recognise, yields_to=("SG403",))

@@ -5,57 +5,68 @@ from __future__ import annotations
 from stepguard.diagnose.arithmetic import zero_divisor
 from stepguard.diagnose.case import Case, met
 from stepguard.diagnose.dtypes import FORMATS, NARROW, rounds_to_zero
-from stepguard.diagnose.ops import words
-from stepguard.diagnose.rule import PLAUSIBLE, Proof, Rule, code, prose
+from stepguard.diagnose.ops import base_name, words
+from stepguard.diagnose.rule import Proof, Rule, certain, possible
 from stepguard.diagnose.wording import describe, spell
-from stepguard.records import Remedy
 
 NORMS = words("linalg_vector_norm norm _foreach_norm linalg_norm")
 """What LARS, SAM and normalised descent divide by."""
 DIVIDES = words("addcdiv div reciprocal rsqrt _fused_adam _fused_adamw _fused_adagrad")
+BORN_BAD = ("nonfinite_parameter", "nonfinite_optimizer_state")
 
 
-def _evidence(case: Case) -> Proof | None:
-    dtype = case.dtype or next((name for name in case.facts.param_dtypes if name in NARROW), "")
-    eps = case.facts.eps
-    underflows = eps is not None and (eps == 0.0 or rounds_to_zero(eps, dtype))
+def recognise(case: Case) -> Proof | None:
+    dtype = case.dtype or _narrow_parameters(case)
     if case.phase == "optimizer" and case.op:
-        return _located(case, dtype, underflows)
-    born = case.reading.state_born and case.verdict.kind in (
-        "nonfinite_parameter",
-        "nonfinite_optimizer_state",
-    )
-    if (case.phase == "optimizer" or case.origin is None) and born and underflows:
-        first = f"finite gradients became non-finite weights in the update: {case.verdict.summary}"
-        return Proof(confidence=0.91, evidence=(first, _epsilon(case, dtype)))
-    return None
-
-
-def _located(case: Case, dtype: str, underflows: bool) -> Proof | None:
-    divisor = zero_divisor(case)
-    noted = case.evidence.eps_underflow
-    if case.op not in DIVIDES or not (noted or divisor is not None or underflows):
+        return _located(case, dtype)
+    if case.origin is not None and case.phase != "optimizer":
         return None
-    numerator = case.argument("tensor1", 1)
-    zero_over_zero = numerator is not None and met(numerator) == (0.0, 0.0)
+    born = case.reading.state_born and case.verdict.kind in BORN_BAD
+    if not born or not _underflows(case, dtype):
+        return None
+    first = f"finite gradients became non-finite weights in the update: {case.verdict.summary}"
+    return certain(first, _epsilon(case, dtype))
+
+
+def _narrow_parameters(case: Case) -> str:
+    return next((name for name in case.facts.param_dtypes if name in NARROW), "")
+
+
+def _underflows(case: Case, dtype: str) -> bool:
+    eps = case.facts.eps
+    return eps is not None and (eps == 0.0 or rounds_to_zero(eps, dtype))
+
+
+def _located(case: Case, dtype: str) -> Proof | None:
+    if case.op not in DIVIDES:
+        return None
+    divisor = zero_divisor(case)
+    vanished = case.evidence.eps_underflow or _underflows(case, dtype)
+    if not vanished and divisor is None:
+        return None
     shown = f": {describe(divisor)}" if divisor is not None else ""
-    form = (
-        "0 / 0 for every element without gradient"
-        if zero_over_zero
-        else "a moment divided by an exact 0"
+    sentences = (
+        f"{case.place} divided by {_what(case)}{shown}; {_form(case)}",
+        _epsilon(case, dtype),
     )
-    made_by = (case.evidence.denominator_from or "").removeprefix("aten.")
-    normed = made_by in NORMS and case.facts.eps is None
-    what = (
-        "the norm of a gradient that is 0, with no epsilon beside it"
-        if normed
-        else "sqrt(second moment) + eps, which is 0"
-    )
-    first = f"{case.place} divided by {what}{shown}; {form}"
-    confidence = 0.98 if noted or underflows else 0.9
-    if case.facts.eps is None and not noted and dtype not in NARROW:
-        confidence = PLAUSIBLE  # nothing rounded to 0: there is no epsilon
-    return Proof(confidence=confidence, evidence=(first, _epsilon(case, dtype)))
+    # without an epsilon nothing rounded to 0: SG201 says what was
+    no_epsilon = case.facts.eps is None and not case.evidence.eps_underflow
+    if no_epsilon and dtype not in NARROW:
+        return possible(*sentences)
+    return certain(*sentences)
+
+
+def _what(case: Case) -> str:
+    if case.facts.eps is None and base_name(case.evidence.denominator_from) in NORMS:
+        return "the norm of a gradient that is 0, with no epsilon beside it"
+    return "sqrt(second moment) + eps, which is 0"
+
+
+def _form(case: Case) -> str:
+    numerator = case.argument("tensor1", 1)
+    if numerator is not None and met(numerator) == (0.0, 0.0):
+        return "0 / 0 for every element without gradient"
+    return "a moment divided by an exact 0"
 
 
 def _epsilon(case: Case, dtype: str) -> str:
@@ -67,78 +78,4 @@ def _epsilon(case: Case, dtype: str) -> str:
     return f"{owner}eps={spell(eps)} is 0 in {dtype}, whose smallest positive number is {smallest}"
 
 
-RULE = Rule(
-    code="SG502",
-    title="optimizer epsilon underflow",
-    what=prose(
-        """
-        Adam divides by sqrt(v) + eps. With parameters in float16, eps=1e-8 is stored as 0, so a weight whose
-        gradient is 0 (or whose squared gradient underflows) is updated by 0 / 0 or m / 0. Loss and gradients
-        of that step are finite; the weights are NaN after it.
-        """
-    ),
-    why=prose(
-        """
-        The model was cast with .half() or loaded with torch_dtype=float16 and handed to the optimizer as it
-        is. Embedding rows that do not occur and LoRA's zero-initialised half have gradients of exactly 0 at
-        once.
-        """
-    ),
-    how=prose(
-        """
-        Gradients were finite before the update and parameters are not after it; the division in the update
-        has a zero divisor and the optimizer's eps rounds to 0 in the dtype of the parameters.
-        """
-    ),
-    evidence=_evidence,
-    remedies=(
-        Remedy(
-            title="Keep the weights in float32 and let autocast choose half precision for the "
-            "arithmetic",
-            snippet=code(
-                """
-                model.float()
-                optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)
-                with torch.autocast('cpu', dtype=torch.bfloat16):
-                    loss = model(ids).float().pow(2).mean()
-                loss.backward()
-                optimizer.step()
-                """
-            ),
-            safety="changes-numbers",
-        ),
-        Remedy(
-            title="Raise eps to what float16 can hold",
-            snippet=code(
-                """
-                optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4, foreach=False)
-                loss = model(ids).float().pow(2).mean()
-                loss.backward()
-                optimizer.step()
-                """
-            ),
-            safety="changes-training",
-        ),
-    ),
-    setup=code(
-        """
-        import torch
-
-        model = torch.nn.Embedding(6, 4).half()
-        ids = torch.tensor([1, 2])  # rows 0, 3, 4, 5: gradient 0
-        """
-    ),
-    bad=code(
-        """
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)  # eps=1e-8 is 0 in float16
-        loss = model(ids).float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        """
-    ),
-    see=(
-        "NVIDIA/apex#240",
-        "afiaka87/glide-finetune#5",
-        "jinxixiang/magic_animate_unofficial#6",
-    ),
-)
+RULE = Rule(code="SG502", recognise=recognise)

@@ -6,7 +6,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import SeveralSchedules, advance
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.resumable_loader import ResumableLoader
 
 
 class EpochSchedule:
@@ -14,7 +14,7 @@ class EpochSchedule:
     pass.
     """
 
-    def __init__(self, context: Context, feed: Feed) -> None:
+    def __init__(self, context: Context, feed: ResumableLoader) -> None:
         self._context, self._feed = context, feed
         scheduler = context.scheduler
         self._schedulers = (

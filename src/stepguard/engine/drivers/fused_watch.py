@@ -66,20 +66,25 @@ class FusedWatchedStep(WatchedStep):
         reading, verdict = self.transaction.assess(fused.step, reading)
         self.transaction.note(reading, verdict)
         together = fused.pending.others_bad
+        refused = verdict.bad or together
         vetoed = fused.vetoed(reading) or together
-        if vetoed and not verdict.bad and not together:
-            self.rollback.scaler_skipped()
-        elif vetoed:
-            every_step = self.rollback.every_step
-            fused.take_back(self.context, calibrating=False, schedule=every_step)
+        if vetoed:
+            self._take_back(fused, refused=refused)
         self._finish_fused(fused, reading, verdict, vetoed=vetoed, inside=inside)
-        if vetoed and self._commits in self._averaged.values():
-            self.context.outputs.note(
-                "veto", "an AveragedModel took in the weights once more after the vetoed update"
-            )
         if together and not verdict.bad:
             self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
-        return vetoed and (verdict.bad or together)
+        return vetoed and refused
+
+    def _take_back(self, fused: FusedUpdate, *, refused: bool) -> None:
+        """The kernel left everything alone: take back what the host did in the meantime."""
+        if not refused:
+            self.rollback.scaler_skipped()
+            return
+        every_step = self.rollback.every_step
+        fused.take_back(self.context, calibrating=False, schedule=every_step)
+        if self._commits in self._averaged.values():
+            told = "an AveragedModel took in the weights once more after the vetoed update"
+            self.context.outputs.note("veto", told)
 
     def _finish_fused(
         self, fused: FusedUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from stepguard.detect.judge import alarming
@@ -12,7 +13,7 @@ from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.incident.outcome import let_through
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import Pending
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.transaction import VetoedUpdate
 from stepguard.engine.watch.shared_backward import Sharing
 from stepguard.engine.wiring import Wiring
@@ -38,9 +39,9 @@ class JudgedStep(FusedWatchedStep):
     """The part of a watch driver that judges the step at hand."""
 
     def __init__(
-        self, context: Context, protect: Protection, recovery: Recovery, wiring: Wiring
+        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
     ) -> None:
-        super().__init__(context, protect, recovery, wiring)
+        super().__init__(context, protect, rewinder, wiring)
         self._not_reached = UpdateNotReached(self)
         self._dropped_late = False
         """The update is dropped for an optimizer that was refused before this one stepped."""
@@ -156,19 +157,16 @@ class JudgedStep(FusedWatchedStep):
             return
         if not pending.others_bad and damaged is None:
             return
-        asked = [damaged] if damaged is not None else sharing
-        for peer in asked:
-            if isinstance(peer, JudgedStep) and peer.found_bad():
-                self._dropped_for = peer
-                break
-        if self._dropped_for is not None:
-            for peer in sharing:
-                if peer is not self._dropped_for:
-                    peer.shared.drop(counts=True)
-        else:
+        self._dropped_for = _first_bad([damaged] if damaged is not None else sharing)
+        if self._dropped_for is None:
             self._dropped_late = self.shared.refused_before()
-        if self._dropped_for is not None or self._dropped_late:
-            self._refuse()
+            if self._dropped_late:
+                self._refuse()
+            return
+        for peer in sharing:
+            if peer is not self._dropped_for:
+                peer.shared.drop(counts=True)
+        self._refuse()
 
     def found_bad(self) -> bool:
         """Asked by another optimizer before this one steps: does its own reading veto?"""
@@ -229,3 +227,11 @@ class JudgedStep(FusedWatchedStep):
                 self.reader.after_update()
         self._close_books(step, reading, committed=True)
         self._end_step()
+
+
+def _first_bad(asked: Sequence[Sharing]) -> JudgedStep | None:
+    """The first of these drivers whose own reading vetoes its update."""
+    for peer in asked:
+        if isinstance(peer, JudgedStep) and peer.found_bad():
+            return peer
+    return None

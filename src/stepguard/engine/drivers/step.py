@@ -27,7 +27,7 @@ from stepguard.engine.recover.partial_step import (
     without_samples,
 )
 from stepguard.engine.recover.rerun import run_again
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.result import StepResult
 from stepguard.engine.scaler import hold_scaler, scaled, unscale, update_scaler
 from stepguard.engine.step_end import StepEnd
@@ -56,13 +56,13 @@ class UpdateNotCalled:
 class StepDriver:
     """One optimizer step from zero_grad to scheduler.step, with the transaction in between."""
 
-    def __init__(self, context: Context, protect: Protection, recovery: Recovery) -> None:
+    def __init__(self, context: Context, protect: Protection, rewinder: Rewinder) -> None:
         self.context = context
         self.protect = protect
-        self.recovery = recovery
-        self.transaction = Transaction(context, protect, recovery)
+        self.rewinder = rewinder
+        self.transaction = Transaction(context, protect, rewinder)
         self.reader = self.transaction.reader
-        self.step_end = StepEnd(context, protect, recovery)
+        self.step_end = StepEnd(context, protect, rewinder)
         self.exceptions = Exceptions(context, protect, self.transaction)
         self.not_called = UpdateNotCalled(context)
         self._fused: FusedUpdate | None = None
@@ -90,9 +90,9 @@ class StepDriver:
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one read."""
-        if self.recovery.snapshots.due():
+        if self.rewinder.snapshots.due():
             self.settle()
-        self.recovery.snapshots.between_steps()
+        self.rewinder.snapshots.between_steps()
 
     # --- around the user's code -----------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class StepDriver:
             return None
         context = self.context
         with self.protect.part("snapshots and checkpoints"):
-            self.recovery.snapshots.between_steps()
+            self.rewinder.snapshots.between_steps()
         with self.protect.region:
             context.buffers.remember()
             self.reader.start()
@@ -270,9 +270,9 @@ class StepDriver:
     ) -> None:
         """Keep what went as it should, to run it again; what a bad step left behind cannot be."""
         if incident is None:
-            self.recovery.snapshots.keep(step, reading.loss)
+            self.rewinder.snapshots.keep(step, reading.loss)
         elif committed:
-            self.recovery.snapshots.kept.broken(step.index)
+            self.rewinder.snapshots.kept.broken(step.index)
 
     # --- the good part of a bad step ------------------------------------------------------------
 

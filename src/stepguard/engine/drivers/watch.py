@@ -29,7 +29,7 @@ from stepguard.engine.optimizer_kinds import (
 )
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import count_labels
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.scaler import present_scale
 from stepguard.engine.wiring import Wiring
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
@@ -45,9 +45,9 @@ class WatchDriver(JudgedStep):
     """Optimizer hooks of one guard; also gets the calls of patched torch functions."""
 
     def __init__(
-        self, context: Context, protect: Protection, recovery: Recovery, wiring: Wiring
+        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
     ) -> None:
-        super().__init__(context, protect, recovery, wiring)
+        super().__init__(context, protect, rewinder, wiring)
         self._stepping = 0
         """Running calls of `step`: one that calls `super().step()` runs the hooks twice."""
         resources = context.resources
@@ -132,7 +132,7 @@ class WatchDriver(JudgedStep):
         if scaler.is_enabled() and self.protect.armed:
             with self.protect.region:
                 context.scaler = scaler
-                self.recovery.snapshots.run_state.scaler = scaler
+                self.rewinder.snapshots.run_state.scaler = scaler
                 self.observed.divide(scaler._get_scale_async())
 
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool:
@@ -172,26 +172,34 @@ class WatchDriver(JudgedStep):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Check the gradients; returns other arguments for `step` where it has a closure."""
+        self._before_update()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            # gradients from before a rewind belong to weights that are gone
+            if self.shared.is_dropped or self._rewound():
+                self._refuse()
+            else:
+                self.check()
+            return None
+        if self.shared.is_dropped:
+            self._refuse()
+        checked = _nothing if self.vetoing else self._checked(optimizer, closure)
+        rest = dict(kwargs)
+        rest.pop("closure", None)
+        return (args[0], checked, *args[2:]), rest
+
+    def _before_update(self) -> None:
+        """Close the last step, and take the snapshot that no call of the model has prompted."""
         if self._veto.hidden:
             # an exception of the optimizer ended that step: nothing has been put back yet
             self._vetoed()
         self._begin()
         if inside_backward():
-            self.recovery.snapshots.turn_off(IN_BACKWARD)
-        if self.protect.armed and self.recovery.snapshots.due():
+            self.rewinder.snapshots.turn_off(IN_BACKWARD)
+        if self.protect.armed and self.rewinder.snapshots.due():
             # the root module was not called, only its methods or its children
             with self.protect.part("snapshots and checkpoints"):
-                self.recovery.snapshots.before_update()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if self.shared.is_dropped or (closure is None and self._rewound()):
-            self._refuse()
-        elif closure is None:
-            self.check()
-        if closure is None:
-            return None
-        checked = _nothing if self.vetoing else self._checked(optimizer, closure)
-        rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (args[0], checked, *args[2:]), rest
+                self.rewinder.snapshots.before_update()
 
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, with a check of what each evaluation leaves."""

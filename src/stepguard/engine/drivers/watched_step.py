@@ -13,7 +13,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.exceptions import Exceptions
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import Pending
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.step_end import StepEnd
 from stepguard.engine.transaction import Transaction
 from stepguard.engine.update_check import UpdateCheck
@@ -39,18 +39,18 @@ class WatchedStep:
     """The parts of one watch driver, and the step at hand."""
 
     def __init__(
-        self, context: Context, protect: Protection, recovery: Recovery, wiring: Wiring
+        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
     ) -> None:
         self.context = context
         self.protect = protect
-        self.recovery = recovery
+        self.rewinder = rewinder
         self.wiring = wiring
         self.tracing = LiveTracing(context)
         self.transaction = Transaction(
-            context, protect, recovery, self.tracing.locate, reruns=False
+            context, protect, rewinder, self.tracing.locate, reruns=False
         )
         self.reader = self.transaction.reader
-        self.step_end = StepEnd(context, protect, recovery)
+        self.step_end = StepEnd(context, protect, rewinder)
         self.exceptions = Exceptions(context, protect, self.transaction)
         self.observed = ObservedLoss(context, self.reader.announce)
         self.rollback = ScheduleRollback(context)
@@ -101,11 +101,11 @@ class WatchedStep:
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one closed."""
-        if self.recovery.snapshots.due():
+        if self.rewinder.snapshots.due():
             self._begin()
         if self.protect.armed:
             with self.protect.part("snapshots and checkpoints"):
-                self.recovery.snapshots.between_steps()
+                self.rewinder.snapshots.between_steps()
 
     def remember(self) -> None:
         """Remember buffers and attributes of modules as they are now."""

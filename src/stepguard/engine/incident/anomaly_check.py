@@ -16,7 +16,7 @@ from stepguard.detect.weights_blame import LASTING, Signs, blame_weights
 from stepguard.engine.context import Context
 from stepguard.engine.incident.run_facts import update_ratio
 from stepguard.engine.recover.earlier_weights import compare_with_best
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Reading, Verdict
 from stepguard.state.replay import reevaluate
 from stepguard.state.step import Step
@@ -25,13 +25,13 @@ TOLD_FOR = 64
 """Steps after a runaway loss was told as an incident in which a further one is only a line."""
 
 
-class Suspicion:
+class AnomalyCheck:
     """Weighs the finite anomalies of one guard."""
 
-    def __init__(self, context: Context, recovery: Recovery, *, clips_itself: bool) -> None:
+    def __init__(self, context: Context, rewinder: Rewinder, *, clips_itself: bool) -> None:
         """`clips_itself`: the guard clips, so it knows the gradient an update was made of."""
         self._context = context
-        self._recovery = recovery
+        self._rewinder = rewinder
         self._clips_itself = clips_itself
         self._last = -1
         self._in_a_row = 0
@@ -79,7 +79,7 @@ class Suspicion:
         ratio = None
         if rates:
             ratio = update_ratio(self._context.optimizer, rates[-1], self._last_used_norm())
-        return {"ratio": ratio, "moved": self._recovery.probation.moved_since_good()}
+        return {"ratio": ratio, "moved": self._rewinder.probation.moved_since_good()}
 
     def _last_used_norm(self) -> float | None:
         """Norm of the gradient that the last update was made of, where clipping is known."""
@@ -108,7 +108,7 @@ class Suspicion:
             return signs
         found = None
         if step.replayable:
-            found = compare_with_best(self._context, self._recovery.snapshots, step)
+            found = compare_with_best(self._context, self._rewinder.snapshots, step)
         if found is None:
             return replace(signs, moved=reading.weights_moved)
         return replace(

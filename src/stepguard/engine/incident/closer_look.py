@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.engine.context import Context
-from stepguard.locate.impurity import own_state
+from stepguard.locate.impurity import kept_loss_function_state
 from stepguard.records import Evidence, Origin, Reading
 from stepguard.records.origin import with_evidence
 from stepguard.sentinel.gradients import gradient_norm
@@ -166,7 +166,7 @@ def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
     scale = reading.scale or step.scale
     if context.scaling() and _usual_for_a_scaler(context, scale, reading.grad_norm):
         return True
-    with own_state(step):
+    with kept_loss_function_state(step):
         return _finite_at_a_lower_scale(context, step, scale)
 
 

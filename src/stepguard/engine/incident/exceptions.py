@@ -1,6 +1,4 @@
-"""Exceptions of the user's code are incidents: recorded with their place and sample, and raised
-again unchanged.
-"""
+"""Record exceptions of the user's code as incidents, with place and sample; they pass unchanged."""
 
 from __future__ import annotations
 
@@ -27,14 +25,10 @@ from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step
 
 MARK = "_stepguard_incident"
-"""Attribute of an exception that is on record. Holding on to it would keep its frames and their
-tensors alive.
-"""
+"""Attribute of an exception that is on record: keeping the exception would keep its tensors."""
 MOST_WORDS = 300
 MOST_PLACED = 3
-"""Exceptions of one type and line that are run again; a loop that lives with them is left alone
-from then on.
-"""
+"""Exceptions of one type and line that are run again; a loop may live with more of them."""
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "HIP error")
 
@@ -49,8 +43,7 @@ class Exceptions:
         self._seen: dict[tuple[str, str | None], int] = {}
 
     def in_step(self, step: Step, error: Exception) -> Incident | None:
-        """The user's code raised inside `guard.step`. The incident where the policy skips the step,
-        else None.
+        """Record what the user's code raised inside `guard.step`; the incident if it is skipped.
 
         Buffers, counters and random numbers are put back as they were before the step; its
         gradients are dropped.
@@ -71,12 +64,9 @@ class Exceptions:
     def in_loop(
         self, step: Step, error: BaseException | None, attempt: Attempt | None = None
     ) -> None:
-        """One passes through a watched loop, whose own business it is: it is told, and nothing is
-        changed.
-        """
-        ours = (
-            type(error).__module__.partition(".")[0] == "stepguard"
-        )  # a replay of another guard that was cut short
+        """Record an exception that passes through a watched loop, and change nothing."""
+        # a replay of another guard that was cut short
+        ours = type(error).__module__.partition(".")[0] == "stepguard"
         if not self._protect.armed or ours or not isinstance(error, Exception):
             return
         if not recorded(error):
@@ -105,10 +95,10 @@ class Exceptions:
             origin = self._placed(origin, step, error, attempt)
         decision = self._decide(step, error, may_skip=may_skip)
         _complete(step)
-        kept = (
-            step if repeatable(error) else replace(step, loss_fn=None)
-        )  # no memory to write a capsule with
-        incident = record(self._context, replace(incident, origin=origin, decision=decision), kept)
+        if not repeatable(error):
+            # no memory to write a capsule with
+            step = replace(step, loss_fn=None)
+        incident = record(context, replace(incident, origin=origin, decision=decision), step)
         with contextlib.suppress(Exception):
             setattr(error, MARK, incident.id)
         return incident
@@ -116,22 +106,28 @@ class Exceptions:
     def _placed(
         self, origin: Origin, step: Step, error: Exception, attempt: Attempt | None
     ) -> Origin:
-        context, key = self._context, (type(error).__name__, origin.source)
+        """Run the step again to find the sample, where that is possible."""
+        config = self._context.config
+        key = (type(error).__name__, origin.source)
         self._seen[key] = self._seen.get(key, 0) + 1
-        if not (step.replayable or attempt is not None) or not step.rng or not repeatable(error):
+        if not config.locate or self._context.agreement.size > 1 or self._seen[key] > MOST_PLACED:
             return origin
-        if not context.config.locate or context.agreement.size > 1 or self._seen[key] > MOST_PLACED:
+        if not step.rng or not repeatable(error):
             return origin
-        attempt = attempt or whole_attempt(step, origin)
-        return place_exception(
-            origin, error, step, len(step.rng) - 1, attempt, context.config.locate_budget
-        )
+        if attempt is None:
+            if not step.replayable:
+                return origin
+            attempt = whole_attempt(step, origin)
+        failed = len(step.rng) - 1
+        return place_exception(origin, error, step, failed, attempt, config.locate_budget)
 
     def _decide(self, step: Step, error: Exception, *, may_skip: bool) -> Decision:
-        context, policy = self._context, self._context.config.policy
+        context = self._context
+        policy = context.config.policy
         if not may_skip or policy.exceptions != "skip":
             return _raised_again("the exception is raised again", context.budget)
-        context.budget = spent = context.budget.spend(step.index).lose(1.0, policy)
+        spent = context.budget.spend(step.index).lose(1.0, policy)
+        context.budget = spent
         why_not = _why_not_skipped(error, context) or spent.exceeded(policy)
         if why_not:
             return _raised_again(f"no skip: {why_not}; the exception is raised again", spent)
@@ -161,29 +157,36 @@ def in_words(error: BaseException) -> str:
 
 def repeatable(error: BaseException) -> bool:
     """Can the step be tried again at all? Not without memory, nor on a device that is lost."""
-    return not out_of_memory(error) and not any(words in str(error) for words in BROKEN_DEVICE)
+    if any(words in str(error) for words in BROKEN_DEVICE):
+        return False
+    return not out_of_memory(error)
 
 
 def out_of_memory(error: BaseException) -> bool:
+    """True for the errors of Python and torch, and for those of libraries that only say so."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error).lower() for words in NO_MEMORY
-    )
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error).lower()
+    return any(words in said for words in NO_MEMORY)
 
 
 def ending(error: BaseException | None) -> str:
     """What the end of a run says about the exception that ended it; empty where none did."""
     if error is None or isinstance(error, StepguardError | GeneratorExit):
         return ""
-    if isinstance(error, SystemExit):
-        return in_words(error) if error.code not in (None, 0) else ""
-    return in_words(error) if isinstance(error, Exception | KeyboardInterrupt) else ""
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return ""
+    if not isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+        return ""
+    return in_words(error)
 
 
 def last_uncaught() -> BaseException | None:
-    """The exception that is ending this process; a notebook keeps one for every cell that failed."""
+    """The exception that is ending this process, if one is."""
     if "ipykernel" in sys.modules:
+        # a notebook keeps one for every cell that failed
         return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
@@ -191,11 +194,13 @@ def last_uncaught() -> BaseException | None:
 def _why_not_skipped(error: Exception, context: Context) -> str:
     if not repeatable(error):
         return "memory or the device is exhausted"
-    return "ranks have to go on together" if context.agreement.size > 1 else ""
+    if context.agreement.size > 1:
+        return "ranks have to go on together"
+    return ""
 
 
 def _complete(step: Step) -> None:
-    """Micro-batches that never came to run: a replay starts them with the numbers of now."""
-    missing = len(step.micro_batches) - len(step.rng)
-    if step.replayable and missing > 0:
-        step.rng += [capture_rng() for _ in range(missing)]
+    """Give micro-batches that never ran the present random numbers, for a replay to start from."""
+    if step.replayable:
+        while len(step.rng) < len(step.micro_batches):
+            step.rng.append(capture_rng())

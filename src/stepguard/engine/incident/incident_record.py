@@ -1,6 +1,4 @@
-"""Putting an incident on record: its folder, the capsule, the journal, the readable log, the
-terminal.
-"""
+"""Record an incident: its folder, its capsule, the ledger of bad samples and every output."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ MOST_CAPSULES = 20
 
 
 def record(context: Context, incident: Incident, step: Step) -> Incident:
-    """On record, as far as that can be: the step stays vetoed whatever fails here."""
+    """Record an incident as far as possible: the step stays vetoed whatever fails here."""
     return explain_or_warn(
         incident, partial(context.outputs.note, "output"), write_down, context, incident, step
     )
 
 
 def write_down(context: Context, incident: Incident, step: Step) -> Incident:
-    """Everything that outlives the process first, the screen last."""
+    """Write what outlives the process first, and tell the outputs last."""
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
     if context.outputs.journal is not None:
@@ -43,14 +41,12 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
 def _write_folder(context: Context, incident: Incident) -> None:
     try:
         write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
-    except (
-        Exception
-    ) as fault:  # a full disk must not cost the veto, nor what else is told of the incident
-        summary = (
-            f"the folder of incident {incident.id} could not be written: "
-            f"{type(fault).__name__}: {fault}"
+    except Exception as fault:
+        # a full disk must not cost the veto, nor what else is told of the incident
+        why = f"{type(fault).__name__}: {fault}"
+        context.outputs.note(
+            "output", f"the folder of incident {incident.id} could not be written: {why}"
         )
-        context.outputs.note("output", summary)
 
 
 def free_id(context: Context, name: str) -> str:
@@ -72,8 +68,10 @@ def _on_disk(context: Context, name: str) -> bool:
 
 
 def incident_folder(run_dir: Path, name: str, rank: int) -> Path:
-    """Where an incident of this name goes."""
-    return run_dir / "incidents" / (f"{name}-rank{rank}" if rank else name)
+    """The folder of an incident of this name."""
+    if rank:
+        name = f"{name}-rank{rank}"
+    return run_dir / "incidents" / name
 
 
 def _folder(context: Context, incident: Incident) -> Path:
@@ -82,12 +80,12 @@ def _folder(context: Context, incident: Incident) -> Path:
 
 
 def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
+    """Write the capsule of a step that can be replayed, and name it in the incident."""
     config = context.config
-    wanted = config.run_dir is not None and config.capsule != "off" and step.replayable
-    if not wanted or config.capsule == "off" or len(context.incidents) >= MOST_CAPSULES:
+    if config.run_dir is None or config.capsule == "off" or not step.replayable:
         return incident
     folder = _folder(context, incident) / "capsule"
-    if folder.exists():
+    if len(context.incidents) >= MOST_CAPSULES or folder.exists():
         return incident
     try:
         kept = write_capsule(
@@ -99,16 +97,13 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             keep=config.capsule,
             limit_bytes=config.capsule_limit,
         )
-    except Exception as fault:  # a full disk or an odd tensor must not cost the incident
-        context.outputs.note(
-            "capsule", f"no capsule of incident {incident.id}: {type(fault).__name__}: {fault}"
-        )
+    except Exception as fault:
+        # a full disk or an odd tensor must not cost the incident
+        why = f"{type(fault).__name__}: {fault}"
+        context.outputs.note("capsule", f"no capsule of incident {incident.id}: {why}")
         return incident
     if not kept:
-        summary = (
-            f"no capsule: the step is larger than {config.capsule_limit} bytes "
-            f"(GuardConfig.capsule_limit)"
-        )
-        context.outputs.note("capsule", summary)
+        limit = f"{config.capsule_limit} bytes (GuardConfig.capsule_limit)"
+        context.outputs.note("capsule", f"no capsule: the step is larger than {limit}")
         return incident
-    return replace(incident, capsule=str(folder.relative_to(Path(str(config.run_dir)))))
+    return replace(incident, capsule=str(folder.relative_to(Path(config.run_dir))))

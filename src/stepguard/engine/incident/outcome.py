@@ -1,8 +1,9 @@
-"""What was decided about a bad step, and what was really done about it."""
+"""Say what was decided about a bad step, and what was really done about it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import assert_never
 
 from stepguard.records import Incident, Verdict
 from stepguard.records.decision import Action
@@ -15,11 +16,26 @@ def not_applied(incident: Incident) -> Incident:
     the run stops.
     """
     decision = incident.decision
-    if decision is None or decision.action in ("skip", "stop", "leave_out", "note"):
+    if decision is None:
+        return incident
+    action = _instead_of(decision.action)
+    if action == decision.action:
         return incident
     why = f"{decision.action} failed by a fault of stepguard's own"
-    action: Action = "stop" if decision.action == "rewind" else "skip"
     return replace(incident, decision=replace(decision, action=action, reason=why))
+
+
+def _instead_of(action: Action) -> Action:
+    """What remains of an action that failed; the same one where there was nothing to do."""
+    match action:
+        case "skip" | "stop" | "leave_out" | "note":
+            return action
+        case "rewind":
+            return "stop"
+        case "retry" | "undo" | "lower_lr":
+            return "skip"
+        case unknown:
+            assert_never(unknown)
 
 
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:

@@ -1,8 +1,7 @@
-"""What a cheap reading proves by itself, for when the closer look or the verdict fails by a fault
-of our own.
+"""Judge by the cheap reading alone, where the closer look or the verdict failed by our own fault.
 
-A step whose loss or gradient is not finite is known to be bad before anything has been looked at:
-it stays vetoed.
+A step whose loss or gradient is not finite is known to be bad before anything else was read: it
+stays vetoed.
 """
 
 from __future__ import annotations
@@ -12,30 +11,23 @@ from dataclasses import replace
 
 from stepguard.engine.context import Context
 from stepguard.records import Reading, Verdict
-from stepguard.records.verdict import OK
+from stepguard.records.verdict import OK, VerdictKind
 
 UNNAMED = "param:unnamed"
 
 
 def presumed_reading(context: Context, reading: Reading) -> Reading:
-    """The reading without a closer look. Buffers may be non-finite on purpose, so they prove
-    nothing.
-    """
+    """The reading without a closer look. A bad buffer may be meant, so it proves nothing."""
+    if context.scaling() and not reading.grads_finite and _losses_finite(reading):
+        return replace(reading, bad_state=(), overflow=True)
     stored = (UNNAMED,) if "state" in reading.bad_state else ()
-    by_scale = context.scaling() and not reading.grads_finite and _losses_finite(reading)
-    return replace(reading, bad_state=() if by_scale else stored, overflow=by_scale)
+    return replace(reading, bad_state=stored, overflow=False)
 
 
 def presumed_verdict(context: Context, reading: Reading) -> Verdict:
-    """For a verdict that could not be reached: what is proven to be bad is refused, all else goes
-    on.
-    """
+    """Refuse what is proven to be bad, and let everything else pass."""
     if reading.state_born:
-        return Verdict(
-            kind="nonfinite_parameter",
-            severity="incident",
-            summary=f"{reading.bad_state[0]} was born bad",
-        )
+        return _bad("nonfinite_parameter", f"{reading.bad_state[0]} was born bad")
     seen = presumed_reading(context, reading)
     if seen.overflow:
         return Verdict(
@@ -44,20 +36,18 @@ def presumed_verdict(context: Context, reading: Reading) -> Verdict:
             summary="gradients overflow at the present scale",
         )
     if not _losses_finite(seen):
-        return Verdict(kind="nonfinite_loss", severity="incident", summary=f"loss is {seen.loss}")
+        return _bad("nonfinite_loss", f"loss is {seen.loss}")
     if not seen.grads_finite:
-        return Verdict(
-            kind="nonfinite_gradient", severity="incident", summary="gradient is non-finite"
-        )
+        return _bad("nonfinite_gradient", "gradient is non-finite")
     if seen.grad_norm is not None and not math.isfinite(seen.grad_norm):
-        return Verdict(
-            kind="infinite_norm", severity="incident", summary="the norm of the gradients overflows"
-        )
+        return _bad("infinite_norm", "the norm of the gradients overflows")
     if seen.bad_state:
-        return Verdict(
-            kind="nonfinite_parameter", severity="incident", summary="stored state is not finite"
-        )
+        return _bad("nonfinite_parameter", "stored state is not finite")
     return OK
+
+
+def _bad(kind: VerdictKind, summary: str) -> Verdict:
+    return Verdict(kind=kind, severity="incident", summary=summary)
 
 
 def _losses_finite(reading: Reading) -> bool:

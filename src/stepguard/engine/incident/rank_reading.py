@@ -1,4 +1,4 @@
-"""The same reading on every rank: the one of the rank that is to blame."""
+"""Agree on one reading among ranks: the one of the rank that is to blame."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
 
     told_by_rank = context.agreement.together(look)
     worst = max(told["trouble"] for told in told_by_rank)
-    bad = tuple(rank for rank, told in enumerate(told_by_rank) if told["trouble"] == worst > 0)
+    bad: list[int] = []
+    if worst > 0:
+        bad = [rank for rank, told in enumerate(told_by_rank) if told["trouble"] == worst]
     leader = bad[0] if bad else 0
     agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
-    return replace(agreed, bad_ranks=bad)
+    return replace(agreed, bad_ranks=tuple(bad))
 
 
 def own_trouble(step: Step, reading: Reading) -> int:
@@ -36,7 +38,9 @@ def own_trouble(step: Step, reading: Reading) -> int:
         return 0
     # DDP has averaged the gradients already, so only a replay tells whose they were
     if step.replayable:
-        return 0 if rerun(step).grads_finite else 2
-    if step.model_only:
-        return 0 if gradients_came_back_finite(step) and model_finite(step) else 2
-    return 1
+        clean = rerun(step).grads_finite
+    elif step.model_only:
+        clean = gradients_came_back_finite(step) and model_finite(step)
+    else:
+        return 1
+    return 0 if clean else 2

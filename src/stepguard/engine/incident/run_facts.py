@@ -6,6 +6,7 @@ Read only once something is wrong: some of them read every parameter.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -20,6 +21,7 @@ from stepguard.records import Reading
 from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.names import optimizer_parameters
 
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 FAR_ABOVE = 1e6
 """Times the smallest gradient whose square is not 0: above it, a square of 0 has been lost."""
 
@@ -49,12 +51,18 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         eps=_number(first_group.get("eps")),
         betas=_numbers(first_group.get("betas")),
         clip_norm=context.config.clip_norm,
+        configured_dtype=_launcher_precision(),
         scaling=_scaling(context),
         world_size=context.agreement.size,
         committed=history.committed,
         resumed=context.resumed,
         outlier=_outlier(context),
     )
+
+
+def _launcher_precision() -> str | None:
+    """What `accelerate launch` was asked for: it tells its processes by this variable."""
+    return PRECISIONS.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower())
 
 
 def _scaling(context: Context) -> Scaling:
@@ -103,23 +111,29 @@ def update_ratio(
 
     An optimizer without memory (plain SGD) made it of the last gradient, whose norm is `last_norm`.
     """
+    moves, weights = _last_moves(optimizer, rates)
+    moved = _norm(moves)
+    if not moves and last_norm is not None and type(optimizer) is SGD:
+        weights = list(filter(_is_plain, (p.data for p in optimizer_parameters(optimizer))))
+        moved = max(rates, default=0.0) * last_norm
+    total = _norm(weights) or math.nan
+    ratio = moved / total + _decay(optimizer, rates)
+    return ratio if math.isfinite(ratio) else None
+
+
+def _last_moves(optimizer: Optimizer, rates: Sequence[float]) -> tuple[list[Tensor], list[Tensor]]:
+    """The last update of each parameter whose optimizer remembers it, and these parameters."""
     moves: list[Tensor] = []
     weights: list[Tensor] = []
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        if not math.isfinite(rate):
+            continue
         for parameter in group["params"]:
             direction = _direction(group, optimizer.state.get(parameter, {}))
-            if direction is not None and math.isfinite(rate):
+            if direction is not None:
                 moves.append(rate * direction)
                 weights.append(parameter.detach())
-    moved = _norm(moves)
-    if not moves and last_norm is not None and type(optimizer) is SGD:
-        weights = [p.detach() for p in optimizer_parameters(optimizer) if _is_plain(p.data)]
-        moved = max(rates, default=0.0) * last_norm
-    total = _norm(weights)
-    if not total:
-        return None
-    ratio = moved / total + _decay(optimizer, rates)
-    return ratio if math.isfinite(ratio) else None
+    return moves, weights
 
 
 def _decay(optimizer: Optimizer, rates: Sequence[float]) -> float:

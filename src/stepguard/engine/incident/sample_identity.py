@@ -13,8 +13,8 @@ from stepguard.engine.recover.partial_step import samples_in
 from stepguard.records import Origin
 from stepguard.records.bad_samples import Identity
 from stepguard.state.batch_rows import part_named
-from stepguard.state.delivered_batches import Delivered, Found, first_tensors
-from stepguard.state.resumable_loader import Feed
+from stepguard.state.delivered_batches import Delivered, FoundBatch, first_tensors
+from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import Step
 
 
@@ -47,7 +47,7 @@ class Part:
         return _picked(self.ids, rows)
 
 
-def parts_of(step: Step, feed: Feed | None, id_key: str | None) -> list[Part]:
+def parts_of(step: Step, feed: ResumableLoader | None, id_key: str | None) -> list[Part]:
     """One part for each micro-batch; for each delivered batch where micro-batches are not known."""
     delivered = [] if feed is None else feed.of_step(step.index)
     if not step.micro_batches:
@@ -58,7 +58,7 @@ def parts_of(step: Step, feed: Feed | None, id_key: str | None) -> list[Part]:
         parts.append(Part(size=size, ids=_ids(batch, id_key, size)))
     if feed is None:
         return parts
-    found: list[Found] = []
+    found: list[FoundBatch] = []
     for batch in step.micro_batches:
         known = feed.find(batch)
         if known is not None:
@@ -68,7 +68,9 @@ def parts_of(step: Step, feed: Feed | None, id_key: str | None) -> list[Part]:
     return _by_order(delivered, parts, step.micro_batches)
 
 
-def name_samples(origin: Origin, step: Step, feed: Feed | None, id_key: str | None) -> Origin:
+def name_samples(
+    origin: Origin, step: Step, feed: ResumableLoader | None, id_key: str | None
+) -> Origin:
     """The same origin, with the names of its samples."""
     if not origin.samples or (feed is None and id_key is None):
         return origin
@@ -107,7 +109,7 @@ def _whole_batch(each: Delivered) -> Part:
     return Part(size=size, indices=indices, place=(each.epoch, each.number))
 
 
-def _recognized(found: list[Found], parts: list[Part]) -> list[Part]:
+def _recognized(found: list[FoundBatch], parts: list[Part]) -> list[Part]:
     """Every micro-batch is one of those delivered, or a slice of one."""
     seen: dict[int, set[int]] = {}
     for each in found:

@@ -11,7 +11,7 @@ from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.interception import borrowing
 from stepguard.engine.recover.checkpoint_archive import Archive
 from stepguard.engine.recover.restore import restore_checkpoint
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Incident
 from stepguard.state.run_state import SavedState, StateError
 from stepguard.state.snapshot import Snapshot
@@ -20,10 +20,10 @@ from stepguard.state.snapshot import Snapshot
 class Checkpoints:
     """Saves and restores for one guard. One of the duties between two steps."""
 
-    def __init__(self, context: Context, recovery: Recovery) -> None:
+    def __init__(self, context: Context, rewinder: Rewinder) -> None:
         self._context = context
-        self._recovery = recovery
-        self._snapshots = recovery.snapshots
+        self._rewinder = rewinder
+        self._snapshots = rewinder.snapshots
         self._archive: Archive | None = None
         self._pending: Snapshot | int | None = None
         """The checkpoint on probation: its snapshot, or its step where this rank has none."""
@@ -31,14 +31,14 @@ class Checkpoints:
         """The snapshot that is being written."""
         self._seen = -1
         """The last step at which a checkpoint was due."""
-        recovery.after_commit.append(self.committed)
-        recovery.after_rewind.append(self.rewound)
-        recovery.before_stop.append(self.stopping)
+        rewinder.after_commit.append(self.committed)
+        rewinder.after_rewind.append(self.rewound)
+        rewinder.before_stop.append(self.stopping)
         run_dir = context.config.run_dir
         if run_dir is not None and not borrowing():
             folder = Path(run_dir) / "checkpoints"
-            self._archive = Archive(context, recovery.probation, folder)
-            recovery.planner.archive = self._archive
+            self._archive = Archive(context, rewinder.probation, folder)
+            rewinder.planner.archive = self._archive
 
     @property
     def has_store(self) -> bool:
@@ -92,12 +92,12 @@ class Checkpoints:
         bad = stored_trouble(context)
         if bad:
             return f"{bad[0]} is not finite"
-        hurt = self._recovery.probation.hurt_at
+        hurt = self._rewinder.probation.hurt_at
         probation = context.config.probation
         if hurt is not None and context.step - hurt <= probation:
             since = f"have not been good for {probation} steps"
             return f"the weights were hurt at step {hurt} and {since}"
-        if self._recovery.probation.ruined:
+        if self._rewinder.probation.ruined:
             history = context.history
             reached = f"{history.best:.6g} was reached before step {history.ruined_at}"
             way_out = "GuardConfig(anomalies='off') judges no losses"
@@ -108,7 +108,7 @@ class Checkpoints:
         """Load a checkpoint and return the optimizer steps done; damaged ones are passed over."""
         archive = self._needed("guard.restore()")
         archive.background.wait()
-        done = restore_checkpoint(self._context, self._recovery, archive.store, which)
+        done = restore_checkpoint(self._context, self._rewinder, archive.store, which)
         self._pending = None
         return done
 
@@ -149,7 +149,7 @@ class Checkpoints:
         pending = self._pending
         if pending is None:
             return
-        started = max(_step(pending), self._recovery.probation.incident_at + 1)
+        started = max(_step(pending), self._rewinder.probation.incident_at + 1)
         if done - started >= self._context.config.probation:
             self._pending = None
             self._write(pending)
@@ -170,14 +170,16 @@ class Checkpoints:
         if self._context.agreement.rank == 0 and isinstance(pending, Snapshot):
             archive.complete(pending.state, [facts["own"] for facts in told])
             good = all(facts["good"] for facts in told)
-            pending.lent = archive.offer(pending.step, pending.state, good=good)
-            self._lent = pending if pending.lent else None
+            if archive.offer(pending.step, pending.state, good=good):
+                pending.lent = True
+                self._lent = pending
+            # else an earlier one is still being written, and stays lent until it is
 
     def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
         if not isinstance(pending, Snapshot):
             return None
         pending.lent = False
-        if not self._recovery.probation.worth_keeping(pending):
+        if not self._rewinder.probation.worth_keeping(pending):
             return None
         return pending.state
 

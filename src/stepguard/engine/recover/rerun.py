@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptStep
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.result import StepResult
 from stepguard.records import Incident
 from stepguard.state.rng import capture_rng, restore_rng
@@ -19,7 +19,7 @@ class Runs(Protocol):
     """A driver that runs steps itself."""
 
     context: Context
-    recovery: Recovery
+    rewinder: Rewinder
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult: ...
 
@@ -50,18 +50,18 @@ def run_again(
 
 
 def _retry(runs: Runs, step: Step) -> StepResult:
-    runs.recovery.retried = step.index
-    with runs.recovery.snapshots.paused():
+    runs.rewinder.retried = step.index
+    with runs.rewinder.snapshots.paused():
         return _once_more(runs, step)
 
 
 def _repeat(runs: Runs, step: Step) -> StepResult | None:
     """Run the steps since the snapshot exactly as they were, then the one that failed."""
-    recovery = runs.recovery
-    start = recovery.start
+    rewinder = runs.rewinder
+    start = rewinder.start
     assert start is not None
-    with recovery.snapshots.paused():
-        for kept in recovery.left:
+    with rewinder.snapshots.paused():
+        for kept in rewinder.left:
             result = _once_more(runs, kept.step)
             if result.incident is not None:
                 # it failed again, which was an incident of its own with its own decision
@@ -80,16 +80,16 @@ def _undo_inexact(runs: Runs, kept: KeptStep, result: StepResult, start: Snapsho
         f"loss function depends on more than the batch it is given, so the steps since "
         f"{start.step} are left behind instead",
     )
-    runs.recovery.put_back(start)
+    runs.rewinder.put_back(start)
 
 
 def _reorder(runs: Runs, incident: Incident) -> None:
     """Run the good steps since the snapshot in another order, with new random numbers."""
-    recovery = runs.recovery
-    order = list(recovery.left)
+    rewinder = runs.rewinder
+    order = list(rewinder.left)
     # seeded by what every rank knows, so that all of them run the same order
     random.Random(f"{incident.id}/{runs.context.budget.rewinds}").shuffle(order)
-    with recovery.snapshots.paused():
+    with rewinder.snapshots.paused():
         for kept in order:
             assert kept.step.loss_fn is not None
             result = runs.run(kept.step.loss_fn, kept.step.micro_batches)

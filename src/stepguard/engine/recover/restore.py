@@ -23,7 +23,7 @@ from stepguard.engine.recover.past_attempts import (
     failed_starts,
     past_of,
 )
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
 from stepguard.state.run_state import SavedState
 from stepguard.state.tree_json import put_together
@@ -33,7 +33,7 @@ NEWEST = "newest"
 
 
 def restore_checkpoint(
-    context: Context, recovery: Recovery, store: Store, which: str | Path
+    context: Context, rewinder: Rewinder, store: Store, which: str | Path
 ) -> int:
     """Load a checkpoint into the live objects; returns the optimizer steps done."""
     attempts: list[Attempt] = []
@@ -44,10 +44,10 @@ def restore_checkpoint(
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
     difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
-    _load(context, recovery, SavedState(opened.tensors, opened.facts))
+    _load(context, rewinder, SavedState(opened.tensors, opened.facts))
     context.run_id = opened.health.run or context.run_id
     skip_lost_batches(context)
-    recovery.past = past_of(attempts)
+    rewinder.past = past_of(attempts)
     context.outputs.note(
         "restored",
         f"restored {opened.path}: {opened.step} optimizer steps are done",
@@ -103,8 +103,8 @@ def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
     return chosen[0]
 
 
-def _load(context: Context, recovery: Recovery, state: SavedState) -> None:
-    run_state = recovery.snapshots.run_state
+def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
+    run_state = rewinder.snapshots.run_state
     for trouble in run_state.put_back(state):
         context.outputs.note("checkpoint", trouble)
     own = put_together(state.facts["guard"], {})
@@ -121,7 +121,7 @@ def _load(context: Context, recovery: Recovery, state: SavedState) -> None:
     position = state.facts.get("loader", {}).get(str(context.agreement.rank))
     if context.feed is not None and position is not None:
         context.feed.go_to(put_together(position, state.tensors), random_numbers)
-    recovery.forget()
+    rewinder.forget()
 
 
 def _mention_newer(context: Context, store: Store, opened: Opened) -> None:

@@ -24,7 +24,7 @@ from stepguard.state.snapshot import Snapshot
 from stepguard.state.tree_json import put_together
 
 
-class Recovery:
+class Rewinder:
     """Plans and makes the rewinds of one guard. Owns its snapshots."""
 
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -25,8 +25,11 @@ class StepBoundary:
     """Calls `cross` once after every `open`."""
 
     def __init__(self, roots: Iterable[nn.Module], cross: Callable[[], None]) -> None:
-        self._roots, self._cross = tuple(roots), cross
-        self._open, self._root_calls, self._doubted = True, True, False
+        self._roots = tuple(roots)
+        self._cross = cross
+        self._open = True
+        self._root_calls = True
+        self._doubted = False
         self._parts: set[int] = set()
         self._handle: RemovableHandle | None = None
 

@@ -1,5 +1,4 @@
-"""An update that must not happen: its gradients are hidden, and what the optimizer does all the
-same is undone.
+"""Veto an update by hiding every gradient until optimizer.step() has returned.
 
 torch's own optimizers leave a parameter without a gradient alone. Others fill in zeros, insist on
 gradients, count steps or pull in slow weights: they get gradients of zero, and a copy of everything
@@ -19,83 +18,93 @@ from stepguard.state.undo import UndoCopy
 from stepguard.tensors.names import parameter_names
 from stepguard.tensors.versions import versions, written_since
 
+MOST_NAMED = 3
+
 
 class GradientVeto:
-    """Taken away before the update and given back after it."""
+    """The hidden gradients of one update, and how what it moved is undone."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._kept: list[tuple[Tensor, Tensor | None]] = []
-        self._later: Callable[[], None] | None = None
-        self._undo: UndoCopy | None = None
-        self._versions: list[int] = []
+        self._forget()
+        self._give_back_later: Callable[[], None] | None = None
         self._why_no_copy = ""
 
-    def give_back_later(self, give_back: Callable[[], None] | None) -> None:
-        """Single gradients that somebody else has taken away for this update."""
-        self._later = give_back
+    def _forget(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._gradients: list[Tensor | None] = []
+        self._versions: list[int] = []
+        self._undo: UndoCopy | None = None
 
     @property
     def hidden(self) -> bool:
-        return bool(self._kept)
+        """Is an update being vetoed?"""
+        return bool(self._parameters)
+
+    def give_back_later(self, give_back: Callable[[], None] | None) -> None:
+        """Call this as well once the update is over: it gives back single gradients."""
+        self._give_back_later = give_back
 
     def hide(self, copy: UndoCopy | None = None) -> None:
-        """`copy`: one that has been taken before, of an optimizer that has already begun."""
+        """Hide the gradients. `copy`: taken before, of an optimizer that has already begun."""
         context = self._context
-        self._kept = [(p, p.grad) for p in context.parameters]
-        self._undo, self._why_no_copy = copy, ""
+        self._parameters = list(context.parameters)
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._undo = copy
+        self._why_no_copy = ""
         if copy is None and is_custom(context.optimizer):
             self._undo = self._copy()
-        for parameter, gradient in self._kept:
-            parameter.grad = (
-                torch.zeros_like(gradient)
-                if self._undo is not None and gradient is not None
-                else None
-            )
-        self._versions = versions(p for p, _ in self._kept)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = None
+            if self._undo is not None and gradient is not None:
+                parameter.grad = torch.zeros_like(gradient)
+        self._versions = versions(self._parameters)
 
     def give_back(self) -> None:
-        """The gradients, which the loop may still want to look at."""
-        for parameter, gradient in self._kept:
+        """Give back the gradients, which the loop may still want to read."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        if self._later is not None:
-            self._later()
-            self._later = None
+        if self._give_back_later is not None:
+            self._give_back_later()
+            self._give_back_later = None
 
     def put_back(self) -> str:
-        """Undo what the update moved without a reason; in words what cannot be undone, empty if
-        nothing.
-        """
-        kept = [parameter for parameter, _ in self._kept]
-        undo = self._undo
+        """Undo what the update moved all the same; in words what cannot be undone."""
+        parameters = self._parameters
         marks = self._versions
-        self._kept, self._undo, self._versions = [], None, []
-        if undo is not None:
-            unknown = undo.restore()
-            return f"{', '.join(unknown)} cannot be compared, and may have moved" if unknown else ""
-        moved = written_since(kept, marks)
-        if not moved:
+        undo = self._undo
+        self._forget()
+        if undo is None:
+            return self._moved_without_gradient(parameters, marks)
+        unknown = undo.restore()
+        if not unknown:
             return ""
-        ids, names = (
-            {id(p) for p in moved},
-            parameter_names(self._context.roots, self._context.optimizer),
-        )
-        told = ", ".join([name for p, name in names if id(p) in ids][:3])
-        return (
-            f"{type(self._context.optimizer).__name__} moved {told} without a "
-            f"gradient{self._why_no_copy}"
-        )
+        return f"{', '.join(unknown)} cannot be compared, and may have moved"
 
     def release(self) -> None:
-        """The update goes on after all."""
+        """Let the update happen after all."""
         self.give_back()
-        self._kept, self._undo, self._versions = [], None, []
+        self._forget()
+
+    def _moved_without_gradient(self, parameters: list[Tensor], marks: list[int]) -> str:
+        moved = set()
+        for parameter, mark in zip(parameters, marks, strict=True):
+            if written_since([parameter], [mark]):
+                moved.add(id(parameter))
+        if not moved:
+            return ""
+        optimizer = self._context.optimizer
+        names = []
+        for parameter, name in parameter_names(self._context.roots, optimizer):
+            if id(parameter) in moved:
+                names.append(name)
+        told = ", ".join(names[:MOST_NAMED])
+        return f"{type(optimizer).__name__} moved {told} without a gradient{self._why_no_copy}"
 
     def _copy(self) -> UndoCopy | None:
         try:
             return UndoCopy(self._context.optimizer)
-        except (
-            Exception
-        ) as fault:  # of the user's objects, or no memory: hiding is all that is left
+        except Exception as fault:
+            # of the user's objects, or no memory: hiding is all that is left
             self._why_no_copy = f", and no copy could be taken ({type(fault).__name__}: {fault})"
             return None

@@ -22,7 +22,8 @@ from stepguard.tensors.torch_private import graphs_compiled
 ARMED_STEPS = 200
 """Steps after the last bad one during which the loop is traced, each of the first ones, then some.
 """
-IN_A_ROW, THEN_EVERY = 20, 10
+IN_A_ROW = 20
+THEN_EVERY = 10
 MOST_FUTILE = 3
 """Traced bad steps whose place the trace did not show either, after which no more are traced."""
 COMPILED = "compiled code runs in this process, and tracing would replace it by other arithmetic"
@@ -138,14 +139,17 @@ class LiveTracing:
 
     def _working(self, *, on: bool) -> bool:
         recorder = present_recorder()
-        return recorder.work(id(self), on=on) if recorder is not None else False
+        if recorder is None:
+            return False
+        return recorder.set_working(id(self), on=on)
 
     def finish(self) -> None:
         """The gradients are there: this step's trace is complete, and that of the step before is of
         no more use.
         """
         self._let_go()
-        self._finished, self._running = self._running, None
+        self._finished = self._running
+        self._running = None
         if self._finished is not None:
             self._finished.finish()
 
@@ -162,7 +166,8 @@ class LiveTracing:
         self._let_go()
         if self._running is not None:
             self._running.release()
-        self._running, self._since = None, None
+        self._running = None
+        self._since = None
         self._working(on=False)
 
     def model_called(self, arguments: Mapping[str, Any]) -> None:

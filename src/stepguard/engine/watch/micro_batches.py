@@ -45,9 +45,12 @@ class MicroBatches:
         """
         if self._loss_fn is None or not self._kept or len(self._kept) < backwards:
             return False
-        kept = self._kept[-backwards:] if backwards else self._kept
+        kept = self._kept
+        if backwards:
+            kept = kept[-backwards:]
         step.loss_fn = self._unheard(self._loss_fn)
-        step.micro_batches, step.rng = tuple(batch for batch, _ in kept), [rng for _, rng in kept]
+        step.micro_batches = tuple(batch for batch, _ in kept)
+        step.rng = [rng for _, rng in kept]
         return True
 
     def _unheard(self, loss_fn: LossFn) -> LossFn:

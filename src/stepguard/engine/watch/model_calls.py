@@ -48,7 +48,8 @@ class OutputGradients:
     _marks: dict[int, int] = field(default_factory=dict)
 
     def keep(self, index: int, gradient: Tensor) -> None:
-        self.held[index], self._marks[index] = gradient, gradient._version
+        self.held[index] = gradient
+        self._marks[index] = gradient._version
 
     @property
     def intact(self) -> bool:
@@ -81,8 +82,9 @@ class ModelCalls:
     ) -> None:
         self._model = model
         self._protect = protect
-        self._on_call, self._on_error = on_call, on_error
-        self._deaf = False
+        self._on_call = on_call
+        self._on_error = on_error
+        self._paused = False
         self.off = False
         """A framework tells the micro-batches, so the whole step can be run again and calls need
         not be remembered.
@@ -100,37 +102,38 @@ class ModelCalls:
 
     def model_fn(self) -> ModelFn | None:
         """Runs the model on one of the calls so far; None where it cannot be run as it was."""
-        counts = {call.positional for call in self.calls}
-        known = (
-            len(counts) == 1
-            and len(self.calls) < MOST_CALLS
-            and all(call.gradients.intact for call in self.calls)
-        )
-        return partial(self._run, counts.pop()) if known else None
+        if not self.calls or len(self.calls) >= MOST_CALLS:
+            return None
+        positional = self.calls[0].positional
+        for call in self.calls:
+            if call.positional != positional or not call.gradients.intact:
+                return None
+        return partial(self._run, positional)
 
     def _run(
         self, positional: int, batch: dict[str, Any]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         arguments = {name: value for name, value in batch.items() if name != OUTPUT_GRADIENT}
         args = [arguments.pop(name) for name in list(arguments)[:positional]]
-        with self._not_listening():
+        with self._pausing():
             outputs = differentiable(self._model(*args, **arguments))
         gradients = batch[OUTPUT_GRADIENT]
         return outputs, [gradients.get(i) for i in range(len(outputs))]
 
     def _attempt(self) -> Callable[[Any], object] | None:
         """The call that is under way again, on other arguments."""
-        return (
-            partial(self._run, self.calls[-1].positional) if self.calls and not self.off else None
-        )
+        if not self.calls or self.off:
+            return None
+        return partial(self._run, self.calls[-1].positional)
 
     @contextmanager
-    def _not_listening(self) -> Iterator[None]:
-        before, self._deaf = self._deaf, True
+    def _pausing(self) -> Iterator[None]:
+        before = self._paused
+        self._paused = True
         try:
             yield
         finally:
-            self._deaf = before
+            self._paused = before
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is about to run."""
@@ -140,12 +143,9 @@ class ModelCalls:
 
     def raised(self, module: nn.Module, error: Exception) -> None:
         """The model has raised instead."""
-        if (
-            module.training
-            and not self._deaf
-            and torch.is_grad_enabled()
-            and not _being_transformed()
-        ):
+        if self._paused or not module.training:
+            return
+        if torch.is_grad_enabled() and not _being_transformed():
             self._on_error(error, self._attempt())
 
     def returned(self, module: nn.Module, output: Any) -> None:
@@ -155,7 +155,7 @@ class ModelCalls:
                 self._returned(output)
 
     def _hears(self, module: nn.Module) -> bool:
-        if self._deaf or self.off or not module.training or not self._protect.armed:
+        if self._paused or self.off or not module.training or not self._protect.armed:
             return False
         return torch.is_grad_enabled() and not _being_transformed()
 

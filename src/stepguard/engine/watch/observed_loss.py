@@ -1,6 +1,4 @@
-"""What a watched loop lets slip: the root of every backward (the loss) and the norm its clipping
-takes.
-"""
+"""Loss and pre-clip gradient norm, observed from a watched loop."""
 
 from __future__ import annotations
 
@@ -22,7 +20,8 @@ class ObservedLoss:
     """The losses and the norm of one guard's next update. Never waits for the device."""
 
     def __init__(self, context: Context, announce: Callable[[Tensor], None]) -> None:
-        self._context, self._announce = context, announce
+        self._context = context
+        self._announce = announce
         self.losses: list[MicroLoss] = []
         self._norm: Tensor | None = None
         self._at_norm: Marks = []
@@ -35,19 +34,21 @@ class ObservedLoss:
 
     @property
     def clipped(self) -> bool:
-        """Have the gradients been through clipping, which makes all of them NaN where the norm is?"""
+        """Were the gradients clipped? Where the norm is NaN, that makes all of them NaN."""
         return bool(self._at_norm)
 
     def before_backward(self, root: Tensor) -> None:
-        """A scalar that backward starts from is the loss; a scaler's factor is divided out again."""
-        self._heard = root.numel() == 1 and root.requires_grad and not torch.compiler.is_compiling()
-        if not self._heard:
+        """A scalar that backward starts from is the loss; a scaler's factor is divided out."""
+        self._heard = False
+        if root.numel() != 1 or not root.requires_grad or torch.compiler.is_compiling():
             return
+        self._heard = True
         value = root.detach()
         scaler = self._context.scaler
         if scaler is not None and self._context.scaling():
             scale = scaler._get_scale_async()
-            value = value / scale if scale is not None else value
+            if scale is not None:
+                value = value / scale
         self._at_start = self._gradient_marks()
         if self.losses and self._at_start != self._at_end:
             # their gradients have been dropped since, so they are part of no update
@@ -56,7 +57,7 @@ class ObservedLoss:
         self._announce(value)
 
     def after_backward(self, *, failed: bool) -> bool:
-        """Was it this guard's loss? A backward that left its gradients alone was somebody else's."""
+        """Was it this guard's loss? Another one's backward leaves its gradients alone."""
         if not self._heard:
             return False
         self._heard = False
@@ -74,53 +75,73 @@ class ObservedLoss:
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""
-        ours = [p.grad for p in self._context.parameters if p.grad is not None]
-        if len(ours) == len(tensors) and all(a is b for a, b in zip(ours, tensors, strict=True)):
-            self._norm = None if any(t.dtype in HALVES for t in tensors) else norm
-            self._at_norm = self._gradient_marks()
+        ours = self._gradients()
+        if len(ours) != len(tensors):
+            return
+        if not all(mine is theirs for mine, theirs in zip(ours, tensors, strict=True)):
+            return
+        self._norm = norm
+        if any(tensor.dtype in HALVES for tensor in tensors):
+            # torch takes it in half precision, where it overflows early
+            self._norm = None
+        self._at_norm = self._gradient_marks()
 
     def norm(self) -> GradientNorm | None:
-        """The norm before clipping, unless the gradients were touched by anything but clipping
-        since.
-        """
+        """The norm before clipping, unless anything but clipping has written gradients since."""
         if self._norm is None:
             return self._taken_norm() or self._scaled_norm()
-        grown = [
-            (now[0] == then[0]) and now[1] - then[1] <= 1
-            for now, then in zip(self._gradient_marks(), self._at_norm, strict=False)
-        ]
-        return GradientNorm(self._norm, self._norm) if all(grown) else self._scaled_norm()
+        for now, then in zip(self._gradient_marks(), self._at_norm, strict=False):
+            same_tensor = now[0] == then[0]
+            writes = now[1] - then[1]
+            # clipping itself writes each gradient once
+            if not same_tensor or writes > 1:
+                return self._scaled_norm()
+        return GradientNorm(self._norm, self._norm)
 
     def take_norm(self) -> Tensor | None:
-        """The norm now, for another optimizer of the same step; used again if nothing is written in
-        between.
-        """
+        """The norm now, for another optimizer of the same step; kept for this one's own step."""
         found = self.norm()
         if found is None:
-            grads = [p.grad for p in self._context.parameters if p.grad is not None]
-            found = gradient_norm(grads, each=is_custom(self._context.optimizer))
+            found = gradient_norm(self._gradients(), each=is_custom(self._context.optimizer))
             if found is not None:
                 self._taken = (found, self._gradient_marks())
-        return found.total if found is not None else None
+        if found is None:
+            return None
+        return found.total
 
     def _taken_norm(self) -> GradientNorm | None:
-        if self._taken is not None and self._taken[1] == self._gradient_marks():
-            return self._taken[0]
-        return None
+        if self._taken is None:
+            return None
+        norm, marks = self._taken
+        if marks != self._gradient_marks():
+            return None
+        return norm
 
     def _scaled_norm(self) -> GradientNorm | None:
-        """Where a scaler leaves dividing to the fused kernel, the gradients still carry its factor."""
+        """Where a scaler leaves dividing to the fused kernel, gradients still carry its factor."""
         scale = getattr(self._context.optimizer, "grad_scale", None)
         if scale is None:
             return None
-        scaled = gradient_norm([p.grad for p in self._context.parameters if p.grad is not None])
-        return GradientNorm(scaled.total / scale, scaled.clip) if scaled is not None else None
+        scaled = gradient_norm(self._gradients())
+        if scaled is None:
+            return None
+        return GradientNorm(scaled.total / scale, scaled.clip)
 
     def clear(self) -> None:
-        """An update has used what was heard."""
-        self.losses, self._norm, self._at_norm = [], None, []
-        self.labels, self._taken = None, None
+        """An update has used what was observed."""
+        self.losses = []
+        self._norm = None
+        self._at_norm = []
+        self.labels = None
+        self._taken = None
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._context.parameters if p.grad is not None]
 
     def _gradient_marks(self) -> Marks:
-        grads = [p.grad for p in self._context.parameters]
-        return [(id(g), g._version) if g is not None else (0, 0) for g in grads]
+        """Identity and version of each gradient: torch counts the writes to a tensor."""
+        marks = []
+        for parameter in self._context.parameters:
+            gradient = parameter.grad
+            marks.append((0, 0) if gradient is None else (id(gradient), gradient._version))
+        return marks

@@ -1,6 +1,4 @@
-"""A watched loop advances its schedule and its scaler whether or not the update was vetoed; this
-takes that back.
-"""
+"""Take back what a watched loop does to its schedule and scaler after a vetoed update."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ class ScheduleRollback:
         self._copy: ScheduleCopy | None = None
         self._seen: tuple[int, ...] | None = None
         self.every_step = True
-        """False for a schedule that moves once an epoch: it does not count updates and is left
-        alone.
-        """
+        """False for a schedule that moves once an epoch: it does not count updates."""
         self.scaler = False
         """The scaler's next update must leave it as it is."""
         self._went_through = True
@@ -35,24 +31,24 @@ class ScheduleRollback:
         self.scaler = context.scaling()
 
     def scaler_skipped(self) -> None:
-        """Careful loops leave their schedule where it is after that: nothing can be learned from
-        it.
-        """
+        """Learn nothing from this step: careful loops leave their schedule alone after it."""
         self._went_through = False
 
     def moved(self) -> bool:
         """Has the loop moved the schedule since the last update?"""
         scheduler = self._context.scheduler
-        return scheduler is None or self._seen is None or position(scheduler) != self._seen
+        if scheduler is None or self._seen is None:
+            return True
+        return position(scheduler) != self._seen
 
     def take_back(self, moved: bool | None = None) -> None:
-        """What the loop did after a vetoed update; after a committed one, learn from whether it
-        `moved`.
-        """
+        """Take back what the loop did after a veto; else learn from whether it `moved`."""
         if self._copy is None and moved is not None and self._went_through:
             self.every_step = moved
         if self._copy is not None and self.every_step:
             self._copy.restore()
-        self._copy, self.scaler, self._went_through = None, False, True
+        self._copy = None
+        self.scaler = False
+        self._went_through = True
         if self._context.scheduler is not None:
             self._seen = position(self._context.scheduler)

@@ -1,8 +1,7 @@
-"""Several optimizers that step from one backward pass take one decision: all of them update, or
-none does.
+"""Several optimizers that step from one backward pass take one decision: all update, or none.
 
-Nobody says which optimizers belong together, so it is seen: two that step after the same backward,
-with none in between. From then on the first one to step tests the gradients of the others as well
+Which optimizers belong together is not told but seen: two that step after the same backward, with
+none in between. From then on the first one to step tests the gradients of the others as well
 (one more number in its packet, and they use the norm again), a veto of one drops the updates of
 all, and their snapshots are taken at the same moments, so that a rewind takes all of them back. A
 GAN's two halves step from backward passes of their own and stay apart.
@@ -18,32 +17,35 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.recover.rewind import Recovery
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.watch.observed_loss import ObservedLoss
 from stepguard.sentinel.torch_patches import backwards
 from stepguard.state.snapshot import Cadence
 from stepguard.state.step import unwrapped
 
-_everybody: list[weakref.ref[SharedBackward]] = []
+_of_process: list[weakref.ref[SharedBackward]] = []
+"""Of every watched optimizer."""
 
 
 class Sharing(Protocol):
-    """Who watches one optimizer."""
+    """The driver of one watched optimizer."""
 
     context: Context
-    recovery: Recovery
+    rewinder: Rewinder
     observed: ObservedLoss
     shared: SharedBackward
 
 
 class SharedBackward:
-    """One watcher's place among those of the process."""
+    """One watched optimizer among those of the process."""
 
     def __init__(self, watcher: Sharing) -> None:
         self._watcher = weakref.ref(watcher)
         self.root = unwrapped(watcher.context.model)
-        self.serial, self.spent = -1, -1
-        """The last backward pass that left gradients here, and the last one an update used."""
+        self.serial = -1
+        """The last backward pass that left gradients here."""
+        self.spent = -1
+        """The last backward pass that an update used."""
         self.dropped = -1
         """The backward pass whose update another optimizer's veto drops."""
         self.counts = True
@@ -51,11 +53,11 @@ class SharedBackward:
         self.norm: Tensor | None = None
         """Of the gradients that the last update used, still on the device."""
         self.partners: weakref.WeakSet[SharedBackward] = weakref.WeakSet()
-        _everybody.append(weakref.ref(self))
+        _of_process.append(weakref.ref(self))
 
     def leave(self) -> None:
         """The guard is closed."""
-        _everybody[:] = [ref for ref in _everybody if ref() not in (None, self)]
+        _of_process[:] = [ref for ref in _of_process if ref() not in (None, self)]
 
     @property
     def watcher(self) -> Sharing | None:
@@ -69,54 +71,75 @@ class SharedBackward:
         """Those that will step from the same backward and have not yet."""
         if self.serial < 0:
             return []
-        fresh = [] if self.partners or self.spent >= 0 else self._strangers()
-        waiting = [
-            p for p in (*self.partners, *fresh) if p.serial == self.serial and p.spent != p.serial
-        ]
-        return [p.watcher for p in waiting if p.watcher is not None and p.dropped != p.serial]
+        candidates = list(self.partners)
+        if not candidates and self.spent < 0:
+            candidates = self._presumed_partners()
+        found = []
+        for other in candidates:
+            same = other.serial == self.serial
+            unused = other.spent != other.serial and other.dropped != other.serial
+            if same and unused and other.watcher is not None:
+                found.append(other.watcher)
+        return found
 
-    def _strangers(self) -> list[SharedBackward]:
-        """Before the first update of all: others on the same model are presumed to belong to it."""
-        known = [ref() for ref in _everybody]
-        return [
-            p
-            for p in known
-            if p is not None and p is not self and p.root is self.root and p.spent < 0
-        ]
+    def _presumed_partners(self) -> list[SharedBackward]:
+        """Before the first update of all: others on the same model."""
+        found = []
+        for reference in _of_process:
+            other = reference()
+            if other is None or other is self:
+                continue
+            if other.root is self.root and other.spent < 0:
+                found.append(other)
+        return found
 
-    def norm_of_others(self, due: list[Sharing]) -> Tensor | None:
-        """Of those that will step from the same backward, and of those that have; still on the
-        device.
+    def norm_of_others(self, waiting: list[Sharing]) -> Tensor | None:
+        """Norm of those that will step from the same backward, and of those that have stepped.
+
+        It stays on the device.
         """
-        norms = [watcher.observed.take_norm() for watcher in due]
-        norms += [p.norm for p in self.partners if self.serial >= 0 and p.spent == self.serial]
-        found = [norm for norm in norms if norm is not None]
-        if len(found) < 2:
-            return found[0] if found else None
-        total: Tensor = torch.linalg.vector_norm(
-            torch.stack([norm.float().to(found[0].device) for norm in found])
-        )
+        found = []
+        for watcher in waiting:
+            norm = watcher.observed.take_norm()
+            if norm is not None:
+                found.append(norm)
+        if self.serial >= 0:
+            found += self._norms_used()
+        if not found:
+            return None
+        if len(found) == 1:
+            return found[0]
+        device = found[0].device
+        together = torch.stack([norm.float().to(device) for norm in found])
+        total: Tensor = torch.linalg.vector_norm(together)
         return total
 
+    def _norms_used(self) -> list[Tensor]:
+        """Norms of partners that have stepped from the same backward."""
+        found = []
+        for partner in self.partners:
+            if partner.spent == self.serial and partner.norm is not None:
+                found.append(partner.norm)
+        return found
+
     def refused_before(self) -> bool:
-        """Was one that has stepped from the same backward refused for its gradients? Waits for the
-        device.
-        """
-        norms = [p.norm for p in self.partners if p.spent == self.serial and p.norm is not None]
-        return any(not bool(torch.isfinite(norm)) for norm in norms)
+        """Was a partner that has stepped from the same backward refused? Waits for the device."""
+        return any(not bool(torch.isfinite(norm)) for norm in self._norms_used())
 
     def stepped(self) -> None:
         """An update has used the last backward pass, vetoed or not."""
         if self.serial < 0 or self.spent == self.serial:
             return
         self.spent = self.serial
-        for other in [ref() for ref in _everybody]:
+        for reference in tuple(_of_process):
+            other = reference()
             if other is not None and other is not self and other.spent == self.serial:
                 self._pair(other)
 
     def drop(self, *, counts: bool) -> None:
         """Another optimizer of this backward pass was vetoed."""
-        self.dropped, self.counts = self.serial, counts
+        self.dropped = self.serial
+        self.counts = counts
 
     @property
     def is_dropped(self) -> bool:
@@ -127,7 +150,8 @@ class SharedBackward:
             return
         self.partners.add(earlier)
         earlier.partners.add(self)
-        mine, theirs = self.watcher, earlier.watcher
+        mine = self.watcher
+        theirs = earlier.watcher
         if mine is not None and theirs is not None:
             follow(mine, theirs)
 
@@ -143,7 +167,7 @@ class Following(Cadence):
 
     def due(self, step: int) -> bool:
         leader = self._leader()
-        return leader is not None and leader.recovery.snapshots.at(leader.context.step) is not None
+        return leader is not None and leader.rewinder.snapshots.at(leader.context.step) is not None
 
     def took(self, step: int, seconds: float) -> None:
         leader = self._leader()
@@ -153,26 +177,27 @@ class Following(Cadence):
     def rewound(self, step: int) -> None:
         """Nothing is counted here."""
 
+    def step_of_follower(self, leader_step: int) -> int | None:
+        return self.together.get(leader_step)
+
+    def step_of_leader(self, own_step: int) -> int | None:
+        for leader_step, known in self.together.items():
+            if known == own_step:
+                return leader_step
+        return None
+
 
 def follow(follower: Sharing, leader: Sharing) -> None:
-    """From now on both have snapshots of the same moments, and where one goes back the other goes
-    with it.
-    """
-    if isinstance(follower.recovery.snapshots.cadence, Following) or isinstance(
-        leader.recovery.snapshots.cadence, Following
-    ):
-        return  # with a third one: both follow the first
+    """Take snapshots of both at the same moments; where one goes back, the other goes with it."""
+    for watcher in (follower, leader):
+        if isinstance(watcher.rewinder.snapshots.cadence, Following):
+            return  # with a third one: both follow the first
     cadence = Following(leader)
-    follower.recovery.snapshots.cadence = cadence
-    follower.recovery.snapshots.ring.drop(
-        lambda _: True
-    )  # of moments that the leader has no snapshot of
-    leader.recovery.after_rewind.append(
-        _Along(leader, follower, lambda step: cadence.together.get(step))
-    )
-    follower.recovery.after_rewind.append(
-        _Along(follower, leader, lambda step: _key(cadence.together, step))
-    )
+    follower.rewinder.snapshots.cadence = cadence
+    # of moments that the leader has no snapshot of
+    follower.rewinder.snapshots.ring.drop(lambda _: True)
+    leader.rewinder.after_rewind.append(_Along(leader, follower, cadence.step_of_follower))
+    follower.rewinder.after_rewind.append(_Along(follower, leader, cadence.step_of_leader))
 
 
 class _Along:
@@ -182,36 +207,31 @@ class _Along:
     """Guards that are going back together now."""
 
     def __init__(self, mover: Sharing, other: Sharing, same: Callable[[int], int | None]) -> None:
-        self._mover, self._other, self._same = weakref.ref(mover), weakref.ref(other), same
+        self._mover = weakref.ref(mover)
+        self._other = weakref.ref(other)
+        self._same = same
 
     def __call__(self) -> None:
-        mover, other, moving = self._mover(), self._other(), _Along.moving
-        if (
-            mover is None
-            or other is None
-            or id(other) in moving
-            or mover.recovery.snapshots.at(mover.context.step) is None
-        ):
+        mover = self._mover()
+        other = self._other()
+        if mover is None or other is None or id(other) in _Along.moving:
+            return
+        if mover.rewinder.snapshots.at(mover.context.step) is None:
             return
         step = self._same(mover.context.step)
-        snapshot = other.recovery.snapshots.at(step) if step is not None else None
+        snapshot = other.rewinder.snapshots.at(step) if step is not None else None
         if snapshot is None:
             name = type(other.context.optimizer).__name__
             other.context.outputs.note(
                 "rewind", f"{name} has no snapshot of the same moment: its state stays as it is"
             )
             return
-        first = not moving
-        moving |= {id(mover), id(other)}
+        first = not _Along.moving
+        _Along.moving |= {id(mover), id(other)}
         try:
-            other.recovery.put_back(snapshot)
-            other.shared.counts = (
-                False  # the update it is about to drop belongs to the time that is gone
-            )
+            other.rewinder.put_back(snapshot)
+            # the update it is about to drop belongs to the time that is gone
+            other.shared.counts = False
         finally:
             if first:
-                moving.clear()
-
-
-def _key(pairs: dict[int, int], value: int) -> int | None:
-    return next((key for key, known in pairs.items() if known == value), None)
+                _Along.moving.clear()

@@ -10,8 +10,7 @@ from stepguard import __version__
 from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
-from stepguard.report.phrases import count, first_few
-from stepguard.report.verification import size
+from stepguard.report.phrases import count, first_few, size
 
 PREFIXES = ("module.", "_orig_mod.")
 """Put before every name by DistributedDataParallel and by torch.compile."""

@@ -14,7 +14,7 @@ from stepguard.preflight.sizes import (
     model_bytes,
     optimizer_bytes,
 )
-from stepguard.report.verification import size
+from stepguard.report.phrases import size
 
 KEPT_CHECKPOINTS = 2
 """Kept if the configuration does not say how many."""

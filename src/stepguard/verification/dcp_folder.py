@@ -1,0 +1,220 @@
+"""Folders of torch.distributed.checkpoint: a pickled `.metadata`, and files of many small zips."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepguard.records.verification import ProblemKind, Role
+from stepguard.report.phrases import first_few
+from stepguard.verification import pickle_contents, roles
+from stepguard.verification.bounded_file import FileSlice
+from stepguard.verification.damage import Damaged, ProblemList
+from stepguard.verification.file_check import check_file
+from stepguard.verification.file_layout import FileLayout
+from stepguard.verification.format_entry import (
+    CheckedFolder,
+    CheckpointFiles,
+    FolderFormat,
+    Progress,
+    Read,
+)
+from stepguard.verification.pickle_stream import read_value
+from stepguard.verification.pickle_tensors import report_globals
+from stepguard.verification.pickle_values import PickledObject
+from stepguard.verification.torch_zip_format import SIGNATURE, read_zip
+
+METADATA = ".metadata"
+DATA_SUFFIX = ".distcp"
+"""Of the files with the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One stored item: a whole tensor, a part of one, or an object."""
+
+    name: str
+    file: str
+    offset: int
+    length: int
+    transformed: bool
+    """Compressed or encrypted by an extension of the writer."""
+
+
+def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress) -> CheckedFolder:
+    """Check `.metadata` and every file that it names."""
+    folder = found.path
+    if (folder / METADATA).is_symlink():
+        return _refused(folder, "link", f"{METADATA} is a link; it was not followed")
+    if not (folder / METADATA).exists():
+        names = first_few(sorted(path.name for path in folder.glob(f"*{DATA_SUFFIX}")), 5)
+        detail = (
+            f"has no {METADATA}, which is written last: the save of {names} never finished, "
+            f"and it cannot be loaded"
+        )
+        return _refused(folder, "missing", detail)
+    items: list[Item] = []
+
+    def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
+        layout.format = "DCP"
+        value, globals_seen = read_value(source)
+        report_globals(layout, globals_seen)
+        items.extend(_items(value))
+        _check_completeness(value, layout.problems)
+
+    metadata = check_file(folder / METADATA, progress, read=read)
+    layouts = _check_files(folder, items, metadata.problems, progress)
+    if metadata.complete:
+        _report_unnamed(folder, items, metadata.problems)
+    return CheckedFolder([metadata, *layouts])
+
+
+def _refused(folder: Path, kind: ProblemKind, detail: str) -> CheckedFolder:
+    layout = FileLayout(folder / METADATA, "DCP", 0, ProblemList(str(folder)))
+    layout.problems.add(kind, detail)
+    return CheckedFolder([layout])
+
+
+def _check_files(
+    folder: Path, items: Sequence[Item], problems: ProblemList, progress: Progress
+) -> list[FileLayout]:
+    by_file: dict[str, list[Item]] = {}
+    for item in items:
+        by_file.setdefault(item.file, []).append(item)
+    layouts = []
+    for name, held in sorted(by_file.items()):
+        if Path(name).name != name or name in ("", ".", ".."):
+            problems.add(
+                "hostile",
+                f"names the file {name!r}, which lies outside the folder; it was not opened",
+            )
+        elif not (folder / name).exists():
+            lost = first_few((item.name for item in held), 5)
+            problems.add("missing", f"names {name}, which is not there; it holds {lost}")
+        elif (folder / name).is_symlink():
+            problems.add("link", f"{name} is a link; it was not followed")
+        else:
+            layouts.append(check_file(folder / name, progress, read=_reader(held)))
+    return layouts
+
+
+def _report_unnamed(folder: Path, items: Sequence[Item], problems: ProblemList) -> None:
+    named = {item.file for item in items}
+    for path in sorted(folder.glob(f"*{DATA_SUFFIX}")):
+        if path.name not in named:
+            problems.add("index", f"{path.name} is not named by {METADATA}", severity="warning")
+
+
+def _reader(items: list[Item]) -> Read:
+    def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
+        layout.format = "DCP"
+        end = 0
+        for item in sorted(items, key=lambda item: item.offset):
+            try:
+                if item.offset < end:
+                    raise Damaged("hostile", f"{item.name} shares its bytes with another item")
+                end = item.offset + item.length
+                _read_item(source.part(item.offset, item.length), layout, item)
+            except Damaged as damage:
+                layout.problems.add(damage.kind, damage.detail, tensor=item.name)
+
+    return read
+
+
+def _read_item(source: FileSlice, layout: FileLayout, item: Item) -> None:
+    if item.transformed or source.at(0, len(SIGNATURE)) != SIGNATURE:
+        layout.problems.add(
+            "format", "is stored in a form that is not read", tensor=item.name, severity="warning"
+        )
+        return
+    role = _role(item.name)
+    value = read_zip(source, layout, role, prefix=f"{item.name}/").root
+    if isinstance(value, float) and role is not None:
+        _add_number(layout, item.name, role, value)
+
+
+def _role(name: str) -> Role | None:
+    """Tell the role by the first part of a name, or by the second (`app.optimizer.state.lr`)."""
+    parts = name.split(".")
+    role = roles.named(parts[0])
+    if role is None and len(parts) > 2:
+        role = roles.named(parts[1])
+    return role
+
+
+def _add_number(layout: FileLayout, name: str, role: Role, value: float) -> None:
+    """Add a float that is an item of its own: DCP flattens states down to their single values."""
+    contents = pickle_contents.PickleContents()
+    key = name.rpartition(".")[2]
+    if not math.isfinite(value):
+        contents.numbers.append((name.replace(".", "/"), role, value))
+    elif key in pickle_contents.RATES:
+        contents.rates.append((name, pickle_contents.RATES[key], value))
+    layout.add_contents(contents)
+
+
+def _items(value: Any) -> list[Item]:
+    stored = value.field("storage_data") if isinstance(value, PickledObject) else None
+    if not isinstance(stored, dict):
+        raise Damaged("malformed", f"{METADATA} holds no storage_data")
+    return [_item(index, info) for index, info in stored.items()]
+
+
+def _item(index: Any, info: Any) -> Item:
+    if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
+        raise Damaged("malformed", f"{METADATA} names a piece by a {type(index).__name__}")
+    name = index.field("fqn")
+    file = info.field("relative_path")
+    offset = info.field("offset")
+    length = info.field("length")
+    is_named = isinstance(name, str) and isinstance(file, str)
+    if not is_named or type(offset) is not int or type(length) is not int:
+        raise Damaged("malformed", f"{METADATA} does not say where a piece lies")
+    return Item(name, file, offset, length, bool(info.field("transform_descriptors")))
+
+
+def _check_completeness(value: Any, problems: ProblemList) -> None:
+    """Report tensors whose parts are not all stored, or do not make up the whole tensor."""
+    stored = Counter(index.field("fqn") for index in value.field("storage_data"))
+    described = value.field("state_dict_metadata")
+    if not isinstance(described, dict):
+        return
+    for name, entry in described.items():
+        if not isinstance(name, str) or not isinstance(entry, PickledObject):
+            continue
+        if name not in stored:
+            problems.add("missing", "is described but stored nowhere", tensor=name)
+        else:
+            _check_parts(name, entry, stored[name], problems)
+
+
+def _check_parts(name: str, entry: PickledObject, stored: int, problems: ProblemList) -> None:
+    chunks = entry.field("chunks")
+    size = entry.field("size")
+    if not isinstance(chunks, list) or not _is_shape(size):
+        return
+    held = 0
+    for chunk in chunks:
+        if isinstance(chunk, PickledObject) and _is_shape(chunk.field("sizes")):
+            held += math.prod(chunk.field("sizes"))
+    needed = math.prod(size)
+    if held < needed or stored < len(chunks):
+        detail = (
+            f"its pieces hold {held:,} of {needed:,} elements, {stored} of {len(chunks)} stored"
+        )
+        problems.add("missing", detail, tensor=name)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(type(n) is int for n in value)
+
+
+def _is_dcp(files: list[Path]) -> bool:
+    return any(path.name == METADATA or path.name.endswith(DATA_SUFFIX) for path in files)
+
+
+DCP = FolderFormat(name="DCP", matches=_is_dcp, check=check_dcp, closed=True, all_files=True)

@@ -1,0 +1,93 @@
+"""The table of checkpoint file formats. To add one: write `x_format.py`, extend FORMATS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepguard.verification.bounded_file import FileSlice, open_file
+from stepguard.verification.damage import Damaged
+from stepguard.verification.format_entry import FileFormat
+from stepguard.verification.pickle_format import PICKLE, TORCH_LEGACY
+from stepguard.verification.safetensors_format import SAFETENSORS
+from stepguard.verification.torch_zip_format import TORCH_ZIP
+
+FORMATS: tuple[FileFormat, ...] = (TORCH_ZIP, SAFETENSORS, TORCH_LEGACY, PICKLE)
+"""The first one that matches a file reads it."""
+SURE_SUFFIXES = frozenset().union(*(entry.suffixes for entry in FORMATS))
+SUFFIXES = SURE_SUFFIXES.union(*(entry.shared_suffixes for entry in FORMATS))
+STARTS = tuple(start for entry in FORMATS for start in entry.starts)
+WEIGHTS = (
+    "pytorch_model",
+    "adapter_model",
+    "optimizer",
+    "model",
+    "diffusion_pytorch_model",
+    "random_states",
+)
+"""First words of file names that libraries give to checkpoints."""
+NOT_READ = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "NumPy"}
+"""First bytes of formats that hold tensors, but are not read here."""
+
+
+def format_of(source: FileSlice, path: Path) -> FileFormat:
+    """Choose the format of a file by its first bytes; Damaged if no format matches."""
+    suffix = path.suffix.lower()
+    if not source.size:
+        raise Damaged("torn", "is empty")
+    for entry in FORMATS:
+        if entry.matches(source, suffix):
+            return entry
+    raise _not_a_checkpoint(source.at(0, 512))
+
+
+def read_content(path: Path) -> Any:
+    """Return what a checkpoint file holds, as plain containers and records; runs nothing of it.
+
+    Raises Damaged for what cannot be read, and for a pickle that was made to run code.
+    """
+    with open_file(path) as source:
+        return format_of(source, path).read_content(source)
+
+
+def has_checkpoint_suffix(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
+
+
+def is_checkpoint_name(path: Path) -> bool:
+    """Tell a checkpoint by its name; with a shared suffix, only if libraries use such a name."""
+    suffix = path.suffix.lower()
+    if suffix in SURE_SUFFIXES:
+        return True
+    return suffix in SUFFIXES and path.name.lower().startswith(WEIGHTS)
+
+
+def is_checkpoint_file(path: Path) -> bool:
+    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the first bytes decide."""
+    if is_checkpoint_name(path):
+        return True
+    # tutorials of PyTorch call checkpoints `x.tar`, though they are not tars
+    if not has_checkpoint_suffix(path) and path.suffix.lower() != ".tar":
+        return False
+    try:
+        with open_file(path) as source:
+            return source.at(0, 16).startswith(STARTS)
+    except Damaged:
+        return False
+
+
+def _not_a_checkpoint(head: bytes) -> Damaged:
+    if not any(head):
+        return Damaged("torn", "begins with zeros: its content never reached the disk")
+    # offset of the magic in the header of a tar
+    if head[257:262] == b"ustar":
+        return Damaged(
+            "format",
+            "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
+        )
+    known = NOT_READ.get(head[:4])
+    if known:
+        return Damaged("format", f"is a {known} file, which is not read here")
+    return Damaged(
+        "malformed", f"begins with {head[:8].hex(' ')}, which no known checkpoint format does"
+    )

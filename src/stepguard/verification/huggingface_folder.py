@@ -1,0 +1,287 @@
+"""Folders of transformers, accelerate and DeepSpeed: shards, their index, a trainer's state."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepguard.report.phrases import first_few
+from stepguard.verification import limits, roles
+from stepguard.verification.bounded_file import open_file
+from stepguard.verification.damage import Damaged, ProblemList
+from stepguard.verification.file_check import check_file
+from stepguard.verification.file_formats import has_checkpoint_suffix
+from stepguard.verification.file_layout import FileLayout
+from stepguard.verification.format_entry import (
+    CheckedFolder,
+    CheckpointFiles,
+    FolderFormat,
+    Progress,
+)
+from stepguard.verification.safetensors_format import parse_json
+
+NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.(safetensors|bin)$")
+MOST_SHARDS = 10_000
+INDEX_SUFFIX = ".index.json"
+TRAINER_STATE = "trainer_state.json"
+JSON_FILES = ("config.json", "adapter_config.json", "generation_config.json", TRAINER_STATE)
+LOGGED = ("loss", "grad_norm", "eval_loss")
+SIDE_FILES = frozenset(
+    {
+        "trainer_state.json",
+        "optimizer.pt",
+        "optimizer.bin",
+        "scheduler.pt",
+        "scheduler.bin",
+        "training_args.bin",
+        "adapter_config.json",
+        "config.json",
+        "random_states_0.pkl",
+        "scaler.pt",
+    }
+)
+"""Files that make one checkpoint of a folder with weights."""
+
+
+def check_huggingface(
+    found: CheckpointFiles, problems: ProblemList, progress: Progress
+) -> CheckedFolder:
+    """Check every file of the folder, then indices, shard numbers and JSON files."""
+    layouts = [check_file(path, progress) for path in found.files]
+    step = check_side_files(found.path, layouts, problems)
+    return CheckedFolder(layouts, step, _format_name(found.files, layouts))
+
+
+def check_deepspeed(
+    found: CheckpointFiles, problems: ProblemList, progress: Progress
+) -> CheckedFolder:
+    checked = check_huggingface(found, problems, progress)
+    return CheckedFolder(checked.layouts, checked.step)
+
+
+def check_side_files(
+    folder: Path, layouts: Sequence[FileLayout], problems: ProblemList
+) -> int | None:
+    """Check what lies beside the weights; returns the step that the trainer's state names."""
+    by_name = {layout.path.name: layout for layout in layouts}
+    indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    for index in indices:
+        _check_index(index, by_name, problems)
+    if not indices:
+        _check_numbers(by_name, problems)
+    step = None
+    for name in JSON_FILES:
+        if (folder / name).exists():
+            data = read_json(folder / name, problems)
+            if name == TRAINER_STATE:
+                step = _check_trainer_state(data, problems)
+    return step
+
+
+def read_json(path: Path, problems: ProblemList) -> Any:
+    """Return the content of a JSON file, or None and a problem."""
+    try:
+        with open_file(path) as source:
+            if source.size > limits.LARGEST_JSON:
+                raise Damaged("limit", f"{path.name} has {source.size:,} bytes, more than are read")
+            return parse_json(source.read(source.size), path.name)
+    except Damaged as damage:
+        problems.add_damage(damage)
+        return None
+
+
+def _check_index(index: Path, layouts: Mapping[str, FileLayout], problems: ProblemList) -> None:
+    """Compare one index with the shards that are there."""
+    data = read_json(index, problems)
+    if data is None:
+        return
+    weight_map = _weight_map(data)
+    if weight_map is None:
+        problems.add("malformed", f"{index.name} has no weight_map of names and shards")
+        return
+    shards = sorted(set(weight_map.values()))
+    present = [shard for shard in shards if _is_present(index, shard, layouts, problems)]
+    homes = _homes([layouts[shard] for shard in present])
+    _check_stored(index, weight_map, homes, problems)
+    readable = {shard for shard in present if layouts[shard].complete}
+    _check_named(index, weight_map, homes, readable, problems)
+    _report_leftover_shards(index, shards, layouts, problems)
+    if len(present) == len(shards):
+        _check_total(index, data, [layouts[shard] for shard in shards], problems)
+
+
+def _weight_map(data: Any) -> dict[str, str] | None:
+    found = data.get("weight_map") if isinstance(data, dict) else None
+    if isinstance(found, dict) and all(isinstance(shard, str) for shard in found.values()):
+        return found
+    return None
+
+
+def _is_present(
+    index: Path, shard: str, layouts: Mapping[str, FileLayout], problems: ProblemList
+) -> bool:
+    if Path(shard).name != shard or shard in ("", ".", ".."):
+        problems.add(
+            "hostile",
+            f"{index.name} names {shard!r}, which lies outside the folder; it was not opened",
+        )
+        return False
+    if shard not in layouts:
+        problems.add("missing", f"{index.name} names the shard {shard!r}, which is not there")
+        return False
+    return True
+
+
+def _homes(layouts: Sequence[FileLayout]) -> dict[str, list[str]]:
+    """Return the shards in which each tensor is stored."""
+    homes: dict[str, list[str]] = {}
+    for layout in layouts:
+        for tensor in layout.tensors:
+            homes.setdefault(tensor.name, []).append(layout.path.name)
+    return homes
+
+
+def _check_stored(
+    index: Path,
+    weight_map: Mapping[str, str],
+    homes: Mapping[str, list[str]],
+    problems: ProblemList,
+) -> None:
+    """Report tensors in several shards, and those that the index does not name."""
+    for name, shards in homes.items():
+        if len(shards) > 1:
+            problems.add("duplicate", f"is in {first_few(shards, 5)}", tensor=name)
+        elif name not in weight_map:
+            detail = f"is in {shards[0]} but not in {index.name}"
+            problems.add("index", detail, tensor=name, severity="warning")
+
+
+def _check_named(
+    index: Path,
+    weight_map: Mapping[str, str],
+    homes: Mapping[str, list[str]],
+    readable: set[str],
+    problems: ProblemList,
+) -> None:
+    """Report tensors that are not in the shard which the index names."""
+    for name, shard in weight_map.items():
+        stored = homes.get(name, [])
+        if shard in readable and shard not in stored:
+            detail = f"should be in {shard} by {index.name}, but is not"
+            if stored:
+                detail += f"; it is in {stored[0]}"
+            problems.add("index", detail, tensor=name)
+
+
+def _report_leftover_shards(
+    index: Path, shards: list[str], layouts: Mapping[str, FileLayout], problems: ProblemList
+) -> None:
+    """Report shards of the same family that the index does not name: an earlier save left them."""
+    families = set()
+    for shard in shards:
+        match = NUMBERED.match(shard)
+        if match:
+            families.add((match["stem"], Path(shard).suffix))
+    for name in layouts:
+        match = NUMBERED.match(name)
+        if not match or name in shards:
+            continue
+        if (match["stem"], Path(name).suffix) in families:
+            detail = f"{name} is a shard that {index.name} does not name"
+            problems.add("index", detail, severity="warning")
+
+
+def _check_total(
+    index: Path, data: dict[str, Any], layouts: Sequence[FileLayout], problems: ProblemList
+) -> None:
+    meta = data.get("metadata")
+    total = meta.get("total_size") if isinstance(meta, dict) else None
+    if not isinstance(total, int | float) or not all(layout.complete for layout in layouts):
+        return
+    size = sum(layout.size for layout in layouts)
+    if total > size:
+        detail = (
+            f"{index.name} says {int(total):,} bytes of tensors, all shards together have {size:,}"
+        )
+        problems.add("index", detail, severity="warning")
+
+
+def _check_numbers(layouts: Mapping[str, FileLayout], problems: ProblemList) -> None:
+    """Report gaps in `model-00002-of-00003` where there is no index."""
+    families: dict[tuple[str, int], set[int]] = {}
+    for name in layouts:
+        match = NUMBERED.match(name)
+        if match:
+            family = (match["stem"], int(match["total"]))
+            families.setdefault(family, set()).add(int(match["number"]))
+    for (stem, total), numbers in families.items():
+        # some writers count from 0
+        first = min(numbers | {1})
+        expected = range(first, first + min(total, MOST_SHARDS))
+        missing = [str(number) for number in expected if number not in numbers]
+        if missing:
+            detail = f"of the {total} shards of {stem}, number {first_few(missing, 5)} is not there"
+            problems.add("missing", detail)
+
+
+def _check_trainer_state(data: Any, problems: ProblemList) -> int | None:
+    if not isinstance(data, dict):
+        return None
+    history = data.get("log_history")
+    if isinstance(history, list):
+        _check_history(history, problems)
+    step = data.get("global_step")
+    return step if type(step) is int else None
+
+
+def _check_history(history: list[Any], problems: ProblemList) -> None:
+    """Report the first logged value that is not finite; once it is NaN it stays so."""
+    for entry in history:
+        if not isinstance(entry, dict):
+            continue
+        bad = [key for key in LOGGED if _is_nonfinite(entry.get(key))]
+        if bad:
+            keys = first_few(bad, 5)
+            detail = f"{TRAINER_STATE}: {keys} not finite at step {entry.get('step')}"
+            problems.add("loss", detail, severity="warning")
+            return
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _format_name(files: Sequence[Path], layouts: Sequence[FileLayout]) -> str:
+    """Name the library and the format of its weights: `transformers (safetensors)`."""
+    library = "transformers"
+    if any(path.name.startswith("random_states") for path in files):
+        library = "accelerate"
+    weights = set()
+    for layout in layouts:
+        is_model = layout.tensors and roles.of_file(layout.path.name) is None
+        if is_model and layout.path.suffix in (".safetensors", ".bin"):
+            weights.add(layout.path.suffix.removeprefix("."))
+    if not weights:
+        return library
+    return f"{library} ({', '.join(sorted(weights))})"
+
+
+def _is_huggingface(files: list[Path]) -> bool:
+    names = {path.name for path in files}
+    if any(name.endswith(INDEX_SUFFIX) or NUMBERED.match(name) for name in names):
+        return True
+    return not names.isdisjoint(SIDE_FILES) and any(map(has_checkpoint_suffix, files))
+
+
+def _is_deepspeed(files: list[Path]) -> bool:
+    for path in files:
+        if "_model_states" in path.name or path.name.startswith("zero_pp_rank_"):
+            return True
+    return False
+
+
+DEEPSPEED = FolderFormat(name="DeepSpeed", matches=_is_deepspeed, check=check_deepspeed)
+HUGGINGFACE = FolderFormat(name="transformers", matches=_is_huggingface, check=check_huggingface)

@@ -1,0 +1,160 @@
+"""The trace: makers by memory, nodes by number, and who is to blame for each bad output."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stepguard.locate.calls import Call
+from stepguard.locate.modules import ModuleSpans
+from stepguard.locate.tracer import Tracer
+
+INF = math.inf
+
+
+def fresh(model: nn.Module | None = None) -> Tracer:
+    return Tracer(ModuleSpans({} if model is None else {"": model}))
+
+
+def maker(tracer: Tracer, tensor: Tensor) -> Call:
+    call = tracer.maker_of(tensor)
+    assert call is not None
+    return call
+
+
+def ops(tracer: Tracer) -> list[str]:
+    return [call.op for call in tracer.calls]
+
+
+def test_maker_is_known_through_views_and_in_place_writes() -> None:
+    tracer = fresh()
+    with tracer:
+        x = torch.ones(4)
+        y = x.mul(2.0)
+        y.view(2, 2)[0].add_(1.0)
+    assert maker(tracer, y.view(2, 2)).op == "aten.add_"
+    assert maker(tracer, x).op == "aten.ones"
+
+
+def test_views_and_tests_are_not_recorded() -> None:
+    tracer = fresh()
+    x = torch.ones(4)
+    with tracer:
+        torch.isnan(x.view(2, 2)).any()
+    assert ops(tracer) == ["aten.any"]
+
+
+def test_first_bad_operation_and_what_it_spoils() -> None:
+    tracer = fresh()
+    x = torch.tensor([0.0, 1.0])
+    with tracer:
+        root = x.log()
+        total = root.sum()
+    assert maker(tracer, root).first_bad
+    spoiled = maker(tracer, total)
+    assert not spoiled.first_bad
+    assert spoiled.causes == (maker(tracer, root),)
+    assert maker(tracer, root).bad_positions == (0,)
+
+
+def test_part_that_is_overwritten_leaves_the_rest_to_its_maker() -> None:
+    tracer = fresh()
+    x = torch.tensor([0.0, 0.0, 1.0])
+    with tracer:
+        y = x.log()
+        y[:1] = 5.0
+        still_bad = y.sum()
+        y[1:] = 5.0
+    assert maker(tracer, still_bad).causes[0].op == "aten.log"
+
+
+def test_mask_is_intended_and_a_weight_is_not() -> None:
+    tracer = fresh()
+    mask = tracer.store("buffer:mask", torch.tensor([0.0, -INF]))
+    weight = tracer.store("param:weight", torch.tensor([0.0, -INF]))
+    assert mask.intended_inf and not mask.first_bad
+    assert weight.first_bad and not weight.intended_inf
+
+
+def test_uninitialised_memory_is_blamed_when_it_is_read() -> None:
+    tracer = fresh()
+    with tracer:
+        memory = torch.empty(2)
+    # What happens to be in the memory: not written by the traced code.
+    memory.fill_(math.nan)
+    allocated = maker(tracer, memory)
+    assert not allocated.first_bad
+    with tracer:
+        total = memory.sum()
+    assert allocated.first_bad
+    assert maker(tracer, total).causes == (allocated,)
+
+
+def test_number_read_from_a_bad_tensor_leads_back_to_it() -> None:
+    tracer = fresh()
+    x = torch.tensor(0.0)
+    with tracer:
+        bad = x.log()
+        product = torch.ones(2) * bad.item()
+    call = maker(tracer, product)
+    assert call.number is None and not call.first_bad
+    assert call.causes == (maker(tracer, bad),)
+
+
+def test_backward_call_leads_to_the_forward_call_that_created_its_node() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    spans = ModuleSpans({"": model})
+    tracer = Tracer(spans)
+    with spans, tracer:
+        loss = model(torch.ones(1, 2)).exp().sum()
+        loss.backward()
+    backward = [call for call in tracer.calls if call.stage == "backward"]
+    exp = next(call for call in tracer.calls if call.op == "aten.exp")
+    gradient = next(call for call in backward if call.node == "ExpBackward0")
+    assert tracer.owners[gradient.sequence] is exp
+    linear = next(call for call in backward if call.op == "aten.mm")
+    assert spans.created(linear.sequence) == ""
+    assert exp.line is not None and exp.line.file == __file__
+
+
+def test_recomputed_block_belongs_to_the_forward() -> None:
+    tracer = fresh()
+    x = torch.ones(2, requires_grad=True)
+    with tracer:
+        loss = checkpoint(torch.exp, x, use_reentrant=False).sum()
+        loss.backward()
+    runs = [call for call in tracer.calls if call.op == "aten.exp"]
+    assert [call.stage for call in runs] == ["forward", "forward"]
+    assert [call.evidence.recomputed for call in runs] == [False, True]
+
+
+def test_epsilon_that_half_precision_cannot_hold() -> None:
+    tracer = fresh()
+    x = torch.ones(2, dtype=torch.float16)
+    with tracer:
+        small = x + 1e-8
+        large = x + 1e-3
+    assert maker(tracer, small).rounded_to_zero == 1e-8
+    assert maker(tracer, large).rounded_to_zero is None
+
+
+def test_foreach_operation_blames_the_entry_that_went_bad() -> None:
+    tracer = fresh()
+    good = torch.ones(2)
+    bad = torch.zeros(3)
+    with tracer:
+        results = torch._foreach_div([good, good], [good, bad[:2]])
+    call = maker(tracer, results[1])
+    assert call.first_bad
+    assert {operand.name: operand.zeros for operand in call.inputs} == {"self": 0, "other": 2}
+
+
+def test_dropped_calls_keep_their_numbers() -> None:
+    tracer = fresh()
+    tracer.forgotten = 10
+    with tracer:
+        torch.ones(1)
+    assert tracer.calls[0].index == 10
