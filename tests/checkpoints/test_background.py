@@ -81,7 +81,7 @@ def test_reader_sees_the_previous_checkpoint_while_one_is_being_written(tmp_path
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_failing_disk_is_said_and_training_goes_on(code: int, tmp_path: Path) -> None:
+def test_failing_disk_is_reported_and_training_continues(code: int, tmp_path: Path) -> None:
     said = list[str]()
     disk = Failing("write", code=code, times=2)
     background = Background(Store(tmp_path, disk=disk), said.append)

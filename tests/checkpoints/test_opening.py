@@ -137,7 +137,7 @@ def test_tensors_go_to_the_device_that_is_asked_for(tmp_path: Path) -> None:
     assert {t.device.type for t in store.open(device="meta").tensors.values()} == {"meta"}
 
 
-def test_reader_goes_on_when_its_checkpoint_is_rotated_away(
+def test_reader_continues_when_its_checkpoint_is_removed_by_rotation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path, keep=1)

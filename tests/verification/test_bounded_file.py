@@ -63,7 +63,7 @@ def test_file_that_shrinks_while_it_is_read_is_torn(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "missing"])
-def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_what_is_not_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path if kind == "folder" else tmp_path / "missing"
     with pytest.raises(Damaged) as caught, open_file(path):
         pass

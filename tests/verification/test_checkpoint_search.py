@@ -36,7 +36,7 @@ def test_everything_below_a_folder_is_found_and_told_apart(
     assert found.format == "folder" and found.tensors == sum(part.tensors for part in found.parts)
 
 
-def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_file_that_is_not_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "vocab.bin").write_bytes(bytes(range(200)))
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "data.pkl").write_bytes(b"\x13\x37 something else")
@@ -51,7 +51,7 @@ def test_weights_file_of_zeros_is_not_passed_over(tmp_path: Path) -> None:
     assert [error.kind for error in stepguard.verify(tmp_path).errors] == ["torn"]
 
 
-def test_evidence_of_bad_steps_is_no_checkpoint(tmp_path: Path) -> None:
+def test_evidence_of_bad_steps_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_text("")
     saved_in = tmp_path / "incidents" / "000-0" / "capsule"
     saved_in.mkdir(parents=True)

@@ -44,7 +44,7 @@ class TestDcp:
         assert {error.kind for error in stepguard.verify(folder).errors} <= {"torn", "malformed"}
         assert stepguard.verify(folder).corrupt
 
-    def test_file_that_nobody_names(self, folder: Path) -> None:
+    def test_file_that_is_not_named_is_a_warning(self, folder: Path) -> None:
         (folder / "__1_0.distcp").write_bytes(b"left over")
         found = stepguard.verify(folder)
         assert found.ok and any("__1_0.distcp" in warning.detail for warning in found.warnings)

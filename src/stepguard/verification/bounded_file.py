@@ -40,6 +40,7 @@ class FileSlice:
         return self._buffer_end - len(self._buffer) + self._taken
 
     def seek(self, position: int) -> None:
+        # reads go by os.pread, so nothing has to be moved in the file itself
         self._buffer = b""
         self._taken = 0
         self._buffer_end = position

@@ -34,6 +34,7 @@ class ChunkResult:
 
 def read_chunks(source: FileSlice, chunks: Sequence[Chunk]) -> list[ChunkResult]:
     """Read a few chunks in one thread, with one small buffer."""
+    # torch.frombuffer needs memory that can be written to, so bytes would not do
     buffer = bytearray(PIECE)
     results = []
     for chunk in chunks:

@@ -61,6 +61,7 @@ def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress)
 
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
         layout.format = "DCP"
+        # torch itself loads `.metadata` with plain pickle, so its names matter most
         value, globals_seen = read_value(source)
         report_globals(layout, globals_seen)
         items.extend(_items(value))

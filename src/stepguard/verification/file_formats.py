@@ -35,6 +35,7 @@ def format_of(source: FileSlice, path: Path) -> FileFormat:
     suffix = path.suffix.lower()
     if not source.size:
         raise Damaged("torn", "is empty")
+    # by content, not by name: people rename `.bin` to `.pt` and back
     for entry in FORMATS:
         if entry.matches(source, suffix):
             return entry

@@ -45,6 +45,7 @@ def _two_lines(source: FileSlice) -> tuple[str, str]:
 
 
 def _escaped_line(source: FileSlice) -> str:
+    # protocol 0 writes text as ASCII with \\u escapes
     return source.line(limits.LONGEST_LINE).decode("raw-unicode-escape")
 
 

@@ -134,12 +134,14 @@ def trust(name: Global, *, called: bool = False) -> Trust:
     """
     if _reaches_inside(name):
         return "hostile"
+    # eval, exec, getattr and __import__ are builtins: only listed ones are harmless
     if name.module in BUILTINS:
         return "needed" if name.name in HARMLESS_BUILTINS else "hostile"
     if _is_needed(name):
         return "needed"
     if name.module.partition(".")[0] in LIBRARIES and (called or not _may_be_kept(name)):
         return "hostile"
+    # a class that is only named is built by __new__ and __setstate__ of its own; a call runs more
     if not called:
         return "unknown"
     return "calls" if _is_class(name.name) else "hostile"

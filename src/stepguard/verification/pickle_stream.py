@@ -147,6 +147,7 @@ class NestedPickles:
 @contextmanager
 def _slice_of(source: FileSlice, raw: PickledBytes) -> Iterator[FileSlice]:
     """Open a byte string where it lies in the file, or a copy of one that protocol 2 encoded."""
+    # a FileSlice reads by descriptor, so bytes that are only in memory need a file of their own
     if raw.data is None or raw.start >= 0:
         yield FileSlice(source.descriptor, raw.start, raw.size, source.path)
         return

@@ -68,6 +68,7 @@ def _read_in_order(
     pool: ThreadPoolExecutor, source: FileSlice, chunks: Iterator[Chunk]
 ) -> Iterator[list[ChunkResult]]:
     """Yield results in the order of the file, with a bounded number of chunks being read."""
+    # in file order, because CRCs are combined from left to right
     waiting: deque[Future[list[ChunkResult]]] = deque()
     for bundle in _bundles(chunks):
         waiting.append(pool.submit(read_chunks, source, bundle))

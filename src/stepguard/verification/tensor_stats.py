@@ -64,6 +64,7 @@ class Extremes:
     def add(self, number: int, values: Tensor) -> None:
         if self._widen:
             values = values.to(torch.float32)
+        # with out= the result stays in memory and nothing waits for it
         torch.aminmax(values, out=self._outputs[number])
 
     def bounds(self) -> list[tuple[float, float]]:

@@ -40,6 +40,7 @@ def read_zip(
     _add_checksums(source, layout, records)
     value, globals_seen = _read_record(source, pickle)
     storages: dict[str, ByteRange] = {}
+    # torch names the record of a storage by the key in its persistent id
     for key, record in records.items():
         if key.startswith(STORAGES):
             start = source.start + zip_directory.stored(record).start

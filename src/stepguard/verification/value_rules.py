@@ -44,6 +44,7 @@ def wants_squares(tensor: StoredTensor) -> bool:
     seen = tensor.seen
     if seen is None or tensor.role not in LEARNED or tensor.dtype not in dtype_names.LARGEST:
         return False
+    # above that the magnitude is reported anyway
     most = min(SUSPICIOUS, dtype_names.LARGEST[tensor.dtype] / 2)
     return seen.count >= FEWEST and DOMINANT_SIZE <= seen.largest <= most
 
