@@ -50,6 +50,8 @@ from stepguard.engine.outputs import OutputLost
 from stepguard.engine.protect import GuardDisarmed, NotExplained, PartFailed
 from stepguard.journal import read_run
 
+pytestmark = pytest.mark.slow
+
 DATA = batches(16)
 STEPS = grouped(DATA, 2)
 WEAK_SPOTS: dict[str, tuple[Any, str]] = {
