@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from stepguard._errors import EXIT_USAGE, StepguardError
-from stepguard.cli.explain import register
+from stepguard.cli.explain import explain as explain_command
 from stepguard.diagnose import Rule, UnknownCode, all_rules, explain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def script() -> ModuleType:
 
 def app() -> typer.Typer:
     application = typer.Typer()
-    register(application)
+    application.command("explain")(explain_command)
     application.command("other")(lambda: None)  # a lone command would swallow its own name
     return application
 

@@ -17,13 +17,13 @@ from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 import stepguard.detect
+import stepguard.engine.drivers.step_end
 import stepguard.engine.incident.incident_record
 import stepguard.engine.outputs
 import stepguard.engine.reader
 import stepguard.engine.recover.probation
 import stepguard.engine.recover.rewind
 import stepguard.engine.recover.snapshots
-import stepguard.engine.drivers.step_end
 import stepguard.engine.transaction
 import stepguard.engine.watch.live_tracing
 import stepguard.journal
@@ -49,6 +49,8 @@ from stepguard import Policy
 from stepguard.engine.outputs import OutputLost
 from stepguard.engine.protect import GuardDisarmed, NotExplained, PartFailed
 from stepguard.journal import read_run
+
+pytestmark = pytest.mark.slow
 
 DATA = batches(16)
 STEPS = grouped(DATA, 2)

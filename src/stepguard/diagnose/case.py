@@ -9,6 +9,7 @@ from stepguard.diagnose.dtypes import NARROW, SHORT, floating, plain
 from stepguard.diagnose.run_facts import RunFacts
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
 from stepguard.records.evidence import NO_EVIDENCE
+from stepguard.records.place import place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +179,7 @@ class Case:
         """The operation and where it stands, for a sentence."""
         if self.origin is None:
             return "the step"
-        what = self.origin.op or self.tensor or "an operation"
-        if self.origin.node:
-            what += f" ({self.origin.node})"
-        if self.origin.module:
-            what += f" in `{self.origin.module}`"
-        if self.origin.source:
-            what += f" at {self.origin.source}"
-        return what
+        return place(self.origin, self.origin.op or self.tensor or "an operation")
 
     @property
     def overflows_by_scale(self) -> bool:

@@ -84,6 +84,7 @@ def validation_of(subject: Subject) -> Source | None:
 
 def is_map(dataset: Any) -> bool:
     """True for a dataset that is read by index."""
+    # A dict of datasets has both methods too, but not indices from 0.
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return indexed and not isinstance(dataset, dict)
 

@@ -37,6 +37,7 @@ def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(f"{path} cannot be read as a {what}: {fault}.") from fault
     try:
+        # All readers but PyYAML raise a kind of ValueError or SyntaxError.
         found = reader(text)
     except (ValueError, SyntaxError, RecursionError, yaml.YAMLError) as fault:
         said = " ".join(str(fault).split()).rstrip(".")[:200]

@@ -1,5 +1,4 @@
-"""Hyper-connections: reading n residual streams, mixing them, writing back. Streams are [batch, n,
-...].
+"""Hyper-connections: read n residual streams [batch, n, ...], mix them, write back.
 
 The mixing names two different stream indices. 'bnn,bn...->bn...' looks alike and takes only the
 diagonal of the matrix, so that nothing is mixed and the rest of it never gets a gradient.
@@ -14,32 +13,26 @@ from stepguard._errors import ConfigError
 
 
 def read_out(streams: Tensor, weights: Tensor) -> Tensor:
-    """The block's input: the streams added with `weights` [batch, n]."""
+    """Return the block's input: the streams added with `weights` [batch, n]."""
     _fits("read_out", streams, weights, 2)
     return torch.einsum("bn,bn...->b...", weights.to(streams.dtype), streams)
 
 
 def mix_streams(streams: Tensor, matrix: Tensor) -> Tensor:
-    """Every new stream as a combination of the old ones: `matrix` [batch, n, n], rows are the new
-    streams.
-    """
+    """Combine the streams by `matrix` [batch, n, n], whose rows are the new streams."""
     _fits("mix_streams", streams, matrix, 3)
     return torch.einsum("bnm,bm...->bn...", matrix.to(streams.dtype), streams)
 
 
 def write_in(streams: Tensor, output: Tensor, weights: Tensor) -> Tensor:
-    """The streams plus the block's `output` [batch, ...], to each with its weight [batch, n]."""
+    """Add the block's `output` [batch, ...] to each stream with its weight [batch, n]."""
     _fits("write_in", streams, weights, 2)
     return streams + torch.einsum("bn,b...->bn...", weights.to(output.dtype), output)
 
 
 def _fits(function: str, streams: Tensor, weights: Tensor, dims: int) -> None:
-    number = streams.shape[1] if streams.dim() > 1 else 0
-    if (
-        weights.dim() != dims
-        or weights.shape[0] != streams.shape[0]
-        or any(n != number for n in weights.shape[1:])
-    ):
+    wanted_shape = (*streams.shape[:2], *streams.shape[1:2])[:dims]
+    if weights.shape != wanted_shape or streams.dim() < 2:
         wanted = "[batch, n]" if dims == 2 else "[batch, n, n]"
         raise ConfigError(
             f"{function}: weights {tuple(weights.shape)} do not fit streams "

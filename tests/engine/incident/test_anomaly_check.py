@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import stepguard
+from engine.parts import step_of
 from guard.scenes import Batch, batches, plain_net, quiet
 from stepguard import Guard, Incident
-from stepguard.sentinel.gradients import gradient_norm
+from stepguard.engine.incident.anomaly_check import TOLD_FOR, AnomalyCheck
+from stepguard.records import Reading, Verdict
 
 STEPS, SWITCH = 60, 30
 DATA = batches(STEPS, size=8)
@@ -57,7 +57,7 @@ def run_of_two_terms(*, guarded: bool) -> tuple[list[Incident], list[Tensor]]:
     return found, [p.detach().clone() for p in model.parameters()]
 
 
-def test_second_term_that_is_switched_on_is_no_incident_and_changes_nothing() -> None:
+def test_second_term_that_is_switched_on_is_not_an_incident_and_changes_nothing() -> None:
     found, weights = run_of_two_terms(guarded=True)
     assert found == []
     assert all(map(torch.equal, weights, run_of_two_terms(guarded=False)[1]))
@@ -90,7 +90,7 @@ def test_reward_that_rises_is_what_was_asked_for() -> None:
     assert train(optimizer, model, reward, guarded=True) == []
 
 
-def test_penalty_that_begins_at_zero_is_no_spike() -> None:
+def test_penalty_that_begins_at_zero_is_not_a_spike() -> None:
     torch.manual_seed(0)
     model = plain_net()
     start = [p.detach().clone() for p in model.parameters()]
@@ -104,51 +104,27 @@ def test_penalty_that_begins_at_zero_is_no_spike() -> None:
     assert train(torch.optim.SGD(model.parameters(), lr=1e-3), model, penalty, guarded=True) == []
 
 
-class TrustRatio(torch.optim.Optimizer):
-    """Scales the step by the norm of the weights over that of their gradient, no epsilon."""
-
-    def __init__(self, params: object) -> None:
-        super().__init__(params, {"lr": 0.01})  # type: ignore[arg-type]
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(group["lr"] * (p.norm() / p.grad.norm()) * p.grad)
-
-
-@pytest.mark.parametrize("watched", [False, True])
-def test_hand_written_update_of_a_zero_gradient_is_undone_and_named(watched: bool) -> None:
-    torch.manual_seed(0)
+def test_runaway_loss_is_told_once_and_then_only_noted() -> None:
     model = plain_net()
-    optimizer = TrustRatio(model.parameters())
-    make = stepguard.watch if watched else Guard
-    with make(model, optimizer, config=quiet(locate=True)) as guard:
-        for step, batch in enumerate(DATA[:4]):
-            weight = 0.0 if step == 2 else 1.0
-
-            def loss_fn(b: Batch, weight: float = weight) -> Tensor:
-                return weight * F.cross_entropy(model(b[0]), b[1])
-
-            if watched:
-                optimizer.zero_grad()
-                loss_fn(batch).backward()
-                optimizer.step()
-            else:
-                guard.step(loss_fn, batch)
-    (incident,) = guard.incidents
-    assert incident.step == 2 and incident.verdict.kind == "nonfinite_parameter"
-    assert incident.origin is not None and (incident.origin.phase, incident.origin.op) == (
-        "optimizer",
-        "aten.div",
-    )
-    assert [finding.code for finding in incident.findings] == ["SG201", "SG502"]
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Guard(model, optimizer, config=quiet()) as guard:
+        check = AnomalyCheck(guard._context, guard._rewinder, clips_itself=True)
+        runaway = Verdict(kind="spike", severity="incident", summary="high")
+        severities = []
+        for step in (10, 11, 10 + TOLD_FOR):
+            reading = Reading(step=step, loss=1e9)
+            _, verdict = check.weigh(step_of(DATA[0]), reading, runaway)
+            severities.append(verdict.severity)
+    assert severities == ["incident", "note", "incident"]
 
 
-def test_norm_of_each_gradient_leaves_the_total_as_torch_has_it() -> None:
-    grads = [torch.randn(5, 3), torch.randn(7), torch.zeros(2)]
-    found = gradient_norm(grads, each=True)
-    assert found is not None and found.least is not None
-    assert torch.equal(found.total, torch.nn.utils.get_total_norm(grads))
-    assert float(found.least) == 0.0
+def test_earlier_batch_is_evaluated_on_the_present_weights() -> None:
+    model = plain_net()
+    for maximize, sign in ((False, 1.0), (True, -1.0)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, maximize=maximize)
+        with Guard(model, optimizer, config=quiet()) as guard:
+            check = AnomalyCheck(guard._context, guard._rewinder, clips_itself=True)
+            assert check.earlier_batch_now() is None
+            guard._context.anchor = (step_of(DATA[0], model=model), 0.25)
+            now = F.cross_entropy(model(DATA[0][0]), DATA[0][1]).item()
+            assert check.earlier_batch_now() == (sign * now, 0.25)
