@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def _capture(model: nn.Module) -> Any:
-    (capture,) = model._compiled_call_impl.hearers  # type: ignore[union-attr]
+    (capture,) = model._compiled_call_impl.hearers  # type: ignore[attr-defined]
     return capture
 
 

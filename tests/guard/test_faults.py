@@ -23,7 +23,7 @@ import stepguard.engine.reader
 import stepguard.engine.recover.probation
 import stepguard.engine.recover.rewind
 import stepguard.engine.recover.snapshots
-import stepguard.engine.step_end
+import stepguard.engine.drivers.step_end
 import stepguard.engine.transaction
 import stepguard.engine.watch.live_tracing
 import stepguard.journal

@@ -69,7 +69,7 @@ def test_step_with_a_closure(make: Callable[[nn.Module], Scene], keyword: bool) 
                 loss.backward()
                 return loss
 
-            out = (
+            out: Any = (
                 scene.optimizer.step(closure=closure) if keyword else scene.optimizer.step(closure)
             )
             returned.append(float(out.detach()))

@@ -24,7 +24,7 @@ from stepguard import Guard, GuardConfig, Incident, Origin
 from stepguard._errors import CapsuleError
 from stepguard.journal import read_run
 from stepguard.state.capsule import read_capsule
-from stepguard.state.tree_json import NotPlainError, put_together, take_apart
+from stepguard.state.tree_json import NotPlainError, tree_from_json, tree_to_json
 
 NAN = math.nan
 
@@ -205,7 +205,7 @@ class Encoding(dict[str, Any]):
 )
 def test_batches_come_back_as_they_were(value: Any) -> None:
     tensors: dict[str, Tensor] = {}
-    back = put_together(json.loads(json.dumps(take_apart(value, tensors, "batch"))), tensors)
+    back = tree_from_json(json.loads(json.dumps(tree_to_json(value, tensors, "batch"))), tensors)
     torch.testing.assert_close(back, value, rtol=0, atol=0, equal_nan=True) if not isinstance(
         value, dict
     ) else None
@@ -224,7 +224,7 @@ def test_batches_with_names_come_back_as_look_alikes() -> None:
         "record": Record(torch.zeros(1), ["a"]),
         "encoding": Encoding(ids=[7]),
     }
-    back = put_together(json.loads(json.dumps(take_apart(value, tensors, "batch"))), tensors)
+    back = tree_from_json(json.loads(json.dumps(tree_to_json(value, tensors, "batch"))), tensors)
     assert torch.equal(back["pair"].x, torch.ones(2))
     assert (back["pair"].y, back["record"].names, back["encoding"].ids) == (1, ["a"], [7])
     assert isinstance(back["pair"], tuple)
@@ -233,7 +233,7 @@ def test_batches_with_names_come_back_as_look_alikes() -> None:
 def test_arrays_stay_arrays_and_gradients_are_asked_for_again() -> None:
     tensors: dict[str, Tensor] = {}
     value = [np.arange(3.0), torch.ones(2, requires_grad=True)]
-    array, tensor = put_together(take_apart(value, tensors, "batch"), tensors)
+    array, tensor = tree_from_json(tree_to_json(value, tensors, "batch"), tensors)
     assert isinstance(array, np.ndarray)
     assert tensor.requires_grad
 
@@ -241,14 +241,14 @@ def test_arrays_stay_arrays_and_gradients_are_asked_for_again() -> None:
 @pytest.mark.parametrize("value", [object(), {"x": {1, 2}}, [lambda: 0], {(1, 2): 3}])
 def test_what_is_not_plain_is_said(value: Any) -> None:
     with pytest.raises(NotPlainError, match="can be kept"):
-        take_apart(value, {}, "batch")
+        tree_to_json(value, {}, "batch")
 
 
 @pytest.mark.parametrize("name", ["__class__", "a b", "x: __import__('os')", ""])
 def test_a_field_name_that_is_no_name_is_refused(name: str) -> None:
     for kind in ("named", "fields"):
         with pytest.raises(ValueError, match="no name of a field"):
-            put_together({kind: [[name, {"value": 1, "kind": "int"}]]}, {})
+            tree_from_json({kind: [[name, {"value": 1, "kind": "int"}]]}, {})
 
 
 def test_complex_and_sparse_tensors_survive_the_disk(tmp_path: Path) -> None:

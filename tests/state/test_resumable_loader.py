@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.rng import capture_rng
-from stepguard.state.tree_json import put_together, take_apart
+from stepguard.state.tree_json import tree_from_json, tree_to_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 SIZE, BATCH = 22, 4
@@ -74,8 +74,8 @@ def _feed(kind: str, said: list[str] | None = None) -> ResumableLoader:
 
 def _through_a_file(position: dict[str, Any]) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
-    structure = json.loads(json.dumps(take_apart(position, tensors, "loader/0")))
-    found: dict[str, Any] = put_together(
+    structure = json.loads(json.dumps(tree_to_json(position, tensors, "loader/0")))
+    found: dict[str, Any] = tree_from_json(
         structure, {name: t.clone() for name, t in tensors.items()}
     )
     return found

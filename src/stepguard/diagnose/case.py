@@ -23,12 +23,16 @@ class Case:
 
     @property
     def phase(self) -> str:
-        return self.origin.phase if self.origin else ""
+        if self.origin:
+            return self.origin.phase
+        return ""
 
     @property
     def op(self) -> str:
         """`aten._foreach_addcdiv_` -> `addcdiv`: in-place and foreach do not matter to a cause."""
-        packet = (self.origin.op or "") if self.origin else ""
+        packet = ""
+        if self.origin:
+            packet = self.origin.op or ""
         parts = packet.split(".")
         name = parts[1] if len(parts) > 1 else parts[0]
         return name.removeprefix("_foreach_").rstrip("_")
@@ -36,7 +40,9 @@ class Case:
     @property
     def node(self) -> str:
         """`SqrtBackward0` -> `Sqrt`, `torch::autograd::AccumulateGrad` -> `AccumulateGrad`."""
-        full = (self.origin.node or "") if self.origin else ""
+        full = ""
+        if self.origin:
+            full = self.origin.node or ""
         name = full.rpartition("::")[2]
         return name.partition("Backward")[0]
 
@@ -47,20 +53,28 @@ class Case:
 
     @property
     def tensor(self) -> str:
-        return (self.origin.tensor or "") if self.origin else ""
+        if self.origin:
+            return self.origin.tensor or ""
+        return ""
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
-        return self.origin.inputs if self.origin else ()
+        if self.origin:
+            return self.origin.inputs
+        return ()
 
     @property
     def output(self) -> Operand | None:
-        return self.origin.output if self.origin else None
+        if self.origin:
+            return self.origin.output
+        return None
 
     @property
     def evidence(self) -> Evidence:
         """What locating measured around the bad value."""
-        return self.origin.evidence if self.origin else NO_EVIDENCE
+        if self.origin:
+            return self.origin.evidence
+        return NO_EVIDENCE
 
     @property
     def impure(self) -> bool:
@@ -72,12 +86,10 @@ class Case:
         for operand in self.inputs:
             if operand.name == name:
                 return operand
+        # a list of tensors, as foreach operators take it: `self[0]`, `self[1]`, ...
         listed = [operand for operand in self.inputs if operand.name.startswith(f"{name}[")]
-        for operand in listed:
-            if not operand.finite or has_zero(operand):
-                return operand
         if listed:
-            return listed[0]
+            return _most_telling(listed)
         if position < len(self.inputs) and not self.inputs[position].name:
             return self.inputs[position]
         return None
@@ -180,14 +192,26 @@ class Case:
         if self.origin is None or not self.origin.samples:
             return ""
         which = ", ".join(map(str, self.origin.samples))
-        batch = f" of micro-batch {self.origin.micro_batch}" if self.origin.micro_batch else ""
+        batch = ""
+        if self.origin.micro_batch:
+            batch = f" of micro-batch {self.origin.micro_batch}"
         return f"sample {which}{batch} causes it: without it the step is finite"
+
+
+def _most_telling(operands: list[Operand]) -> Operand:
+    """The first that holds NaN, Inf or 0, else the first."""
+    for operand in operands:
+        if not operand.finite or has_zero(operand):
+            return operand
+    return operands[0]
 
 
 def met(operand: Operand) -> tuple[float, float]:
     """What stood at the bad position: that one element where it is known, else the whole range."""
     element = _element(operand)
-    return _ends(operand) if element is None else (element, element)
+    if element is None:
+        return _ends(operand)
+    return (element, element)
 
 
 def low(operand: Operand) -> float:
@@ -218,7 +242,9 @@ def _ends(operand: Operand) -> tuple[float, float]:
 def reach(operand: Operand) -> float:
     """Largest finite absolute value."""
     small, big = _ends(operand)
-    return 0.0 if math.isnan(small) else max(abs(small), abs(big))
+    if math.isnan(small):
+        return 0.0
+    return max(abs(small), abs(big))
 
 
 def has_zero(operand: Operand | None) -> bool:

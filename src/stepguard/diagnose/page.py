@@ -40,7 +40,9 @@ def all_rules() -> tuple[Rule, ...]:
 def rule_of(code: str) -> Rule:
     """The rule of a code in any spelling (`sg204`, `204`, ` SG204 `)."""
     wanted = code.strip().upper()
-    wanted = f"SG{wanted}" if wanted.isdigit() else wanted
+    wanted = wanted
+    if wanted.isdigit():
+        wanted = f"SG{wanted}"
     for rule in RULES:
         if rule.code == wanted:
             return rule

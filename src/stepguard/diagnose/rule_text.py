@@ -80,6 +80,8 @@ def _remedies(text: str) -> tuple[Remedy, ...]:
     remedies = []
     for title, safety, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         code = _CODE.search(body)
-        snippet = code[1].strip() if code is not None else ""
+        snippet = ""
+        if code is not None:
+            snippet = code[1].strip()
         remedies.append(Remedy(title=title, snippet=snippet, safety=cast(Safety, safety)))
     return tuple(remedies)

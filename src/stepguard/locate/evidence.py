@@ -151,17 +151,23 @@ def _argument(birth: Birth) -> Evidence:
 def _beyond_domain(birth: Birth, value: float) -> Evidence | None:
     """How the argument leaves the domain; None where it is inside."""
     base = birth.operator.base
+    if base == "pow":
+        return _power_of(birth, value)
     edge = -1.0 if base == "log1p" else 0.0
-    if value > edge or math.isnan(value):
-        return None
-    if base == "pow" and value == 0.0:
+    if value == edge:
+        return Evidence(argument="zero")
+    return Evidence(argument="negative") if value < edge else None
+
+
+def _power_of(birth: Birth, base: float) -> Evidence | None:
+    if base == 0.0:
         power = birth.at("exponent")
         falls = power is not None and power < 0
         return Evidence(negative_power=True) if falls else None
-    # a large negative base overflows like a positive one: no root is missing there
-    if base == "pow" and not birth.call.out.nan:
-        return None
-    return Evidence(argument="zero" if value == edge else "negative")
+    # a large negative base overflows like a positive one: no root is missing where it gives inf
+    if base < 0.0 and birth.call.out.nan:
+        return Evidence(argument="negative")
+    return None
 
 
 def _argument_lineage(birth: Birth, name: str) -> Evidence:
@@ -258,7 +264,9 @@ def _computed_by(birth: Birth, name: str) -> str | None:
     if read is None:
         return None
     maker = _before_epsilon(real_maker(read.maker))
-    return None if maker.stage == "stored" else maker.op
+    if maker.stage == "stored":
+        return None
+    return maker.op
 
 
 def _only_batch_tensor(birth: Birth, name: str) -> str | None:
@@ -271,7 +279,9 @@ def _only_batch_tensor(birth: Birth, name: str) -> str | None:
     if len(roots) != 1:
         return None
     root = roots.pop()
-    return root if root.startswith("batch:") else None
+    if root.startswith("batch:"):
+        return root
+    return None
 
 
 def _vanished_epsilon(birth: Birth, name: str) -> float | None:

@@ -55,7 +55,9 @@ def _argument(birth: Birth, name: str) -> Any:
         return made.kwargs[name]
     arguments = birth.operator.arguments
     position = arguments.index(name) if name in arguments else len(made.args)
-    return made.args[position] if position < len(made.args) else None
+    if position < len(made.args):
+        return made.args[position]
+    return None
 
 
 def _softmax_rows(birth: Birth) -> Evidence:
@@ -79,7 +81,9 @@ def _masked_rows(birth: Birth, name: str) -> Evidence | None:
     closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
     dead = closed.all(dim=axis if isinstance(axis, int) else -1)
     count = int(dead.sum())
-    return Evidence(masked_rows=count, rows=dead.numel()) if count else None
+    if count:
+        return Evidence(masked_rows=count, rows=dead.numel())
+    return None
 
 
 def _reduced(birth: Birth) -> Evidence:
@@ -117,7 +121,9 @@ def _probabilities(birth: Birth) -> Evidence:
     high = float(target.max())
     if low < 0:
         return Evidence(target_out_of_domain=low)
-    return Evidence(target_out_of_domain=high) if high > 1 else NO_EVIDENCE
+    if high > 1:
+        return Evidence(target_out_of_domain=high)
+    return NO_EVIDENCE
 
 
 def _negative_target(birth: Birth) -> Evidence:
@@ -144,7 +150,9 @@ def _negative_variance(birth: Birth) -> Evidence:
     if not isinstance(variance, Tensor) or _argument(birth, "training"):
         return NO_EVIDENCE
     eps = float(_argument(birth, "eps") or 0.0)
-    return Evidence(argument="negative") if float(variance.min()) + eps < 0 else NO_EVIDENCE
+    if float(variance.min()) + eps < 0:
+        return Evidence(argument="negative")
+    return NO_EVIDENCE
 
 
 def _ctc(birth: Birth) -> Evidence:

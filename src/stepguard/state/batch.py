@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -23,17 +24,13 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor):
         return
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            if key != OUTPUT_GRADIENT:
-                yield str(key), item
+        yield from ((str(key), item) for key, item in value.items() if key != OUTPUT_GRADIENT)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         yield from zip(value._fields, value, strict=True)
     elif isinstance(value, list | tuple):
-        for position, item in enumerate(value):
-            yield str(position), item
+        yield from zip(map(str, itertools.count()), value, strict=False)
     elif is_record(value):
-        for field in dataclasses.fields(value):
-            yield field.name, getattr(value, field.name)
+        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
     else:
         yield from tensor_attributes(value)
 

@@ -124,12 +124,10 @@ def _layout(value: Sequence[Any], count: int, root: bool) -> Layout:
     parts_fit = all(_fits(item, count) for item in value)
     if root:
         return _root_layout(value, length_fits, parts_fit)
-    if parts_fit and length_fits:
-        # Two views of two samples, or two images with two channels.
+    # Both fit: two views of two samples, or two images with two channels.
+    if parts_fit == length_fits:
         return "unclear"
-    if parts_fit:
-        return "parts"
-    return "samples" if length_fits else "unclear"
+    return "parts" if parts_fit else "samples"
 
 
 def _root_layout(value: Sequence[Any], length_fits: bool, parts_fit: bool) -> Layout:

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,10 +25,10 @@ from stepguard._errors import CapsuleError
 from stepguard.records import Reading, Verdict
 from stepguard.records.codec import dumps, from_jsonable, to_plain
 from stepguard.state.atomic import new_folder
-from stepguard.state.rng import RngState, rng_apart, rng_together
+from stepguard.state.rng import RngState, rng_from_facts, rng_to_facts
 from stepguard.state.run_state import RunState, SavedState, StateError
 from stepguard.state.step import Step
-from stepguard.state.tree_json import NotPlainError, put_together, take_apart
+from stepguard.state.tree_json import NotPlainError, tree_from_json, tree_to_json
 from stepguard.tensors.names import Roots, named_modules
 
 SCHEMA = 2
@@ -76,8 +76,8 @@ class Capsule:
             )
         try:
             reading = from_jsonable(Reading, self.facts["reading"])
-            rng = [rng_together(facts, self.tensors) for facts in self.facts["rng"]]
-            return reading, tuple(put_together(batch, self.tensors) for batch in batches), rng
+            rng = [rng_from_facts(facts, self.tensors) for facts in self.facts["rng"]]
+            return reading, tuple(tree_from_json(batch, self.tensors) for batch in batches), rng
         except RecursionError:
             raise CapsuleError(
                 f"{self.folder} is damaged: its batch is nested without end."
@@ -163,7 +163,7 @@ def write_capsule(
         "verdict": verdict.kind,
         "summary": verdict.summary,
         "environment": environment(),
-        "rng": [rng_apart(rng, tensors, f"micro_rng/{i}") for i, rng in enumerate(step.rng)],
+        "rng": [rng_to_facts(rng, tensors, f"micro_rng/{i}") for i, rng in enumerate(step.rng)],
         "optimizer": type(step.optimizer).__name__,
         "state": state.facts,
         "resting": [name for name, module in named_modules(roots) if not module.training],
@@ -172,13 +172,17 @@ def write_capsule(
         facts.update(_batches(step, tensors))
     if sum(t.numel() * t.element_size() for t in tensors.values()) > limit_bytes:
         return False
+    _write(folder, facts, tensors)
+    return True
+
+
+def _write(folder: Path, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     facts["complex"] = [name for name, t in tensors.items() if t.is_complex()]
     facts["sparse"] = [name for name, t in tensors.items() if t.layout is not torch.strided]
     stored = {name: _storable(tensor) for name, tensor in tensors.items()}
     with new_folder(folder) as temporary:
         save_file(stored, temporary / "tensors.safetensors")
         (temporary / "capsule.json").write_text(dumps(facts), encoding="utf-8")
-    return True
 
 
 def _state_of(roots: Roots, optimizer: Optimizer) -> SavedState:
@@ -197,7 +201,7 @@ def _state_of(roots: Roots, optimizer: Optimizer) -> SavedState:
 def _batches(step: Step, tensors: dict[str, Tensor]) -> dict[str, Any]:
     apart: dict[str, Tensor] = {}
     try:
-        batches = [take_apart(b, apart, f"batch/{i}") for i, b in enumerate(step.micro_batches)]
+        batches = [tree_to_json(b, apart, f"batch/{i}") for i, b in enumerate(step.micro_batches)]
     except NotPlainError as why:
         return {"left_out": str(why)}
     tensors.update(apart)
@@ -231,13 +235,17 @@ def read_capsule(folder: Path) -> Capsule:
     for key in NEEDED:
         if key not in facts:
             raise CapsuleError(f"{folder} is damaged: capsule.json says nothing about {key!r}.")
-    for name in facts.get("complex") or []:
-        if name in tensors:
-            tensors[name] = torch.view_as_complex(tensors[name])
-    for name in facts.get("sparse") or []:
-        if name in tensors:
-            tensors[name] = tensors[name].to_sparse()
+    _convert(tensors, facts.get("complex"), torch.view_as_complex)
+    _convert(tensors, facts.get("sparse"), Tensor.to_sparse)
     return Capsule(folder, facts, tensors)
+
+
+def _convert(
+    tensors: dict[str, Tensor], names: list[str] | None, change: Callable[[Tensor], Tensor]
+) -> None:
+    for name in names or []:
+        if name in tensors:
+            tensors[name] = change(tensors[name])
 
 
 def _check_schema(folder: Path, facts: Any) -> None:

@@ -126,22 +126,26 @@ class RecentBatches:
 
 def _rows_of(part: Tensor, whole: Tensor) -> tuple[int, ...] | None:
     """Return which rows of `whole` the view `part` is made of; None if it is not such a view."""
-    if not _has_rows(part) or not _has_rows(whole) or not _share_memory(part, whole):
-        return None
-    if part.shape[1:] != whole.shape[1:] or part.stride()[1:] != whole.stride()[1:]:
+    if not _can_be_rows(part, whole):
         return None
     row_size = whole.stride(0)
-    if not row_size or part.stride(0) % row_size or not part.numel():
-        return None
     offset = int(part.storage_offset()) - int(whole.storage_offset())
-    start, remainder = divmod(offset, row_size)
-    if remainder:
+    if not row_size or offset % row_size or part.stride(0) % row_size:
         return None
+    start = offset // row_size
     every = part.stride(0) // row_size
     rows = tuple(start + row * every for row in range(part.shape[0]))
     if min(rows) < 0 or max(rows) >= whole.shape[0]:
         return None
     return rows
+
+
+def _can_be_rows(part: Tensor, whole: Tensor) -> bool:
+    if not _has_rows(part) or not _has_rows(whole) or not part.numel():
+        return False
+    if part.shape[1:] != whole.shape[1:] or part.stride()[1:] != whole.stride()[1:]:
+        return False
+    return _share_memory(part, whole)
 
 
 def _has_rows(tensor: Tensor) -> bool:

@@ -1,6 +1,4 @@
-"""Saved values back into live ones: the same tensors and containers where they fit, new ones where
-they do not.
-"""
+"""Put saved values into live ones: the same tensors and containers where they fit, else new ones."""
 
 from __future__ import annotations
 
@@ -13,37 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.state.tree_json import key_back, put_together
+from stepguard.state.batch import is_record
+from stepguard.state.tree_json import key_from_json, tree_from_json
 
 
 class Refill:
     """Puts one saved state back. A tensor that was kept once and referred to twice is made once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        self._tensors, self._parameters = tensors, parameters
+        self._tensors = tensors
+        self._parameters = parameters
         self._made: dict[str, Tensor] = {}
 
     def value(self, live: Any, structure: Any, device: torch.device | None = None) -> Any:
-        """The saved value; the live object itself, refilled, where that can hold it."""
+        """Return the saved value; the live object itself, refilled, if it can hold it."""
         if "tensor" in structure:
             return self._tensor(live, structure, device)
         if "mapping" in structure and isinstance(live, MutableMapping):
             return self._mapping(live, structure, device)
-        if "list" in structure and type(live) is list:
-            live[:] = self._items(live, structure["list"], device)
-            return live
-        if "tuple" in structure and type(live) is tuple:
-            return tuple(self._items(live, structure["tuple"], device))
-        if "deque" in structure and type(live) is deque and live.maxlen == structure["most"]:
-            items = self._items(list(live), structure["deque"], device)
-            live.clear()
-            live.extend(items)
-            return live
-        if "named" in structure and isinstance(live, tuple) and hasattr(live, "_replace"):
-            return live._replace(**self._fields(live, structure["named"], device))
-        if "fields" in structure and dataclasses.is_dataclass(live) and not isinstance(live, type):
-            return dataclasses.replace(live, **self._fields(live, structure["fields"], device))
-        return put_together(structure, self._tensors, self._parameters)
+        if type(live) in (list, tuple, deque):
+            return self._sequence(live, structure, device)
+        return self._record(live, structure, device)
 
     def _tensor(self, live: Any, structure: Any, device: torch.device | None) -> Tensor:
         name = structure["tensor"]
@@ -52,47 +40,74 @@ class Refill:
             live.detach().copy_(kept)
             return live
         if name not in self._made:
-            value = put_together(structure, self._tensors)
-            # counters stay on the host, as torch's own optimizers keep them
+            value = tree_from_json(structure, self._tensors)
+            # Counters stay on the host, as torch's own optimizers keep them.
             self._made[name] = value.to(device) if device is not None and value.dim() else value
         return self._made[name]
 
     def _mapping(
         self, live: MutableMapping[Any, Any], structure: Any, device: torch.device | None
     ) -> Any:
-        saved = {key_back(key, self._parameters): item for key, item in structure["mapping"]}
+        saved: dict[Any, Any] = {}
+        for key, item in structure["mapping"]:
+            saved[key_from_json(key, self._parameters)] = item
         for key in [key for key in live if key not in saved]:
             del live[key]
         for key, item in saved.items():
             live[key] = self.value(live.get(key), item, device)
         return live
 
+    def _sequence(self, live: Any, structure: Any, device: torch.device | None) -> Any:
+        if type(live) is list and "list" in structure:
+            live[:] = self._items(live, structure["list"], device)
+            return live
+        if type(live) is tuple and "tuple" in structure:
+            return tuple(self._items(live, structure["tuple"], device))
+        if type(live) is deque and "deque" in structure and live.maxlen == structure["most"]:
+            items = self._items(live, structure["deque"], device)
+            live.clear()
+            live.extend(items)
+            return live
+        return self._new(structure)
+
+    def _record(self, live: Any, structure: Any, device: torch.device | None) -> Any:
+        if "named" in structure and isinstance(live, tuple) and hasattr(live, "_replace"):
+            return live._replace(**self._fields(live, structure["named"], device))
+        if "fields" in structure and is_record(live):
+            return dataclasses.replace(live, **self._fields(live, structure["fields"], device))
+        return self._new(structure)
+
+    def _new(self, structure: Any) -> Any:
+        return tree_from_json(structure, self._tensors, self._parameters)
+
     def _items(self, live: Any, saved: list[Any], device: torch.device | None) -> list[Any]:
-        old = list(live)[: len(saved)] + [None] * (len(saved) - len(live))
+        old = list(live)[: len(saved)]
+        old += [None] * (len(saved) - len(old))
         return [self.value(mine, item, device) for mine, item in zip(old, saved, strict=True)]
 
     def _fields(self, live: Any, saved: list[Any], device: torch.device | None) -> dict[str, Any]:
         return {name: self.value(getattr(live, name, None), item, device) for name, item in saved}
 
 
-def alike(live: Any, value: Any) -> Any:
-    """The value with the containers of the live one: a Counter stays a Counter, a defaultdict keeps
-    its factory.
-    """
+def in_containers_of(live: Any, value: Any) -> Any:
+    """Return the value in the containers of the live one: a Counter stays a Counter."""
     if isinstance(live, Mapping) and isinstance(value, Mapping):
-        items = {key: alike(live.get(key), item) for key, item in value.items()}
-        if type(live) is dict or not isinstance(live, MutableMapping):
-            return items
-        same_kind = copy.copy(live)
-        same_kind.clear()
-        same_kind.update(items)
-        return same_kind
-    if (
-        isinstance(live, list | tuple)
-        and isinstance(value, list | tuple)
-        and len(live) == len(value)
-    ):
-        return type(value)(alike(a, b) for a, b in zip(live, value, strict=True))
+        items = {key: in_containers_of(live.get(key), item) for key, item in value.items()}
+        return _mapping_like(live, items)
     if isinstance(value, Tensor) and isinstance(live, Tensor):
         return value.to(live.device)
-    return value
+    if not isinstance(live, list | tuple) or not isinstance(value, list | tuple):
+        return value
+    if len(live) != len(value):
+        return value
+    return type(value)(map(in_containers_of, live, value))
+
+
+def _mapping_like(live: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(live) is dict or not isinstance(live, MutableMapping):
+        return items
+    # A copy keeps what the class adds, such as the factory of a defaultdict.
+    twin = copy.copy(live)
+    twin.clear()
+    twin.update(items)
+    return twin

@@ -34,17 +34,33 @@ def module_misfit(
         return f"{prefix}{lacking[0]} is in the model and not in the saved state"
     for name, tensor in stored.items():
         live = parameters.get(name)
-        if live is None:
-            if _buffer_owner(root, name) is None:
-                return f"{prefix}{name} is in the saved state and not in the model"
-            continue
-        if is_lazy(live):
-            continue
-        if live.shape != tensor.shape or live.dtype != tensor.dtype:
+        if live is None and _buffer_owner(root, name) is None:
+            return f"{prefix}{name} is in the saved state and not in the model"
+        if live is not None and not _takes(live, tensor):
             return (
                 f"{prefix}{name} is {dtype_and_shape(live)} in the model "
                 f"and {dtype_and_shape(tensor)} in the saved state"
             )
+    return ""
+
+
+def _takes(live: Tensor, tensor: Tensor) -> bool:
+    """A lazy parameter takes any shape."""
+    return is_lazy(live) or (live.shape == tensor.shape and live.dtype == tensor.dtype)
+
+
+def why_not_kept(tensor: Tensor) -> str:
+    """Say what keeps this tensor from being copied into a snapshot or a file; empty if nothing."""
+    if is_lazy(tensor):
+        return "has no shape before the model is called for the first time"
+    if tensor.is_meta:
+        return "is on the meta device and has no data"
+    if tensor.is_nested:
+        return "is a nested tensor; only dense ones can be kept"
+    if tensor.layout is not torch.strided:
+        return f"is a {tensor.layout} tensor; only dense ones can be kept"
+    if tensor.is_quantized:
+        return f"is a quantized tensor ({tensor.dtype}); only plain ones can be kept"
     return ""
 
 

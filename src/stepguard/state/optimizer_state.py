@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stepguard.state.in_place import Refill, alike
-from stepguard.state.tree_json import Known, NotPlainError, put_together, take_apart
+from stepguard.state.in_place import Refill, in_containers_of
+from stepguard.state.tree_json import KnownTensors, NotPlainError, tree_from_json, tree_to_json
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of a parameter group that choose a kernel: they are the program's, not the state's."""
@@ -93,18 +93,20 @@ class OptimizerState:
 
     def _first_look(self) -> dict[str, Any]:
         try:
-            return {key: facts for key, facts, _ in self._attributes(Known(self._known()))}
+            return {key: facts for key, facts, _ in self._attributes(KnownTensors(self._known()))}
         except NotPlainError:  # said when the state is gathered
             return {}
 
     # --- taking apart
     # ------------------------------------------------------------------------------------------
 
-    def gather(self, tensors: dict[str, Tensor], known: Known | None = None) -> dict[str, Any]:
+    def gather(
+        self, tensors: dict[str, Tensor], known: KnownTensors | None = None
+    ) -> dict[str, Any]:
         """Plain facts, and references to the live tensors in `tensors`. Raises NotPlainError for
         what has no name.
         """
-        known = known or Known()
+        known = known or KnownTensors()
         known.parameters = {**self._known(), **known.parameters}
         slots, shared = self._slots(tensors, known)
         return {
@@ -120,7 +122,7 @@ class OptimizerState:
     def _known(self) -> dict[int, str]:
         return {id(p): name for p, name in self._names()}
 
-    def _slots(self, tensors: dict[str, Tensor], known: Known) -> tuple[dict[str, Any], Any]:
+    def _slots(self, tensors: dict[str, Tensor], known: KnownTensors) -> tuple[dict[str, Any], Any]:
         slots: dict[str, Any] = {}
         shared: dict[Any, Any] = {}
         state: Mapping[Any, Any] = (
@@ -137,20 +139,22 @@ class OptimizerState:
                     f"{kind} keeps state of a parameter {list(key.shape)} that no group holds any "
                     f"more."
                 )
-            slots[name] = take_apart(value, tensors, f"{self._prefix}/{name}", known=known)
-        return slots, take_apart(shared, tensors, f"{self._prefix}_shared", known=known)
+            slots[name] = tree_to_json(value, tensors, f"{self._prefix}/{name}", known=known)
+        return slots, tree_to_json(shared, tensors, f"{self._prefix}_shared", known=known)
 
-    def _groups(self, tensors: dict[str, Tensor], known: Known) -> list[dict[str, Any]]:
+    def _groups(self, tensors: dict[str, Tensor], known: KnownTensors) -> list[dict[str, Any]]:
         where = "group" if self._prefix == "optimizer" else f"{self._prefix}/group"
         return [
             {
                 "params": [known.parameters[id(p)] for p in group["params"]],
-                "settings": take_apart(_settings(group), tensors, f"{where}/{index}", known=known),
+                "settings": tree_to_json(
+                    _settings(group), tensors, f"{where}/{index}", known=known
+                ),
             }
             for index, group in enumerate(self._optimizer.param_groups)
         ]
 
-    def _kept_attributes(self, tensors: dict[str, Tensor], known: Known) -> dict[str, Any]:
+    def _kept_attributes(self, tensors: dict[str, Tensor], known: KnownTensors) -> dict[str, Any]:
         kept = {}
         for key, facts, found in self._attributes(known):
             if found or facts != self._first.get(key):
@@ -158,7 +162,7 @@ class OptimizerState:
                 tensors.update(found)
         return kept
 
-    def _attributes(self, known: Known) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
+    def _attributes(self, known: KnownTensors) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
         """Name, plain facts and tensors of every attribute that is a plain value."""
         for key, value in vars(self._optimizer).items():
             if (
@@ -175,13 +179,13 @@ class OptimizerState:
                 yield key, {"generator": name}, found
                 continue
             try:
-                facts = take_apart(value, found, name, known=known)
+                facts = tree_to_json(value, found, name, known=known)
             except NotPlainError:
                 self._refuse_hidden_tensors(key, value, known)
                 continue
             yield key, facts, found
 
-    def _refuse_hidden_tensors(self, key: str, value: Any, known: Known) -> None:
+    def _refuse_hidden_tensors(self, key: str, value: Any, known: KnownTensors) -> None:
         """An object of the user's own is left alone, unless it holds tensors and nothing says how
         to keep them.
         """
@@ -193,7 +197,7 @@ class OptimizerState:
                 f"values can be kept, or what {kind}.state_dict() returns."
             )
 
-    def _own(self, tensors: dict[str, Tensor], known: Known) -> Any:
+    def _own(self, tensors: dict[str, Tensor], known: KnownTensors) -> Any:
         """What a `state_dict` of the optimizer's own says beyond state and groups; None for
         torch's.
         """
@@ -201,7 +205,7 @@ class OptimizerState:
             return None
         said = self._optimizer.state_dict()
         more = {key: value for key, value in said.items() if key not in ("state", "param_groups")}
-        return take_apart(more, tensors, f"{self._prefix}_own", known=known) if more else None
+        return tree_to_json(more, tensors, f"{self._prefix}_own", known=known) if more else None
 
     # --- putting back
     # ------------------------------------------------------------------------------------------
@@ -214,7 +218,7 @@ class OptimizerState:
         self._refill(facts, Refill(tensors, parameters))
         if facts.get("own") is None:
             return []
-        trouble = self._load_own(put_together(facts["own"], tensors, parameters))
+        trouble = self._load_own(tree_from_json(facts["own"], tensors, parameters))
         # torch's loading casts slots to the parameter's dtype and makes new groups
         self._refill(facts, Refill(tensors, parameters))
         return trouble
@@ -250,7 +254,7 @@ class OptimizerState:
 
     def _refill_attributes(self, facts: Mapping[str, Any], refill: Refill) -> None:
         own, saved = vars(self._optimizer), facts["attributes"]
-        known = Known(self._known())
+        known = KnownTensors(self._known())
         for key, now, found in list(self._attributes(known)):
             if key in saved:
                 continue
@@ -282,7 +286,7 @@ class OptimizerState:
         before = [(one, one.state, one.param_groups) for one in every]
         try:
             live = optimizer.state_dict()
-            optimizer.load_state_dict({**live, **alike(live, own)})
+            optimizer.load_state_dict({**live, **in_containers_of(live, own)})
         except Exception as fault:
             kind = type(optimizer).__name__
             return [

@@ -48,15 +48,21 @@ def holds_only_data(value: Any, depth: int = 0) -> bool:
         return True
     if depth > DEEPEST or isinstance(value, nn.Module | type) or callable(value):
         return False
-    if isinstance(value, CONTAINERS):
-        if len(value) > MANY:
-            return False
-        inside = value.values() if isinstance(value, dict) else value
-    elif has_attributes(value) and not is_torchs(value):
-        inside = vars(value).values()
-    else:
+    inside = _inside(value)
+    if inside is None:
         return False
     return all(holds_only_data(item, depth + 1) for item in inside)
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """Return what a small container or an object holds; None for anything else."""
+    if isinstance(value, CONTAINERS):
+        if len(value) > MANY:
+            return None
+        return list(value.values() if isinstance(value, dict) else value)
+    if has_attributes(value) and not is_torchs(value):
+        return list(vars(value).values())
+    return None
 
 
 def is_torchs(value: object) -> bool:

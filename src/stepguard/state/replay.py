@@ -1,6 +1,4 @@
-"""Running a step again without leaving a trace: gradients, buffers and RNG are as before, no
-collective is held.
-"""
+"""Run a step again without a trace: gradients, buffers and random numbers are put back."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from stepguard.tensors.values import is_finite
 
 @contextmanager
 def kept_buffers(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Whatever happens to the buffers inside is undone."""
+    """Undo whatever happens to the buffers inside the block."""
     keeper = BufferKeeper(roots, small=sys.maxsize)
     keeper.remember()
     try:
@@ -43,52 +41,61 @@ class Rerun:
 
 
 def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None = None) -> Rerun:
-    """Forward and backward again, with another loss scale or only some of the micro-batches."""
+    """Run forward and backward again, with another loss scale or only some micro-batches."""
     assert step.loss_fn is not None, "a step that the guard did not run cannot be run again"
-    scale = step.scale if scale is None else scale
+    if scale is None:
+        scale = step.scale
+    if micro is None:
+        micro = range(len(step.micro_batches))
     losses: list[float] = []
-    params = optimizer_parameters(step.optimizer)
     with untouched(step):
         step.buffers.restore()
-        for index in range(len(step.micro_batches)) if micro is None else micro:
+        for index in micro:
             restore_rng(step.rng[index])
             loss = total_loss(step.loss_fn(step.micro_batches[index]))
             losses.append(float(loss.detach()))
             torch.autograd.backward(loss * scale if scale != 1.0 else loss)
-        gradients = tuple(p.grad for p in params)
+        gradients = tuple(p.grad for p in optimizer_parameters(step.optimizer))
         finite = all(g is None or is_finite(g) for g in gradients)
     return Rerun(tuple(losses), finite, gradients)
 
 
 def model_finite(step: Step, *, scale: float = 1.0) -> bool:
-    """A watched model again, with the output gradients divided by `scale`: are outputs and
-    gradients finite?
-    """
+    """Run a watched model again, its output gradients divided by `scale`: is everything finite?"""
     assert step.model_fn is not None
-    params = optimizer_parameters(step.optimizer)
     with untouched(step):
         step.buffers.restore()
         for index, batch in enumerate(step.micro_batches):
             restore_rng(step.rng[index])
             outputs, gradients = step.model_fn(batch)
-            if not all(is_finite(output) for output in outputs):
+            if not all(map(is_finite, outputs)):
                 return False
-            pairs = [
-                (o, g / scale) for o, g in zip(outputs, gradients, strict=True) if g is not None
-            ]
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return all(p.grad is None or is_finite(p.grad) for p in params)
+            _backward_through(outputs, gradients, scale)
+        gradients = [p.grad for p in optimizer_parameters(step.optimizer)]
+        return all(gradient is None or is_finite(gradient) for gradient in gradients)
+
+
+def _backward_through(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], scale: float
+) -> None:
+    roots: list[Tensor] = []
+    arriving: list[Tensor] = []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None:
+            roots.append(output)
+            arriving.append(gradient / scale)
+    if roots:
+        torch.autograd.backward(roots, arriving)
 
 
 def gradients_came_back_finite(step: Step) -> bool:
-    """Is what came back to the watched model's outputs finite?"""
+    """Were the gradients that the watched model's outputs received finite?"""
     recorded = [g for batch in step.micro_batches for g in batch[OUTPUT_GRADIENT].values()]
     return all(is_finite(gradient) for gradient in recorded)
 
 
 def reevaluate(step: Step) -> float:
-    """The loss of an earlier step's batch on the present weights, without gradients."""
+    """Return the loss of an earlier step's batch on the present weights, without gradients."""
     assert step.loss_fn is not None
     with untouched(step), torch.no_grad():
         step.buffers.restore()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepguard.state.delivered_batches import Delivered, FoundBatch, RecentBatches
-from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_apart, rng_together
+from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
 from stepguard.state.sample_indices import Index, IndexObserver, keeps_position
 from stepguard.state.skipped_batches import Place, SkippedBatches
 
@@ -173,7 +173,7 @@ class ResumableLoader:
 
     def _fetch_again(self, begun: dict[str, Any]) -> IndexObserver:
         """Make the iterator from the same random numbers and drop what was delivered."""
-        restore_rng(rng_together(begun["rng"]["facts"], begun["rng"]["tensors"]))
+        restore_rng(rng_from_facts(begun["rng"]["facts"], begun["rng"]["tensors"]))
         for generator, state in zip(self._generators(), begun["generators"], strict=False):
             generator.set_state(state)
         iterator = IndexObserver(self._loader)
@@ -212,4 +212,4 @@ class ResumableLoader:
 
 def _rng_as_facts(state: RngState) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
-    return {"facts": rng_apart(state, tensors, "start"), "tensors": tensors}
+    return {"facts": rng_to_facts(state, tensors, "start"), "tensors": tensors}

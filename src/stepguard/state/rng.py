@@ -62,7 +62,7 @@ def _accelerator_states() -> tuple[torch.Tensor, ...]:
     return tuple(module.get_rng_state_all())
 
 
-def rng_apart(state: RngState, tensors: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
+def rng_to_facts(state: RngState, tensors: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
     """The state as named tensors and plain facts."""
     version, numbers, gauss = state.python
     tensors[f"{name}/cpu"] = state.cpu
@@ -77,8 +77,8 @@ def rng_apart(state: RngState, tensors: dict[str, torch.Tensor], name: str) -> d
     return facts
 
 
-def rng_together(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> RngState:
-    """The inverse of `rng_apart`."""
+def rng_from_facts(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> RngState:
+    """The inverse of `rng_to_facts`."""
     name = facts["name"]
     python = (
         facts["python_version"],

@@ -20,15 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import StepguardError
-from stepguard.state.in_place import Refill, alike
+from stepguard.state.in_place import Refill, in_containers_of
 from stepguard.state.module_counters import ModuleCounters
-from stepguard.state.module_state import fill_module, module_misfit, module_tensors
-from stepguard.state.odd_tensors import why_not_kept
+from stepguard.state.module_state import fill_module, module_misfit, module_tensors, why_not_kept
 from stepguard.state.optimizer_state import OptimizerState, ParameterNames
 from stepguard.state.ownership import Ownership
-from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_apart, rng_together
+from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
 from stepguard.state.sharded import why_sharded
-from stepguard.state.tree_json import NotPlainError, put_together, take_apart
+from stepguard.state.tree_json import NotPlainError, tree_from_json, tree_to_json
 from stepguard.tensors.names import optimizer_parameter_ids
 from stepguard.tensors.torch_private import scaler_tensors, start_scaler
 from stepguard.tensors.values import is_finite
@@ -104,7 +103,7 @@ class RunState:
             for name, item in self._others.items()
         }
         saved.facts["rng"] = {
-            str(self._rank): rng_apart(capture_rng(), tensors, f"rng/{self._rank}")
+            str(self._rank): rng_to_facts(capture_rng(), tensors, f"rng/{self._rank}")
         }
         for name, tensor in tensors.items():
             _refuse_odd(name, tensor)
@@ -193,7 +192,7 @@ class RunState:
                     skipped.add(name)
             stored = saved.below(prefix)
             fill_module(root, {name: t for name, t in stored.items() if name not in skipped})
-        self._counters.put_back(put_together(saved.facts["numbers"], {}), left)
+        self._counters.put_back(tree_from_json(saved.facts["numbers"], {}), left)
 
     @torch.no_grad()
     def put_back_optimizer(self, saved: SavedState) -> list[str]:
@@ -243,7 +242,7 @@ class RunState:
         facts = saved.facts["rng"].get(str(self._rank))
         if facts is None:
             return None
-        return rng_together(facts, saved.tensors)
+        return rng_from_facts(facts, saved.tensors)
 
     def put_back_random_numbers(self, saved: SavedState) -> None:
         """Put this rank's generators back."""
@@ -275,7 +274,7 @@ def _refuse_odd(name: str, tensor: Tensor) -> None:
 
 def _apart(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
     try:
-        return take_apart(value, tensors, name)
+        return tree_to_json(value, tensors, name)
     except ValueError as why:
         raise StateError(str(why)) from None
 
@@ -288,7 +287,7 @@ def _item_apart(item: Any, tensors: dict[str, Tensor], name: str) -> Any:
 
 def _item_together(item: Any, facts: Any, tensors: Mapping[str, Tensor]) -> None:
     if item is not None and facts is not None:
-        item.load_state_dict(alike(item.state_dict(), put_together(facts, tensors)))
+        item.load_state_dict(in_containers_of(item.state_dict(), tree_from_json(facts, tensors)))
 
 
 def _scaler_apart(scaler: GradScaler | None, tensors: dict[str, Tensor]) -> bool:

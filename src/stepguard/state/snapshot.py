@@ -1,4 +1,4 @@
-"""RunState states in memory: a small ring of copies into memory that is allocated once."""
+"""Snapshots of the run state: a small ring of copies into memory that is allocated once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepguard.tensors.torch_private import foreach_copy_
 
 Standing = Literal["young", "good", "bad"]
 SHARE_OF_FREE = 0.5
-"""Of the memory that is free, where nobody sets a limit."""
+"""Of the free memory, if no limit is set."""
 LEAST = 2
 """Snapshots that must fit: one that is good and one that may become so."""
 KEEPS_BEST = 3
@@ -37,61 +37,61 @@ class Snapshot:
     watched_from: int = 0
     """The step its probation counts from: its own, or that of the last incident since."""
     lent: bool = False
-    """Somebody is writing it to disk: it must not be overwritten."""
+    """It is being written to disk and must not be overwritten."""
 
 
 class Ring:
-    """The last few snapshots, oldest first. The newest good one is never given up for a young one."""
+    """The last few snapshots, oldest first. The newest good one never makes way for a young one."""
 
     def __init__(
         self, size: int, limit: int | None, *, free: Callable[[], int | None] = free_memory
     ) -> None:
-        self._size, self._limit, self._free = size, limit, free
+        self._size = size
+        self._limit = limit
+        self._free = free
         self._serial = 0
         self._spare: list[dict[str, Tensor]] = []
         self._room: int | None = None
         """How many fit, once the first state has been seen."""
         self.snapshots: list[Snapshot] = []
         self._best: Snapshot | None = None
-        """The good one with the lowest level of the loss: it stays while there is room for three.
-        """
+        """The good one with the lowest loss: it stays while there is room for three."""
 
     def keep_best(self) -> None:
-        """A snapshot has become good: is its level the lowest? What `memory` calls `level` says."""
-        known = [
-            s for s in self.snapshots if s.standing == "good" and s.memory.get("level") is not None
-        ]
+        """Choose the best again after a snapshot has become good, by `level` in its memory."""
+        known = [s for s in self._with_standing("good") if s.memory.get("level") is not None]
         self._best = min(known, key=lambda s: s.memory["level"], default=None)
 
     def too_small(self, state: SavedState) -> str:
-        """Why not even two copies of this state fit, in words; empty when they do."""
+        """Say why not even two copies of this state fit; empty if they do."""
         if self._room is not None:
             return ""
         size = sum(t.numel() * t.element_size() for t in state.tensors.values())
-        limit, whose = self._limit, "GuardConfig.snapshot_memory"
-        if limit is None:
-            free = self._free()
-            limit = int(free * SHARE_OF_FREE) if free is not None else size * self._size
+        if self._limit is not None:
+            limit = self._limit
+            whose = "GuardConfig.snapshot_memory"
+        else:
+            limit = self._free_share(size)
             whose = "half of the free memory"
         if limit < LEAST * size:
             return (
                 f"the state takes {_amount(size)} and {LEAST} copies of it do not fit into "
-                f"{_amount(limit)} ({whose}): "
-                "no snapshots are taken; checkpoints still are, and "
+                f"{_amount(limit)} ({whose}): no snapshots are taken; checkpoints still are, and "
                 "GuardConfig(snapshot_memory=BYTES) sets the limit"
             )
         self._room = min(self._size, limit // max(size, 1))
         return ""
 
+    def _free_share(self, size: int) -> int:
+        free = self._free()
+        if free is None:
+            return size * self._size
+        return int(free * SHARE_OF_FREE)
+
     def take(self, step: int, state: SavedState, *, must: bool = False) -> Snapshot | None:
-        """Copy the state; None where every place holds one that is still needed. `must` gives up a
-        young one.
-        """
-        if (
-            self._room is not None
-            and len(self.snapshots) >= self._room
-            and not self._give_up_one(must)
-        ):
+        """Copy the state; None if every snapshot is still needed. `must` gives up a young one."""
+        full = self._room is not None and len(self.snapshots) >= self._room
+        if full and not self._give_up_one(must):
             return None
         buffers = self._fitting(state.tensors)
         names = list(buffers)
@@ -104,15 +104,19 @@ class Ring:
         return snapshot
 
     def good(self) -> list[Snapshot]:
-        """Those that are past their probation, newest first."""
-        return [s for s in reversed(self.snapshots) if s.standing == "good"]
+        """List those that are past their probation, newest first."""
+        return self._with_standing("good")[::-1]
 
     def drop(self, unwanted: Callable[[Snapshot], bool]) -> None:
-        for snapshot in [s for s in self.snapshots if unwanted(s)]:
-            self._forget(snapshot)
+        """Drop every snapshot for which `unwanted` is true."""
+        for snapshot in list(self.snapshots):
+            if unwanted(snapshot):
+                self._forget(snapshot)
 
     def clear(self) -> None:
-        self.snapshots, self._spare = [], []
+        """Drop all, and the memory kept for new ones."""
+        self.snapshots = []
+        self._spare = []
 
     def _forget(self, snapshot: Snapshot) -> None:
         self.snapshots.remove(snapshot)
@@ -120,31 +124,40 @@ class Ring:
             self._spare.append(snapshot.state.tensors)
 
     def _give_up_one(self, must: bool) -> bool:
-        """The oldest bad one, else the oldest good one if there is a newer, else perhaps a young
-        one.
-        """
-        good = self.good()
-        candidates = [s for s in self.snapshots if s.standing == "bad"] + good[:0:-1]
-        if self._room is None or self._room >= KEEPS_BEST:
-            candidates = [s for s in candidates if s is not self._best]
+        """Drop the oldest bad one, else the oldest good one but the newest, else a young one."""
+        # From the oldest to the second newest: the newest good one stays.
+        older_good = self.good()[:0:-1]
+        candidates = self._with_standing("bad") + older_good
+        if self._best in candidates and self._keeps_best():
+            candidates.remove(self._best)
         if must:
-            candidates += [s for s in self.snapshots if s.standing == "young"]
-        free = next((s for s in candidates if not s.lent), None)
-        if free is not None:
-            self._forget(free)
-        return free is not None
+            candidates += self._with_standing("young")
+        for snapshot in candidates:
+            if not snapshot.lent:
+                self._forget(snapshot)
+                return True
+        return False
+
+    def _with_standing(self, standing: Standing) -> list[Snapshot]:
+        return [s for s in self.snapshots if s.standing == standing]
+
+    def _keeps_best(self) -> bool:
+        return self._room is None or self._room >= KEEPS_BEST
 
     def _fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Memory of the same shapes: what a dropped snapshot left, else new."""
-        kept, self._spare = (self._spare[-1] if self._spare else {}), self._spare[:-1]
-        return {
-            n: kept[n] if n in kept and _same(kept[n], t) else _empty(t) for n, t in tensors.items()
-        }
+        """Return memory of the same shapes: what a dropped snapshot left, else new."""
+        kept = self._spare.pop() if self._spare else {}
+        fitting: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            memory = kept.get(name)
+            if memory is None or not _same_form(memory, tensor):
+                memory = _host_memory_for(tensor)
+            fitting[name] = memory
+        return fitting
 
 
 class Cadence:
-    """Says at which steps a snapshot is due: the first, and a grid whose width is a power of two
-    times `GRID`.
+    """Says at which steps a snapshot is due: the first, and a grid of `GRID` * 2**n steps.
 
     Grids of different ranks contain each other, so that ranks with different clocks still share
     snapshots.
@@ -152,16 +165,15 @@ class Cadence:
 
     GRID = 8
     SHARE = 0.005
-    """Of the time of training that copying may take."""
+    """Share of the training time that copying may take."""
     FIRST = 4
-    """Snapshots that come early, the first of them after one step: a short run, too, has something
-    to go back to.
-    """
+    """Early snapshots, the first after one step: a short run needs something to go back to, too."""
 
     def __init__(
         self, every: int | Literal["auto"], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._every, self.clock = every, clock
+        self._every = every
+        self.clock = clock
         self._taken = 0
         self._width = self.GRID
         self._since: tuple[float, int] | None = None
@@ -172,12 +184,11 @@ class Cadence:
             self._since = (self.clock(), step)
         if self._every != "auto":
             return step > 0 and step % self._every == 0
-        return step > 0 and (
-            step % self._width == 0 or (self._taken == 0 and step == self._since[1] + 1)
-        )
+        first = self._taken == 0 and step == self._since[1] + 1
+        return step > 0 and (first or step % self._width == 0)
 
     def took(self, step: int, seconds: float) -> None:
-        """A snapshot took so long: the next ones come as often as their share of the time allows."""
+        """Adapt the grid to what a snapshot cost."""
         now = self.clock()
         since, first = self._since or (now, step)
         self._taken += 1
@@ -191,21 +202,21 @@ class Cadence:
             self._width *= 2
 
     def rewound(self, step: int) -> None:
-        """Time is counted anew from here."""
+        """Measure the time of a step from here on."""
         self._since = (self.clock(), step)
 
 
-def _same(buffer: Tensor, live: Tensor) -> bool:
-    return (buffer.shape, buffer.dtype) == (live.shape, live.dtype)
+def _same_form(memory: Tensor, live: Tensor) -> bool:
+    return memory.shape == live.shape and memory.dtype == live.dtype
 
 
-def _empty(live: Tensor) -> Tensor:
-    """Host memory of the same kind, pinned where that makes copies from an accelerator
-    asynchronous.
-    """
+def _host_memory_for(live: Tensor) -> Tensor:
+    # Copies from an accelerator are asynchronous only into pinned memory.
     pinned = live.device.type != "cpu" and torch.accelerator.is_available()
     return torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=pinned)
 
 
 def _amount(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+    if size >= 2**28:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB"

@@ -1,7 +1,6 @@
-"""Any batch as tensors plus JSON, and back: nothing that is read can execute code.
+"""Turn any tree of values into tensors plus JSON, and back: nothing read can execute code.
 
-Named tuples, dataclasses and mappings with attributes come back as look-alikes with the same names,
-built here.
+Named tuples, dataclasses and mappings with attributes come back as look-alikes with the same names.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from stepguard.state.batch import children, is_record
 
 SCALARS = (str, int, float, bool, type(None))
 DEEPEST = 64
@@ -36,98 +37,126 @@ class Attributed(dict[str, Any]):
 
 
 @dataclass(slots=True)
-class Known:
-    """Tensors that have a name already: parameters are referred to, and what is met twice is kept
-    once.
-    """
+class KnownTensors:
+    """Tensors that have a name already: each is kept once and referred to from then on."""
 
     parameters: Mapping[int, str] = field(default_factory=dict)
     """Names by the id of the parameter."""
     seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
-    """By id. The tensor itself is held, so that no other one gets its id meanwhile."""
+    """By id. The tensor itself is held, so that no other tensor gets its id."""
 
 
-def take_apart(
-    value: Any, tensors: dict[str, Tensor], name: str, depth: int = 0, *, known: Known | None = None
+def tree_to_json(
+    value: Any,
+    tensors: dict[str, Tensor],
+    name: str,
+    depth: int = 0,
+    *,
+    known: KnownTensors | None = None,
 ) -> Any:
-    """The structure as JSON; each tensor goes into `tensors`, not copied, under a name the
-    structure refers to.
+    """Return the structure as JSON; put each tensor into `tensors`, under the name it refers to.
+
+    Tensors are not copied. Raises NotPlainError for a value that cannot be kept.
     """
     if depth > DEEPEST:
         raise NotPlainError(f"{name} is nested deeper than {DEEPEST} levels.")
     if isinstance(value, Tensor):
-        return _tensor_apart(value, tensors, name, known)
+        return _tensor_to_json(value, tensors, name, known)
     if type(value) in SCALARS:
         return {"value": _spelled(value), "kind": type(value).__name__}
 
     def below(key: object, item: Any) -> Any:
-        return take_apart(item, tensors, f"{name}/{_shown(key, known)}", depth + 1, known=known)
+        return tree_to_json(item, tensors, f"{name}/{_shown(key, known)}", depth + 1, known=known)
 
     if isinstance(value, Mapping):
-        items = [[_key(k, name, known), below(k, v)] for k, v in value.items()]
+        items = [[_key(key, name, known), below(key, item)] for key, item in value.items()]
         return {"mapping": items, "attributes": type(value) is not dict}
     if isinstance(value, list | tuple | deque):
-        return _sequence_apart(value, below)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [
-            [f.name, below(f.name, getattr(value, f.name))] for f in dataclasses.fields(value)
-        ]
+        return _sequence_to_json(value, below)
+    if is_record(value):
+        fields = [[key, below(key, item)] for key, item in children(value)]
         return {"fields": fields, "type": type(value).__name__}
     if hasattr(value, "__array__"):
-        array = take_apart(torch.as_tensor(value), tensors, name, depth + 1)
-        return {
-            "array": array,
-            "number": type(value).__module__ == "numpy" and not hasattr(value, "__len__"),
-        }
+        array = tree_to_json(torch.as_tensor(value), tensors, name, depth + 1)
+        return {"array": array, "number": _is_numpy_number(value)}
     raise NotPlainError(
         f"{name} is a {type(value).__name__}; only tensors, containers and plain values can be "
         f"kept."
     )
 
 
-def put_together(
+def tree_from_json(
     structure: Any, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None = None
 ) -> Any:
-    """The inverse of `take_apart`; raises ValueError, TypeError or KeyError for what `take_apart`
-    never writes.
+    """Invert `tree_to_json`; ValueError, TypeError or KeyError for what that never writes.
 
     `parameters`: the live ones by name, for what refers to them.
     """
-
-    def below(item: Any) -> Any:
-        return put_together(item, tensors, parameters)
-
     if "tensor" in structure:
         return _tensor(structure, tensors)
     if "parameter" in structure:
         return (parameters or {})[structure["parameter"]]
-    if "mapping" in structure:
-        items = {key_back(key, parameters): below(value) for key, value in structure["mapping"]}
-        return Attributed(items) if structure.get("attributes") else items
+    if "value" in structure:
+        return _scalar(structure)
     if "array" in structure:
-        array = below(structure["array"]).numpy()
+        array = tree_from_json(structure["array"], tensors).numpy()
         return array[()] if structure.get("number") else array
-    if "named" in structure:
-        names, values = _fields(structure["named"], tensors)
-        return namedtuple("Batch", names)(*values)
-    if "fields" in structure:
-        names, values = _fields(structure["fields"], tensors)
+    if "named" in structure or "fields" in structure:
+        return _record(structure, tensors)
+    if "mapping" in structure:
+        return _mapping(structure, tensors, parameters)
+    return _sequence(structure, lambda item: tree_from_json(item, tensors, parameters))
+
+
+def _is_numpy_number(value: Any) -> bool:
+    """A number of numpy is an array without a length."""
+    return type(value).__module__ == "numpy" and not hasattr(value, "__len__")
+
+
+def _mapping(
+    structure: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor] | None,
+) -> dict[Any, Any]:
+    items: dict[Any, Any] = {}
+    for key, item in structure["mapping"]:
+        items[key_from_json(key, parameters)] = tree_from_json(item, tensors, parameters)
+    return Attributed(items) if structure.get("attributes") else items
+
+
+def _scalar(structure: dict[str, Any]) -> Any:
+    value = structure["value"]
+    if structure.get("kind") != "float":
+        return value
+    number = float(value)
+    # The one NaN object of the module: containers compare it by identity.
+    return math.nan if math.isnan(number) else number
+
+
+def _record(structure: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """Build a look-alike of a named tuple or a dataclass: the class itself is not in the file."""
+    named = structure.get("named")
+    fields = structure["fields"] if named is None else named
+    names = [str(name) for name, _ in fields]
+    for name in names:
+        if not name.isidentifier() or name.startswith("_"):
+            raise ValueError(f"{name!r} is no name of a field")
+    values = [tree_from_json(value, tensors) for _, value in fields]
+    if named is None:
         return dataclasses.make_dataclass("Batch", names)(*values)
-    if "value" not in structure:
-        return _sequence(structure, below)
-    return _number(structure["value"]) if structure.get("kind") == "float" else structure["value"]
+    return namedtuple("Batch", names)(*values)
 
 
-def _sequence_apart(value: Any, below: Callable[[object, Any], Any]) -> dict[str, Any]:
+def _sequence_to_json(value: Any, below: Callable[[object, Any], Any]) -> dict[str, Any]:
     if hasattr(value, "_fields"):
-        return {
-            "named": [[f, below(f, getattr(value, f))] for f in value._fields],
-            "type": type(value).__name__,
-        }
+        named = [[field, below(field, getattr(value, field))] for field in value._fields]
+        return {"named": named, "type": type(value).__name__}
     items = [below(index, item) for index, item in enumerate(value)]
     if isinstance(value, deque):
         return {"deque": items, "most": value.maxlen}
-    return {"list": items} if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, list):
+        return {"list": items}
+    return {"tuple": items}
 
 
 def _sequence(structure: dict[str, Any], below: Callable[[Any], Any]) -> Any:
@@ -138,7 +167,9 @@ def _sequence(structure: dict[str, Any], below: Callable[[Any], Any]) -> Any:
     return [below(item) for item in structure["list"]]
 
 
-def _tensor_apart(value: Tensor, tensors: dict[str, Tensor], name: str, known: Known | None) -> Any:
+def _tensor_to_json(
+    value: Tensor, tensors: dict[str, Tensor], name: str, known: KnownTensors | None
+) -> Any:
     if known is not None:
         if id(value) in known.parameters:
             return {"parameter": known.parameters[id(value)]}
@@ -150,20 +181,11 @@ def _tensor_apart(value: Tensor, tensors: dict[str, Tensor], name: str, known: K
 def _tensor(structure: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
     tensor = tensors[structure["tensor"]].clone()
     if structure.get("device", "cpu") != "cpu" and torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        tensor = tensor.to(accelerator) if accelerator is not None else tensor
+        tensor = tensor.to(torch.accelerator.current_accelerator())
     return tensor.requires_grad_(bool(structure.get("requires_grad")))
 
 
-def _fields(items: list[Any], tensors: Mapping[str, Tensor]) -> tuple[list[str], list[Any]]:
-    names = [str(name) for name, _ in items]
-    wrong = [name for name in names if not name.isidentifier() or name.startswith("_")]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} is no name of a field")
-    return names, [put_together(value, tensors) for _, value in items]
-
-
-def _key(key: Any, name: str, known: Known | None) -> Any:
+def _key(key: Any, name: str, known: KnownTensors | None) -> Any:
     if isinstance(key, str):
         return key
     if type(key) in SCALARS:
@@ -175,22 +197,24 @@ def _key(key: Any, name: str, known: Known | None) -> Any:
     )
 
 
-def _shown(key: Any, known: Known | None) -> Any:
-    """A key as part of a name."""
-    if isinstance(key, Tensor):
-        return known.parameters.get(id(key), "tensor") if known is not None else "tensor"
-    return key
+def _shown(key: Any, known: KnownTensors | None) -> Any:
+    """Return a key as part of a name."""
+    if not isinstance(key, Tensor):
+        return key
+    if known is None:
+        return "tensor"
+    return known.parameters.get(id(key), "tensor")
 
 
-def key_back(key: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
-    """The key of a mapping from what `take_apart` wrote for it."""
-    return key if isinstance(key, str) else put_together(key, {}, parameters)
+def key_from_json(key: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the key of a mapping from what `tree_to_json` wrote for it."""
+    if isinstance(key, str):
+        return key
+    return tree_from_json(key, {}, parameters)
 
 
 def _spelled(value: Any) -> Any:
-    return repr(value) if isinstance(value, float) else value
-
-
-def _number(text: Any) -> float:
-    value = float(text)
-    return math.nan if math.isnan(value) else value
+    # JSON has neither NaN nor Inf, and repr keeps every bit of a float.
+    if isinstance(value, float):
+        return repr(value)
+    return value

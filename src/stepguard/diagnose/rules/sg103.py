@@ -60,8 +60,12 @@ def _extreme_operand(case: Case, numbers: str) -> Proof | None:
 
 def _extreme(case: Case) -> bool:
     """Do the operands use up the exponent range? A cube overflows on what a square still holds."""
-    power = case.argument("exponent", 1) if case.op == "pow" else None
-    times = max(1.0, high(power) / 2) if power is not None else 1.0
+    power = None
+    if case.op == "pow":
+        power = case.argument("exponent", 1)
+    times = 1.0
+    if power is not None:
+        times = max(1.0, high(power) / 2)
     # compared as logarithms, since the product itself may overflow
     return math.log(max(case.magnitude, 1.0)) * times >= math.log(EXTREME_OPERAND)
 

@@ -45,7 +45,9 @@ def _logarithm(case: Case) -> Proof | None:
         allowed = f"above {spell(least)}"
     numbers = f"{case.place} needs a value {allowed}: {describe(operand)}"
     swallowed = base_name(case.evidence.absorbed_by) in SATURATING
-    prove = likely if swallowed else certain
+    prove = certain
+    if swallowed:
+        prove = likely
     return prove(numbers, broken_by(operand), case.confirmed_samples)
 
 

@@ -27,8 +27,7 @@ def _softmax(case: Case) -> Proof | None:
     scores = _masked(case)
     if case.evidence.masked_rows is None and not _could_be_a_row(scores):
         return None
-    described = describe(scores) if scores is not None else ""
-    return certain(_rows(case, scores), described, case.confirmed_samples)
+    return certain(_rows(case, scores), describe(scores), case.confirmed_samples)
 
 
 def _masked(case: Case) -> Operand | None:
@@ -51,7 +50,9 @@ def _rows(case: Case, scores: Operand | None) -> str:
         how_many = "1 row" if rows == 1 else f"{rows} rows"
         if scores is not None:
             how_many += f" of {case.evidence.rows or math.prod(scores.shape[:-1])}"
-    where = at_index(case.output) if case.output is not None else ""
+    where = ""
+    if case.output is not None:
+        where = at_index(case.output)
     return (
         f"{case.place}: {how_many} with every entry -inf{where}; exp(-inf) sums to 0 and "
         f"0 / 0 is NaN"

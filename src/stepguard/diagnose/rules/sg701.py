@@ -13,7 +13,9 @@ def recognise(case: Case) -> Proof | None:
         return None
     which = ", ".join(map(str, ranks))
     # where the place is known, its cause says more than the rank
-    prove = possible if case.operated else likely
+    prove = likely
+    if case.operated:
+        prove = possible
     return prove(
         f"rank {which} of {world} had a non-finite loss or gradient before any reduction; the "
         f"others were finite",

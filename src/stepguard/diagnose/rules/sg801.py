@@ -12,7 +12,9 @@ def recognise(case: Case) -> Proof | None:
     if not any(sentences):
         return None
     alone = case.origin is None and not case.verdict.bad
-    return likely(*sentences) if alone else possible(*sentences)
+    if alone:
+        return likely(*sentences)
+    return possible(*sentences)
 
 
 def _disagrees(case: Case) -> str:

@@ -26,7 +26,7 @@ from stepguard.engine.recover.past_attempts import (
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
 from stepguard.state.run_state import SavedState
-from stepguard.state.tree_json import put_together
+from stepguard.state.tree_json import tree_from_json
 
 LAST_GOOD = "last-good"
 NEWEST = "newest"
@@ -107,7 +107,7 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     run_state = rewinder.snapshots.run_state
     for trouble in run_state.put_back(state):
         context.outputs.note("checkpoint", trouble)
-    own = put_together(state.facts["guard"], {})
+    own = tree_from_json(state.facts["guard"], {})
     configured = context.history.configured_lr
     context.step = own["step"]
     context.loss_scale = own["loss_scale"]
@@ -120,7 +120,7 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     run_state.put_back_random_numbers(state)
     position = state.facts.get("loader", {}).get(str(context.agreement.rank))
     if context.feed is not None and position is not None:
-        context.feed.go_to(put_together(position, state.tensors), random_numbers)
+        context.feed.go_to(tree_from_json(position, state.tensors), random_numbers)
     rewinder.forget()
 
 
@@ -183,7 +183,7 @@ def compare_rates(
     """Compare rates before the state is put back: where a schedule runs, those it starts from."""
     if len(saved) != len(optimizer.param_groups):
         return None
-    settings = [put_together(group["settings"], tensors) for group in saved]
+    settings = [tree_from_json(group["settings"], tensors) for group in saved]
     found = RateDifference(
         configured=tuple(_base_rate(group) for group in optimizer.param_groups),
         restored=tuple(_base_rate(group) for group in settings),

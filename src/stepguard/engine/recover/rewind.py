@@ -21,7 +21,7 @@ from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import RewindData, RewindPlan
 from stepguard.records import Incident
 from stepguard.state.snapshot import Snapshot
-from stepguard.state.tree_json import put_together
+from stepguard.state.tree_json import tree_from_json
 
 
 class Rewinder:
@@ -75,7 +75,7 @@ class Rewinder:
         wait_for_copies()
         for trouble in self.snapshots.run_state.put_back(snapshot.state, own_only=True):
             self._context.outputs.note("rewind", trouble)
-        own = put_together(snapshot.state.facts["guard"], {})
+        own = tree_from_json(snapshot.state.facts["guard"], {})
         context.step = own["step"]
         context.history = history_from(own["history"])
         context.anchor = snapshot.memory.get("anchor")

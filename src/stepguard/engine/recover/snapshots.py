@@ -15,7 +15,7 @@ from stepguard.engine.recover.probation import Probation
 from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 from stepguard.state.step import Step
-from stepguard.state.tree_json import take_apart
+from stepguard.state.tree_json import tree_to_json
 
 
 class Duty(Protocol):
@@ -154,10 +154,10 @@ class Snapshots:
             "budget": asdict(context.budget),
             "loss_scale": context.loss_scale,
         }
-        state.facts["guard"] = take_apart(own, {}, "guard")
+        state.facts["guard"] = tree_to_json(own, {}, "guard")
         if context.feed is not None:
             rank = context.agreement.rank
-            position = take_apart(context.feed.position(), state.tensors, f"loader/{rank}")
+            position = tree_to_json(context.feed.position(), state.tensors, f"loader/{rank}")
             state.facts["loader"] = {str(rank): position}
         return state
 

@@ -10,15 +10,7 @@ import torch
 from torch import nn
 
 import stepguard
-from guard.scenes import (
-    bare,
-    difference,
-    grouped,
-    poisoned,
-    quiet,
-    state_of,
-)
-from guard.test_rewind import (
+from engine.recover.test_rewind import (
     DATA,
     Harm,
     config,
@@ -28,6 +20,14 @@ from guard.test_rewind import (
     nan_weight,
     run,
     scene,
+)
+from guard.scenes import (
+    bare,
+    difference,
+    grouped,
+    poisoned,
+    quiet,
+    state_of,
 )
 from stepguard import Guard, Policy, TrainingHalted
 from stepguard.journal import read_run

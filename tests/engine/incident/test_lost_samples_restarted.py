@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stepguard
-from guard.test_bad_samples import (
+from engine.incident.test_lost_samples import (
     BAD_SHARD,
     BATCH,
     LOOPS,

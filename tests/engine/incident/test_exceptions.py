@@ -135,7 +135,9 @@ def test_exception_in_a_step_is_placed_and_raised_again(
     assert origin.samples == (GUILTY,)
     if op is not None:
         assert origin.op == op
-    assert origin.source is not None and origin.source.startswith("tests/guard/test_exceptions.py:")
+    assert origin.source is not None and origin.source.startswith(
+        "tests/engine/incident/test_exceptions.py:"
+    )
     assert origin.module == ("0" if kind == "module" else None)
     assert (
         incident.capsule is not None

@@ -28,6 +28,7 @@ from stepguard import Guard
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.engine.incident import gradient_outliers
 from stepguard.engine.incident.gradient_outliers import Outliers
+from stepguard.engine.incident.run_facts import run_facts
 from stepguard.journal import read_run
 from stepguard.records import Incident, Reading, Verdict
 from stepguard.sentinel.packet import Packet
@@ -198,7 +199,7 @@ def test_committed_outlier_is_evidence_of_poisoned_moments() -> None:
     with Guard(at.model, at.optimizer, config=quiet(outliers="note")) as guard:
         for batch in DATA[: AT + 3]:
             guard.step(at.loss_fn, batch)
-        facts = stepguard.engine.incident.run_facts.run_facts(guard._context, Reading(step=AT + 3))
+        facts = run_facts(guard._context, Reading(step=AT + 3))
     assert (
         facts.outlier is not None and facts.outlier[:2] == (AT, "2.bias") and facts.outlier[2] > 100
     )

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from guard.scenes import difference, quiet, state_of
-from guard.test_resume import (
+from engine.recover.test_restore import (
     DATA,
     LOADERS,
     _names,
@@ -17,6 +16,7 @@ from guard.test_resume import (
     guard_of,
     scene,
 )
+from guard.scenes import difference, quiet, state_of
 
 
 def test_checkpoints_are_written_by_themselves_once_they_have_proved_good(tmp_path: Path) -> None:

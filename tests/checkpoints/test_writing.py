@@ -209,25 +209,6 @@ def test_the_largest_and_smallest_finite_numbers_are_sealed(
     assert_same(through_disk(tmp_path, tensors), tensors)
 
 
-def test_finite_test_agrees_with_torch_on_every_bit_pattern_of_two_bytes() -> None:
-    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-    for dtype in (torch.float16, torch.bfloat16):
-        wanted = int((~torch.isfinite(patterns.view(dtype))).sum())
-        found = sum(pieces.nonfinite(piece, dtype) for piece in pieces.pieces(patterns.view(dtype)))
-        assert found == wanted > 0
-
-
-def test_finite_test_agrees_with_torch_on_every_bit_pattern_of_one_byte() -> None:
-    patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    for dtype in (d for d in FLOATS if d.itemsize == 1):
-        wanted = int((~torch.isfinite(patterns.view(dtype).to(torch.float32))).sum())
-        assert (
-            sum(pieces.nonfinite(piece, dtype) for piece in pieces.pieces(patterns.view(dtype)))
-            == wanted
-            > 0
-        )
-
-
 def test_what_may_be_nonfinite_is_sealed_and_said(tmp_path: Path) -> None:
     tensors = {
         "model/sentinel": torch.tensor([float("inf"), float("nan")]),
@@ -236,28 +217,3 @@ def test_what_may_be_nonfinite_is_sealed_and_said(tmp_path: Path) -> None:
     facts = {"nonfinite_ok": ["model/sentinel", "model/fine"]}
     assert_same(through_disk(tmp_path, tensors, **facts), tensors)
     assert read_seal(tmp_path / "step-1").nonfinite == ("model/sentinel",)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "words"),
-    [
-        (
-            torch.eye(3).to_sparse(),
-            r"m cannot be kept in a checkpoint: it has the layout torch.sparse_coo; hand over",
-        ),
-        (torch.empty(3, device="meta"), "m cannot be kept in a checkpoint: it has no plain memory"),
-        (3.0, "m is a float, not a tensor; plain values belong into the facts"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_with_the_way_out(
-    tensor: Tensor, words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(StoreError, match=words):
-        Store(tmp_path).save(1, {"m": tensor}, {}, GOOD)
-
-
-def test_name_reserved_by_the_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        StoreError, match="__metadata__ cannot be kept in a checkpoint: it has the one name"
-    ):
-        Store(tmp_path).save(1, {"__metadata__": torch.ones(1)}, {}, GOOD)
