@@ -290,7 +290,7 @@ def _arm_at_the_start() -> Callable[[int, nn.Module], None]:
         assert len(tracing) == (1 if step else 0)
         if step == 0:
             (capture,) = model._compiled_call_impl.hearers  # type: ignore[attr-defined]
-            capture._on_call.__self__.arming._arm(0)
+            capture._on_call.__self__.tracing._arm(0)
 
     return during
 
