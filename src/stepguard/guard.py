@@ -328,7 +328,7 @@ class Guard:
 
     def replaced(self) -> None:
         """Another guard was made for the same optimizer: this one ends."""
-        self.port.say("wiring", "this guard ends here: another was made for the same optimizer")
+        self.port.say("wiring", "this guard ends here: another one was made for the same optimizer")
         self.close()
 
     def __enter__(self) -> Guard:

@@ -75,19 +75,6 @@ def test_cross_entropy_is_computed_in_float32_whatever_the_logits_are(dtype: tor
     assert found.item() == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_a_common_denominator_makes_two_micro_batches_equal_to_one_batch() -> None:
-    logits, targets = _tokens()
-    whole = numerics.masked_cross_entropy(logits, targets)
-    share = numerics.token_share([targets[:1], targets[1:]], numerics.count_labels)
-    halves = [
-        numerics.masked_cross_entropy(logits[i : i + 1], targets[i : i + 1], denominator=share)
-        for i in (0, 1)
-    ]
-    assert float(sum(halves)) == pytest.approx(float(whole), rel=1e-6)
-    means = [numerics.masked_cross_entropy(logits[i : i + 1], targets[i : i + 1]) for i in (0, 1)]
-    assert float(sum(means) / 2) != pytest.approx(float(whole), rel=1e-3)
-
-
 def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(stepguard.ConfigError, match=r"\(2, 3, 5\).*\(3, 2\)"):
         numerics.masked_cross_entropy(torch.zeros(2, 3, 5), torch.zeros(3, 2, dtype=torch.long))
@@ -153,13 +140,3 @@ def test_a_soft_limit_changes_nothing_below_and_keeps_the_gradient_above() -> No
 
 def test_a_soft_limit_lets_nan_through() -> None:
     assert torch.isnan(numerics.soft_limit(torch.tensor(torch.nan), 1.0))
-
-
-def test_events_add_up_until_they_are_cleared() -> None:
-    counted = Events()
-    counted.add("a", torch.tensor([True, True, False]))
-    counted.add("a", torch.tensor(3))
-    counted.add("b", torch.tensor(False))
-    assert counted.counts() == {"a": 5}
-    counted.clear()
-    assert counted.counts() == {}

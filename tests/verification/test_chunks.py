@@ -4,6 +4,8 @@ rightly.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +52,8 @@ def test_every_wanted_byte_comes_once_and_no_element_is_split(
             seen[id(owner)] = seen.get(id(owner), 0) + part.size
             if isinstance(owner, Segment):
                 assert part.size % SIZES[owner.dtype] == 0
-    assert seen == {id(owner): owner.size for owner in (*segments, *blocks)}
+    owners: list[Any] = [*segments, *blocks]
+    assert seen == {id(owner): owner.size for owner in owners}
 
 
 def test_same_bytes_are_one_segment() -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
-from stepguard.engine.context import Context, automatic, guarded, real_optimizer
+from stepguard.engine.context import Context, automatic_guards, guarded, real_optimizer
 from stepguard.engine.drivers.schedule import members, one_schedule
 from stepguard.engine.incident.declared_rates import DeclaredRates
 from stepguard.engine.incident.gradient_outliers import Outliers
@@ -52,7 +52,7 @@ def build_context(
     optimizer = real_optimizer(optimizer)
     _check(model, optimizer, modules, extra)
     scheduler = _checked_schedule(scheduler)
-    automatic.pop(optimizer, lambda: None)()
+    automatic_guards.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     agreement = Agreement(model)
     context = Context(

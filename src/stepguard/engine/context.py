@@ -37,7 +37,8 @@ T = TypeVar("T")
 
 guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizers that already have a guard in this process, and the number of each, from 0."""
-automatic: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
+Close = Callable[[], None]
+automatic_guards: weakref.WeakKeyDictionary[Optimizer, Close] = weakref.WeakKeyDictionary()
 """Optimizers that `stepguard run` guards, and how each guard makes way for the user's own."""
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, TrainingHalted
-from stepguard.engine.context import Context, automatic, real_optimizer
+from stepguard.engine.context import Context, automatic_guards, real_optimizer
 from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
 from stepguard.records import GuardConfig
@@ -95,7 +95,7 @@ def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
     named = modules if isinstance(modules, dict) else {}
     further = {name: module for name, module in named.items() if isinstance(module, nn.Module)}
     _check_parameters({"": unwrapped(model), **further}, optimizer)
-    automatic.pop(optimizer, lambda: None)()
+    automatic_guards.pop(optimizer, lambda: None)()
     _make_way(optimizer)
 
 

@@ -15,7 +15,7 @@ from stepguard.numerics.diffusion import (
     time_features,
 )
 from stepguard.numerics.events import Events, events
-from stepguard.numerics.hyper import mix_streams, read_out, write_in
+from stepguard.numerics.hyper_connections import mix_streams, read_out, write_in
 from stepguard.numerics.losses import latent_mse, masked_cross_entropy, masked_mean, soft_limit
 from stepguard.numerics.norms import RMSNorm, rms_norm
 from stepguard.numerics.safe import lasting_eps, safe_acos, safe_div, safe_log, safe_norm, safe_sqrt

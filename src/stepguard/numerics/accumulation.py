@@ -1,4 +1,4 @@
-"""Accumulation weighted by what each micro-batch really holds: a mean of means is another loss."""
+"""Weigh micro-batches by the labels they hold: a mean of their means is another loss."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from stepguard._errors import ConfigError
 def count_labels(
     targets: Tensor, *, ignore_index: int = -100, mask: Tensor | None = None
 ) -> Tensor:
-    """How many positions count, as a tensor on their device."""
+    """Count the positions with a label, as a tensor on their device."""
     valid = targets != ignore_index
-    return (valid & mask.bool() if mask is not None else valid).sum()
+    if mask is not None:
+        valid = valid & mask.bool()
+    return valid.sum()
 
 
 def token_share(micro_batches: Sequence[Any], count: Callable[[Any], Tensor | int]) -> Tensor:
-    """What every micro-batch's summed loss is divided by, so that all of them add up to the mean
-    over tokens.
+    """Return what to divide each summed loss by, so that all add up to the mean over tokens.
 
     Under torch.distributed the tokens of all ranks count, and the world size is in it already,
     because DDP averages gradients. Every rank must call it. When no rank has a token it is 1.

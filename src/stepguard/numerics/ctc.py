@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,35 +21,22 @@ def ctc_loss(
     weight: Tensor | None = None,
     count: Events = events,
 ) -> Tensor:
-    """CTC in float32, each sample divided by its target length, averaged over the samples that can
-    be aligned.
+    """Return CTC in float32 by target length, averaged over the samples that can be aligned.
 
     A target that is longer than its input (repeated characters need a blank between them) has an
     infinite loss. `zero_infinity` alone turns it into a 0 that still counts in the mean; here it
     leaves the mean and is counted as `ctc_loss.unalignable`. `weight` is one number a sample.
     """
-    losses = F.ctc_loss(
-        log_probs.float(),
-        targets,
-        input_lengths,
-        target_lengths,
-        blank=blank,
-        reduction="none",
-        zero_infinity=True,
-    )
+    each_loss = partial(F.ctc_loss, blank=blank, reduction="none")
+    wide = log_probs.float()
+    lengths = (input_lengths, target_lengths)
+    losses = each_loss(wide, targets, *lengths, zero_infinity=True)
     with torch.no_grad():
-        raw = F.ctc_loss(
-            log_probs.detach().float(),
-            targets,
-            input_lengths,
-            target_lengths,
-            blank=blank,
-            reduction="none",
-        )
-        aligned = torch.isfinite(raw) | torch.isnan(
-            raw
-        )  # NaN is somebody else's fault, and stays visible
+        raw = each_loss(wide.detach(), targets, *lengths)
+        # A NaN has another cause and stays visible.
+        aligned = ~torch.isinf(raw)
     count.add("ctc_loss.unalignable", ~aligned)
     each = losses / target_lengths.to(losses.device).clamp(min=1)
-    each = each if weight is None else each * weight.to(each)
+    if weight is not None:
+        each = each * weight.to(each)
     return torch.where(aligned, each, torch.zeros_like(each)).sum() / aligned.sum().clamp(min=1)

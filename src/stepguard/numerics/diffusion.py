@@ -22,26 +22,26 @@ def sample_times(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Uniform times in [eps, 1] in float32, never 0."""
+    """Draw uniform times in [eps, 1] in float32, never 0."""
     _inside("sample_times", "eps", eps)
     uniform = torch.rand(number, device=device, generator=generator, dtype=torch.float32)
     return uniform * (1.0 - eps) + eps
 
 
 def masking_schedule(t: Tensor, *, eps: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """sigma(t) = -log(1 - (1 - eps) t) of a masked diffusion, and its derivative. Finite for every
-    t in [0, 1].
+    """Return sigma(t) = -log(1 - (1 - eps) t) of a masked diffusion, and its derivative.
+
+    Both are finite for every t in [0, 1].
     """
     _inside("masking_schedule", "eps", eps)
-    wide = t.double()
-    left = 1.0 - (1.0 - eps) * wide
-    return -torch.log(left).float(), ((1.0 - eps) / left).float()
+    left = 1.0 - (1.0 - eps) * t.double()
+    sigma = -torch.log(left)
+    derivative = (1.0 - eps) / left
+    return sigma.float(), derivative.float()
 
 
 def cosine_alphas(steps: int, *, offset: float = 0.008, largest_beta: float = 0.9999) -> Tensor:
-    """Cumulative products of the cosine schedule: positive, falling, built in float64 and returned
-    in float32.
-    """
+    """Return cumulative products of the cosine schedule: positive and falling, in float32."""
     if steps < 1:
         raise ConfigError(f"cosine_alphas: steps={steps!r} must be at least 1.")
     grid = torch.linspace(0.0, 1.0, steps + 1, dtype=torch.float64)
@@ -51,8 +51,7 @@ def cosine_alphas(steps: int, *, offset: float = 0.008, largest_beta: float = 0.
 
 
 def min_snr_weight(alphas: Tensor, *, predicts: str = "noise", gamma: float = 5.0) -> Tensor:
-    """min(SNR, gamma) as a weight of the squared error, for what the network predicts: noise, data
-    or velocity.
+    """Return min(SNR, gamma) as a weight of the squared error of noise, data or velocity.
 
     Bounded by gamma (noise: by 1), also at both ends of the schedule. `alphas` are cumulative
     products.
@@ -61,18 +60,16 @@ def min_snr_weight(alphas: Tensor, *, predicts: str = "noise", gamma: float = 5.
         raise ConfigError(f"min_snr_weight: gamma={gamma!r} must be above 0, for instance 5.0.")
     kept = alphas.double().clamp(0.0, 1.0)
     noise = 1.0 - kept
-    # min(snr, gamma) and its quotients, written without dividing by a noise or a signal of 0
-    bounded = torch.where(
-        kept < gamma * noise, kept / torch.where(noise > 0, noise, torch.ones_like(noise)), gamma
-    )
+    # min(snr, gamma) and its quotients, written without dividing by a noise or a signal of 0.
+    if predicts == "noise":
+        ratio = gamma * noise / torch.where(kept > 0, kept, 1.0)
+        return torch.where(kept > 0, ratio.clamp(max=1.0), 1.0).float()
+    snr = kept / torch.where(noise > 0, noise, 1.0)
+    bounded = torch.where(kept < gamma * noise, snr, gamma)
     if predicts == "data":
         return bounded.float()
     if predicts == "velocity":
         return (bounded * noise).float()
-    if predicts == "noise":
-        return torch.where(
-            kept > 0, torch.clamp(gamma * noise / torch.where(kept > 0, kept, 1.0), max=1.0), 1.0
-        ).float()
     raise ConfigError(
         f"min_snr_weight: predicts={predicts!r} is not known; use 'noise', 'data' or 'velocity'."
     )
@@ -81,8 +78,7 @@ def min_snr_weight(alphas: Tensor, *, predicts: str = "noise", gamma: float = 5.
 def ddm_weights(
     t: Tensor, *, kind: str = "exponential", limit: float = 100.0, count: Events = events
 ) -> tuple[Tensor, Tensor]:
-    """The two weights of a decoupled diffusion loss (data term, noise term), at most `limit`, in
-    float32.
+    """Return data and noise weight of a decoupled diffusion loss, at most `limit`, in float32.
 
     `exponential`: 2 exp(1 - t) and exp(sqrt t), which are bounded by themselves. `root`: (t + 1) /
     sqrt t and sqrt(2 - t) / sqrt(1 - t), singular at 0 and 1: there the limit acts, and is counted
@@ -90,27 +86,23 @@ def ddm_weights(
     """
     wide = t.double().clamp(0.0, 1.0)
     if kind == "exponential":
-        pair = 2.0 * torch.exp(1.0 - wide), torch.exp(wide.sqrt())
+        data = 2.0 * torch.exp(1.0 - wide)
+        noise = torch.exp(wide.sqrt())
     elif kind == "root":
         tiny = torch.finfo(torch.float64).tiny
-        pair = (
-            (wide + 1.0) / wide.clamp(min=tiny).sqrt(),
-            ((2.0 - wide) / (1.0 - wide).clamp(min=tiny)).sqrt(),
-        )
+        data = (wide + 1.0) / wide.clamp(min=tiny).sqrt()
+        noise = ((2.0 - wide) / (1.0 - wide).clamp(min=tiny)).sqrt()
     else:
         raise ConfigError(f"ddm_weights: kind={kind!r} is not known; use 'exponential' or 'root'.")
-    count.add("ddm_weights.limited", (pair[0] > limit) | (pair[1] > limit))
-    return pair[0].clamp(max=limit).float(), pair[1].clamp(max=limit).float()
+    count.add("ddm_weights.limited", (data > limit) | (noise > limit))
+    return data.clamp(max=limit).float(), noise.clamp(max=limit).float()
 
 
 def time_features(t: Tensor, frequencies: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """Sine and cosine of log(t) at the given frequencies, with t not below `eps`: the sine of
-    log(0) is NaN.
-    """
+    """Return sine and cosine of log(t) at the frequencies; t is not below `eps`, log(0) is -inf."""
     _inside("time_features", "eps", eps)
-    angles = (
-        safe_log(t.float(), floor=eps).unsqueeze(-1) / 4.0 * frequencies.float() * (2.0 * math.pi)
-    )
+    log_time = safe_log(t.float(), floor=eps).unsqueeze(-1)
+    angles = log_time / 4.0 * frequencies.float() * (2.0 * math.pi)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 

@@ -1,7 +1,6 @@
-"""Counts of what these functions had to do: nothing that was left out stays silent.
+"""Count what these functions had to leave out or limit.
 
-A count is a tensor on the device it came from, so counting waits for nothing; `Events.counts` reads
-them.
+A count is a tensor on the device it came from, so counting does not wait; `Events.counts` does.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ class Events:
         count = happened.detach().sum().to(torch.int64)
         key = (name, count.device)
         known = self._totals.get(key)
-        # not in place: a compiled graph returns the new total like any other output
+        # Not in place: a compiled graph returns the new total like any other output.
         self._totals[key] = count if known is None else known + count
 
     def counts(self) -> dict[str, int]:
-        """Everything counted so far, summed over devices; waits for the devices."""
+        """Return all counts above 0, summed over devices; waits for the devices."""
         found: dict[str, int] = {}
         for (name, _), total in self._totals.items():
             found[name] = found.get(name, 0) + int(total)
         return {name: count for name, count in found.items() if count}
 
     def clear(self) -> None:
+        """Start again at 0."""
         self._totals.clear()
 
 

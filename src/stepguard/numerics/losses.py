@@ -9,6 +9,7 @@ from torch import Tensor
 from stepguard._errors import ConfigError
 from stepguard.numerics.events import Events, events
 from stepguard.numerics.safe import safe_norm
+from stepguard.tensors.values import HALVES, at_least_float32
 
 
 def masked_cross_entropy(
@@ -21,8 +22,7 @@ def masked_cross_entropy(
     denominator: Tensor | float | None = None,
     count: Events = events,
 ) -> Tensor:
-    """Cross-entropy of `logits` [..., classes] over the positions that count, divided by their
-    number.
+    """Return the mean cross-entropy of `logits` [..., classes] over the positions that count.
 
     A position counts when its target is not `ignore_index` and `mask`, if given, is true. When none
     counts the loss is a zero that is still connected to the graph, and `masked_cross_entropy.empty`
@@ -38,7 +38,7 @@ def masked_cross_entropy(
     valid = targets != ignore_index
     if mask is not None:
         valid = valid & mask.bool()
-    # selected, not multiplied: an Inf under the mask times 0 would be NaN
+    # Selected, not multiplied: an Inf under the mask times 0 would be NaN.
     wide = torch.where(valid.unsqueeze(-1), logits, torch.zeros_like(logits)).float()
     kept = torch.where(valid, targets, torch.full_like(targets, ignore_index))
     total = F.cross_entropy(
@@ -50,7 +50,9 @@ def masked_cross_entropy(
     )
     number = valid.sum()
     count.add("masked_cross_entropy.empty", number == 0)
-    return total / (number.clamp(min=1) if denominator is None else denominator)
+    if denominator is None:
+        denominator = number.clamp(min=1)
+    return total / denominator
 
 
 def masked_mean(
@@ -61,14 +63,13 @@ def masked_mean(
     keepdim: bool = False,
     count: Events = events,
 ) -> Tensor:
-    """Mean of `values` where `mask` is true; 0, counted as `masked_mean.empty`, where the mask is
-    empty.
-    """
+    """Return the mean where `mask` is true; 0, counted as `masked_mean.empty`, if it is empty."""
     chosen = mask.bool().expand_as(values)
     axes = tuple(range(values.dim())) if dim is None else dim
-    total = torch.where(chosen, values, torch.zeros_like(values)).sum(
-        dim=axes, keepdim=keepdim, dtype=_wide(values)
-    )
+    selected = torch.where(chosen, values, torch.zeros_like(values))
+    # Added in float32: a sum of half-precision numbers overflows.
+    dtype = torch.float32 if values.dtype in HALVES else values.dtype
+    total = selected.sum(dim=axes, keepdim=keepdim, dtype=dtype)
     number = chosen.sum(dim=axes, keepdim=keepdim)
     count.add("masked_mean.empty", number == 0)
     return total / number.clamp(min=1)
@@ -83,31 +84,33 @@ def latent_mse(
     normalize: bool = False,
     count: Events = events,
 ) -> Tensor:
-    """Weighted mean squared error of latents [batch, ..., features] in float32.
+    """Return the weighted mean squared error of latents [batch, ..., features] in float32.
 
     `normalize` compares directions only: the scale of the prediction is then free, which breaks a
     diffusion model that predicts noise. Standardise the data instead, and leave it off. `mask` has
     the shape without features.
     """
-    a, b = prediction.to(_wide(prediction)), target.to(_wide(target))
+    a = at_least_float32(prediction)
+    b = at_least_float32(target)
     if normalize:
-        shortest = max(
-            1e-6, 64.0 / torch.finfo(prediction.dtype).max
-        )  # its inverse is the gradient at 0
-        a, b = _unit(a, shortest), _unit(b, shortest)
+        # The inverse of the shortest length is the gradient at 0.
+        shortest = max(1e-6, 64.0 / torch.finfo(prediction.dtype).max)
+        a = _unit(a, shortest)
+        b = _unit(b, shortest)
     errors = (a - b).square().mean(dim=-1)
-    factor = weight if isinstance(weight, Tensor) else torch.as_tensor(weight, device=errors.device)
+    factor = torch.as_tensor(weight, device=errors.device)
     if factor.dim() and factor.dim() < errors.dim():
         factor = factor.reshape(*factor.shape, *([1] * (errors.dim() - factor.dim())))
     errors = errors * factor.to(errors.dtype)
-    return errors.mean() if mask is None else masked_mean(errors, mask, count=count)
+    if mask is None:
+        return errors.mean()
+    return masked_mean(errors, mask, count=count)
 
 
 def soft_limit(loss: Tensor, limit: float) -> Tensor:
-    """`loss` below `limit`, and growing only like a logarithm above it. The gradient never
-    vanishes.
+    """Return `loss` below `limit`, and a loss that grows like a logarithm above it.
 
-    A clamp would stop the gradient exactly where it is needed.
+    The gradient never vanishes; a clamp would stop it exactly where it is needed.
     """
     if not limit > 0:
         raise ConfigError(f"soft_limit: limit={limit!r} must be above 0.")
@@ -117,7 +120,3 @@ def soft_limit(loss: Tensor, limit: float) -> Tensor:
 
 def _unit(x: Tensor, shortest: float) -> Tensor:
     return x / safe_norm(x, dim=-1, keepdim=True).clamp(min=shortest)
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    return torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype

@@ -6,18 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from stepguard._errors import ConfigError
+from stepguard.tensors.values import at_least_float32
 
 SMALLEST_EPS = 1e-12
-"""At zero input the gradient is multiplied by 1 / sqrt(eps): by a million here, by 1e10 with the
-1e-20 in the wild.
-"""
+"""At zero input the gradient is multiplied by 1 / sqrt(eps): by a million with this one."""
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x**2) + eps) over the last dimension, computed in float32, in the dtype of x."""
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    """Return x / sqrt(mean(x**2) + eps) over the last dimension, computed in float32."""
+    wide = at_least_float32(x)
     scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (scaled if weight is None else scaled * weight.to(scaled.dtype)).to(x.dtype)
+    if weight is not None:
+        scaled = scaled * weight.to(scaled.dtype)
+    return scaled.to(x.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from stepguard.engine.context import automatic, guarded
+from stepguard.engine.context import automatic_guards, guarded
 from stepguard.guard import Guard, watch
 from stepguard.records import GuardConfig
 from stepguard.run.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
@@ -68,7 +68,7 @@ class AutomaticGuards:
         self._undo.close()
         for guard in list(self.guards):
             # The value refers to its weak key: left there, neither would ever be freed.
-            automatic.pop(guard.optimizer, None)
+            automatic_guards.pop(guard.optimizer, None)
             guard.close()
 
     def ended_by(self, error: BaseException) -> None:
@@ -153,7 +153,7 @@ class AutomaticGuards:
         if guard is None or not distributed() or isinstance(guard.model, DistributedDataParallel):
             return
         if isinstance(trained_by(optimizer).model, DistributedDataParallel):
-            automatic.pop(optimizer)()
+            automatic_guards.pop(optimizer)()
 
     # --- the guards ---
 
@@ -179,7 +179,7 @@ class AutomaticGuards:
             )
             return
         self.guards.append(guard)
-        automatic[optimizer] = functools.partial(self._make_way, guard)
+        automatic_guards[optimizer] = functools.partial(self._make_way, guard)
 
     def _make_way(self, guard: Guard) -> None:
         """Close a guard because the user has built one for the same optimizer."""

@@ -66,6 +66,13 @@ def dense_real(tensor: Tensor) -> Tensor:
     return tensor.float()
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Widen half precision, whose squares leave its range at 256."""
+    if tensor.dtype in HALVES:
+        return tensor.float()
+    return tensor
+
+
 def is_finite(tensor: Tensor) -> bool:
     """True if no element is NaN or Inf. Exact, and read on the host: for the slow path only."""
     values = dense_real(tensor).detach()

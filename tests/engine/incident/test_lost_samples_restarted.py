@@ -33,6 +33,8 @@ from stepguard import Guard, Policy
 from stepguard.engine.incident.lost_samples import known_bad
 from stepguard.ledger import ledger_path
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fused_step_that_is_read_one_step_late_names_its_own_rows(

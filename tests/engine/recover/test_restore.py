@@ -30,7 +30,10 @@ from guard.scenes import (
 from stepguard import ConfigError, Guard, GuardConfig, Policy, StepguardError, TrainingHalted
 from stepguard.journal import read_run
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
+]
 DATA = batches(40)
 SAMPLES, BATCH, PASSES, STOP = 40, 4, 3, 13
 
