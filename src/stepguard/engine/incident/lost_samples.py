@@ -40,7 +40,7 @@ def note_lost(context: Context, step: Step, incident: Incident) -> None:
             context.outputs.note("ledger", summary, step=incident.step)
 
 
-def naming(
+def with_sample_names(
     context: Context, find: Callable[[Step, Reading], Origin]
 ) -> Callable[[Step, Reading], Origin]:
     """Wrap a search for the origin: the samples it proves are named by their place in the data."""

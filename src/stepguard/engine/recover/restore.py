@@ -113,7 +113,7 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     context.loss_scale = own["loss_scale"]
     context.history = history_from(own["history"])
     context.history.configured_lr = configured
-    # whoever starts the run again accepts what was lost: each attempt may lose its own share
+    # a restart by the user accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
     context.resumed = True
     random_numbers = run_state.random_numbers(state)
