@@ -65,8 +65,11 @@ def attempts_in(journal: Path) -> list[Attempt]:
 
 def failed_starts(attempts: list[Attempt], checkpoint: str) -> int:
     """How many attempts began with this checkpoint and were stopped by the policy."""
-    started = [attempt for attempt in attempts if attempt.restored == checkpoint]
-    return sum(attempt.stopped_at is not None for attempt in started)
+    failed = 0
+    for attempt in attempts:
+        if attempt.restored == checkpoint and attempt.stopped_at is not None:
+            failed += 1
+    return failed
 
 
 def _add(attempt: Attempt, line: dict[str, Any]) -> None:

@@ -153,8 +153,11 @@ class RateDifference:
     @property
     def factors(self) -> list[float]:
         """What the restored rates have to be multiplied by."""
-        pairs = zip(self.configured, self.restored, strict=True)
-        return [configured / restored if restored else 1.0 for configured, restored in pairs]
+        factors: list[float] = []
+        for configured, restored in zip(self.configured, self.restored, strict=True):
+            # a rate of 0 cannot be scaled
+            factors.append(configured / restored if restored else 1.0)
+        return factors
 
     def groups(self) -> list[int]:
         """The groups whose rates differ."""

@@ -121,8 +121,12 @@ class Rewinder:
 
     def leave(self, incident: Incident) -> Path | None:
         """Save the newest good state before the run stops; where it lies, None if nowhere."""
-        saved = [save(incident) for save in self.before_stop]
-        return next((path for path in saved if path is not None), None)
+        left: Path | None = None
+        for save in self.before_stop:
+            path = save(incident)
+            if left is None:
+                left = path
+        return left
 
     def leave_good_in_memory(self) -> int | None:
         """Put the newest undamaged state back before the run stops, and say its step."""
