@@ -55,8 +55,9 @@ def started() -> int:
     return len(_started)
 
 
-def _note(event: str, arguments: tuple[object, ...]) -> None:
-    if event in EVENTS:
+def _note(event: str, arguments: tuple[object, ...], events: frozenset[str] = EVENTS) -> None:
+    # a default argument: the module's names are gone when the interpreter ends, the hook is not
+    if event in events:
         _started.append(f"{event} {arguments[:2]}")
 
 
