@@ -37,8 +37,8 @@ demo: $(CORE) ## a run that hits NaN, is diagnosed and continues
 test: venv ## every test
 	$(RUN) -m pytest -n 2 --dist worksteal
 
-quick: venv ## tests that start no process, in about a minute
-	$(RUN) -m pytest -n 2 --dist worksteal -m 'not process'
+quick: venv ## fast tests that start no process, in less than a minute
+	$(RUN) -m pytest -n 2 --dist worksteal -m 'not process and not slow'
 
 coverage: venv ## every test again, with the share of lines of src/stepguard that ran
 	$(RUN) -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered
@@ -47,6 +47,7 @@ check: venv ## lint, format, types, complexity, import direction
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
+	$(RUN) -m mypy --config-file tests/mypy.ini
 	$(RUN) scripts/house_numbers.py --check
 	$(RUN) -m pytest tests/house/test_layers.py
 

@@ -39,8 +39,8 @@ def picture() -> str:
             config=Path("config.json"),
             launcher=Path("launch.json"),
         )
-        subject, invocation = resolve(request)
-        result = check(subject, only=SHOWN, target="train:build", invocation=invocation)
+        subject, context = resolve(request)
+        result = check(subject, only=SHOWN, target="train:build", context=context)
     paint_preflight(console, result)
     code_format = FORMAT.replace(
         "A training step meets NaN and is vetoed, named and skipped; the run goes on", TITLE

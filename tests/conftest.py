@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -41,14 +42,22 @@ hypothesis.settings.register_profile("house", derandomize=True, database=None, d
 hypothesis.settings.load_profile("house")
 
 
-QUICK = "not process"
+QUICK = "not process and not slow"
 """The marker expression of `make quick`."""
+NOT_QUICK = ("benchmarks", "integrations", "recipes")
+"""Folders below tests that `make quick` does not even import: that alone takes half a minute."""
 _left_out = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == QUICK:
         processes.watch_for_processes()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.option.markexpr != QUICK or collection_path.parent != Path(__file__).parent:
+        return None
+    return collection_path.name in NOT_QUICK or None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     global _left_out
-    _left_out += sum(item.get_closest_marker("process") is not None for item in items)
+    _left_out += len(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -76,10 +85,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.option.markexpr == QUICK:
-        terminalreporter.write_line(
-            f"LEFT OUT: {_left_out} tests that start a process; `make test` runs them too",
-            yellow=True,
-        )
+        folders = ", ".join(f"tests/{name}" for name in NOT_QUICK)
+        said = f"LEFT OUT: {_left_out} tests that start a process or are slow, and {folders}"
+        terminalreporter.write_line(f"{said}; `make test` runs them too", yellow=True)
 
 
 @pytest.fixture(autouse=True)

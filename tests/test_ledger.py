@@ -77,7 +77,7 @@ def test_torn_last_line_is_counted_and_ended_by_the_next(tmp_path: Path) -> None
         file.write(b'{"v":1,"step":4')
     assert read_ledger(tmp_path) == ([ENTRY], 1)
     ledger.append(ENTRY)
-    assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 1)
+    assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 0)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_every_rank_has_its_own_file_and_all_are_read_together(tmp_path: Path) -
     assert ledger_path(tmp_path, 11).name == "bad_samples.rank11.jsonl"
 
 
-def test_disk_that_takes_half_a_line_tears_only_that_line(
+def test_disk_that_takes_half_a_line_leaves_nothing_of_that_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger, write, budget = Ledger(tmp_path), os.write, [20, 0]
@@ -120,7 +120,7 @@ def test_disk_that_takes_half_a_line_tears_only_that_line(
         ledger.append(ENTRY)
     monkeypatch.undo()
     ledger.append(ENTRY)
-    assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 1)
+    assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 0)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ class Variant:
 @contextmanager
 def _hookless(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Every hook of modules and optimizer is gone inside, and back in place afterwards."""
-    tables = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    tables: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     for module in model.modules():
         tables += [module._forward_pre_hooks, module._forward_hooks]
     kept = [dict(table) for table in tables]

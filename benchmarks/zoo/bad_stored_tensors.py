@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -113,7 +115,7 @@ class FrozenNorm(nn.Module):
         self.conv, self.bn, self.head = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
         self.bn.running_var[1] = variance
 
-    def train(self, mode: bool = True) -> nn.Module:
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
         self.bn.eval()
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -313,7 +314,8 @@ class Stack(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.decoder["layers"]:
+        layers: Any = self.decoder["layers"]
+        for layer in layers:
             x = layer(x)
         return self.head(x)
 

@@ -205,7 +205,9 @@ def ok_second_loss_is_switched_on(fixed: bool) -> Scene:
 
 
 class WithLogProbability(nn.Module):
-    """Returns a second output that nobody reads."""
+    """Returns a second output that is not read."""
+
+    lowest: Tensor
 
     def __init__(self) -> None:
         super().__init__()

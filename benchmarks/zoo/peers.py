@@ -142,7 +142,10 @@ def _modules(scene: Scene) -> dict[str, nn.Module]:
 
 def peers() -> dict[str, Callable[[Scene], Alarm | None]]:
     """Those that can be imported here."""
-    found = {"detect_anomaly": anomaly_mode, "module hooks": module_hooks}
+    found: dict[str, Callable[[Scene], Alarm | None]] = {
+        "detect_anomaly": anomaly_mode,
+        "module hooks": module_hooks,
+    }
     try:
         import transformers.debug_utils  # noqa: F401
     except ImportError:

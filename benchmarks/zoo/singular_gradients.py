@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -294,13 +296,13 @@ class Inverse(torch.autograd.Function):
     """A straight-through estimator whose backward was written by hand."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.eps = eps
         return x.sign()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return grad / (x.abs() + ctx.eps), None
 

@@ -21,14 +21,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError
-from stepguard.engine.context import bare_step, build_context
+from stepguard.engine.build import build_context
+from stepguard.engine.context import bare_step
 from stepguard.engine.drivers.closure import ClosureDriver
 from stepguard.engine.drivers.epoch_schedule import EpochSchedule
+from stepguard.engine.drivers.optimizer_kinds import takes_closure
 from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.interception import offer
-from stepguard.engine.optimizer_kinds import takes_closure
 from stepguard.engine.protect import Protection, in_words
 from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.rewind import Rewinder
@@ -327,7 +328,7 @@ class Guard:
 
     def replaced(self) -> None:
         """Another guard was made for the same optimizer: this one ends."""
-        self.port.say("wiring", "this guard ends here: another was made for the same optimizer")
+        self.port.say("wiring", "this guard ends here: another one was made for the same optimizer")
         self.close()
 
     def __enter__(self) -> Guard:
@@ -369,7 +370,7 @@ def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
 
 
 def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
-    """For integrations: the guard belongs to the framework, whose own clipping `clip_norm` tells."""
+    """For integrations: the guard is the framework's, and `clip_norm` tells its own clipping."""
     token = building_for.set(framework)
     try:
         return _watched(model, optimizer, **settings)

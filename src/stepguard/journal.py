@@ -1,4 +1,4 @@
-"""The run's append-only record: strict JSON lines, one writer per rank, readable after any crash."""
+"""The run's append-only journal: strict JSON lines, one writer per rank, readable after a crash."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ SCHEMA = 1
 
 def journal_path(run_dir: Path, rank: int = 0) -> Path:
     """Rank 0 writes `journal.jsonl`, the others `journal.rank<k>.jsonl`."""
-    return run_dir / ("journal.jsonl" if rank == 0 else f"journal.rank{rank}.jsonl")
+    if rank == 0:
+        return run_dir / "journal.jsonl"
+    return run_dir / f"journal.rank{rank}.jsonl"
 
 
 class Journal(Sink):
-    """Appends lines; a line is one `write` of a whole record, so a crash can tear only the last one.
+    """Appends lines, each by one `write` of a whole record: a crash can tear only the last one.
 
     A line that cannot be written raises OSError and leaves nothing of itself behind.
     """
@@ -46,11 +48,11 @@ class Journal(Sink):
 
     def step(self, reading: Reading, committed: bool) -> None:
         """One line a step, with only what was seen."""
-        fields = {
-            key: value
-            for key, value in to_fields(reading).items()
-            if value not in (None, (), {}, [])
-        }
+        fields = {}
+        for name in STEP_FIELDS:
+            value = getattr(reading, name)
+            if value not in (None, (), {}, []):
+                fields[name] = value
         self.write("step", {**fields, "committed": committed})
 
     def incident(self, incident: Incident) -> None:
@@ -61,11 +63,10 @@ class Journal(Sink):
 
 
 def starts_in(run_dir: Path, rank: int = 0) -> int:
-    """How often a run was started in this folder, by its journal; a journal that cannot be read
-    counts as none.
-    """
+    """How often a run was started in this folder; 0 where its journal cannot be read."""
     path = journal_path(run_dir, rank)
-    if not path.is_file():  # a device may never end
+    # Not a device such as /dev/full, which may never end.
+    if not path.is_file():
         return 0
     try:
         with path.open("rb") as lines:
@@ -86,11 +87,7 @@ STEP_FIELDS = (
     "labels",
     "seconds",
 )
-
-
-def to_fields(reading: Reading) -> dict[str, Any]:
-    """The part of a Reading that every step's line carries."""
-    return {name: getattr(reading, name) for name in STEP_FIELDS}
+"""The part of a Reading that every step's line carries."""
 
 
 @dataclass(slots=True)
@@ -106,9 +103,7 @@ class RunRecord:
     notes: list[dict[str, Any]] = field(default_factory=list)
     """Everything else worth a line: notes, faults of the guard itself, the end of the run."""
     torn: int = 0
-    """Lines that cannot be read: not whole JSON (a crash while writing), or no incident where one
-    should be.
-    """
+    """Lines that cannot be read: torn by a crash, or an incident that does not fit its record."""
 
 
 def read_run(run: Path, rank: int = 0) -> RunRecord:
@@ -126,16 +121,17 @@ def read_run(run: Path, rank: int = 0) -> RunRecord:
 
 
 class Follower:
-    """A journal that is still being written: `read` takes in what has come since, whole lines only."""
+    """Reads a journal that is still being written, whole lines only."""
 
     def __init__(self, run: Path, rank: int = 0) -> None:
-        self.record = RunRecord(
-            path=journal_path(run, rank) if run.is_dir() or not run.suffix else run
-        )
-        self._offset = self._lines = 0
+        # A run folder may not exist yet, so it is told from a file by its name.
+        is_folder = run.is_dir() or not run.suffix
+        self.record = RunRecord(path=journal_path(run, rank) if is_folder else run)
+        self._offset = 0
+        self._lines = 0
 
     def read(self) -> bool:
-        """Did anything come? False as well while there is no journal yet."""
+        """Take in what was written since; False if nothing, or if there is no journal yet."""
         try:
             with self.record.path.open("rb") as file:
                 file.seek(self._offset)
@@ -153,7 +149,7 @@ class Follower:
 
 def _lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        yield from (line for line in file if line.strip())
+        yield from filter(str.strip, file)
 
 
 def _take(record: RunRecord, line: str, number: int) -> None:

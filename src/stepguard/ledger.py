@@ -1,14 +1,11 @@
-"""The ledger of bad samples: `bad_samples.jsonl` in the run folder, one strict JSON line for each
-loss.
+"""The ledger of bad samples: `bad_samples.jsonl` in the run folder, one line for each loss.
 
-Lines are only ever appended, each by one `write` of a whole record, so a crash can tear only the
-last one.
+Lines are strict JSON and only ever appended, so a crash can tear only the last one.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 from stepguard._errors import JournalError
 from stepguard.records.bad_samples import BadSamples
 from stepguard.records.codec import dumps, from_jsonable, to_plain
+from stepguard.records.linefile import LineFile
 
 SCHEMA = 1
 """Raised when a line's meaning changes; readers refuse what is newer than themselves."""
@@ -24,7 +22,9 @@ _NAME = re.compile(r"bad_samples(?:\.rank(\d+))?\.jsonl")
 
 def ledger_path(run_dir: Path, rank: int = 0) -> Path:
     """Rank 0 writes `bad_samples.jsonl`, the others `bad_samples.rank<k>.jsonl`."""
-    return run_dir / ("bad_samples.jsonl" if rank == 0 else f"bad_samples.rank{rank}.jsonl")
+    if rank == 0:
+        return run_dir / "bad_samples.jsonl"
+    return run_dir / f"bad_samples.rank{rank}.jsonl"
 
 
 class Ledger:
@@ -33,26 +33,18 @@ class Ledger:
     def __init__(self, run_dir: Path, rank: int = 0) -> None:
         self.path = ledger_path(run_dir, rank)
         self.failed = False
-        """The file could not be written, and that has been said."""
+        """Writing has failed once, and that has been told."""
 
     def append(self, entry: BadSamples) -> None:
-        """One line, on disk when this returns; raises OSError where the disk takes no more."""
+        """Write one line, on disk when this returns; raises OSError where it cannot."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = (dumps({"v": SCHEMA, **to_plain(entry)}) + "\n").encode()
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        line = dumps({"v": SCHEMA, **to_plain(entry)}) + "\n"
+        # Opened for each line: losses are rare, and a run may lose its folder in between.
+        file = LineFile(self.path)
         try:
-            left = b"\n" + line if _ends_torn(file) else line
-            while left:
-                left = left[os.write(file, left) :]
-            os.fsync(file)
+            file.append(line.encode(), durable=True)
         finally:
-            os.close(file)
-
-
-def _ends_torn(file: int) -> bool:
-    """Has a crash or a full disk left half a line at the end?"""
-    size = os.fstat(file).st_size
-    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+            file.close()
 
 
 def read_ledger(run_dir: Path, rank: int | None = None) -> tuple[list[BadSamples], int]:
@@ -66,14 +58,16 @@ def read_ledger(run_dir: Path, rank: int | None = None) -> tuple[list[BadSamples
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 entry = _entry(path, line, number)
-                entries += [entry] if entry is not None else []
-                torn += entry is None and bool(line.strip())
+                if entry is not None:
+                    entries.append(entry)
+                elif line.strip():
+                    torn += 1
     return sorted(entries, key=lambda entry: entry.time), torn
 
 
 def _ledgers(run_dir: Path) -> list[Path]:
     found = [path for path in run_dir.glob("bad_samples*.jsonl") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: _rank(path))
+    return sorted(found, key=_rank)
 
 
 def _rank(path: Path) -> int:
@@ -96,5 +90,6 @@ def _entry(path: Path, line: str, number: int) -> BadSamples | None:
         )
     try:
         return replace(from_jsonable(BadSamples, fields), rank=_rank(path))
-    except ValueError:  # pydantic's ValidationError is one
+    except ValueError:
+        # pydantic's ValidationError is one.
         return None

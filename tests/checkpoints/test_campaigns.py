@@ -14,6 +14,8 @@ from benchmarks.disk.formats import FORMATS, Safetensors, Sealed, TwoFiles
 
 from benchmarks import corruption, crash, store
 
+pytestmark = pytest.mark.slow
+
 
 def test_sixty_random_kills_lose_nothing(tmp_path: Path) -> None:
     tally = campaign(Sealed, tmp_path / "run", runs=60, size=100_000, seed=1)

@@ -17,6 +17,8 @@ from stepguard.checkpoints import Store
 from stepguard.checkpoints.entries import entry_of, read_pointer
 from stepguard.state.atomic import Operation
 
+pytestmark = pytest.mark.slow
+
 
 def _recorded(folder: Path) -> tuple[list[Operation], list[int]]:
     """The operations of four saves with rotation, and after how many of them each save had

@@ -94,7 +94,7 @@ def test_wrong_use_is_exit_code_2(
 
 def test_folder_that_is_no_run_is_exit_code_2(tmp_path: Path) -> None:
     done = invoke(tmp_path)
-    assert done.exit_code == 2 and "is no run folder" in done.stderr
+    assert done.exit_code == 2 and "is not a run folder" in done.stderr
 
 
 def test_out_without_data_is_refused(tmp_path: Path) -> None:

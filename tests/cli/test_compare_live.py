@@ -76,7 +76,7 @@ def test_live_once_of_what_is_no_run_is_exit_code_2(tmp_path: Path, name: str) -
 def test_live_of_a_file_that_is_no_journal_is_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "vit.py").write_text("import torch\n")
     done = CliRunner().invoke(app, ["live", str(tmp_path / "vit.py"), "--once"])
-    assert done.exit_code == 2 and "is no journal of stepguard" in done.stderr
+    assert done.exit_code == 2 and "is not a journal of stepguard" in done.stderr
     assert CliRunner().invoke(app, ["live", "/dev/zero", "--once"]).exit_code == 2
 
 

@@ -87,7 +87,7 @@ def test_file_that_is_no_journal_is_one_line_and_exit_code_2(
     (tmp_path / "vit.py").write_text(text)
     done = CliRunner().invoke(app, [command, str(tmp_path / "vit.py")])
     assert done.exit_code == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "is no journal of stepguard" in done.stderr
+    assert done.stderr.count("\n") == 1 and "is not a journal of stepguard" in done.stderr
 
 
 def test_journal_of_a_newer_version_is_one_line(run: Path) -> None:

@@ -9,8 +9,7 @@ import torch
 
 from cli.scripts import guarded, plain_script, write
 from stepguard import ConfigError, GuardConfig, Policy
-from stepguard.cli import run
-from stepguard.run import autoguard
+from stepguard.run import autoguard, guarded_script
 from stepguard.run.config_file import read_config
 
 
@@ -52,7 +51,7 @@ def test_folders_are_absolute_and_the_command_line_comes_first(
         ("probation = 'many'\n", ("probation='many'", "whole number")),
         ("policy = 'skip'\n", ("must be a table", "[policy]")),
         ("sinks = []\n", ("sinks is an object of Python",)),
-        ("= 3\n", ("is no TOML",)),
+        ("= 3\n", ("is not TOML",)),
         ("[policy]\nlr_factor = 'x'\n", ("Policy.lr_factor='x'", "must be a number")),
     ],
 )
@@ -69,7 +68,7 @@ def test_file_that_is_none_is_told(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         read_config(Path(path), {})
 
 
@@ -83,7 +82,7 @@ def test_a_script_is_guarded_by_the_policy_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("--policy", "is no option of `stepguard run`"),
+        ("--policy", "is not an option of `stepguard run`"),
         (".", "is a folder; give the Python script in it"),
     ],
 )
@@ -103,13 +102,13 @@ def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
         raise TypeError("float() argument must be a number, not 'NoneType'")
 
     monkeypatch.setattr(autoguard, "watch", refuse)
-    with autoguard.Volunteers(GuardConfig(), run._say) as several:
+    with autoguard.AutomaticGuards(GuardConfig(), guarded_script.tell) as several:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-    run._say_how_it_ended(several, 0)
+    guarded_script.tell_how_it_ended(several.guards, several.refused, 0)
     first, second = capsys.readouterr().err.splitlines()
     assert "SGD is not guarded: TypeError" in first
     assert "made none that stepped" not in second and "for the reason above" in second

@@ -14,6 +14,8 @@ from examples.denoiser import LEVELS, Denoiser, batches, loss_of, quality
 import stepguard
 from examples import demo
 
+pytestmark = pytest.mark.slow
+
 STEPS = 90
 FIRST_BAD = 57
 

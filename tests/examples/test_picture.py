@@ -1,11 +1,14 @@
-"""The README's picture can be drawn anew, is whole, and asks no other host for anything."""
+"""The README's picture can be drawn again, is complete, and asks no other host for anything."""
 
 from __future__ import annotations
 
 import re
 from xml.etree import ElementTree
 
+import pytest
 from scripts import picture
+
+pytestmark = pytest.mark.slow
 
 
 def test_picture_is_whole_and_needs_no_network() -> None:

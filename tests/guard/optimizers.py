@@ -9,6 +9,7 @@ that is called twice.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -319,6 +320,16 @@ def _adafactor(params: Params) -> Optimizer:
     return torch.optim.Adafactor(params, lr=1e-2)
 
 
+def _adamw_8bit(params: Params) -> Optimizer:
+    """The real one of bitsandbytes: moments are bytes with a scale for each block."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, about kernels that are not needed here
+        from bitsandbytes.optim import AdamW8bit
+    # small tensors would be kept in 32 bits
+    optimizer: Optimizer = AdamW8bit(params, lr=0.01, min_8bit_size=1)
+    return optimizer
+
+
 OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
     "muon": Muon,
     "insisting": Insisting,
@@ -334,6 +345,7 @@ OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
     "galore": GaLore,
     "adafactor": _adafactor,
     "own-state-dict": OwnStateDict,
+    "adamw-8bit": _adamw_8bit,
 }
 """Each takes parameters of one or two dimensions. `sam` calls its closure twice and cannot step
 without one.

@@ -26,6 +26,8 @@ from guard.scenes import (
     state_of,
 )
 
+pytestmark = pytest.mark.slow
+
 STEPS = 200
 DATA = batches(STEPS)
 

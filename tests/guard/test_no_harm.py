@@ -31,6 +31,8 @@ from guard.scenes import (
 from stepguard import Guard, GuardConfig, Policy, TrainingHalted
 from stepguard.journal import read_run
 
+pytestmark = pytest.mark.slow
+
 DATA = batches(60)
 LossFn = Callable[[Batch], Tensor]
 

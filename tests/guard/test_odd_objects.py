@@ -332,7 +332,7 @@ def _inject(model: Adapted, optimizer: Optimizer, what: str) -> list[Tensor]:
         optimizer.add_param_group({"params": [alone]})
         return [alone]
     model.extra = nn.Linear(8, CLASSES)
-    new = list(model.extra.parameters())
+    new: list[Tensor] = list(model.extra.parameters())
     optimizer.add_param_group({"params": new, "lr": 1e-3})
     return new
 

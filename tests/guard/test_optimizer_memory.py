@@ -25,6 +25,8 @@ from guard.scenes import batches, calm_net, difference, plain_net, quiet
 from stepguard import Guard
 from stepguard.state.run_state import RunState, SavedState, StateError
 
+pytestmark = pytest.mark.slow
+
 DATA = batches(40)
 REFUSED = ("galore",)
 NEEDS_TWO_EVALUATIONS = ("sam",)

@@ -174,7 +174,7 @@ def test_gradient_that_is_bad_at_the_worst_point_only_is_vetoed() -> None:
     before = everything(model, optimizer)
     optimizer.zero_grad()
     evaluated(model, DATA[3])
-    optimizer.step(lambda: evaluated(model, poisoned(DATA[3])))
+    optimizer.step(partial(evaluated, model, poisoned(DATA[3])))
     assert guard.port.dropped
     assert difference(everything(model, optimizer), before) == ""
     loop_step(model, optimizer, DATA[4])

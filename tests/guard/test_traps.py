@@ -183,11 +183,11 @@ class Wrapped(Optimizer):
         self.optimizer = optimizer
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         return self.optimizer.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -137,9 +137,10 @@ def test_the_log_shows_the_true_loss_beside_a_finite_companion(tmp_path: Path) -
 def test_a_skipped_step_leaves_all_as_if_its_batches_had_never_come(
     kind: str, tmp_path: Path
 ) -> None:
-    data, options, settings = batches(), {"noisy": False}, _settings(kind)
-    options = {
-        **options,
+    data = batches()
+    settings = _settings(kind)
+    options: dict[str, Any] = {
+        "noisy": False,
         "fused": kind == "fused",
         "optimizer": "sgd" if kind == "sgd" else "adamw",
     }
@@ -161,12 +162,13 @@ def test_a_skipped_step_leaves_all_as_if_its_batches_had_never_come(
 
 
 def _settings(kind: str) -> dict[str, Any]:
-    return {
+    known: dict[str, dict[str, Any]] = {
         "accumulated": {"accumulate_grad_batches": 2},
         "clipped": {"gradient_clip_val": 0.1},
         "bf16": {"precision": "bf16-mixed"},
         "scaled": {"plugins": [scaled()]},
-    }.get(kind, {})
+    }
+    return known.get(kind, {})
 
 
 # --- healthy runs

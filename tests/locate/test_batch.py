@@ -49,7 +49,8 @@ def test_tensors_are_named_by_their_way_through_the_tree() -> None:
 
 
 def test_copy_is_independent_and_keeps_classes_and_gradients() -> None:
-    batch = {"pair": Pair(torch.ones(2), torch.ones(2, requires_grad=True)), "own": Own()}
+    pair = Pair(torch.ones(2), torch.ones(2, requires_grad=True))
+    batch: dict[str, Any] = {"pair": pair, "own": Own()}
     twin = duplicate(batch)
     twin["pair"].x.zero_()
     twin["own"].x.zero_()

@@ -161,7 +161,8 @@ def test_a_step_that_is_clean_when_replayed_is_not_reproduced() -> None:
 def test_a_clean_step_that_does_not_repeat_itself_is_nondeterministic() -> None:
     step, reading = bad_step()
     step.micro_batches[0]["x"].nan_to_num_(0.0)
-    steady, calls = step.loss_fn, iter(range(100))
+    steady: Any = step.loss_fn
+    calls = iter(range(100))
     assert steady is not None
     step.loss_fn = lambda batch: steady(batch) * (1.0 + 1e-3 * next(calls))
     origin = locate(step, reading)

@@ -81,7 +81,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_model_is_replayed_eagerly_and_named() -> None:
-    model = torch.compile(Normed(), backend="eager")
+    model: Any = torch.compile(Normed(), backend="eager")
     loop = Loop(
         model, torch.optim.SGD(model.parameters(), lr=0.01), lambda x: model(x).pow(2).mean()
     )
@@ -105,7 +105,7 @@ def _wrong_backend(graph: Any, example: Any) -> Callable[..., Any]:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_fault_that_only_the_compiled_graph_has() -> None:
     inner = nn.Linear(3, 1)
-    model = torch.compile(inner, backend=_wrong_backend)
+    model: Any = torch.compile(inner, backend=_wrong_backend)
     loop = Loop(
         model, torch.optim.SGD(model.parameters(), lr=0.01), lambda x: model(x).pow(2).mean()
     )

@@ -20,7 +20,8 @@ def half_embedding(optimizer: type[torch.optim.Optimizer], **settings: Any) -> L
     def loss(batch: dict[str, Tensor]) -> Tensor:
         return nn.functional.cross_entropy(model(batch["ids"]).float(), batch["y"])
 
-    return Loop(model, optimizer(model.parameters(), lr=1e-3, **settings), loss)
+    made = optimizer(model.parameters(), lr=1e-3, **settings)  # type: ignore[call-arg]
+    return Loop(model, made, loss)
 
 
 BATCH = {"ids": torch.tensor([1, 2]), "y": torch.tensor([0, 1])}

@@ -45,8 +45,8 @@ def ask(
     """`stepguard check TARGET` in the project's folder."""
     with inside(PROJECT):
         request = Request(target=target, config=config, launcher=launcher, given=given)
-        subject, invocation = resolve(request)
-        return check(subject, only=only, target=target, invocation=invocation)
+        subject, context = resolve(request)
+        return check(subject, only=only, target=target, context=context)
 
 
 def ask_one(target: str, item: str, **given: Any) -> Outcome:

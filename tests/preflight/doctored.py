@@ -43,6 +43,10 @@ def with_nan():
     return net, {"x": torch.ones(2, 4)}
 
 
+def with_wrong_inputs():
+    return Gate(0.01), torch.ones(2, 5)
+
+
 def subject():
     return {"model": Gate(0.01), "batch": (torch.ones(2, 4),)}
 

@@ -54,8 +54,8 @@ def test_points_of_the_checklist_are_judged_by_a_configuration_alone(tmp_path: P
 def test_source_is_not_judged_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with inside(tmp_path):
-        subject, invocation = resolve(Request(target="config.json"))
-        result = check(subject, only=["checklist.norms"], invocation=invocation)
+        subject, context = resolve(Request(target="config.json"))
+        result = check(subject, only=["checklist.norms"], context=context)
     assert result.outcome("checklist.norms").status == "not_checked"
 
 

@@ -40,7 +40,10 @@ def test_summary_grows_with_what_is_known() -> None:
         (Origin(step=0, phase="forward", module="fc"), "forward: in fc"),
         (Origin(step=0, phase="loss", source="loss.py:3"), "loss: at loss.py:3"),
         (Origin(step=0, phase="backward"), "backward"),
-        (Origin(step=0, phase="forward", op="aten.log", module=""), "forward: aten.log"),
+        (
+            Origin(step=0, phase="forward", op="aten.log", module=""),
+            "forward: aten.log in the model itself",
+        ),
     ],
 )
 def test_summary_names_the_place_as_far_as_it_is_known(origin: Origin, place: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import typing
 
 import pytest
 
 from stepguard.records import Operand, Origin
+from stepguard.records.verdict import VerdictKind
 from stepguard.report import phrases
 
 
@@ -65,22 +67,6 @@ def test_operand_counts_what_is_wrong() -> None:
     )
 
 
-def test_place_names_the_root_model_and_what_lies_outside() -> None:
-    assert (
-        phrases.place(Origin(step=0, phase="forward", op="aten.log", module=""))
-        == "aten.log in the model itself"
-    )
-    assert (
-        phrases.place(Origin(step=0, phase="loss", op="aten.div", source="t.py:3"))
-        == "aten.div at t.py:3"
-    )
-    assert phrases.place(Origin(step=0, phase="backward", node="SqrtBackward0")) == "SqrtBackward0"
-    assert (
-        phrases.place(Origin(step=0, phase="state", tensor="param:emb.weight"))
-        == "param:emb.weight"
-    )
-
-
 def test_many_samples_are_cut() -> None:
     origin = Origin(step=0, phase="input", samples=tuple(range(20)), micro_batch=1, rank=3)
     assert (
@@ -119,6 +105,12 @@ def test_long_id_of_a_sample_keeps_both_ends() -> None:
     )
     said = phrases.culprits(origin)
     assert len(said) < 60 and said.startswith("sample 3 = id s3://") and said.endswith("/0042.png")
+
+
+def test_every_kind_of_verdict_has_a_title() -> None:
+    kinds = set(typing.get_args(VerdictKind)) - {"ok"}
+    assert set(phrases.VERDICT_TITLES) == kinds
+    assert phrases.verdict_title("save-refused") == "save-refused"
 
 
 def test_number_of_bytes_in_words() -> None:

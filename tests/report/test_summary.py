@@ -120,7 +120,7 @@ def test_longest_stretch(steps: list[int], longest: int) -> None:
 
 
 def test_incidents_of_one_kind_are_one_group() -> None:
-    other = replace(BARE, step=70, decision=Decision(action="warn"))
+    other = replace(BARE, step=70, decision=Decision(action="note"))
     incidents = [masked_row(3), masked_row(9), other, masked_row(10)]
     groups = summarize(Written(incidents=incidents)).groups
     assert [(g.verdict, g.first_step, g.last_step, g.count, g.consecutive) for g in groups] == [

@@ -1,10 +1,8 @@
-"""Verified checkpoints and examinations as text."""
+"""Verified checkpoints as text."""
 
 from __future__ import annotations
 
-from stepguard.records.examination import Examination, Section
 from stepguard.records.verification import Problem, Verification
-from stepguard.report.doctor import render_examination
 from stepguard.report.verification import render_results
 
 BAD = Problem(
@@ -54,16 +52,3 @@ def test_long_lists_are_cut_and_say_so() -> None:
 def test_narrow_window_holds_everything() -> None:
     lines = render_results([FOLDER], width=60, colour=False).splitlines()
     assert all(len(line) <= 60 for line in lines)
-
-
-def test_sections_are_numbered_and_commands_stay_whole() -> None:
-    command = "stepguard quarantine " + "x" * 200
-    sections = (
-        Section(
-            title="configuration", status="not checked", lines=("not checked: give --config FILE",)
-        ),
-        Section(title="recommendations", status="fine", lines=("a " * 80,), commands=(command,)),
-    )
-    text = render_examination(Examination(path="run", sections=sections), width=70, colour=False)
-    assert " 1. configuration  not checked" in text and command in text
-    assert all(len(line) <= 70 for line in text.splitlines() if command not in line)

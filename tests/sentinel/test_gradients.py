@@ -114,3 +114,11 @@ def test_a_mark_sees_gradients_dropped_replaced_or_written() -> None:
 
 def test_a_mark_on_no_gradients_is_never_gone() -> None:
     assert not GradientMark([nn.Parameter(torch.zeros(1))]).gone()
+
+
+def test_norm_of_each_gradient_leaves_the_total_as_torch_has_it() -> None:
+    given = [torch.randn(5, 3), torch.randn(7), torch.zeros(2)]
+    found = gradient_norm(given, each=True)
+    assert found is not None and found.least is not None
+    assert torch.equal(found.total, torch.nn.utils.get_total_norm(given))
+    assert float(found.least) == 0.0

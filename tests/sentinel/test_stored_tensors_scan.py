@@ -1,4 +1,4 @@
-"""The rotating scan of parameters: some of a large model after each update, every element in turn."""
+"""The rotating scan of parameters: a part of a large model after each update, in turn."""
 
 from __future__ import annotations
 

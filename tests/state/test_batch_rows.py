@@ -157,7 +157,7 @@ class Hostile(UserDict[str, Tensor]):
 
 def test_container_that_refuses_other_sizes_is_refused() -> None:
     batch = Hostile(x=rows(4))
-    batch.closed = True
+    batch.closed = True  # type: ignore[attr-defined]
     assert samples_in(batch) == 4 and batch_without(batch, [1]) is None
 
 

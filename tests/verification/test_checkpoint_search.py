@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,7 @@ import torch
 
 import stepguard
 from verification import saved
-
-
-@pytest.fixture(scope="module")
-def everything() -> dict[str, Any]:
-    return saved.trained()
+from verification.special import special_file
 
 
 def test_everything_below_a_folder_is_found_and_told_apart(
@@ -96,7 +89,6 @@ def test_file_given_by_a_link_is_read(tmp_path: Path, everything: dict[str, Any]
 
 
 def test_unreadable_folder_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
 
     (tmp_path / "locked").mkdir()
     real = os.scandir
@@ -109,55 +101,6 @@ def test_unreadable_folder_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "scandir", scandir)
     found = stepguard.verify(tmp_path)
     assert found.ok and [warning.kind for warning in found.warnings] == ["unreadable"]
-
-
-def test_progress_reaches_every_byte_of_the_plan(
-    tmp_path: Path, everything: dict[str, Any]
-) -> None:
-    saved.save_trainer(tmp_path / "checkpoint-20", everything)
-    saved.save_zip(tmp_path / "last.ckpt", everything)
-    planned: list[int] = []
-    done: list[int] = []
-    stepguard.verify(tmp_path, plan=lambda count, size: planned.append(size), progress=done.append)
-    assert sum(done) == sum(planned) > 0
-
-
-def test_dcp_folder_without_its_metadata_is_a_save_that_never_finished(
-    tmp_path: Path, everything: dict[str, Any]
-) -> None:
-    folder = saved.save_dcp(tmp_path / "dcp", {"model": everything["state_dict"]})
-    (folder / ".metadata").unlink()
-    for found in (stepguard.verify(folder), stepguard.verify(tmp_path)):
-        (error,) = found.errors
-        assert (
-            error.kind == "missing"
-            and ".metadata" in error.detail
-            and "never finished" in error.detail
-        )
-        assert found.corrupt and len(found.leaves) == 1
-
-
-def test_link_in_the_place_of_metadata_is_refused(
-    tmp_path: Path, everything: dict[str, Any]
-) -> None:
-    folder = saved.save_dcp(tmp_path / "dcp", {"model": everything["state_dict"]})
-    (folder / ".metadata").unlink()
-    (folder / ".metadata").symlink_to("/dev/zero")
-    (error,) = stepguard.verify(folder).errors
-    assert error.kind == "link" and "not followed" in error.detail
-
-
-@pytest.mark.parametrize("target", ["/dev/zero", "/dev/stdin", "fifo", "socket", "other.json"])
-def test_seal_that_is_a_link_is_refused_without_reading(tmp_path: Path, target: str) -> None:
-    folder = tmp_path / "checkpoints" / "step-3"
-    folder.mkdir(parents=True)
-    saved.save_safetensors(folder / "model.safetensors", {"w": torch.ones(3)})
-    with special_file(tmp_path, target) as where:
-        (folder / "seal.json").symlink_to(where)
-        found = stepguard.verify(tmp_path / "checkpoints")
-    assert [error.kind for error in found.errors] == ["seal"] and "symbolic link" in found.errors[
-        0
-    ].detail
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "fifo", "socket"])
@@ -174,27 +117,3 @@ def test_weights_that_are_a_link_to_no_file_are_an_error(
         0
     ].detail
     assert [error.kind for error in directly.errors] == ["unreadable"]
-
-
-@contextmanager
-def special_file(folder: Path, kind: str) -> Iterator[Path]:
-    """Something that would block or never end if it were read."""
-    path = Path(kind) if kind.startswith("/") else folder / kind
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "other.json":
-        path.write_text("{}")
-    with socket.socket(socket.AF_UNIX) as listening:
-        if kind == "socket":
-            _bind(listening, path)
-        yield path
-
-
-def _bind(listening: socket.socket, path: Path) -> None:
-    """By a relative name: the path of a socket may not be longer than a hundred letters."""
-    before = Path.cwd()
-    os.chdir(path.parent)
-    try:
-        listening.bind(path.name)
-    finally:
-        os.chdir(before)

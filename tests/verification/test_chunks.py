@@ -4,12 +4,11 @@ rightly.
 
 from __future__ import annotations
 
-import zlib
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepguard.verification import crc
 from stepguard.verification.chunks import cut, merge
 from stepguard.verification.dtype_names import SIZES
 from stepguard.verification.file_layout import ChecksumRange, Segment, StoredTensor
@@ -53,14 +52,8 @@ def test_every_wanted_byte_comes_once_and_no_element_is_split(
             seen[id(owner)] = seen.get(id(owner), 0) + part.size
             if isinstance(owner, Segment):
                 assert part.size % SIZES[owner.dtype] == 0
-    assert seen == {id(owner): owner.size for owner in (*segments, *blocks)}
-
-
-@given(st.binary(max_size=300), st.binary(max_size=5000))
-def test_checksum_of_two_parts_is_that_of_the_whole(first: bytes, second: bytes) -> None:
-    assert crc.combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(
-        first + second
-    )
+    owners: list[Any] = [*segments, *blocks]
+    assert seen == {id(owner): owner.size for owner in owners}
 
 
 def test_same_bytes_are_one_segment() -> None:

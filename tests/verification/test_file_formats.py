@@ -4,14 +4,9 @@ error.
 
 from __future__ import annotations
 
-import argparse
-import collections
-import pathlib
-import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,11 +14,6 @@ from torch import nn
 import stepguard
 from verification import saved
 from verification.saved import ONE_FILE, Saver, poison
-
-
-@pytest.fixture(scope="module")
-def everything() -> dict[str, Any]:
-    return saved.trained()
 
 
 @pytest.mark.parametrize("save", ONE_FILE.values(), ids=ONE_FILE)
@@ -150,75 +140,6 @@ def test_lightning_checkpoint(tmp_path: Path, everything: dict[str, Any]) -> Non
     assert found.step == 3 and found.roles["optimizer"] == 18 and found.roles["other"] == 1
 
 
-def test_trainer_folder_is_one_checkpoint(tmp_path: Path, everything: dict[str, Any]) -> None:
-    found = stepguard.verify(saved.save_trainer(tmp_path / "checkpoint-3", everything))
-    assert found.ok and not found.problems, found.problems
-    assert found.format == "transformers (safetensors)" and found.step == 3 and not found.parts
-    assert {"parameter", "buffer", "optimizer", "rng"} <= found.roles.keys()
-
-
-def test_loss_that_became_nan_in_the_trainers_log_is_a_warning(
-    tmp_path: Path, everything: dict[str, Any]
-) -> None:
-    folder = saved.save_trainer(tmp_path / "checkpoint-3", everything)
-    (folder / "trainer_state.json").write_text(
-        '{"global_step": 3, "log_history": [{"loss": NaN, "step": 2}]}'
-    )
-    found = stepguard.verify(folder)
-    assert found.ok and "loss" in {warning.kind for warning in found.warnings}
-
-
-def test_dcp_folder(tmp_path: Path, everything: dict[str, Any]) -> None:
-    value = {"model": everything["state_dict"], "optim": everything["optimizer"], "note": "text"}
-    found = stepguard.verify(saved.save_dcp(tmp_path / "dcp", value))
-    assert found.ok and not found.problems, found.problems
-    assert found.format == "DCP" and found.roles["optimizer"] == 18 and "parameter" in found.roles
-    assert not [w for w in found.warnings if w.kind == "global"]
-
-
-def test_nan_in_a_dcp_folder_is_found_by_name(tmp_path: Path, everything: dict[str, Any]) -> None:
-    state = {
-        **everything["state_dict"],
-        "outer.bias": poison(everything["state_dict"]["outer.bias"]),
-    }
-    found = stepguard.verify(saved.save_dcp(tmp_path / "dcp", {"model": state}))
-    assert [(error.kind, error.tensor) for error in found.errors] == [("nan", "model.outer.bias")]
-
-
-def test_numpy_arrays_and_scalars_in_a_pickle_are_read(tmp_path: Path) -> None:
-    array = np.ones((300, 300))
-    array[7, 9] = np.nan
-    value = {
-        "state_dict": {"w": array, "ok": np.zeros(5, dtype=np.float32)},
-        "scaler": {"scale": np.float64("nan")},
-    }
-    found = stepguard.verify(saved.save_pickle(tmp_path / "m.pkl", value))
-    assert sorted((error.tensor or "", error.kind) for error in found.errors) == [
-        ("scaler/scale", "nan"),
-        ("state_dict/w", "nan"),
-    ]
-    assert "first at [7, 9]" in next(e.detail for e in found.errors if e.tensor == "state_dict/w")
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_every_pickle_protocol_is_read(tmp_path: Path, protocol: int) -> None:
-    value = {
-        "args": argparse.Namespace(lr=1e-3, path=pathlib.PurePosixPath("a/b")),
-        "ordered": collections.OrderedDict(a=1, b=(2, [3, {4}, frozenset({5})])),
-        "default": collections.defaultdict(list, {"x": [1.5]}),
-        "big": 2**100,
-        "negative": -(2**70),
-        "text": "ü" * 300,
-        "bytes": b"\xff" * 300,
-        "complex": 1 + 2j,
-        "nothing": (None, True, False, Ellipsis, 1e300),
-    }
-    path = tmp_path / "m.pkl"
-    path.write_bytes(pickle.dumps(value, protocol=protocol))
-    found = stepguard.verify(path)
-    assert found.ok and not found.problems, found.problems
-
-
 def test_tensors_on_other_devices_and_subclasses_are_read(tmp_path: Path) -> None:
     class Own(nn.Parameter):
         pass
@@ -265,8 +186,3 @@ def test_empty_and_foreign_files_say_what_they_are(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         (error,) = stepguard.verify(tmp_path / name).errors
         assert words in error.detail
-
-
-def test_path_that_does_not_exist_is_an_error_of_usage(tmp_path: Path) -> None:
-    with pytest.raises(stepguard.ConfigError, match="does not exist"):
-        stepguard.verify(tmp_path / "nothing.pt")

@@ -9,6 +9,8 @@ import torch
 
 import stepguard
 from stepguard.checkpoints import Health, Store
+from verification import saved
+from verification.special import special_file
 
 HEALTHY = Health(loss=1.0, level=1.1, steps_watched=50, incidents=0, good=True)
 
@@ -113,3 +115,16 @@ def test_state_that_was_sealed_in_trouble_is_a_warning(tmp_path: Path) -> None:
     store.save(5, {"model/w": torch.ones(3)}, {}, unwell)
     found = stepguard.verify(tmp_path / "checkpoints" / "step-5")
     assert found.ok and [warning.kind for warning in found.warnings] == ["seal"]
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/dev/stdin", "fifo", "socket", "other.json"])
+def test_seal_that_is_a_link_is_refused_without_reading(tmp_path: Path, target: str) -> None:
+    folder = tmp_path / "checkpoints" / "step-3"
+    folder.mkdir(parents=True)
+    saved.save_safetensors(folder / "model.safetensors", {"w": torch.ones(3)})
+    with special_file(tmp_path, target) as where:
+        (folder / "seal.json").symlink_to(where)
+        found = stepguard.verify(tmp_path / "checkpoints")
+    assert [error.kind for error in found.errors] == ["seal"] and "symbolic link" in found.errors[
+        0
+    ].detail

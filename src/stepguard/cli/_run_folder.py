@@ -1,4 +1,4 @@
-"""Opening the RUN argument that the reading commands share."""
+"""Open the RUN argument that the reading commands share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RankOption = Annotated[
 
 
 def open_run(run: Path, rank: int = 0) -> RunRecord:
-    """The run's journal; whatever is wrong with it becomes a JournalError that says so in one line."""
+    """Read the run's journal; raises a JournalError of one line for whatever is wrong with it."""
     from stepguard.journal import read_run
 
     try:
@@ -30,20 +30,18 @@ def open_run(run: Path, rank: int = 0) -> RunRecord:
     except OSError as error:
         raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
     except (KeyError, ValueError) as error:
-        # pydantic's ValidationError is a ValueError of many lines; the first says what it is about
+        # pydantic's ValidationError is a ValueError of many lines; the first says what it is about.
         first = str(error).splitlines()[0]
         raise JournalError(f"{run} holds an incident this version cannot read: {first}.") from error
     if not is_journal(record):
         raise JournalError(
-            f"{record.path} is no journal of stepguard: none of its lines can be read; {GIVE}."
+            f"{record.path} is not a journal of stepguard: none of its lines can be read; {GIVE}."
         )
     return record
 
 
 def is_journal(record: RunRecord) -> bool:
-    """Was there a line that stepguard writes? A journal may be empty yet, a file of another name is
-    none then.
-    """
+    """Was there a line that stepguard writes? Only a file named like a journal may be empty."""
     if record.header or record.steps or record.incidents or record.notes:
         return True
     return not record.torn and record.path.name.startswith("journal")

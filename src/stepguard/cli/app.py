@@ -1,7 +1,7 @@
 """The `stepguard` command. A new command is one new file and one line in COMMANDS.
 
-A command's file imports torch, and everything that does, inside its function: `--help` and `report`
-must start at once.
+A command imports torch, and everything that does, inside its function, so that `--help` and
+`report` start at once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class ErrorsInOneLine(TyperGroup):
             return super().invoke(ctx)
         except StepguardError as error:
             typer.echo(f"stepguard: error: {error}", err=True)
-            raise typer.Exit(
-                EXIT_HALTED if isinstance(error, TrainingHalted) else EXIT_USAGE
-            ) from error
+            code = EXIT_HALTED if isinstance(error, TrainingHalted) else EXIT_USAGE
+            raise typer.Exit(code) from error
 
 
 app = typer.Typer(

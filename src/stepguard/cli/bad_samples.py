@@ -1,6 +1,4 @@
-"""`stepguard quarantine --data RUN`: the samples a run went on without, and a list of them for a
-sampler.
-"""
+"""`stepguard quarantine --data RUN`: the samples a run left out, and a list for a sampler."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: bo
 
     if not any(run.glob("journal*.jsonl")) and not any(run.glob("bad_samples*.jsonl")):
         raise ConfigError(
-            f"{run} is no run folder: it holds neither a journal.jsonl nor a bad_samples.jsonl."
+            f"{run} is not a run folder: it holds neither a journal.jsonl nor a bad_samples.jsonl."
         )
     try:
         entries, unread = read_ledger(run)
@@ -43,19 +41,19 @@ def show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: bo
 
 
 def _write(path: Path, found: Sequence[Suspect], *, unproven: bool) -> None:
-    listed = [suspect for suspect in found if suspect.proven or unproven]
-    names = [str(s.index if s.index is not None else s.id) for s in listed]
+    lines = []
+    for suspect in found:
+        if suspect.proven or unproven:
+            lines.append(f"{suspect.id if suspect.index is None else suspect.index}\n")
     try:
-        path.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+        path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out: {path} cannot be written: {error.strerror}.") from error
-    left = len(found) - len(listed)
-    rest = (
-        f"; {left} more are in bad batches, none of them proven (--unproven lists them too)"
-        if left
-        else ""
-    )
-    typer.echo(f"wrote {len(names)} to {path}{rest}", err=True)
+    text = f"wrote {len(lines)} to {path}"
+    left = len(found) - len(lines)
+    if left:
+        text += f"; {left} more are in bad batches, none of them proven (--unproven lists them too)"
+    typer.echo(text, err=True)
 
 
 def _steps_seen(run: Path) -> int:

@@ -103,14 +103,14 @@ def _checked(
         if quiet:
             # What the program prints must not get into the JSON.
             stack.enter_context(redirect_stdout(sys.stderr))
-        subject, invocation = resolve(request)
+        subject, context = resolve(request)
         progress = stack.enter_context(_bar(sys.stderr))
         return check_subject(
             subject,
             only=only,
             skip=skip,
             target=request.target,
-            invocation=invocation,
+            context=context,
             progress=progress,
         )
 

@@ -32,6 +32,6 @@ def compare(
         typer.echo(render_json(comparison))
         return
     out = sys.stdout
-    screen.put(
-        render_terminal(comparison, width=screen.columns(out), colour=screen.wants_colour(out)), out
-    )
+    width = screen.columns(out)
+    text = render_terminal(comparison, width=width, colour=screen.wants_colour(out))
+    screen.put(text, out)

@@ -27,8 +27,9 @@ def explain(
         typer.echo(str(unknown), err=True)
         raise typer.Exit(EXIT_USAGE) from None
     if json:
-        plain = [as_plain(rule) for rule in rules]
-        typer.echo(json_module.dumps(plain[0] if code else plain, indent=2, ensure_ascii=False))
+        listed = [as_plain(rule) for rule in rules]
+        printed = listed[0] if code else listed
+        typer.echo(json_module.dumps(printed, indent=2, ensure_ascii=False))
     else:
         _print(page(rules[0]) if code else index())
 
@@ -51,7 +52,7 @@ def as_plain(rule: Rule) -> dict[str, object]:
 
 
 def _print(markdown: str) -> None:
-    """Rendered on a terminal, plain text in a pipe."""
+    """Print rendered Markdown on a terminal, plain text in a pipe."""
     if not sys.stdout.isatty():
         typer.echo(markdown, nl=False)
         return
@@ -59,8 +60,3 @@ def _print(markdown: str) -> None:
     from rich.markdown import Markdown
 
     Console().print(Markdown(markdown))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command(name="explain")(explain)

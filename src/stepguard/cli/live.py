@@ -1,6 +1,4 @@
-"""`stepguard live RUN`: follow a run from its journal, and say after some steps whether it is
-healthy.
-"""
+"""`stepguard live RUN`: follow a run by its journal, and judge whether it is healthy."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from stepguard.report.stages import Outcome, Stage
 
 EVERY = 0.5
-"""Seconds between two looks at the journal."""
+"""Seconds between two reads of the journal."""
 EXITS = {
     "healthy": EXIT_OK,
     "waiting": EXIT_OK,
@@ -55,8 +53,9 @@ def live(
     ] = False,
     rank: RankOption = 0,
 ) -> None:
-    """Follow a run: loss, norm, skips, incidents, stages. Exit code 0 healthy, 1 not, 3 stopped by
-    its policy.
+    """Follow a run: loss, norm, skips, incidents, stages.
+
+    Exit code 0 healthy, 1 not, 3 stopped by its policy.
     """
     from stepguard.journal import Follower
     from stepguard.report.stages import parse_stage
@@ -67,7 +66,7 @@ def live(
     follower.read()
     if once and not is_journal(follower.record):
         raise JournalError(
-            f"{follower.record.path} is no journal of stepguard: none of its lines can be read; "
+            f"{follower.record.path} is not a journal of stepguard: none of its lines can be read; "
             f"{GIVE}."
         )
     seen = follow(follower, stages, steps, once=once, quiet=as_json)
@@ -77,15 +76,15 @@ def live(
 
 
 def _refuse_no_journal(path: Path, once: bool) -> None:
-    """Whoever follows may come before the run; whoever looks once has mistyped."""
+    """Refuse a missing journal with `--once`: only who follows may come before the run starts."""
     if path.exists() and not path.is_file():
-        raise JournalError(f"{path} is no file; {GIVE}.")
+        raise JournalError(f"{path} is not a file; {GIVE}.")
     if once and not path.exists():
         raise JournalError(f"{path} does not exist; {GIVE}.")
 
 
 class Seen(NamedTuple):
-    """The last look at a run."""
+    """What was read of a run at one moment, and judged."""
 
     verdict: Verdict
     outcomes: tuple[Outcome, ...] = ()
@@ -102,7 +101,7 @@ def follow(
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
 ) -> Seen:
-    """Look, show, wait, until there is a verdict or Ctrl+C."""
+    """Read, judge, show, wait, until there is a verdict or Ctrl+C."""
     from rich.console import Console
     from rich.live import Live
 
@@ -114,19 +113,16 @@ def follow(
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live_screen:
         while True:
             follower.read()
-            seen = _look(
-                follower, stages, wanted, once=once, idle=_idle(follower.record.path, clock)
-            )
+            idle = _idle(follower.record.path, clock)
+            seen = _look(follower, stages, wanted, once=once, idle=idle)
             if shows:
                 live_screen.update(_screenful(follower, seen), refresh=True)
             if once or seen.verdict != "waiting":
                 break
             wait(EVERY)
     if not shows and not quiet:
-        screen.put(
-            screen.draw(sys.stdout, lambda paper: paper.print(_screenful(follower, seen))),
-            sys.stdout,
-        )
+        shown = _screenful(follower, seen)
+        screen.put(screen.draw(sys.stdout, lambda paper: paper.print(shown)), sys.stdout)
     return seen
 
 
@@ -138,7 +134,8 @@ def _look(
     from stepguard.report.stages import judge_stages
 
     record = follower.record
-    outcomes, told = judge_stages(record, stages), concerns(record)
+    outcomes = judge_stages(record, stages)
+    told = concerns(record)
     verdict = judge_run(record, outcomes, wanted, told)
     quiet_since = silence(record, idle) if verdict == "waiting" else None
     if quiet_since is not None:
@@ -160,9 +157,8 @@ def _screenful(follower: Follower, seen: Seen) -> RenderableType:
     from stepguard.report.live_view import screenful
     from stepguard.report.summary import summarize
 
-    return screenful(
-        follower.record, summarize(follower.record), seen.outcomes, seen.verdict, seen.concerns
-    )
+    record = follower.record
+    return screenful(record, summarize(record), seen.outcomes, seen.verdict, seen.concerns)
 
 
 def _print_json(follower: Follower, seen: Seen) -> None:
@@ -173,10 +169,7 @@ def _print_json(follower: Follower, seen: Seen) -> None:
         "verdict": seen.verdict,
         "steps": len(record.steps),
         "incidents": len(record.incidents),
+        "concerns": [to_jsonable(concern) for concern in seen.concerns],
+        "stages": [to_jsonable(outcome) for outcome in seen.outcomes],
     }
-    stages = [to_jsonable(outcome) for outcome in seen.outcomes]
-    typer.echo(
-        dumps(
-            {**fields, "concerns": [to_jsonable(each) for each in seen.concerns], "stages": stages}
-        )
-    )
+    typer.echo(dumps(fields))

@@ -1,9 +1,9 @@
-"""`stepguard replay CAPSULE`: run a bad step again and print where its first harmful value is born."""
+"""`stepguard replay CAPSULE`: run a bad step again and print its origin."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,21 +42,23 @@ def replay(
         raise ConfigError(
             "--json and --pdb exclude each other: one prints for a program, the other talks to you."
         )
-    show = None if as_json else partial(_show, debug=debug)
-    with (
-        redirect_stdout(sys.stderr) if as_json else nullcontext()
-    ):  # what the script prints is no part of the JSON
-        incident = run_again(capsule, script=script, build=build, inspect=show)
     if as_json:
+        # What the script prints must not mix with the JSON on stdout.
+        with redirect_stdout(sys.stderr):
+            incident = run_again(capsule, script=script, build=build)
         typer.echo(dumps(to_plain(incident)))
-    reproduced = incident.origin is not None and bool(incident.origin.reproduced)
-    if not reproduced and not as_json:
-        _say_not_reproduced(capsule, incident)
-    raise typer.Exit(EXIT_OK if reproduced else EXIT_SCRIPT_FAILED)
+    else:
+        show = partial(_show, debug=debug)
+        incident = run_again(capsule, script=script, build=build, inspect=show)
+    if incident.origin is not None and incident.origin.reproduced:
+        raise typer.Exit(EXIT_OK)
+    if not as_json:
+        _tell_not_reproduced(capsule, incident)
+    raise typer.Exit(EXIT_SCRIPT_FAILED)
 
 
 def _show(step: Step, incident: Incident, *, debug: bool) -> None:
-    """While the script's objects are alive: print, and enter the debugger."""
+    """Print, and enter the debugger, while the script's objects are alive."""
     from stepguard.report.terminal import Terminal
 
     Terminal(sys.stdout).incident(incident)
@@ -84,7 +86,7 @@ def _enter_debugger(step: Step, incident: Incident) -> None:
     debugger.interaction(None, trace)
 
 
-def _say_not_reproduced(capsule: str, incident: Incident) -> None:
+def _tell_not_reproduced(capsule: str, incident: Incident) -> None:
     from stepguard.state.capsule import read_capsule
 
     departs = incident.origin.evidence.departs if incident.origin is not None else None

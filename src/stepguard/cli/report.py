@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepguard._errors import ConfigError
 from stepguard.cli._run_folder import RankOption, RunArgument, open_run
+
+if TYPE_CHECKING:
+    from stepguard.report.summary import RunSummary
 
 
 def report(
@@ -42,12 +45,10 @@ def report(
         _write(markdown, render_markdown(summary))
 
 
-def _show(summary: object) -> None:
+def _show(summary: RunSummary) -> None:
     from stepguard.report import screen
     from stepguard.report.run_terminal import render_terminal
-    from stepguard.report.summary import RunSummary
 
-    assert isinstance(summary, RunSummary)
     out = sys.stdout
     text = render_terminal(
         summary,

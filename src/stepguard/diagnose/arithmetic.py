@@ -58,13 +58,17 @@ def zero_divisor(case: Case) -> Operand | None:
     if case.op in DIVISIONS:
         name, position = DIVISIONS[case.op]
         divisor = case.argument(name, position)
-        return divisor if has_zero(divisor) else None
+        if has_zero(divisor):
+            return divisor
+        return None
     if case.op not in POWERS:
         return None
     base = case.argument("self", 0)
     exponent = case.argument("exponent", 1)
     divides = exponent is not None and low(exponent) < 0
-    return base if divides and has_zero(base) else None
+    if divides and has_zero(base):
+        return base
+    return None
 
 
 def log_argument(case: Case) -> tuple[Operand, float, float] | None:
@@ -92,7 +96,9 @@ def negative_root(case: Case) -> tuple[Operand, str] | None:
     if operand is None or operand.nan:
         return None
     asked = _asked_beyond_domain(case, operand)
-    return (operand, asked) if asked else None
+    if asked:
+        return (operand, asked)
+    return None
 
 
 def _asked_beyond_domain(case: Case, operand: Operand) -> str:
@@ -115,7 +121,9 @@ def _fractional_power(case: Case) -> str:
     exponent = case.argument("exponent", 1)
     if exponent is None:
         return "power "
-    return f"power {high(exponent):g}" if fractional(exponent) else ""
+    if fractional(exponent):
+        return f"power {high(exponent):g}"
+    return ""
 
 
 def fractional(operand: Operand) -> bool:
@@ -164,16 +172,20 @@ def _cannot_count(case: Case, divisor: Operand) -> bool:
 
 def _looks_like_count(case: Case, divisor: Operand) -> bool:
     """Nothing excludes a count: do the values, and what is divided, speak for one?"""
-    nothing_above = (
-        case.op == "reciprocal"
-        or case.evidence.zero_numerator
-        or has_zero(case.argument("self", 0))
-    )
-    several = elements(divisor) > 1
-    counting = several and high(divisor) >= 1 and low(divisor) == 0
     in_loss = case.phase == "loss"
+    counting = elements(divisor) > 1 and high(divisor) >= 1 and low(divisor) == 0
     if base_name(case.evidence.denominator_from) in COUNTED:
-        return (nothing_above or in_loss) and (counting or reach(divisor) == 0)
-    if case.op != "div" or not nothing_above:
+        all_zero = reach(divisor) == 0
+        return (in_loss or _nothing_above(case)) and (counting or all_zero)
+    if case.op != "div" or not _nothing_above(case):
         return False
-    return counting if elements(divisor) != 1 else in_loss
+    if elements(divisor) == 1:
+        return in_loss
+    return counting
+
+
+def _nothing_above(case: Case) -> bool:
+    """Is what is divided 0 too, as the sum over no element is?"""
+    if case.op == "reciprocal" or case.evidence.zero_numerator:
+        return True
+    return has_zero(case.argument("self", 0))

@@ -9,6 +9,7 @@ from stepguard.diagnose.dtypes import NARROW, SHORT, floating, plain
 from stepguard.diagnose.run_facts import RunFacts
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
 from stepguard.records.evidence import NO_EVIDENCE
+from stepguard.records.place import place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +23,17 @@ class Case:
 
     @property
     def phase(self) -> str:
-        return self.origin.phase if self.origin else ""
+        if self.origin:
+            return self.origin.phase
+        return ""
 
     @property
     def op(self) -> str:
         """`aten._foreach_addcdiv_` -> `addcdiv`: in-place and foreach do not matter to a cause."""
-        packet = (self.origin.op or "") if self.origin else ""
+        packet = ""
+        if self.origin:
+            packet = self.origin.op or ""
+        # `aten.name`, and the overload after it where there is one
         parts = packet.split(".")
         name = parts[1] if len(parts) > 1 else parts[0]
         return name.removeprefix("_foreach_").rstrip("_")
@@ -35,7 +41,9 @@ class Case:
     @property
     def node(self) -> str:
         """`SqrtBackward0` -> `Sqrt`, `torch::autograd::AccumulateGrad` -> `AccumulateGrad`."""
-        full = (self.origin.node or "") if self.origin else ""
+        full = ""
+        if self.origin:
+            full = self.origin.node or ""
         name = full.rpartition("::")[2]
         return name.partition("Backward")[0]
 
@@ -46,20 +54,28 @@ class Case:
 
     @property
     def tensor(self) -> str:
-        return (self.origin.tensor or "") if self.origin else ""
+        if self.origin:
+            return self.origin.tensor or ""
+        return ""
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
-        return self.origin.inputs if self.origin else ()
+        if self.origin:
+            return self.origin.inputs
+        return ()
 
     @property
     def output(self) -> Operand | None:
-        return self.origin.output if self.origin else None
+        if self.origin:
+            return self.origin.output
+        return None
 
     @property
     def evidence(self) -> Evidence:
         """What locating measured around the bad value."""
-        return self.origin.evidence if self.origin else NO_EVIDENCE
+        if self.origin:
+            return self.origin.evidence
+        return NO_EVIDENCE
 
     @property
     def impure(self) -> bool:
@@ -71,12 +87,10 @@ class Case:
         for operand in self.inputs:
             if operand.name == name:
                 return operand
+        # a list of tensors, as foreach operators take it: `self[0]`, `self[1]`, ...
         listed = [operand for operand in self.inputs if operand.name.startswith(f"{name}[")]
-        for operand in listed:
-            if not operand.finite or has_zero(operand):
-                return operand
         if listed:
-            return listed[0]
+            return _most_telling(listed)
         if position < len(self.inputs) and not self.inputs[position].name:
             return self.inputs[position]
         return None
@@ -151,6 +165,7 @@ class Case:
         """An infinity was born in forward, yet the loss is finite: something swallowed it."""
         if self.evidence.absorbed:
             return True
+        # no function turns NaN into a number, so only an infinity can be swallowed
         only_inf = self.output is not None and self.makes_inf and not self.makes_nan
         return self.forward and only_inf and self.loss_finite and not self.reading.grads_finite
 
@@ -164,14 +179,7 @@ class Case:
         """The operation and where it stands, for a sentence."""
         if self.origin is None:
             return "the step"
-        what = self.origin.op or self.tensor or "an operation"
-        if self.origin.node:
-            what += f" ({self.origin.node})"
-        if self.origin.module:
-            what += f" in `{self.origin.module}`"
-        if self.origin.source:
-            what += f" at {self.origin.source}"
-        return what
+        return place(self.origin, self.origin.op or self.tensor or "an operation")
 
     @property
     def overflows_by_scale(self) -> bool:
@@ -186,14 +194,26 @@ class Case:
         if self.origin is None or not self.origin.samples:
             return ""
         which = ", ".join(map(str, self.origin.samples))
-        batch = f" of micro-batch {self.origin.micro_batch}" if self.origin.micro_batch else ""
+        batch = ""
+        if self.origin.micro_batch:
+            batch = f" of micro-batch {self.origin.micro_batch}"
         return f"sample {which}{batch} causes it: without it the step is finite"
+
+
+def _most_telling(operands: list[Operand]) -> Operand:
+    """The first that holds NaN, Inf or 0, else the first."""
+    for operand in operands:
+        if not operand.finite or has_zero(operand):
+            return operand
+    return operands[0]
 
 
 def met(operand: Operand) -> tuple[float, float]:
     """What stood at the bad position: that one element where it is known, else the whole range."""
     element = _element(operand)
-    return _ends(operand) if element is None else (element, element)
+    if element is None:
+        return _ends(operand)
+    return (element, element)
 
 
 def low(operand: Operand) -> float:
@@ -224,7 +244,9 @@ def _ends(operand: Operand) -> tuple[float, float]:
 def reach(operand: Operand) -> float:
     """Largest finite absolute value."""
     small, big = _ends(operand)
-    return 0.0 if math.isnan(small) else max(abs(small), abs(big))
+    if math.isnan(small):
+        return 0.0
+    return max(abs(small), abs(big))
 
 
 def has_zero(operand: Operand | None) -> bool:

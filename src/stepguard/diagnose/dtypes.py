@@ -47,16 +47,21 @@ def floating(dtype: str) -> bool:
 def largest(dtype: str) -> float:
     """The limit of this dtype; infinite for an unknown one, so that nothing is claimed about it."""
     known = FORMATS.get(plain(dtype))
-    return known.largest if known else math.inf
+    if known:
+        return known.largest
+    return math.inf
 
 
 def rounds_to_zero(value: float, dtype: str) -> bool:
     """True when this positive number is 0 once stored in this dtype."""
     known = FORMATS.get(plain(dtype))
+    # exactly half of the smallest number is a tie, which rounds to the even 0
     return known is not None and 0 < abs(value) <= known.smallest / 2
 
 
 def exp_limit(dtype: str) -> float:
     """The largest x whose exp(x) is still finite."""
     limit = largest(dtype)
-    return math.log(limit) if math.isfinite(limit) else math.inf
+    if math.isfinite(limit):
+        return math.log(limit)
+    return math.inf

@@ -25,7 +25,8 @@ GROUPS = {
 }
 
 
-class UnknownCode(StepguardError, KeyError):  # noqa: N818 (reads as what happened, like KeyError's own kin)
+# named after what happened, as KeyError's other kin are
+class UnknownCode(StepguardError, KeyError):  # noqa: N818
     """There is no rule of that code; the message lists the near ones."""
 
     def __str__(self) -> str:
@@ -40,7 +41,9 @@ def all_rules() -> tuple[Rule, ...]:
 def rule_of(code: str) -> Rule:
     """The rule of a code in any spelling (`sg204`, `204`, ` SG204 `)."""
     wanted = code.strip().upper()
-    wanted = f"SG{wanted}" if wanted.isdigit() else wanted
+    wanted = wanted
+    if wanted.isdigit():
+        wanted = f"SG{wanted}"
     for rule in RULES:
         if rule.code == wanted:
             return rule

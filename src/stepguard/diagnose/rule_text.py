@@ -51,6 +51,7 @@ def rule_text(code: str) -> RuleText:
 def parse(text: str) -> RuleText:
     """A page from its markdown; a heading that is missing is a KeyError."""
     heading, sections = _split(_SECTION, text)
+    # the first block prepares, the second one goes wrong; remedies replace the second
     setup, bad = _CODE.findall(sections["Example"])
     return RuleText(
         title=heading.partition(": ")[2].strip(),
@@ -80,6 +81,8 @@ def _remedies(text: str) -> tuple[Remedy, ...]:
     remedies = []
     for title, safety, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         code = _CODE.search(body)
-        snippet = code[1].strip() if code is not None else ""
+        snippet = ""
+        if code is not None:
+            snippet = code[1].strip()
         remedies.append(Remedy(title=title, snippet=snippet, safety=cast(Safety, safety)))
     return tuple(remedies)

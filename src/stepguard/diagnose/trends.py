@@ -29,8 +29,12 @@ class Jump:
 
     @property
     def sentence(self) -> str:
-        times = f"{self.now / self.before:.3g} times " if self.before > 0 else ""
-        against = "the configured rate" if self.steps_ago is None else "the rate before"
+        times = ""
+        if self.before > 0:
+            times = f"{self.now / self.before:.3g} times "
+        against = "the rate before"
+        if self.steps_ago is None:
+            against = "the configured rate"
         return (
             f"group {self.group} runs with lr {self.now:.4g}, {times}{against} "
             f"({self.before:.4g}){self._when}"
@@ -42,7 +46,9 @@ class Jump:
             return ""
         if self.steps_ago == 0:
             return ", in this very step"
-        steps = "step" if self.steps_ago == 1 else "steps"
+        steps = "steps"
+        if self.steps_ago == 1:
+            steps = "step"
         return f", {self.steps_ago} {steps} before the bad one"
 
     @property
@@ -72,7 +78,9 @@ class Climb:
 
     @property
     def sentence(self) -> str:
-        over = f" over {self.steps} steps" if self.steps else ""
+        over = ""
+        if self.steps:
+            over = f" over {self.steps} steps"
         said = (
             f"the learning rate of group {self.group} has grown from {self.first:.4g} to "
             f"{self.now:.4g}{over}"
@@ -89,7 +97,9 @@ def lr_climb(case: Case) -> Climb | None:
         begun = case.facts.lr_history[0]
     found = []
     for group, (first, now) in enumerate(zip(begun, case.reading.lr, strict=False)):
-        declared = case.facts.initial_lr[group] if group < len(case.facts.initial_lr) else None
+        declared = None
+        if group < len(case.facts.initial_lr):
+            declared = case.facts.initial_lr[group]
         climb = Climb(group, first, now, case.facts.committed, declared)
         if climb.runaway or now > CLIMB * first > 0:
             found.append(climb)
@@ -169,7 +179,9 @@ def growth(values: tuple[float, ...]) -> float:
     if len(values) < 2:
         return 1.0
     lowest = min(abs(value) for value in values[:-1])
-    return abs(values[-1]) / lowest if lowest > 0 else 1.0
+    if lowest > 0:
+        return abs(values[-1]) / lowest
+    return 1.0
 
 
 def rising(case: Case) -> bool:

@@ -9,7 +9,7 @@ from stepguard.diagnose.dtypes import FORMATS, plain
 from stepguard.records import Operand
 
 WORDS = {"nan": "NaN", "posinf": "+inf", "neginf": "-inf", "zeros": "zero"}
-NON_FINITE = ("nan", "posinf", "neginf")
+NON_FINITE: tuple[str, ...] = ("nan", "posinf", "neginf")
 
 
 def spell(value: float | None) -> str:
@@ -21,21 +21,34 @@ def spell(value: float | None) -> str:
     return f"{value:.6g}"
 
 
-def describe(operand: Operand, label: str = "") -> str:
-    """`other` (float32, shape (4, 1)) spans 0 to 1.13, 1 of 4 elements is 0."""
+def describe(operand: Operand | None, label: str = "") -> str:
+    """`other` (float32, shape (4, 1)) spans 0 to 1.13, 1 of 4 elements is 0; empty for None."""
+    if operand is None:
+        return ""
     name = f"`{label or operand.name or 'operand'}`"
     is_python_number = not operand.shape and operand.min is None
     if is_python_number and operand.value is not None:
         return f"{name} is {spell(operand.value)}"
-    kind = f"{plain(operand.dtype)}, " if operand.dtype else ""
-    text = f"{name} ({kind}shape {operand.shape})"
-    one_value = low(operand) == high(operand)
-    if one_value:
-        text += f" is {spell(low(operand))}"
-    elif not math.isnan(low(operand)):
-        text += f" spans {spell(low(operand))} to {spell(high(operand))}"
-    counted = counts(operand, NON_FINITE if one_value else (*NON_FINITE, "zeros"))
-    return f"{text}, with {counted}" if counted else text
+    kind = ""
+    if operand.dtype:
+        kind = f"{plain(operand.dtype)}, "
+    text = f"{name} ({kind}shape {operand.shape}){_range(operand)}"
+    kinds = NON_FINITE
+    # of a tensor of one value, the range has said already whether that is 0
+    if low(operand) != high(operand):
+        kinds = (*NON_FINITE, "zeros")
+    counted = counts(operand, kinds)
+    if counted:
+        return f"{text}, with {counted}"
+    return text
+
+
+def _range(operand: Operand) -> str:
+    if low(operand) == high(operand):
+        return f" is {spell(low(operand))}"
+    if math.isnan(low(operand)):
+        return ""
+    return f" spans {spell(low(operand))} to {spell(high(operand))}"
 
 
 def counts(operand: Operand, kinds: tuple[str, ...] = NON_FINITE) -> str:
@@ -51,7 +64,9 @@ def counts(operand: Operand, kinds: tuple[str, ...] = NON_FINITE) -> str:
 
 def at_index(operand: Operand) -> str:
     """` at index (3, 1)` where the element is known."""
-    return f" at index {operand.index}" if operand.index else ""
+    if operand.index:
+        return f" at index {operand.index}"
+    return ""
 
 
 def broken_by(operand: Operand) -> str:

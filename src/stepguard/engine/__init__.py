@@ -1,1 +1,1 @@
-"""The flow of one step: begin, read, agree, judge, veto, locate, diagnose, decide, apply, record."""
+"""The step as one transaction, the drivers that run it, and rooms for what a bad step needs."""

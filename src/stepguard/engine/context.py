@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import operator
-import platform
 import time
 import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from itertools import count
-from os import PathLike
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -20,36 +16,30 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from stepguard import __version__
-from stepguard._errors import ConfigError
 from stepguard.detect import History
-from stepguard.engine.drivers.schedule import advance, members, one_schedule
+from stepguard.engine.drivers.schedule import advance
 from stepguard.engine.incident.declared_rates import DeclaredRates, group_rates
 from stepguard.engine.incident.gradient_outliers import Outliers
-from stepguard.engine.interception import borrowing
-from stepguard.engine.outputs import Outputs, add_people_outputs
-from stepguard.journal import Journal, starts_in
+from stepguard.engine.outputs import Outputs
 from stepguard.ledger import Ledger
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
-from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.resumable_loader import ResumableLoader
-from stepguard.state.step import Step, unwrapped
+from stepguard.state.step import Step
 from stepguard.tensors.names import optimizer_parameters
-from stepguard.tensors.values import elements, is_finite
+from stepguard.tensors.values import is_finite
 
 T = TypeVar("T")
 
 guarded: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizers that already have a guard in this process, and the number of each, from 0."""
-volunteers: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""Guards that `stepguard run` attached unasked, and how each makes way when the user's own guard
-comes.
-"""
+Close = Callable[[], None]
+automatic_guards: weakref.WeakKeyDictionary[Optimizer, Close] = weakref.WeakKeyDictionary()
+"""Optimizers that `stepguard run` guards, and how each guard makes way for the user's own."""
 
 
 @dataclass
@@ -89,11 +79,9 @@ class Context:
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
     accepted: set[str] = field(default_factory=set)
-    """Stored tensors that are non-finite and that nobody minds: sentinels, and what
-    `bad_start="note"` lets pass.
-    """
+    """Names of tensors that may be non-finite: sentinels, and what `bad_start="note"` accepts."""
     ignored: set[int] = field(default_factory=set)
-    """Ids of accepted tensors, so that the cheap look leaves them out."""
+    """Ids of accepted tensors, which the cheap check leaves out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
     """Extremes of every buffer before the first step, on the device until something is wrong."""
     feed: ResumableLoader | None = None
@@ -122,30 +110,35 @@ class Context:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the optimizer updates, in the model's order: the order
-        `clip_grad_norm_(model.parameters())` adds in.
+        """What the optimizer updates, in the order in which the model lists it.
 
-        Asked for several times a step, and walking a large model takes milliseconds: kept until the
-        optimizer changes.
+        That is the order in which `clip_grad_norm_(model.parameters())` adds, and another order
+        gives other last bits. Kept until the optimizer changes: walking a large model takes
+        milliseconds.
         """
         given = optimizer_parameters(self.optimizer)
         if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
-            ours = {id(p): p for p in given}
-            ordered = {
-                id(p): p for root in self.roots.values() for p in root.parameters() if id(p) in ours
-            }
-            self._given, self._ordered = given, list((ordered | ours).values())
+            self._given = given
+            self._ordered = self._in_order_of_model(given)
         return self._ordered
 
+    def _in_order_of_model(self, given: list[Tensor]) -> list[Tensor]:
+        left = {id(parameter): parameter for parameter in given}
+        ordered = []
+        for root in self.roots.values():
+            for parameter in root.parameters():
+                if left.pop(id(parameter), None) is not None:
+                    ordered.append(parameter)
+        return [*ordered, *left.values()]
+
     def follow(self, name: str, value: Tensor | float) -> None:
-        """Keep a value for the present step's packet; of several elements, the largest magnitude."""
+        """Keep a value for this step's packet; of several elements the largest magnitude."""
         given = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-        if given.numel():
+        if given.numel() > 1:
+            self.followed[name] = (self.step, given.abs().amax())
+        elif given.numel():
             # a copy: the update must not change what was seen before it
-            self.followed[name] = (
-                self.step,
-                given.abs().amax() if given.numel() > 1 else given.reshape(()).clone(),
-            )
+            self.followed[name] = (self.step, given.reshape(()).clone())
 
     @property
     def lr(self) -> tuple[float, ...]:
@@ -159,12 +152,12 @@ class Context:
 
     @property
     def lr_ceiling(self) -> tuple[float, ...]:
-        return tuple(
-            self.history.ceiling(i) or float("inf") for i in range(len(self.optimizer.param_groups))
-        )
+        """The highest learning rate of each group that is known to be meant."""
+        groups = range(len(self.optimizer.param_groups))
+        return tuple(self.history.ceiling(group) or float("inf") for group in groups)
 
     def expect_declared_rates(self, rates: tuple[float, ...]) -> None:
-        """Before rates are judged: what the schedule and the groups declare counts as configured."""
+        """Count what schedule and groups declare as configured, before rates are judged."""
         if self.config.lr is None:
             suspicious = self.history.excess_lr(rates) is not None
             known = self.declared.known(rates, self.step, suspicious=suspicious)
@@ -179,83 +172,25 @@ class Context:
             self._told_waiting = True
             summary = (
                 f"{waiting[0]}.step needs a value, so guard.step leaves it to your loop: call "
-                f"scheduler.step(value) "
-                "there, or give GuardConfig(scheduler_every='epoch') and a loader: a plateau "
-                "scheduler then gets the "
-                "mean loss of each pass"
+                "scheduler.step(value) there, or give GuardConfig(scheduler_every='epoch') and a "
+                "loader: a plateau scheduler then gets the mean loss of each pass"
             )
             self.outputs.note("schedule", summary)
 
     def on_purpose(self) -> set[str]:
-        """Buffers that held Inf or NaN from the beginning are meant to; reads the device the first
-        time.
+        """Names of what may be non-finite, as are buffers that were so before the first step.
+
+        Reads the device the first time.
         """
-        found, self.first_buffers = self.first_buffers, []
-        self.accepted.update(
-            f"buffer:{name}" for name, extremes in found if not is_finite(extremes)
-        )
+        for name, extremes in self.first_buffers:
+            if not is_finite(extremes):
+                self.accepted.add(f"buffer:{name}")
+        self.first_buffers = []
         return self.accepted
 
     def scaling(self) -> bool:
         """Does a GradScaler really scale?"""
         return self.scaler is not None and self.scaler.is_enabled()
-
-
-def build_context(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: Any,
-    scaler: GradScaler | None,
-    modules: dict[str, nn.Module] | None,
-    extra: dict[str, Any] | None,
-    config: GuardConfig,
-) -> Context:
-    """Check what the user gave and open what the guard writes to."""
-    optimizer = real_optimizer(optimizer)
-    _check(model, optimizer, modules, extra)
-    scheduler = _checked_schedule(scheduler)
-    volunteers.pop(optimizer, lambda: None)()
-    roots = {"": unwrapped(model), **(modules or {})}
-    agreement = Agreement(model)
-    context = Context(
-        *(model, optimizer, scheduler, scaler),
-        modules=dict(modules or {}),
-        extra=dict(extra or {}),
-        config=config,
-        agreement=agreement,
-        history=History(window=config.spike_window),
-        buffers=BufferKeeper(roots.values()),
-        roots=roots,
-        ownership=Ownership(roots, optimizer, guarded),
-        declared=DeclaredRates(optimizer, scheduler),
-        resources=ExitStack(),
-        loss_scale=config.loss_scale or 1.0,
-        effort=LocateBudget(config.locate_budget),
-    )
-    _configure_rates(context)
-    _register(context)
-    if config.outliers is not None:
-        context.outliers = Outliers(config.outliers, roots, optimizer)
-    _open_files(context)
-    return context
-
-
-def _configure_rates(context: Context) -> None:
-    """What the user says the rate should be, else what groups and schedule declare."""
-    if context.config.lr is not None:
-        context.history.configured_lr = tuple(context.config.lr for _ in context.lr)
-    else:
-        context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
-
-
-def _register(context: Context) -> None:
-    """Number the guard."""
-    optimizer, model = context.optimizer, context.roots[""]
-    number = next(number for number in count() if number not in guarded.values())
-    context.name = f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
-    context.resources.callback(context.agreement.close)
-    guarded[optimizer] = number
-    context.resources.callback(guarded.pop, optimizer, None)
 
 
 def bare_step(context: Context) -> Step:
@@ -264,139 +199,9 @@ def bare_step(context: Context) -> Step:
     return Step(index, context.model, context.optimizer, context.modules, context.buffers)
 
 
-def _open_files(context: Context) -> None:
-    """All of them or, with what else has been installed by then undone, none."""
-    try:
-        _open(context)
-    except BaseException:
-        context.resources.close()
-        raise
-
-
-def _open(context: Context) -> None:
-    config = context.config
-    rank = context.agreement.rank
-    name = context.name
-    outputs = context.outputs = Outputs(lambda: context.step)
-    context.resources.callback(outputs.close)
-    if not borrowing():
-        if config.run_dir is not None:
-            _open_journal(context, config.run_dir)
-        if config.human_log is not None:
-            log = _made(
-                "GuardConfig.human_log", config.human_log, lambda folder: HumanLog(folder, rank)
-            )
-            outputs.add(log, "log", f"the readable log in {log.folder}")
-        for sink in config.sinks if rank == 0 else ():
-            outputs.add_user_sink(sink)
-    # Messages name their guard only where a process has several.
-    add_people_outputs(outputs, config, rank, lambda: name if len(guarded) > 1 else "")
-
-
-def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
-    rank = context.agreement.rank
-    journal = _made("GuardConfig.run_dir", run_dir, lambda folder: Journal(folder, rank))
-    context.attempt = 1 + starts_in(Path(run_dir), rank)
-    context.outputs.add_journal(journal)
-    context.outputs.line("run", _header(context))
-
-
-def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> T:
-    """A folder that cannot be written from the start is a setting that cannot be meant."""
-    try:
-        return make(Path(folder))
-    except OSError as fault:
-        raise ConfigError(
-            f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can."
-        ) from fault
-
-
-def _header(context: Context) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        k: v if isinstance(v, int | float | str | dict | None) else str(v)
-        for k, v in asdict(
-            replace(context.config, sinks=())
-        ).items()  # asdict copies, and a logger cannot be copied
-    }
-    settings["sinks"] = [repr(sink) for sink in context.config.sinks]
-    return {
-        "time": time.time(),
-        "run": context.run_id,
-        "attempt": context.attempt,
-        "stepguard": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "rank": context.agreement.rank,
-        "world": context.agreement.size,
-        "agreement": context.agreement.mode,
-        "optimizer": type(context.optimizer).__name__,
-        "schedule": _schedule(context.scheduler),
-        "parameters": sum(map(elements, context.parameters)),
-        "lr": context.lr,
-        "config": settings,
-    }
-
-
-def _schedule(scheduler: Any) -> str:
-    named = [s for s in members(scheduler) if s is not None and hasattr(s, "last_epoch")]
-    return f"{type(named[0]).__name__} at {named[0].last_epoch}" if named else ""
-
-
 def real_optimizer(optimizer: Optimizer) -> Optimizer:
-    """accelerate's wrapper has no hook lists of its own; the optimizer inside has."""
+    """Return the optimizer inside accelerate's wrapper, which has no hook lists of its own."""
     inner = getattr(optimizer, "optimizer", None)
-    return (
-        inner
-        if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
-        else optimizer
-    )
-
-
-def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; give the torch.nn.Module that is trained."
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer."
-        )
-    if modules is not None and not (
-        isinstance(modules, dict)
-        and all(k and isinstance(m, nn.Module) for k, m in modules.items())
-    ):
-        raise ConfigError(
-            "modules must be a dict of further modules by name, for instance {'criterion': "
-            "loss_module}."
-        )
-    _check_extra(extra)
-
-
-def _checked_schedule(scheduler: Any) -> Any:
-    """One scheduler, or several in one; refused where it is none."""
-    if scheduler is None:
-        return None
-    for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
-        if not all(
-            callable(getattr(one, method, None))
-            for method in ("step", "state_dict", "load_state_dict")
-        ):
-            raise ConfigError(
-                f"scheduler is a {type(one).__name__}; give a scheduler of "
-                f"torch.optim.lr_scheduler, or a list of them."
-            )
-    return one_schedule(scheduler)
-
-
-def _check_extra(extra: object) -> None:
-    if extra is None:
-        return
-    for name, item in extra.items() if isinstance(extra, dict) else [("", extra)]:
-        if not name or not all(
-            callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")
-        ):
-            raise ConfigError(
-                f"state[{name!r}] is a {type(item).__name__}; give a dict of objects with "
-                f"state_dict and "
-                "load_state_dict, for instance {'ema': ema}."
-            )
+    if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return inner
+    return optimizer

@@ -31,7 +31,7 @@ class StepResult:
         return self
 
     def answering(self, incident: Incident) -> StepResult:
-        """The step was run again because of this incident; one of the second run is the newer news."""
+        """Carry the incident that the step was run again for, unless the second run has one."""
         self._incident = self.incident or incident
         return self
 

@@ -18,11 +18,11 @@ from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose as find_causes
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
-from stepguard.engine.halting import halt
 from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import accept, examine, somebody_elses, stored_trouble
 from stepguard.engine.incident.exploded_weights import blamed_on_update, ruined, surfaces_only
+from stepguard.engine.incident.halting import halt
 from stepguard.engine.incident.lost_samples import naming
 from stepguard.engine.incident.outcome import not_applied
 from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict

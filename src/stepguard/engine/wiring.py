@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, TrainingHalted
-from stepguard.engine.context import Context, real_optimizer, volunteers
+from stepguard.engine.context import Context, automatic_guards, real_optimizer
 from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
 from stepguard.records import GuardConfig
@@ -48,7 +48,6 @@ owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Owner]] = weakref.WeakK
 
 
 # --- at building
-# ------------------------------------------------------------------------------------------------------
 
 
 def check_config(config: object) -> GuardConfig:
@@ -96,27 +95,37 @@ def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
     named = modules if isinstance(modules, dict) else {}
     further = {name: module for name, module in named.items() if isinstance(module, nn.Module)}
     _check_parameters({"": unwrapped(model), **further}, optimizer)
-    volunteers.pop(optimizer, lambda: None)()
+    automatic_guards.pop(optimizer, lambda: None)()
     _make_way(optimizer)
 
 
 def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None:
-    """An optimizer of another model. Parameters that lie in no module (master copies, loose
-    tensors) may be meant.
+    """Refuse the optimizer of another model.
+
+    Parameters that lie in no module (master copies, loose tensors) may be meant.
     """
     given = optimizer_parameter_ids(optimizer)
-    known = [id(p) for root in roots.values() for p in root.parameters()]
-    if not given or not known or given.intersection(known):
+    known: set[int] = set()
+    for root in roots.values():
+        known.update(id(parameter) for parameter in root.parameters())
+    if not given or not known or given & known:
         return
-    ours = {id(module) for root in roots.values() for module in root.modules()}
-    for other in _modules():
-        if id(other) not in ours and any(id(p) in given for p in _own_parameters(other)):
-            raise ConfigError(
-                f"the optimizer holds no parameter of the {type(roots['']).__name__} it is given "
-                f"with, but some of "
-                f"another {type(other).__name__}; build it from this model's parameters(), or give "
-                f"the other model."
-            )
+    other = _module_with(given)
+    if other is not None:
+        raise ConfigError(
+            f"the optimizer holds no parameter of the {type(roots['']).__name__} it is given with, "
+            f"but some of another {type(other).__name__}; build it from this model's parameters(), "
+            "or give the other model."
+        )
+
+
+def _module_with(parameters: set[int]) -> nn.Module | None:
+    """Any module of the process that holds one of these parameters itself."""
+    for module in _modules():
+        for parameter in _own_parameters(module):
+            if id(parameter) in parameters:
+                return module
+    return None
 
 
 def _make_way(optimizer: Optimizer) -> None:
@@ -146,7 +155,6 @@ def _own_parameters(module: nn.Module) -> list[Any]:
 
 
 # --- while it runs
-# ----------------------------------------------------------------------------------------------------
 
 
 class Wiring:
@@ -269,11 +277,12 @@ class Wiring:
         self._backwards += int(reached)
         if reached and self._backwards == WITHOUT_STEP:
             self._warn(
-                f"{WITHOUT_STEP} backward passes, and the watched optimizer has made no step; call its step()"
+                f"{WITHOUT_STEP} backward passes, and the watched optimizer has made no step; "
+                "call its step()"
             )
 
     def update(self, norm: object) -> None:
-        """The watched optimizer steps; `norm` is that of its gradients, None where there are none."""
+        """The watched optimizer steps; `norm` is None where it has no gradients."""
         if self._steps == 0:
             self._look_for_anomaly_mode()
         self._steps += 1
@@ -289,11 +298,13 @@ class Wiring:
             return
         if self._outside:
             self._say(
-                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside of guard.step"
+                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside "
+                "of guard.step"
             )
         elif self._backwards:
             self._say(
-                f"this guard saw no step: {self._backwards} backward passes, and the optimizer never stepped"
+                f"this guard saw no step: {self._backwards} backward passes, and the optimizer "
+                "never stepped"
             )
 
     def _warn(self, summary: str) -> None:
@@ -306,7 +317,10 @@ class Wiring:
         self._context.outputs.note("wiring", summary)
 
 
-REPLACED = "the optimizer holds parameters that are no longer the model's: they were replaced after the guard was built"
+REPLACED = (
+    "the optimizer holds parameters that are no longer the model's: they were replaced after the "
+    "guard was built"
+)
 
 
 def _position(scheduler: Any) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""The loggers of a Trainer or a Fabric as a sink: the guard's numbers appear beside the user's own."""
+"""The loggers of a Trainer or a Fabric as a sink, so that both log to the same place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ KEEP_NONFINITE = ("TensorBoardLogger", "CSVLogger")
 
 
 class HostLogger(ScalarSink):
-    """Logs where and as often as the framework does. Opening and closing the loggers stays the
-    framework's.
-    """
+    """Logs where and as often as the framework, which opens and closes the loggers."""
 
     keeps_nonfinite = True
 
@@ -24,7 +22,8 @@ class HostLogger(ScalarSink):
         self._loggers = tuple(loggers)
 
     def due(self, step: int) -> bool:
-        return (step + 1) % self.every == 0  # as Lightning counts, so that both land in one row
+        # As Lightning counts, so that the numbers of both are in one row.
+        return (step + 1) % self.every == 0
 
     def send(self, values: dict[str, float], step: int) -> None:
         for logger in self._loggers:

@@ -1,6 +1,4 @@
-"""Checkpoints under Lightning: a non-finite state is not written, and rotation leaves the last good
-one where it is.
-"""
+"""Protect Lightning's checkpoints: no non-finite state is written, no last good one deleted."""
 
 from __future__ import annotations
 
@@ -24,10 +22,11 @@ AUTOMATIC = ("_save_topk_checkpoint", "_save_last_checkpoint")
 
 
 class Gate:
-    """Looks at the state once a save, at the first place that the save passes."""
+    """Checks the state once for each save, at the first of several nested saving functions."""
 
     def __init__(self, look: Look, say: Callable[[str], None]) -> None:
-        self._look, self._say = look, say
+        self._look = look
+        self._say = say
         self._passed = False
 
     def refusal(self, what: str, *, together: bool) -> SaveRefused | None:
@@ -41,7 +40,8 @@ class Gate:
 
     @contextmanager
     def passed(self) -> Iterator[None]:
-        before, self._passed = self._passed, True
+        before = self._passed
+        self._passed = True
         try:
             yield
         finally:
@@ -49,12 +49,11 @@ class Gate:
 
 
 class GuardedCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """The Trainer's own IO, with two refusals: to write a non-finite state, to delete the last good
-    checkpoint.
-    """
+    """The Trainer's IO that neither writes a non-finite state nor deletes the last good one."""
 
     def __init__(self, inner: CheckpointIO, gate: Gate) -> None:
-        self.inner, self._gate = inner, gate
+        self.inner = inner
+        self._gate = gate
         self._good: list[str] = []
         """Checkpoints written here that are still there, oldest first."""
         self._waiting: list[str] = []
@@ -63,14 +62,16 @@ class GuardedCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Place, storage_options: Any | None = None
     ) -> None:
-        if self._gate.refusal(
-            str(path), together=False
-        ):  # only one rank writes, so no other can be asked
+        # Only one rank writes, so the others cannot be asked here.
+        if self._gate.refusal(str(path), together=False):
             return
         self.inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
         saved = _name(path)
-        self._good = [*(name for name in self._good if name != saved), saved]
-        waiting, self._waiting = self._waiting, []
+        if saved in self._good:
+            self._good.remove(saved)
+        self._good.append(saved)
+        waiting = self._waiting
+        self._waiting = []
         for name in waiting:
             if name != saved:
                 self.remove_checkpoint(name)
@@ -84,7 +85,8 @@ class GuardedCheckpointIO(CheckpointIO):  # type: ignore[misc]
         if self._good == [name]:
             self._waiting.append(name)
             return
-        self._good = [other for other in self._good if other != name]
+        if name in self._good:
+            self._good.remove(name)
         self.inner.remove_checkpoint(path)
 
     def teardown(self) -> None:
@@ -96,12 +98,11 @@ def _name(place: Place) -> str:
 
 
 def protect_checkpoints(undo: ExitStack, trainer: Trainer, gate: Gate) -> None:
-    """Put the guarded IO in place, let `trainer.save_checkpoint` refuse, and ModelCheckpoint pass
-    over a bad state.
-    """
+    """Install the guarded IO; `trainer.save_checkpoint` raises, ModelCheckpoint skips."""
     strategy: Any = trainer.strategy
     before = strategy.checkpoint_io
-    strategy.checkpoint_io = ours = GuardedCheckpointIO(before, gate)
+    ours = GuardedCheckpointIO(before, gate)
+    strategy.checkpoint_io = ours
 
     def put_back() -> None:
         if strategy.checkpoint_io is ours:
@@ -116,9 +117,7 @@ def protect_checkpoints(undo: ExitStack, trainer: Trainer, gate: Gate) -> None:
 
 
 def _automatic(gate: Gate, original: Callable[..., None]) -> Callable[..., None]:
-    """Had it gone on, ModelCheckpoint would count a file that is not there, and drop a good one for
-    it.
-    """
+    """Skip the save as a whole: ModelCheckpoint would count a missing file and drop a good one."""
 
     def save(*args: Any, **kwargs: Any) -> None:
         if gate.refusal("a checkpoint", together=True) is None:
@@ -129,9 +128,7 @@ def _automatic(gate: Gate, original: Callable[..., None]) -> Callable[..., None]
 
 
 def _explicit(gate: Gate, trainer: Trainer, original: Callable[..., None]) -> Callable[..., None]:
-    """Who asks for a file by name learns that there is none, unless another exception is on its way
-    already.
-    """
+    """Raise where a file was asked for by name, unless another exception is on its way already."""
 
     def save_checkpoint(filepath: Place, *args: Any, **kwargs: Any) -> None:
         refusal = gate.refusal(str(filepath), together=True)

@@ -12,28 +12,27 @@ from torch import Tensor
 
 from stepguard.tensors.wrapping import swapped
 
-# of a torchmetrics.Metric, which is told by its attributes: importing it takes a second
+# Of a torchmetrics.Metric, which is known by its attributes: importing it takes a second.
 METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache")
 
 
 class TrainingStep:
-    """`training_step` of one micro-batch after the other, from the batch to the loss that backward
-    starts from.
-    """
+    """Lightning's `training_step`, from the batch to the loss that backward starts from."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+        self._trainer = trainer
+        self._module = module
         self._rest: dict[int, tuple[Any, ...]] = {}
         self._last: tuple[Any, ...] = ()
         self._step = -1
 
     def about_to_run(self, batch: Any, rest: tuple[Any, ...], step: int) -> None:
-        """Remember what `training_step` gets besides the batch of this optimizer step: its index,
-        mostly.
-        """
+        """Remember what `training_step` gets besides the batch: mostly its index."""
         if step != self._step:
-            self._rest, self._step = {}, step
-        self._rest[id(batch)] = self._last = rest
+            self._rest = {}
+            self._step = step
+        self._rest[id(batch)] = rest
+        self._last = rest
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss Lightning calls backward on; part of a batch gets the index of the last one."""
@@ -47,13 +46,11 @@ class TrainingStep:
 
 @contextmanager
 def unnoticed(module: LightningModule) -> Iterator[None]:
-    """Nothing is logged, and metrics forget what they see."""
-    metrics = [
-        m for m in module.modules() if hasattr(m, "_defaults") and hasattr(m, "_update_count")
-    ]
+    """Log nothing, and let metrics forget what they see."""
     with ExitStack() as undo:
-        for metric in metrics:
-            undo.callback(_put_back, metric, _state_of(metric))
+        for part in module.modules():
+            if hasattr(part, "_defaults") and hasattr(part, "_update_count"):
+                undo.callback(_put_back, part, _state_of(part))
         undo.enter_context(swapped(module, "log", _silent))
         yield
 
@@ -63,12 +60,13 @@ def _silent(*args: Any, **kwargs: Any) -> None:
 
 
 def _state_of(metric: Any) -> dict[str, Any]:
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    kept = {
-        name: value.clone() if isinstance(value, Tensor) else copy(value)
-        for name, value in states.items()
-    }
-    return kept | {name: getattr(metric, name) for name in METRIC_COUNTERS}
+    kept = {}
+    for name in metric._defaults:
+        value = getattr(metric, name)
+        kept[name] = value.clone() if isinstance(value, Tensor) else copy(value)
+    for name in METRIC_COUNTERS:
+        kept[name] = getattr(metric, name)
+    return kept
 
 
 def _put_back(metric: Any, state: dict[str, Any]) -> None:

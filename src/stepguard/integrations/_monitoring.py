@@ -1,5 +1,4 @@
-"""The weaker forms for a Trainer: a callback, and a `compute_loss` that drops what cannot be
-learned from.
+"""Weaker guards for a Trainer: a callback, and a `compute_loss` that drops bad micro-batches.
 
 A callback is never shown the batch or the loss function, so a bad step cannot be run again from
 batch to loss, and it cannot refuse `trainer.save_model()`.
@@ -29,8 +28,8 @@ from stepguard.tensors.names import optimizer_parameters
 
 UNSEEN = (
     "GradientMonitoringCallback vetoes bad updates, but it sees neither the batch nor the loss "
-    "function and cannot "
-    "refuse trainer.save_model(); stepguard.integrations.transformers.guard(trainer) can"
+    "function and cannot refuse trainer.save_model(); "
+    "stepguard.integrations.transformers.guard(trainer) can"
 )
 IGNORED = -100
 
@@ -38,8 +37,8 @@ IGNORED = -100
 class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
     """Vetoes updates with NaN or Inf before the optimizer, and reports what a log line hides.
 
-    Gradients are gone when `on_step_end` runs, so they are looked at inside `optimizer.step()`;
-    `on_step_end` looks at the parameters, which the update itself may have made non-finite. Where
+    Gradients are gone when `on_step_end` runs, so they are checked inside `optimizer.step()`;
+    `on_step_end` checks the parameters, which the update itself may have made non-finite. Where
     the Trainer has a guard already, the callback only reports.
     """
 
@@ -54,11 +53,14 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        return self._past + (self._guard.incidents if self._guard is not None else ())
+        if self._guard is None:
+            return self._past
+        return self._past + self._guard.incidents
 
     def close(self) -> None:
         """Undo every hook. Happens by itself at the end of training."""
-        inner, self._guard = self._guard, None
+        inner = self._guard
+        self._guard = None
         if inner is not None:
             try:
                 inner.close()
@@ -84,7 +86,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         self._guard.port.say("callback-only", UNSEEN)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Parameters that this update has made non-finite are not saved."""
+        """Refuse to save parameters that this update has made non-finite."""
         if self._guard is not None and not self._guard.port.finite():
             self.reported["parameters"] += 1
             bad = ", ".join(self._guard.port.trouble()[:3])
@@ -96,28 +98,32 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """What the line hides: a filtered NaN looks like a loss of 0."""
+        """Report what the line hides: a filtered NaN looks like a loss of 0."""
         if not isinstance(logs, dict) or "loss" not in logs:
             return
         bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))
-        incidents = self.incidents
-        hidden = [
-            i
-            for i in incidents[self._known :]
-            if i.reading.loss is not None and i.reading.loss != i.reading.loss
-        ]
-        self._known = len(incidents)
+        hidden = self._new_nan_losses()
         self.reported["grad_norm"] += bad_norm
         self.reported["loss"] += bool(hidden)
-        if hidden and self._guard is not None and math.isfinite(logs["loss"]):
-            real = f"the loss was {hidden[0].reading.loss} at step {hidden[0].step}"
-            self._guard.port.say(
-                "filtered",
-                f"logged loss {logs['loss']:.4g} is filtered (logging_nan_inf_filter): {real}",
-            )
-        logs[INCIDENTS] = len(incidents)
+        if hidden and math.isfinite(logs["loss"]):
+            self._tell_filtered(logs["loss"], hidden[0])
+        logs[INCIDENTS] = len(self.incidents)
         if bad_norm or hidden:
             logs[NONFINITE] = max(len(hidden), 1)
+
+    def _new_nan_losses(self) -> list[Incident]:
+        """Incidents with a loss of NaN since the last log line."""
+        incidents = self.incidents
+        fresh = incidents[self._known :]
+        self._known = len(incidents)
+        return [i for i in fresh if i.reading.loss is not None and math.isnan(i.reading.loss)]
+
+    def _tell_filtered(self, logged: float, hidden: Incident) -> None:
+        if self._guard is None:
+            return
+        real = f"the loss was {hidden.reading.loss} at step {hidden.step}"
+        text = f"logged loss {logged:.4g} is filtered (logging_nan_inf_filter): {real}"
+        self._guard.port.say("filtered", text)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -143,12 +149,12 @@ def safe_compute_loss(
 
     | the micro-batch | what happens |
     |---|---|
-    | no label counts (all -100) | dropped: a zero that every parameter is part of, so that DDP goes
-      on; warned |
+    | no label counts (all -100) | dropped with a warning: the loss is a zero that every parameter
+      is part of, as DDP needs it |
     | the model gives no loss | ConfigError that names the keys of the batch |
     | the loss is NaN or Inf | dropped likewise; a guarded Trainer gets the loss as it is, and its
       guard vetoes |
-    | the loss is exactly 0 | as it is: a true zero is no fault, and replacing it by 1e-6 would
+    | the loss is exactly 0 | as it is: a true zero is not a fault, and replacing it by 1e-6 would
       train nothing |
 
     Where a whole step was dropped on all ranks its update does not happen, momentum and weight
@@ -172,10 +178,11 @@ def safe_compute_loss(
 
 
 def _no_loss(inputs: Any) -> ConfigError:
-    missing = "" if "labels" in inputs else "no 'labels' in it"
+    keys = ", ".join(map(repr, inputs))
+    if "labels" not in inputs:
+        keys += ": no 'labels' in it"
     return ConfigError(
-        f"the model gave no loss for a batch with "
-        f"{', '.join(map(repr, inputs))}{': ' + missing if missing else ''}; "
+        f"the model gave no loss for a batch with {keys}; "
         "add the targets as 'labels', or give the Trainer a compute_loss_func."
     )
 
@@ -189,13 +196,12 @@ def _why_drop(loss: Tensor, inputs: Any) -> str:
 
 
 def _drop(trainer: Any, model: Any, why: str) -> Tensor:
-    """A zero that every parameter is part of; where a parameter is NaN it is NaN, which is as it
-    should be.
-    """
+    """A loss of 0 that every parameter is part of; NaN where a parameter is NaN."""
     counted = _dropped.setdefault(trainer, Counter())
     counted["dropped"] += 1
     times = counted["dropped"]
-    if not times & (times - 1):
+    power_of_two = times & (times - 1) == 0
+    if power_of_two:
         message = (
             f"stepguard: micro-batch dropped at step {trainer.state.global_step} ({times} so "
             f"far): {why}"
@@ -208,9 +214,7 @@ def _drop(trainer: Any, model: Any, why: str) -> Tensor:
 
 
 def _skip_if_empty(optimizer: Any) -> None:
-    """Once: an update whose gradients are all exactly 0, on every rank after the reduction, does
-    not happen.
-    """
+    """Skip the next update if all gradients are exactly 0, on every rank after the reduction."""
 
     def skip(*_: Any) -> None:
         hook.remove()

@@ -1,6 +1,4 @@
-"""The loss a Trainer logs, made true: transformers shows a NaN loss as 0.0 or as the mean of the
-others.
-"""
+"""Correct the loss that a Trainer logs: transformers shows a NaN as 0.0 or as the others' mean."""
 
 from __future__ import annotations
 
@@ -13,15 +11,13 @@ from torch import Tensor
 
 FOLD = 512
 """Losses kept one by one before they are put into one tensor."""
-INCIDENTS, NONFINITE, LOSS_FINITE = (
-    "stepguard/incidents",
-    "stepguard/nonfinite",
-    "stepguard/loss_finite",
-)
+INCIDENTS = "stepguard/incidents"
+NONFINITE = "stepguard/nonfinite"
+LOSS_FINITE = "stepguard/loss_finite"
 
 
 class TrueLoss:
-    """The losses since the last log line, left on the device until somebody logs."""
+    """The losses since the last log line, left on the device until the next one."""
 
     def __init__(self) -> None:
         self._recent: list[Tensor] = []
@@ -36,15 +32,19 @@ class TrueLoss:
             self._recent = []
 
     def take(self) -> list[float]:
-        """All of them, read from the device, and begin anew."""
-        parts = self._folded + ([torch.stack(self._recent)] if self._recent else [])
-        self._recent, self._folded = [], []
-        return [value for part in parts for value in part.float().tolist()]
+        """Read all of them from the device, and forget them."""
+        if self._recent:
+            self._folded.append(torch.stack(self._recent))
+        values: list[float] = []
+        for part in self._folded:
+            values += part.float().tolist()
+        self._recent = []
+        self._folded = []
+        return values
 
 
 def correct(logs: dict[str, Any], losses: Sequence[float], steps: int, bad_elsewhere: int) -> None:
-    """Put the true loss of the last `steps` steps into a training log line, and a finite companion
-    beside it.
+    """Put the true loss of the last `steps` steps into a log line, beside one that is finite.
 
     `losses` are those of this rank's micro-batches, `bad_elsewhere` the steps that another rank
     made non-finite. A healthy line stays as it is, to the last digit.
@@ -58,7 +58,7 @@ def correct(logs: dict[str, Any], losses: Sequence[float], steps: int, bad_elsew
         if finite:
             logs[LOSS_FINITE] = sum(finite) / steps * len(losses) / len(finite)
     elif losses and not math.isfinite(shown):
-        # with logging_nan_inf_filter=False one NaN stays in the Trainer's sum for ever
+        # With logging_nan_inf_filter=False one NaN stays in the Trainer's sum for ever.
         logs["loss"] = sum(losses) / steps
     norm = logs.get("grad_norm")
     if isinstance(norm, float) and not math.isfinite(norm):

@@ -1,6 +1,4 @@
-"""Checkpoints of a guarded Trainer: a bad state is not written, and rotation never deletes the last
-good one.
-"""
+"""Protect a Trainer's checkpoints: no bad state is written, no last good one deleted."""
 
 from __future__ import annotations
 
@@ -27,13 +25,14 @@ class TrainerSaves:
     def __init__(
         self, trainer: Any, look: Look, hurt: Callable[[], bool], say: Callable[[str], None]
     ) -> None:
-        self._trainer, self._look, self._hurt, self._say = trainer, look, hurt, say
+        self._trainer = trainer
+        self._look = look
+        self._hurt = hurt
+        self._say = say
         self._inside = False
         self.refused = 0
         self._fresh: Path | None = None
-        """The newest checkpoint, if the run looked healthy when it was written; later steps have
-        yet to prove it.
-        """
+        """The newest checkpoint, if the run was healthy when it was written; not proven yet."""
         self._proven: Path | None = None
         """The newest one that healthy steps have followed, or that was resumed from."""
 
@@ -44,7 +43,8 @@ class TrainerSaves:
         return self._fresh or self._proven
 
     def resumed_from(self, checkpoint: Path | None) -> None:
-        self._fresh, self._proven = None, checkpoint
+        self._fresh = None
+        self._proven = checkpoint
 
     def wrap(self, undo: ExitStack) -> None:
         wrap(undo, self._trainer, "_save_checkpoint", self._checkpoint)
@@ -86,27 +86,24 @@ class TrainerSaves:
         best_model_checkpoint: str | None = None,
         use_mtime: bool = False,
     ) -> None:
-        """In the place of transformers' own, which knows of the best checkpoint but not of the last
-        good one.
-        """
+        """Replaces transformers' own, which keeps the best checkpoint but not the last good one."""
         checkpoints = sort_checkpoints(output_dir, use_mtime=use_mtime)
         self._judge(Path(output_dir, f"checkpoint-{self._trainer.state.global_step}"))
         if save_total_limit is None or save_total_limit <= 0:
             return
-        named = [
-            self._proven,
-            Path(best_model_checkpoint) if best_model_checkpoint is not None else None,
-        ]
-        for checkpoint in to_delete(
-            checkpoints, save_total_limit, {path for path in named if path is not None}
-        ):
+        protected = set()
+        if self._proven is not None:
+            protected.add(self._proven)
+        if best_model_checkpoint is not None:
+            protected.add(Path(best_model_checkpoint))
+        for checkpoint in to_delete(checkpoints, save_total_limit, protected):
             shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _judge(self, newest: Path) -> None:
-        """Healthy steps since the last checkpoint prove that one; the newest has to wait for its
-        own.
-        """
+        """Healthy steps since the last checkpoint prove that one; the newest waits for its own."""
         if self._hurt():
             self._fresh = None
             return
-        self._proven, self._fresh = self._fresh or self._proven, newest
+        if self._fresh is not None:
+            self._proven = self._fresh
+        self._fresh = newest

@@ -1,6 +1,4 @@
-"""A Trainer's training step once more, up to its loss: for replays, so without backward and without
-a trace on it.
-"""
+"""Run a Trainer's training step again up to its loss, without backward and without side effects."""
 
 from __future__ import annotations
 
@@ -26,42 +24,37 @@ class NoBackwardError(StepguardError):
 
 
 class TrainingStep:
-    """The loss that one Trainer is about to call backward on, whatever its class makes of
-    `training_step`.
-    """
+    """The loss that one Trainer is about to call backward on, also of a subclass of Trainer."""
 
     def __init__(self, trainer: Any, training_step: Callable[..., Any]) -> None:
-        self._trainer, self._training_step = trainer, training_step
+        self._trainer = trainer
+        self._training_step = training_step
 
     def batch(self, inputs: Any, items: Any) -> Any:
-        """What `loss` takes: the inputs, and the number of items beside them, which is as much a
-        part of the step.
-        """
+        """What `loss` takes: the inputs together with the number of items."""
         batch = copy.copy(inputs)
         if items is not None and isinstance(batch, MutableMapping):
             batch[ITEMS] = items
         return batch
 
     def loss(self, step: int, model: Any, batch: Any) -> Tensor:
-        """Everything as at global step `step`, except that backward only notes what it was called
-        on.
-        """
-        accelerator, state = self._trainer.accelerator, self._trainer.state
+        """Run training_step as at global step `step`; backward only keeps what it is called on."""
+        accelerator = self._trainer.accelerator
+        state = self._trainer.state
         roots: list[Tensor] = []
 
-        def note(loss: Tensor, **_: Any) -> None:
+        def keep(loss: Tensor, **_: Any) -> None:
             roots.append(loss / accelerator.gradient_accumulation_steps)
 
-        def note_direct(tensors: Any, *_: Any, **__: Any) -> None:
+        def keep_direct(tensors: Any, *_: Any, **__: Any) -> None:
             roots.extend([tensors] if isinstance(tensors, Tensor) else tensors)
 
         with (
             kept(self._trainer),
             swapped(state, "global_step", step),
-            swapped(accelerator, "backward", note),
-            swapped(
-                torch.autograd, "backward", note_direct
-            ),  # a training_step that calls loss.backward() itself
+            swapped(accelerator, "backward", keep),
+            # A training_step of the user's may call loss.backward() itself.
+            swapped(torch.autograd, "backward", keep_direct),
         ):
             inputs = copy.copy(batch)
             items = inputs.pop(ITEMS, None) if isinstance(inputs, MutableMapping) else None
@@ -75,14 +68,13 @@ class TrainingStep:
 
 @contextmanager
 def kept(trainer: Any) -> Iterator[None]:
-    """Attributes are put back, and so is what lists and dicts among them hold: trainers gather
-    metrics there.
-    """
+    """Put attributes back, and the content of lists and dicts: trainers keep metrics there."""
     own = vars(trainer)
     attributes = dict(own)
-    inside = [
-        found for name, value in own.items() if name not in DATA for found in _contents(value)
-    ]
+    inside: list[tuple[Any, Any]] = []
+    for name, value in own.items():
+        if name not in DATA:
+            inside.extend(_contents(value))
     try:
         yield
     finally:
@@ -93,9 +85,7 @@ def kept(trainer: Any) -> Iterator[None]:
 
 
 def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every list and dict that can be reached through lists and dicts, each with a copy of what it
-    holds.
-    """
+    """Every list and dict that is reached through lists and dicts, each with a shallow copy."""
     if not isinstance(value, dict | list) or len(value) > LARGE:
         return
     yield value, copy.copy(value)

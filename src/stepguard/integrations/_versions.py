@@ -1,6 +1,4 @@
-"""One clear message for a framework that is missing, too old, too new, or lacks a part that its
-guard holds on to.
-"""
+"""Refuse a framework that is missing, too old, too new, or lacks a method that a guard wraps."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class Framework:
     first: str
     """The oldest version that works."""
     before: str
-    """The first version nobody has looked at yet."""
+    """The first version that is not supported yet."""
     tested: str
     without: tuple[str, ...] = ()
     """Versions in between that must not be used."""
@@ -47,26 +45,22 @@ class Framework:
             )
 
     def supports(self, found: str) -> bool:
-        return (
-            _order(self.first) <= _order(found) < _order(self.before) and found not in self.without
-        )
+        if found in self.without:
+            return False
+        return _order(self.first) <= _order(found) < _order(self.before)
 
     def need(self, owner: object, *names: str) -> None:
-        """ConfigError when `owner` lacks a method that the guard wraps: a version or a subclass it
-        was not made for.
-        """
+        """ConfigError when `owner`, perhaps a subclass, lacks a method that the guard wraps."""
         missing = [name for name in names if not hasattr(owner, name)]
         if missing:
             raise ConfigError(
-                f"{type(owner).__name__} has no {', '.join(missing)}, which this guard holds on "
-                f"to; "
+                f"{type(owner).__name__} has no {', '.join(missing)}, which stepguard wraps; "
                 f"it works with {self.works}."
             )
 
 
 def _order(text: str) -> tuple[int, ...]:
-    """`5.22.2` as numbers; a release candidate counts as its release, and a local build as what it
-    was built from.
-    """
-    numbers = [int(found) for found in re.findall(r"\d+", re.split(r"[a-z+]", text)[0])]
+    """`5.22.2` as numbers, without the marks of release candidates and local builds."""
+    release = re.split(r"[a-z+]", text)[0]
+    numbers = [int(found) for found in re.findall(r"\d+", release)]
     return tuple(numbers + [0] * (3 - len(numbers)))

@@ -1,5 +1,4 @@
-"""stepguard inside accelerate: `guard(accelerator)` after `accelerator.prepare`, and the loop stays
-as it is.
+"""stepguard inside accelerate: call `guard(accelerator)` after `accelerator.prepare`.
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     guard = stepguard.integrations.accelerate.guard(accelerator)
@@ -53,7 +52,8 @@ def guard(accelerator: Accelerator, config: GuardConfig | None = None) -> Accele
     ACCELERATE.need(accelerator, *NEEDED)
     if accelerator.distributed_type in FOREIGN:
         raise ConfigError(
-            f"{accelerator.distributed_type} updates the weights itself, where a guard cannot veto."
+            f"{accelerator.distributed_type} updates the weights itself, where a guard cannot "
+            "veto; train without it."
         )
     if not accelerator._optimizers:
         raise ConfigError(
@@ -83,7 +83,10 @@ class AcceleratorGuard:
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """Every incident so far, by optimizer, oldest first."""
-        return tuple(incident for one in self.guards for incident in one.incidents)
+        found: tuple[Incident, ...] = ()
+        for one in self.guards:
+            found += one.incidents
+        return found
 
     def loss(self, loss_fn: LossFn, batch: Any, *, optimizer: Optimizer | None = None) -> Tensor:
         """`loss_fn(batch)`, remembered so that a bad step can be replayed from the batch on.
@@ -120,15 +123,16 @@ class AcceleratorGuard:
         return inner
 
     def _refusing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Before anything is written or, by accelerate's own rotation, deleted."""
-        everybody = original.__name__ == "save_state"
+        """Raise before anything is written or, by accelerate's own rotation, deleted."""
+        # Every rank calls save_state, but only some of them save_model.
+        all_ranks = original.__name__ == "save_state"
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
             bad: tuple[str, ...] = ()
             for one in self.guards:
                 one.port.settle()
-                bad += one.port.trouble(together=everybody)
+                bad += one.port.trouble(together=all_ranks)
             if bad:
                 refusal = SaveRefused(f"({original.__name__})", tuple(dict.fromkeys(bad)))
                 self.guards[0].port.say("save-refused", str(refusal))
@@ -158,26 +162,29 @@ def _settings(config: GuardConfig, number: int) -> GuardConfig:
         )
     if number == 0:
         return config
-    folder = Path(config.run_dir) / f"optimizer{number}" if config.run_dir is not None else None
-    return replace(config, run_dir=folder, human_log=None)
+    if config.run_dir is None:
+        return replace(config, human_log=None)
+    return replace(config, run_dir=Path(config.run_dir) / f"optimizer{number}", human_log=None)
 
 
 def _trained(accelerator: Any, wrapper: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
     """The model whose parameters this optimizer has, and further ones by name."""
     ours = optimizer_parameter_ids(wrapper)
-    models = [m for m in accelerator._models if any(id(p) in ours for p in m.parameters())]
+    models = []
+    for model in accelerator._models:
+        if not ours.isdisjoint(map(id, model.parameters())):
+            models.append(model)
     if not models:
         raise ConfigError(
             f"no prepared model has the parameters of {type(wrapper.optimizer).__name__}; prepare "
             f"the model as well."
         )
-    return _parallel(models[0]), {f"model{i}": model for i, model in enumerate(models[1:], start=1)}
+    others = {f"model{i}": model for i, model in enumerate(models[1:], start=1)}
+    return _parallel(models[0]), others
 
 
 def _parallel(model: nn.Module) -> nn.Module:
-    """The DistributedDataParallel around it: accelerate gives that to the user, and keeps only what
-    is inside.
-    """
+    """The DDP around a model: accelerate hands it to the user and keeps only the inner one."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return model
     wrappers = [o for o in gc.get_objects() if type(o) is DistributedDataParallel]

@@ -1,5 +1,4 @@
-"""stepguard inside Fabric: `guard(fabric, model, optimizer)` after `fabric.setup`, and the loop
-stays as it is.
+"""stepguard inside Fabric: call `guard(fabric, model, optimizer)` after `fabric.setup`.
 
     model, optimizer = fabric.setup(model, optimizer)
     guard = stepguard.integrations.fabric.guard(fabric, model, optimizer, scheduler=scheduler)
@@ -40,9 +39,7 @@ PARTS = ("save", "clip_gradients", "backward", "strategy", "loggers")
 
 
 class FabricGuard:
-    """One model and optimizer of a Fabric under guard. A context manager; `close` undoes
-    everything.
-    """
+    """Guards one model and optimizer of a Fabric. A context manager; `close` undoes everything."""
 
     def __init__(
         self,
@@ -52,7 +49,8 @@ class FabricGuard:
         scheduler: LRScheduler | None,
         config: GuardConfig,
     ) -> None:
-        self._model, self._undo = model, ExitStack()
+        self._model = model
+        self._undo = ExitStack()
         if fabric.loggers:
             config = replace(config, sinks=(*config.sinks, HostLogger(fabric.loggers)))
         precision = fabric.strategy.precision
@@ -117,7 +115,7 @@ class FabricGuard:
         return again
 
     def _unless_bad(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Before anything is written; every rank calls `fabric.save`, so all are asked."""
+        """Raise before anything is written; every rank calls `fabric.save`, so all are asked."""
 
         def save(path: Any, *args: Any, **kwargs: Any) -> None:
             self._guard.port.settle()
@@ -146,13 +144,11 @@ def guard(
         raise ConfigError(
             "GuardConfig.clip_norm and loss_scale are for guard.step; use fabric.clip_gradients."
         )
-    if not hasattr(model, "_forward_module") or not isinstance(
-        getattr(optimizer, "optimizer", None), Optimizer
-    ):
+    inner = getattr(optimizer, "optimizer", None)
+    if not hasattr(model, "_forward_module") or not isinstance(inner, Optimizer):
         raise ConfigError(
             f"model is a {type(model).__name__} and optimizer a {type(optimizer).__name__}; give "
-            f"what "
-            "`model, optimizer = fabric.setup(model, optimizer)` returned."
+            "what `model, optimizer = fabric.setup(model, optimizer)` returned."
         )
     return FabricGuard(fabric, model, optimizer, scheduler, config or GuardConfig())
 
@@ -168,8 +164,6 @@ def _never_raising(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _free_backward(model: nn.Module) -> Iterator[None]:
-    """Outputs of a Fabric module insist on `fabric.backward`, which scales; a replay scales by
-    itself.
-    """
+    """Let a replay call backward: outputs of a Fabric module insist on `fabric.backward`."""
     with swapped(model, "_register_backward_hook", lambda tensor: tensor):
         yield

@@ -1,5 +1,4 @@
-"""stepguard inside Lightning: `Trainer(callbacks=[GuardCallback()])`. Loop, clipping and precision
-stay Lightning's.
+"""stepguard inside Lightning: `Trainer(callbacks=[GuardCallback()])`.
 
 Automatic optimization with accumulation, clipping and mixed precision, on one device or under DDP,
 is replayed exactly. Manual optimization is watched, one guard an optimizer, and only the model's
@@ -8,6 +7,7 @@ part is replayed.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -42,13 +42,12 @@ __all__ = ["GuardCallback", "SaveRefused"]
 OF_STRATEGY = ("training_step", "model", "checkpoint_io", "precision_plugin")
 MANUAL = (
     "stepguard: with manual optimization every optimizer has a guard that vetoes its bad updates "
-    "and places them "
-    "within the model, but the training_step as a whole cannot be replayed."
+    "and places them within the model, but the training_step as a whole cannot be replayed."
 )
 
 
 class GuardCallback(Callback):  # type: ignore[misc]
-    """Guards every optimizer of a Trainer while it fits. Checkpoints stay protected until `close`."""
+    """Guards every optimizer of a Trainer during `fit`, and checkpoints until `close`."""
 
     def __init__(self, config: GuardConfig | None = None) -> None:
         self.config = config or GuardConfig()
@@ -61,12 +60,15 @@ class GuardCallback(Callback):  # type: ignore[misc]
         """One an optimizer, of the present or last fit."""
         self._earlier: tuple[Incident, ...] = ()
         """Of fits before that one."""
-        self._fit, self._saves = ExitStack(), ExitStack()
+        self._fit = ExitStack()
+        self._saves = ExitStack()
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """Every incident so far, of all optimizers, by step."""
-        present = [incident for guard in self.guards for incident in guard.incidents]
+        present: list[Incident] = []
+        for guard in self.guards:
+            present += guard.incidents
         return (*self._earlier, *sorted(present, key=lambda incident: incident.step))
 
     def close(self) -> None:
@@ -74,8 +76,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self._fit.close()
         self._saves.close()
 
-    # --- Lightning's hooks, in the order in which they are called
-    # -----------------------------------------------
+    # --- Lightning's hooks, in the order in which they are called ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -85,7 +86,8 @@ class GuardCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fit.close()
-        self._earlier, self.guards = self.incidents, ()
+        self._earlier = self.incidents
+        self.guards = ()
         _warn_of_limits(trainer, pl_module)
         for number, optimizer in enumerate(trainer.optimizers):
             self.guards += (self._watch(trainer, optimizer, number),)
@@ -93,12 +95,8 @@ class GuardCallback(Callback):  # type: ignore[misc]
         if pl_module.automatic_optimization:
             step = TrainingStep(trainer, pl_module)
             LIGHTNING.need(trainer.fit_loop.epoch_loop, "update_lr_schedulers")
-            wrap(
-                self._fit,
-                trainer.strategy,
-                "training_step",
-                lambda original: self._telling(step, original),
-            )
+            telling = functools.partial(self._telling, step)
+            wrap(self._fit, trainer.strategy, "training_step", telling)
             wrap(self._fit, trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._holding)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,8 +110,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._fit.close()
 
-    # --- the parts
-    # ----------------------------------------------------------------------------------------------
+    # --- the parts ---
 
     def _watch(self, trainer: Trainer, optimizer: Optimizer, number: int) -> Guard:
         guard = watch_for(
@@ -128,13 +125,12 @@ class GuardCallback(Callback):  # type: ignore[misc]
         return guard
 
     def _telling(self, step: TrainingStep, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The guard is told of every micro-batch before it runs."""
+        """Tell the guard of every micro-batch before it runs."""
         (guard,) = self.guards  # automatic optimization has one optimizer
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if args and not isinstance(
-                args[0], Iterator
-            ):  # the iterator of a loader cannot be run again
+            # A training_step may take the iterator of a loader, which cannot be run again.
+            if args and not isinstance(args[0], Iterator):
                 step.about_to_run(args[0], args[1:], guard.steps)
                 guard.port.micro(step, args[0])
             return original(*args, **kwargs)
@@ -142,7 +138,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         return training_step
 
     def _holding(self, original: Callable[..., None]) -> Callable[..., None]:
-        """A schedule that counts steps does not count one that never happened."""
+        """Keep a schedule that counts steps from counting one that was vetoed."""
 
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
             if interval != "step" or not self.guards[0].port.dropped:
@@ -151,26 +147,27 @@ class GuardCallback(Callback):  # type: ignore[misc]
         return update_lr_schedulers
 
     def _look(self, together: bool) -> tuple[str, ...]:
-        """Before a checkpoint is put together: a fused step that was vetoed gives its schedule back
-        first.
-        """
-        for guard in self.guards if together else ():
-            guard.port.settle()
-        return tuple(
-            dict.fromkeys(
-                name for guard in self.guards for name in guard.port.trouble(together=together)
-            )
-        )
+        """Names of non-finite stored tensors, each once."""
+        if together:
+            # The vetoed schedule of a fused step must be put back before it is saved.
+            for guard in self.guards:
+                guard.port.settle()
+        names: dict[str, None] = {}
+        for guard in self.guards:
+            names.update(dict.fromkeys(guard.port.trouble(together=together)))
+        return tuple(names)
 
     def _say(self, summary: str) -> None:
         self.guards[0].port.say("save-refused", summary)
 
 
 def _settings(config: GuardConfig, trainer: Trainer, number: int) -> GuardConfig:
-    """The user's, with the Trainer's loggers; a further optimizer writes into a folder of its own."""
+    """The user's, with the Trainer's loggers; further optimizers write into their own folders."""
     if number:
-        folder = Path(config.run_dir) / f"optimizer{number}" if config.run_dir is not None else None
-        return replace(config, run_dir=folder, human_log=None, sinks=())
+        config = replace(config, human_log=None, sinks=())
+        if config.run_dir is None:
+            return config
+        return replace(config, run_dir=Path(config.run_dir) / f"optimizer{number}")
     if trainer.loggers and trainer.log_every_n_steps:
         ours = HostLogger(trainer.loggers, every=trainer.log_every_n_steps)
         return replace(config, sinks=(*config.sinks, ours))
@@ -179,11 +176,12 @@ def _settings(config: GuardConfig, trainer: Trainer, number: int) -> GuardConfig
 
 def _scheduler(trainer: Trainer, optimizer: Optimizer) -> LRScheduler | None:
     """The optimizer's own; of several, one that counts steps rather than epochs."""
-    ours = [
-        config for config in trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer
-    ]
+    configs = trainer.lr_scheduler_configs
+    ours = [config for config in configs if config.scheduler.optimizer is optimizer]
     ours.sort(key=lambda config: bool(config.interval != "step"))
-    return ours[0].scheduler if ours and isinstance(ours[0].scheduler, LRScheduler) else None
+    if not ours or not isinstance(ours[0].scheduler, LRScheduler):
+        return None
+    return ours[0].scheduler
 
 
 def _warn_of_limits(trainer: Trainer, module: LightningModule) -> None:

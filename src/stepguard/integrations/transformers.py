@@ -1,5 +1,4 @@
-"""stepguard inside transformers: `guard(trainer)` for Trainer and its subclasses, such as trl's
-SFTTrainer.
+"""stepguard inside transformers: `guard(trainer)` for Trainer and subclasses such as SFTTrainer.
 
     guard = stepguard.integrations.transformers.guard(trainer)
     trainer.train()
@@ -79,13 +78,15 @@ class TrainerGuard:
     """Guards one Trainer. A context manager; built by `guard`."""
 
     def __init__(self, trainer: Any, config: GuardConfig) -> None:
-        self._trainer, self._config = trainer, config
+        self._trainer = trainer
+        self._config = config
         self._guard: Guard | None = None
         """Of the present `train()`."""
         self._last: Guard | None = None
         """The newest one, also when it is closed: it knows what is stored."""
         self._past: tuple[Incident, ...] = ()
-        self._run, self._undo = ExitStack(), ExitStack()
+        self._run = ExitStack()
+        self._undo = ExitStack()
         self._losses = TrueLoss()
         self._logged = (0, 0)
         """Global step and number of incidents at the last log line."""
@@ -98,7 +99,7 @@ class TrainerGuard:
         wrap(self._undo, trainer, "log", self._log)
         self._saves.wrap(self._undo)
         follow = _Follow(self._begin, self._end)
-        # after DefaultFlowCallback, which decides the flow, and before the loggers
+        # After DefaultFlowCallback, which decides the flow, and before the loggers.
         trainer.callback_handler.callbacks.insert(1, follow)
         self._undo.callback(_remove, trainer.callback_handler.callbacks, follow)
         _guarded.add(trainer)
@@ -107,7 +108,9 @@ class TrainerGuard:
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """Every incident of every `train()` so far, oldest first."""
-        return self._past + (self._guard.incidents if self._guard is not None else ())
+        if self._guard is None:
+            return self._past
+        return self._past + self._guard.incidents
 
     @property
     def refused_saves(self) -> int:
@@ -116,9 +119,7 @@ class TrainerGuard:
 
     @property
     def last_good(self) -> Path | None:
-        """The newest checkpoint that was written, or resumed from, and that nothing has spoken
-        against since.
-        """
+        """The newest checkpoint, written or resumed from, that no later step speaks against."""
         return self._saves.last_good()
 
     def close(self) -> None:
@@ -139,8 +140,7 @@ class TrainerGuard:
     ) -> None:
         self.close()
 
-    # --- one call of train()
-    # -----------------------------------------------------------------------------------
+    # --- one call of train() ---
 
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -162,7 +162,8 @@ class TrainerGuard:
     def _begin(self) -> None:
         """Model, optimizer and schedule are prepared and loaded; nothing has been trained yet."""
         self._detach()
-        trainer, self._losses = self._trainer, TrueLoss()
+        trainer = self._trainer
+        self._losses = TrueLoss()
         inner = watch_for(
             "transformers",
             trainer.model_wrapped,
@@ -173,7 +174,8 @@ class TrainerGuard:
         )
         inner.port.start_at(trainer.state.global_step)
         self._logged = (trainer.state.global_step, len(self._past))
-        self._guard = self._last = inner
+        self._guard = inner
+        self._last = inner
         if hasattr(trainer.optimizer, "step_was_skipped"):
             hold_schedule(trainer.optimizer, inner, self._run)
 
@@ -182,7 +184,8 @@ class TrainerGuard:
             self._guard.close()
 
     def _detach(self) -> None:
-        inner, self._guard = self._guard, None
+        inner = self._guard
+        self._guard = None
         if inner is not None:
             try:
                 inner.close()
@@ -190,8 +193,7 @@ class TrainerGuard:
                 self._past += inner.incidents
                 self._run.close()
 
-    # --- what the Trainer does
-    # ---------------------------------------------------------------------------------
+    # --- what the Trainer does ---
 
     def _training_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -218,22 +220,18 @@ class TrainerGuard:
 
     def _correct(self, logs: dict[str, Any]) -> None:
         step, known = self._logged
-        incidents, now = self.incidents, self._trainer.state.global_step
-        bad = [
-            i
-            for i in incidents[known:]
-            if i.reading.loss is not None and not math.isfinite(i.reading.loss)
-        ]
-        correct(logs, self._losses.take(), max(now - step, 1), len(bad))
+        incidents = self.incidents
+        now = self._trainer.state.global_step
+        losses = [i.reading.loss for i in incidents[known:] if i.reading.loss is not None]
+        bad = len(losses) - sum(map(math.isfinite, losses))
+        correct(logs, self._losses.take(), max(now - step, 1), bad)
         self._logged = (now, len(incidents))
         total = getattr(self._trainer, "_tr_loss", None)
         if total is not None:
-            total.nan_to_num_(
-                nan=0.0
-            )  # transformers takes a sum from itself to empty it, which a NaN survives
+            # transformers empties the sum by subtracting it from itself, which a NaN survives.
+            total.nan_to_num_(nan=0.0)
 
-    # --- what is stored
-    # ----------------------------------------------------------------------------------------
+    # --- what is stored ---
 
     def _look(self, together: bool) -> tuple[str, ...]:
         """Non-finite stored tensors, once the last step has been read."""
@@ -244,14 +242,13 @@ class TrainerGuard:
         return self._last.port.trouble(together=together and self._guard is not None)
 
     def _hurt(self) -> bool:
-        """Does the loss, or an incident since this was last asked, say that the weights themselves
-        are bad?
-        """
-        known, incidents = self._judged, self.incidents
+        """Do the loss, or incidents since the last call, show that the weights are bad?"""
+        incidents = self.incidents
+        fresh = incidents[self._judged :]
         self._judged = len(incidents)
-        return any(map(_hurts, incidents[known:])) or (
-            self._last is not None and not self._last.port.good
-        )
+        if any(map(_hurts, fresh)):
+            return True
+        return self._last is not None and not self._last.port.good
 
     def _say(self, summary: str) -> None:
         if self._last is not None:
@@ -262,7 +259,8 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
     """Tells the guard when a `train()` is ready to begin, and when it is over."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
+        self._begin = begin
+        self._end = end
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._begin()
@@ -277,8 +275,8 @@ def _settings(trainer: Any, config: GuardConfig) -> GuardConfig:
     if config.clip_norm is not None and config.clip_norm != clip:
         raise ConfigError(
             f"GuardConfig.clip_norm={config.clip_norm!r}, but the Trainer clips by itself with "
-            f"max_grad_norm={clip!r}; "
-            f"set TrainingArguments(max_grad_norm={config.clip_norm!r}) and leave clip_norm out."
+            f"max_grad_norm={clip!r}; set TrainingArguments(max_grad_norm={config.clip_norm!r}) "
+            "and leave clip_norm out."
         )
     if config.loss_scale is not None:
         raise ConfigError(
@@ -290,19 +288,16 @@ def _settings(trainer: Any, config: GuardConfig) -> GuardConfig:
 
 
 def _hurts(incident: Incident) -> bool:
-    """Was it finite weights that had lost what they knew? A checkpoint that is finite does not
-    tell.
-    """
+    """Have finite weights lost what they learned? Their checkpoint does not show it."""
     return incident.verdict.kind in ("spike", "drift")
 
 
 def _wind_up(trainer: Any) -> None:
-    """A halted run ends as others do: gradients dropped, loggers flushed, bars closed."""
+    """End a halted run as others end: gradients dropped, loggers flushed, bars closed."""
     trainer.control.should_training_stop = True
     trainer.model_wrapped.zero_grad()
-    with suppress(
-        Exception
-    ):  # whatever a logger of the user's meets, the halt is what is to be seen
+    # Whatever a logger of the user's raises, the halt is what must be seen.
+    with suppress(Exception):
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     trainer.is_in_train = False
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepguard.records.preflight import Status
+from stepguard.report.phrases import first_few
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,13 @@ def warned(*evidence: str, fix: str) -> Answer:
 
 def failed(*evidence: str, fix: str) -> Answer:
     return Answer("fail", evidence, fix)
+
+
+def listed(label: str, names: Sequence[str], most: int = 4) -> list[str]:
+    """`missing: a, b and 3 more` as the only sentence; no sentence for no names."""
+    if not names:
+        return []
+    return [f"{label}: {first_few(names, most)}"]
 
 
 def one_line(fault: Exception, most: int) -> str:

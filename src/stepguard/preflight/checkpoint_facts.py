@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import ConfigError
-from stepguard.preflight.settings.files import read_settings
+from stepguard.preflight.settings.settings_file import read_settings
 from stepguard.verification import (
     Damaged,
     PickledObject,

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from stepguard._errors import ConfigError
-from stepguard.preflight.settings.precision import meant
+from stepguard.preflight.settings.wanted_precision import meant
 from stepguard.tensors.dtypes import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
-class Framework:
+class FrameworkFacts:
     """What opens the context, and what its owner declares."""
 
     name: str = "no context"
@@ -42,10 +42,10 @@ class Framework:
             yield
 
 
-def read_framework(given: Any) -> Framework:
+def read_framework(given: Any) -> FrameworkFacts:
     """Read it from what the subject calls `autocast`."""
     if given is None:
-        return Framework()
+        return FrameworkFacts()
     if hasattr(given, "accelerator") and hasattr(given, "args"):
         return _transformers(given)
     if hasattr(getattr(given, "precision_plugin", None), "forward_context"):
@@ -55,7 +55,7 @@ def read_framework(given: Any) -> Framework:
             return _accelerate(given)
         return _fabric(given)
     if callable(given):
-        return Framework(name="the given context", openers=(given,))
+        return FrameworkFacts(name="the given context", openers=(given,))
     raise ConfigError(
         f"autocast is a {type(given).__name__}; give a function that opens the context, such as "
         "lambda: torch.autocast('cuda', dtype=torch.bfloat16), or an Accelerator, a Fabric or a "
@@ -63,17 +63,18 @@ def read_framework(given: Any) -> Framework:
     )
 
 
-def _accelerate(given: Any) -> Framework:
+def _accelerate(given: Any) -> FrameworkFacts:
     precision = str(given.mixed_precision)
     name = type(given).__name__
     unnamed = ""
+    # accelerate then opens torch.autocast without a dtype.
     if getattr(given, "native_amp", False) and meant(precision) == "float32":
         unnamed = f"{name}.native_amp is on while mixed_precision={precision!r}: {default_dtypes()}"
     facts = {}
     for key in ("distributed_type", "num_processes", "gradient_accumulation_steps"):
         if getattr(given, key, None) is not None:
             facts[key] = getattr(given, key)
-    return Framework(
+    return FrameworkFacts(
         name=f"{name}.autocast()",
         openers=(given.autocast,),
         dtype=meant(precision),
@@ -84,23 +85,24 @@ def _accelerate(given: Any) -> Framework:
     )
 
 
-def _transformers(given: Any) -> Framework:
+def _transformers(given: Any) -> FrameworkFacts:
     found = replace(_accelerate(given.accelerator), name=f"the context of {type(given).__name__}")
     # The accelerator wraps the model's forward; the Trainer may add a context of its own.
     own = getattr(given, "compute_loss_context_manager", None)
     if callable(own):
         found = replace(found, openers=(own, *found.openers))
-    asked = [name for name in ("bf16", "fp16") if getattr(given.args, name, False)]
-    if asked:
-        words = ", ".join(f"{name}=True" for name in asked)
-        found = replace(found, dtype=meant(asked[0]), said=f"TrainingArguments({words})")
+    # The Trainer refuses to have both.
+    for name in ("bf16", "fp16"):
+        if getattr(given.args, name, False):
+            said = f"TrainingArguments({name}=True)"
+            found = replace(found, dtype=meant(name), said=said)
     rate = getattr(given.args, "learning_rate", None)
     if rate is not None:
         found = replace(found, facts=found.facts | {"lr": rate})
     return found
 
 
-def _fabric(given: Any) -> Framework:
+def _fabric(given: Any) -> FrameworkFacts:
     found = _of_plugin(given, getattr(given, "_precision", None))
     facts = {}
     if hasattr(given, "world_size"):
@@ -110,7 +112,7 @@ def _fabric(given: Any) -> Framework:
     )
 
 
-def _lightning(given: Any) -> Framework:
+def _lightning(given: Any) -> FrameworkFacts:
     plugin = given.precision_plugin
     found = _of_plugin(given, plugin)
     facts = {}
@@ -120,13 +122,13 @@ def _lightning(given: Any) -> Framework:
     return replace(found, name=name, openers=(plugin.forward_context,), facts=facts)
 
 
-def _of_plugin(given: Any, plugin: Any) -> Framework:
+def _of_plugin(given: Any, plugin: Any) -> FrameworkFacts:
     """What the precision plugin of Fabric and of Lightning's Trainer declares."""
     word = str(getattr(plugin, "precision", ""))
     said = ""
     if word:
         said = f"{type(given).__name__}(precision={word!r})"
-    return Framework(dtype=meant(word), said=said, scaler=getattr(plugin, "scaler", None))
+    return FrameworkFacts(dtype=meant(word), said=said, scaler=getattr(plugin, "scaler", None))
 
 
 def default_dtypes() -> str:

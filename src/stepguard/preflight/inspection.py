@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +20,8 @@ from stepguard.preflight.answers import NotApplicable, NotGiven, one_line
 from stepguard.preflight.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from stepguard.preflight.data.examples import first_batch, is_map, source_of, validation_of
 from stepguard.preflight.data.facts import DataFacts, Progress, gather
-from stepguard.preflight.data.labels import LabelFacts
-from stepguard.preflight.framework import Framework, read_framework
+from stepguard.preflight.data.label_facts import LabelFacts
+from stepguard.preflight.framework import FrameworkFacts, read_framework
 from stepguard.preflight.probe import Probe, probe_precision
 from stepguard.preflight.project import Project, read_project
 from stepguard.preflight.schedule import DryRun, dry_run
@@ -32,14 +31,14 @@ from stepguard.preflight.subject import Subject
 from stepguard.preflight.traced_step import TracedStep, trace_step
 from stepguard.preflight.tracking import Tracked, plain
 from stepguard.records.verification import Verification
-from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.rng import kept_rng
 from stepguard.verification import check_path as verify
 
 BUILD = "give TARGET as module:function whose function returns"
 
 
 @dataclass(frozen=True, slots=True)
-class Invocation:
+class CheckContext:
     """How the check was started."""
 
     folder: Path
@@ -58,13 +57,13 @@ class Inspection:
     def __init__(
         self,
         subject: Subject,
-        invocation: Invocation,
+        context: CheckContext,
         progress: Progress | None = None,
         *,
         verified: Verification | None = None,
     ) -> None:
         self.subject = subject
-        self.invocation = invocation
+        self.context = context
         self._progress = progress
         self._verified = verified
 
@@ -119,7 +118,7 @@ class Inspection:
         return read_launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
 
     @cached_property
-    def framework(self) -> Framework:
+    def framework(self) -> FrameworkFacts:
         return read_framework(self.subject.autocast)
 
     @property
@@ -152,7 +151,7 @@ class Inspection:
         if self.subject.batch is not None:
             return self.subject.batch
         try:
-            with kept_randomness():
+            with kept_rng():
                 batch = self._first_batch()
         except Exception as fault:
             raise NotGiven(
@@ -217,7 +216,7 @@ class Inspection:
                 f"give --data PATH, or {BUILD.removeprefix('give ')} a dataset, loader or batch"
             )
         labels = LabelFacts(key=self.subject.label_key, ignore_index=self.subject.ignore_index)
-        with kept_randomness():
+        with kept_rng():
             return gather(source, labels, self._progress)
 
     @cached_property
@@ -225,7 +224,7 @@ class Inspection:
         source = validation_of(self.subject)
         if source is None:
             raise NotGiven("give --validation PATH, or return a `validation` dataset")
-        with kept_randomness():
+        with kept_rng():
             return gather(source, LabelFacts(), self._progress)
 
     @cached_property
@@ -253,17 +252,7 @@ class Inspection:
     def project(self) -> Project:
         """The source below the folder the check was started in."""
         leave_out: frozenset[Path] = frozenset()
-        if self.invocation.config_file is not None:
+        if self.context.config_file is not None:
             # A configuration in Python names all its keys, which is not a use of them.
-            leave_out = frozenset({self.invocation.config_file.resolve()})
-        return read_project(self.invocation.folder, leave_out=leave_out)
-
-
-@contextmanager
-def kept_randomness() -> Iterator[None]:
-    """Put every random generator back as it was."""
-    state = capture_rng()
-    try:
-        yield
-    finally:
-        restore_rng(state)
+            leave_out = frozenset({self.context.config_file.resolve()})
+        return read_project(self.context.folder, leave_out=leave_out)

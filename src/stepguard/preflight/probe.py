@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stepguard.preflight.framework import Framework
+from stepguard.preflight.framework import FrameworkFacts
 from stepguard.preflight.traced_step import TracedStep
 from stepguard.tensors.dtypes import dtype_name
 
@@ -26,7 +26,7 @@ class Probe:
 
 
 def probe_precision(
-    model: nn.Module, device: torch.device, framework: Framework, step: TracedStep | None
+    model: nn.Module, device: torch.device, framework: FrameworkFacts, step: TracedStep | None
 ) -> Probe:
     """Take the model's own products in its real step; without a batch, one product of ours."""
     dtype, autocast = _one_product(model, device, framework)
@@ -44,7 +44,7 @@ def probe_precision(
 
 
 def _one_product(
-    model: nn.Module, device: torch.device, framework: Framework
+    model: nn.Module, device: torch.device, framework: FrameworkFacts
 ) -> tuple[str, str | None]:
     """Dtype of a small product of the parameters' dtype, and of autocast where it was run."""
     dtype = torch.get_default_dtype()

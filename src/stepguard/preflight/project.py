@@ -71,6 +71,7 @@ def _note(project: Project, tree: ast.AST, name: str) -> None:
 def _mentioned(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
+    # `lr = 1` is not a use of lr.
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         return node.id
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():

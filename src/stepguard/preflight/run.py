@@ -9,7 +9,7 @@ from pathlib import Path
 from stepguard._errors import ConfigError, StepguardError
 from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, one_line
 from stepguard.preflight.data.facts import Progress
-from stepguard.preflight.inspection import Inspection, Invocation
+from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.items import ITEMS
 from stepguard.preflight.status import alignment, status_facts
@@ -23,7 +23,7 @@ def check(
     only: Iterable[str] = (),
     skip: Iterable[str] = (),
     target: str = "",
-    invocation: Invocation | None = None,
+    context: CheckContext | None = None,
     progress: Progress | None = None,
 ) -> Preflight:
     """Check everything the subject has. `only` and `skip` take ids or patterns such as `data.*`.
@@ -31,20 +31,20 @@ def check(
     The subject's objects are left bit for bit as they were. Raises ConfigError for a subject that
     cannot be used.
     """
-    if invocation is None:
-        invocation = Invocation(
+    if context is None:
+        context = CheckContext(
             Path.cwd(), why_untracked="wrap the configuration in stepguard.preflight.Tracked"
         )
-    inspection = Inspection(subject, invocation, progress)
+    inspection = Inspection(subject, context, progress)
     chosen = selected(tuple(only), tuple(skip))
     answered = {}
     for item in sorted(chosen, key=lambda item: item.last):
         answered[item.id] = run_item(item, inspection)
     outcomes = tuple(answered[item.id] for item in chosen)
     # The probe runs the model: not for a check that leaves precision out.
-    if not any(item.id.startswith("precision.") for item in chosen):
+    if not fnmatch.filter(answered, "precision.*"):
         return Preflight(
-            target=target, outcomes=outcomes, alignment_why=("precision was not looked at",)
+            target=target, outcomes=outcomes, alignment_why=("precision was not checked",)
         )
     aligned, why = alignment(inspection)
     return Preflight(
@@ -58,22 +58,24 @@ def check(
 
 def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Item]:
     """The items these patterns leave; a pattern that matches none is a mistake."""
-    for pattern in (*only, *skip):
-        if not any(_matches(item, (pattern,)) for item in ITEMS):
-            sections = sorted({item.id.partition(".")[0] for item in ITEMS})
+    chosen = _matching(only or ("*",)) - _matching(skip)
+    return [item for item in ITEMS if item.id in chosen]
+
+
+def _matching(patterns: tuple[str, ...]) -> set[str]:
+    """Ids that are meant by an id, a section or a pattern."""
+    found: set[str] = set()
+    ids = [item.id for item in ITEMS]
+    for pattern in patterns:
+        matches = {*fnmatch.filter(ids, pattern), *fnmatch.filter(ids, f"{pattern}.*")}
+        if not matches:
+            sections = sorted({item.partition(".")[0] for item in ids})
             raise ConfigError(
                 f"{pattern!r} is not an item; use an id such as 'lr.config', or one of "
                 f"{', '.join(sections)}."
             )
-    wanted = list(ITEMS)
-    if only:
-        wanted = [item for item in ITEMS if _matches(item, only)]
-    return [item for item in wanted if not _matches(item, skip)]
-
-
-def _matches(item: Item, patterns: tuple[str, ...]) -> bool:
-    section = item.id.partition(".")[0]
-    return any(p == section or fnmatch.fnmatchcase(item.id, p) for p in patterns)
+        found |= matches
+    return found
 
 
 def run_item(item: Item, inspection: Inspection) -> Outcome:

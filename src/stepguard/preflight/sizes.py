@@ -8,22 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stepguard.preflight.settings.keys import names
 from stepguard.state.host_memory import free_memory
 from stepguard.tensors.names import optimizer_parameters
 
-SLOTS = {
-    "adam": 2,
-    "adamw": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adamax": 2,
-    "adadelta": 2,
-    "lion": 1,
-    "muon": 1,
-    "adagrad": 1,
-    "rmsprop": 1,
-}
-"""Tensors of the parameter's size an optimizer keeps for each parameter, by its name."""
+ONE_SLOT = names("lion muon adagrad rmsprop")
+TWO_SLOTS = names("adam adamw nadam radam adamax adadelta")
+"""Optimizers that keep so many tensors of a parameter's size for each parameter."""
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -31,7 +22,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    return _bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+    return _trained_bytes(model.parameters())
 
 
 def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int, str]:
@@ -41,20 +32,26 @@ def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None) -> tuple[int,
     held = 0
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            held += _bytes(value for value in state.values() if isinstance(value, Tensor))
+            held += _bytes(filter(torch.is_tensor, state.values()))
     if held:
         return held, "as it is"
     slots = _slots(optimizer)
-    trained = _bytes(p for p in optimizer_parameters(optimizer) if p.requires_grad)
+    trained = _trained_bytes(optimizer_parameters(optimizer))
     return slots * trained, f"{slots} slots a parameter"
 
 
 def _slots(optimizer: Optimizer) -> int:
     name = type(optimizer).__name__.lower()
-    slots = SLOTS.get(name, 0)
+    if name in TWO_SLOTS:
+        return 2
+    slots = int(name in ONE_SLOT)
     if name in ("sgd", "rmsprop") and optimizer.param_groups[0].get("momentum"):
         slots += 1
     return slots
+
+
+def _trained_bytes(parameters: Iterable[Tensor]) -> int:
+    return _bytes(parameter for parameter in parameters if parameter.requires_grad)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -8,7 +8,7 @@ from stepguard.preflight.answers import NotApplicable, NotGiven
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.items.precision import NO_DTYPE, asked, disagreeing
 from stepguard.preflight.schedule import as_rate, peak_rates
-from stepguard.preflight.settings.precision import contradiction
+from stepguard.preflight.settings.wanted_precision import contradiction
 from stepguard.records.preflight import Alignment
 
 Fact = tuple[str, str]
@@ -43,6 +43,7 @@ def _precision_probed(run: Inspection) -> Iterator[Fact]:
         yield "mixed precision", f"not probed: {why}"
         return
     amp = "no"
+    # Autocast inside of loss_fn is not seen from here, but its products are.
     own = next(iter(run.param_dtypes), "float32")
     if probe.autocast:
         amp = f"yes, autocast to {probe.autocast}"

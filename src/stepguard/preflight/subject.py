@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
-from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.rng import kept_rng
 
 WANTED = (
     "return (model, optimizer, loss_fn), a dict, a stepguard.preflight.Subject, or a "
@@ -83,12 +83,13 @@ def subject_of(built: Any, named: str) -> Subject:
 
 
 def _from_mapping(built: Mapping[Any, Any], named: str) -> Subject:
-    unknown = [str(name) for name in built if name not in FIELDS]
-    if unknown:
-        raise ConfigError(
-            f"{named} returned the key {unknown[0]!r}, which is not known; use {', '.join(FIELDS)}."
-        )
-    return _checked(Subject(**{str(name): value for name, value in built.items()}), named)
+    for name in built:
+        if name not in FIELDS:
+            raise ConfigError(
+                f"{named} returned the key {str(name)!r}, which is not known; use "
+                f"{', '.join(FIELDS)}."
+            )
+    return _checked(Subject(**dict(built)), named)
 
 
 def _checked(subject: Subject, named: str) -> Subject:
@@ -144,6 +145,7 @@ def _steps(trainer: Any) -> int | None:
         return None
     examples = args.train_batch_size * max(1, getattr(args, "world_size", 1))
     batches = math.ceil(len(dataset) / examples)
+    # The Trainer drops the last accumulation of an epoch if it is not full.
     epoch = max(1, batches // args.gradient_accumulation_steps)
     updates: int = math.ceil(args.num_train_epochs * epoch)
     return updates
@@ -172,14 +174,12 @@ def _collated(trainer: Any) -> Any:
     collate = getattr(trainer, "data_collator", None)
     if not callable(collate) or not hasattr(dataset, "__len__") or not len(dataset):
         return None
-    state = capture_rng()
     try:
-        return collate([dataset[index] for index in range(min(2, len(dataset)))])
+        with kept_rng():
+            return collate([dataset[index] for index in range(min(2, len(dataset)))])
     except Exception:
         # The dataset has columns that the Trainer drops when it trains.
         return None
-    finally:
-        restore_rng(state)
 
 
 def _described(value: Any) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 
 from stepguard._errors import ConfigError
 from stepguard.preflight.data.files import READERS as DATA_KINDS
-from stepguard.preflight.inspection import Invocation
-from stepguard.preflight.settings.files import READERS as CONFIG_KINDS
-from stepguard.preflight.settings.files import read_settings
+from stepguard.preflight.inspection import CheckContext
+from stepguard.preflight.settings.settings_file import READERS as CONFIG_KINDS
+from stepguard.preflight.settings.settings_file import read_settings
 from stepguard.preflight.subject import Subject, subject_of
 from stepguard.preflight.tracking import Tracked
 from stepguard.state.importing import import_function, importable
@@ -32,7 +32,7 @@ class Request:
     """Fields of the Subject that options set; None and empty ones do not count."""
 
 
-def resolve(request: Request) -> tuple[Subject, Invocation]:
+def resolve(request: Request) -> tuple[Subject, CheckContext]:
     """Say what is to be checked. Runs nothing but the build function, if the target is one."""
     kind = _kind(request.target)
     file = request.config
@@ -45,16 +45,16 @@ def resolve(request: Request) -> tuple[Subject, Invocation]:
     config = None
     if file is not None:
         config = read_settings(file)
-    invocation = Invocation(Path.cwd(), file)
+    context = CheckContext(Path.cwd(), file)
     subject = Subject(config=config)
     if kind == "function":
-        subject, invocation = _built(request.target, config, invocation)
+        subject, context = _built(request.target, config, context)
     elif kind == "data":
         subject = replace(subject, data=request.target)
     if request.launcher is not None:
         facts = read_settings(request.launcher, "launcher")
         subject = replace(subject, launcher=facts, launcher_name=request.launcher.name)
-    return subject.with_given(**request.given), invocation
+    return subject.with_given(**request.given), context
 
 
 def _kind(target: str) -> str:
@@ -78,8 +78,8 @@ def _kind(target: str) -> str:
 
 
 def _built(
-    target: str, config: dict[str, Any] | None, invocation: Invocation
-) -> tuple[Subject, Invocation]:
+    target: str, config: dict[str, Any] | None, context: CheckContext
+) -> tuple[Subject, CheckContext]:
     """Call the build function, with the configuration if it takes a parameter."""
     tracked = None
     with importable():
@@ -90,13 +90,13 @@ def _built(
                 tracked = Tracked(config)
             else:
                 why = f"{target} takes no parameter, so it cannot be given the configuration"
-                invocation = replace(invocation, why_untracked=why)
+                context = replace(context, why_untracked=why)
         subject = subject_of(call_build(build, target, tracked), target)
     if isinstance(subject.config, Tracked):
         tracked = subject.config
     if config is not None and (subject.config is None or subject.config is tracked):
         subject = replace(subject, config=config)
-    return subject, replace(invocation, tracked=tracked)
+    return subject, replace(context, tracked=tracked)
 
 
 def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None = None) -> Any:
@@ -120,7 +120,10 @@ def _parameters(build: Any) -> list[inspect.Parameter]:
 
 
 def _fits(build: Any, target: str, config: dict[str, Any] | None) -> None:
-    needed = [p.name for p in _parameters(build) if p.default is p.empty]
+    needed = []
+    for parameter in _parameters(build):
+        if parameter.default is parameter.empty:
+            needed.append(parameter.name)
     if len(needed) > 1:
         raise ConfigError(
             f"{target} needs {', '.join(needed)}; it is called with the configuration and nothing "

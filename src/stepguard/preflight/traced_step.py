@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from stepguard.diagnose.ops import words
 from stepguard.preflight.answers import one_line
-from stepguard.preflight.framework import Framework
+from stepguard.preflight.framework import FrameworkFacts
 from stepguard.preflight.subject import Subject
 from stepguard.state.batch import named_tensors
 from stepguard.state.buffers import BufferKeeper
@@ -122,6 +122,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._step.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
 
     def _classified(self, scores: Tensor) -> None:
+        # Classes are the second dimension, behind the batch, if there is a batch.
         if scores.dim() == 1:
             self._step.classes = int(scores.shape[0])
         elif scores.dim() > 1:
@@ -154,11 +155,12 @@ def _user_line() -> str:
     return ""
 
 
-def trace_step(subject: Subject, framework: Framework, batch: Any) -> TracedStep:
+def trace_step(subject: Subject, framework: FrameworkFacts, batch: Any) -> TracedStep:
     """Run forward in the real context, and backward. The program's exceptions become `fault`."""
     model = subject.model
     assert model is not None
     step = TracedStep()
+    # A step may write into its batch.
     copied = tree_map_only(Tensor, _copied, batch)
     with left_alone(model, subject.optimizer), _eagerly(model):
         try:

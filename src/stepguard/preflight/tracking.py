@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from stepguard._errors import ConfigError
-from stepguard.preflight.settings.keys import flat
+from stepguard.preflight.settings.keys import flat, is_list_of_mappings
 
 
 class Tracked(MutableMapping[str, Any]):
@@ -75,6 +75,7 @@ class Tracked(MutableMapping[str, Any]):
     def _tracked(self, key: str, value: Any) -> Any:
         if key in self._inner:
             return self._inner[key]
+        # Kept, so that a write into a nested mapping is found at the next read.
         inner = _wrap(value, f"{self._prefix}{key}", self._read)
         if inner is not value:
             self._inner[key] = inner
@@ -84,7 +85,7 @@ class Tracked(MutableMapping[str, Any]):
 def _wrap(value: Any, key: str, read: set[str]) -> Any:
     if isinstance(value, Mapping) and not isinstance(value, Tracked):
         return Tracked(value, _prefix=f"{key}.", _read=read)
-    if isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value):
+    if is_list_of_mappings(value):
         return [_wrap(part, f"{key}.{position}", read) for position, part in enumerate(value)]
     return value
 

@@ -10,9 +10,7 @@ Identity = int | str
 Extent = Literal["sample", "micro_batch", "step"]
 
 DATA_CAUSES = ("SG1", "SG2", "SG4")
-"""Codes of what is born in the data, the forward or the loss expression: the same samples would do
-it again.
-"""
+"""Codes of what is born in data, forward or loss expression: the same samples fail again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +27,13 @@ class BadSamples:
     micro_batch: int | None = None
     """Which micro-batch of the step, from 0; None where the step had one only."""
     samples: tuple[int, ...] = ()
-    """Rows of the micro-batch that are proven guilty; empty where none could be told from the
-    others.
-    """
+    """Rows of the micro-batch that are proven guilty; empty where none could be proven."""
     count: int = 0
     """Samples lost; 0 where they cannot be counted."""
     of: int = 0
     """Samples of the whole step; 0 where they cannot be counted."""
     indices: tuple[Identity, ...] | None = None
-    """Where `samples` are in the data set, in their order; of all rows where `samples` is empty.
-    None: not known.
-    """
+    """Where `samples` (if empty, all rows) are in the data set, in their order; None: not known."""
     ids: tuple[Identity, ...] | None = None
     """Their values of `GuardConfig.id_key`; None: not known."""
     epoch: int | None = None
@@ -47,8 +41,7 @@ class BadSamples:
     batch: int | None = None
     """Number of the batch in that pass, from 0."""
     left_out: Extent = "step"
-    """What the update went on without: the samples, the micro-batch, or nothing was updated at all.
-    """
+    """What the update was made without: the samples, the micro-batch, or the whole step."""
     cause: str = ""
     """Code of the first finding, or the kind of the verdict where there is none."""
     innocent: bool = False
@@ -58,7 +51,5 @@ class BadSamples:
 
     @property
     def would_fail_again(self) -> bool:
-        """Is it the data's doing, and not that of the weights, the scale or the hardware of the
-        moment?
-        """
+        """Did the data cause it, rather than the weights, the scale or the hardware?"""
         return self.cause.startswith(DATA_CAUSES)

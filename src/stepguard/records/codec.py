@@ -1,7 +1,10 @@
 """Records to strict JSON and back: NaN and Inf become null beside a `<field>_kind` that says which.
 
 Where the name of that companion is taken (loss components have the user's names) the value itself
-becomes `{"~float": "nan"}`. Writing twice changes nothing: what is strict already stays as it is.
+becomes `{"~float": "nan"}`. What is strict already stays as it is.
+
+pydantic's `ser_json_inf_nan` writes null without the kind, or "NaN" in place of the number. Neither
+is the journal's schema, which must stay readable for plots that expect a number or null.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
 def _adapter(cls: type) -> TypeAdapter[Any]:
-    """Building one takes a millisecond, so each record type has one for ever."""
+    # Building one takes a millisecond, so each record type keeps its own.
     if cls not in _ADAPTERS:
         _ADAPTERS[cls] = TypeAdapter(cls)
     return _ADAPTERS[cls]
@@ -48,28 +51,27 @@ def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """One line of strict JSON for every reader: what ends lines or does not fit UTF-8 stays
-    escaped.
-    """
-    text = json.dumps(
-        strict_json(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False
-    )
-    return (
-        text
-        if text.isascii()
-        else text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace").decode()
-    )
+    """One line of strict JSON; what ends lines elsewhere or does not fit UTF-8 is escaped."""
+    strict = strict_json(value)
+    text = json.dumps(strict, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    if text.isascii():
+        return text
+    # str.splitlines() and some readers also break lines at these; lone surrogates come from file
+    # names that are not UTF-8.
+    return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace").decode()
 
 
 def float_kind(value: float) -> str | None:
     """`nan`, `inf`, `-inf`, or None for a finite number."""
     if math.isfinite(value):
         return None
-    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if math.isnan(value):
+        return "nan"
+    return "inf" if value > 0 else "-inf"
 
 
 def strict_json(value: Any) -> Any:
-    """Plain containers with every non-finite float of a dict replaced by null and named beside it."""
+    """Replace every non-finite float in plain containers by null, named beside it."""
     if isinstance(value, dict):
         return _strict_dict({str(key): item for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -88,24 +90,29 @@ def _strict_dict(value: dict[str, Any]) -> dict[str, Any]:
         elif any(other.startswith(key + KIND_SUFFIX) for other in value):
             out[key] = _in_place(item)
         else:
-            out[key], out[key + KIND_SUFFIX] = strict_json(item), kind
+            out[key] = strict_json(item)
+            out[key + KIND_SUFFIX] = kind
     return out
 
 
 def _in_place(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_in_place(item) for item in value]
-    return {IN_PLACE: float_kind(value)} if _kind_of(value) is not None else strict_json(value)
+    if _kind_of(value) is None:
+        return strict_json(value)
+    return {IN_PLACE: float_kind(value)}
 
 
 def _kind_of(value: Any) -> str | list[Any] | None:
-    """The companion of a value: a name for a float, a list of companions for a list that holds any."""
+    """The companion of a value: a kind for a float, a list of them for a list; None if finite."""
     if isinstance(value, float):
         return float_kind(value)
-    if isinstance(value, list | tuple):
-        kinds = [_kind_of(item) for item in value]
-        return kinds if any(kind is not None for kind in kinds) else None
-    return None
+    if not isinstance(value, list | tuple):
+        return None
+    kinds = [_kind_of(item) for item in value]
+    if all(kind is None for kind in kinds):
+        return None
+    return kinds
 
 
 def restore_floats(value: Any) -> Any:
@@ -118,30 +125,31 @@ def restore_floats(value: Any) -> Any:
         return float(value[IN_PLACE])
     out: dict[str, Any] = {}
     for key, item in value.items():
-        owner = key.removesuffix(KIND_SUFFIX)
-        if owner != key and owner in value and _is_kind(item, value[owner]):
-            continue
-        kind = value.get(key + KIND_SUFFIX)
-        out[key] = _restore(item, kind) if _is_kind(kind, item) else restore_floats(item)
+        if not _is_companion(key, value):
+            out[key] = _restore(item, value.get(key + KIND_SUFFIX))
     return out
 
 
+def _is_companion(key: str, fields: dict[str, Any]) -> bool:
+    """Is this the `<field>_kind` of another field?"""
+    owner = key.removesuffix(KIND_SUFFIX)
+    return owner != key and owner in fields and _is_kind(fields[key], fields[owner])
+
+
 def _is_kind(kind: Any, owner: Any) -> bool:
-    """Is it the companion of this value? Then it names a kind only where a value is null."""
-    if isinstance(kind, list):
-        if (
-            not isinstance(owner, list)
-            or len(owner) != len(kind)
-            or all(part is None for part in kind)
-        ):
-            return False
-        return all(
-            part is None or _is_kind(part, place) for part, place in zip(kind, owner, strict=True)
-        )
-    return owner is None and isinstance(kind, str) and kind in KINDS
+    """Is `kind` the companion of this value? It names a kind only where a value is null."""
+    if not isinstance(kind, list):
+        return owner is None and isinstance(kind, str) and kind in KINDS
+    if not isinstance(owner, list) or len(owner) != len(kind):
+        return False
+    named = [place for place, part in enumerate(kind) if part is not None]
+    return bool(named) and all(_is_kind(kind[place], owner[place]) for place in named)
 
 
 def _restore(item: Any, kind: Any) -> Any:
+    """The value with the floats that its companion names; without one, as it is."""
+    if not _is_kind(kind, item):
+        return restore_floats(item)
     if isinstance(kind, list):
-        return [_restore(part, part_kind) for part, part_kind in zip(item, kind, strict=True)]
-    return float(kind) if kind is not None else restore_floats(item)
+        return [_restore(part, named) for part, named in zip(item, kind, strict=True)]
+    return float(kind)

@@ -22,20 +22,14 @@ class Decision:
     total: int = 0
     """Incidents since the run began."""
     lr_factor: float | None = None
-    """With `lower_lr`, and with a rewind that lowers it: every group's learning rate is multiplied
-    by this.
-    """
+    """Multiplies every group's learning rate, with `lower_lr` and with a rewind that lowers it."""
     new_scale: float | None = None
     """The static loss scale to go on with, where the scale was the cause."""
     rewound_to: int | None = None
     """With `rewind`: the optimizer steps that are left after it."""
     left_out: str = ""
-    """With `leave_out` and `skip`: what the update went on without, in words: `sample 5`,
-    `micro-batch 2 of 4`.
-    """
+    """What the update was made without, in words: `sample 5`, `micro-batch 2 of 4`."""
     data: str | None = None
     """With `rewind`: `repeat`, `skip` or `reorder` the steps since."""
     not_restored: str = ""
-    """What the vetoed update moved all the same and could not be put back, in words; empty: nothing
-    moved.
-    """
+    """What a vetoed update moved and could not be put back, in words; empty: nothing."""

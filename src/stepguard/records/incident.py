@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from stepguard.records.decision import Decision
 from stepguard.records.finding import Finding
 from stepguard.records.origin import Origin
+from stepguard.records.place import place_and_phase
 from stepguard.records.reading import Reading
 from stepguard.records.verdict import Verdict
 
@@ -30,35 +31,31 @@ class Incident:
 
     @property
     def stopped(self) -> bool:
-        """Did the policy end the run with it? An exception of the user's ends it by itself, if
-        nobody catches it.
-        """
-        raised = self.verdict.kind == "exception"
-        return self.decision is not None and self.decision.action == "stop" and not raised
+        """Did the policy end the run with it?"""
+        # An exception of the user's ends the run by itself, unless their program catches it.
+        if self.verdict.kind == "exception" or self.decision is None:
+            return False
+        return self.decision.action == "stop"
 
     @property
     def summary(self) -> str:
         """One line: what was wrong, where, why, and what was done."""
         parts = [self.verdict.summary or self.verdict.kind]
         if self.origin is not None:
-            parts.append(_place(self.origin))
+            parts.append(_where(self.origin))
         if self.findings:
             parts.append(f"{self.findings[0].code} {self.findings[0].title}")
-        if self.decision is not None:
-            parts.append(
-                self.decision.action
-                + (f" ({self.decision.reason})" if self.decision.reason else "")
-            )
-        return "; ".join(part for part in parts if part)
+        if self.decision is not None and self.decision.reason:
+            parts.append(f"{self.decision.action} ({self.decision.reason})")
+        elif self.decision is not None:
+            parts.append(self.decision.action)
+        return "; ".join(parts)
 
 
-def _place(origin: Origin) -> str:
-    parts = [
-        origin.tensor or origin.op or "",
-        f"in {origin.module}" if origin.module else "",
-        f"at {origin.source}" if origin.source else "",
-        "sample " + ", ".join(map(str, origin.samples)) if origin.samples else "",
-        f"({', '.join(origin.rows)})" if origin.rows else "",
-    ]
-    where = " ".join(part for part in parts if part)
-    return f"{origin.phase}: {where}" if where else origin.phase
+def _where(origin: Origin) -> str:
+    where = place_and_phase(origin)
+    if origin.samples:
+        where += " sample " + ", ".join(map(str, origin.samples))
+    if origin.rows:
+        where += f" ({', '.join(origin.rows)})"
+    return where

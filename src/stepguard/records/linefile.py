@@ -1,4 +1,4 @@
-"""A file that lines are appended to: each is there wholly or not at all, whatever the disk does."""
+"""Append lines to a file so that each is there wholly or not at all, whatever the disk does."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._turn = (
-            threading.Lock()
-        )  # a checkpoint that is written in the background reports from its own thread
+        # A checkpoint that is written in the background reports from its own thread.
+        self._turn = threading.Lock()
         self._fd = -1
         self._torn = False
         self._open()
 
     def append(self, line: bytes, *, durable: bool = False) -> None:
-        """The line, which ends in a newline; `durable` waits until it is on disk. Raises OSError
-        where it cannot.
+        """Write a line that ends in a newline; `durable` waits until it is on disk.
+
+        Raises OSError where the line cannot be written.
         """
         with self._turn:
-            if os.fstat(self._fd).st_nlink == 0:
-                self._begin_anew()
+            deleted = os.fstat(self._fd).st_nlink == 0
+            if deleted:
+                self._make_again()
             self._append(line)
             if durable:
                 os.fsync(self._fd)
@@ -43,7 +44,7 @@ class LineFile:
         self._torn = False
 
     def _cut(self, size: int) -> None:
-        """A full disk took part of the line: what is there of it goes, or is ended by the next one."""
+        """Remove the part of the line that a full disk took, or let the next line end it."""
         if os.fstat(self._fd).st_size == size:
             return
         self._torn = True
@@ -51,8 +52,8 @@ class LineFile:
             os.ftruncate(self._fd, size)
             self._torn = _ends_torn(self._fd)
 
-    def _begin_anew(self) -> None:
-        """Somebody deleted the file: what is written to it now would be seen by nobody."""
+    def _make_again(self) -> None:
+        """Make the file again after its path was deleted: the open one is invisible by now."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         gone = self._fd
         self._open()

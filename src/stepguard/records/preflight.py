@@ -47,7 +47,7 @@ class Preflight:
         return tuple(outcome for outcome in self.outcomes if outcome.status in statuses)
 
     def outcome(self, identity: str) -> Outcome:
-        """The outcome of one item; KeyError when it was not asked for."""
+        """The outcome of one item; KeyError if it was not run."""
         for outcome in self.outcomes:
             if outcome.id == identity:
                 return outcome

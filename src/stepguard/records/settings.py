@@ -16,9 +16,7 @@ ACTIONS: tuple[str, ...] = get_args(Action)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What may be done about an incident, and how much may be lost. The fault decides which of the
-    actions fits.
-    """
+    """What may be done about an incident, and how much may be lost. The fault decides the rest."""
 
     actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "rewind", "stop")
     """What is allowed. A bad step on good weights is run again if it failed by chance, else what is
@@ -64,16 +62,15 @@ class Policy:
     """
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "actions", tuple("note" if str(a) == "warn" else a for a in self.actions)
-        )
+        # `warn` is what earlier versions called `note`.
+        actions = tuple("note" if str(action) == "warn" else action for action in self.actions)
+        object.__setattr__(self, "actions", actions)
         for action in self.actions:
             _one_of("Policy.actions", action, ACTIONS)
         if not self.actions:
             raise ConfigError(f"Policy.actions is empty; give at least one of {_quoted(ACTIONS)}.")
         for name in ("max_consecutive", "max_per_1000", "max_total"):
-            if getattr(self, name) is not None:
-                _count(f"Policy.{name}", getattr(self, name))
+            _count_or_none(f"Policy.{name}", getattr(self, name))
         _count("Policy.max_rewinds", self.max_rewinds)
         _number("Policy.lr_factor", self.lr_factor)
         if not 0.0 < self.lr_factor < 1.0:
@@ -88,7 +85,7 @@ class Policy:
                 f"Policy.max_lost_share={self.max_lost_share!r} must lie above 0 and up to 1."
             )
         _count("Policy.lost_window", self.lost_window, least=1)
-        if str(self.bad_start) == "warn":  # the word of earlier versions
+        if str(self.bad_start) == "warn":
             object.__setattr__(self, "bad_start", "note")
         _one_of("Policy.bad_start", self.bad_start, ("stop", "note"))
         _one_of("Policy.exceptions", self.exceptions, ("raise", "skip"))
@@ -202,21 +199,21 @@ class GuardConfig:
         _count("GuardConfig.spike_window", self.spike_window, least=8)
         if self.snapshot_every != "auto":
             _count("GuardConfig.snapshot_every", self.snapshot_every, least=1)
+        # 0 takes none; a single one could not be on probation beside one that is good.
         if self.snapshots:
             _count("GuardConfig.snapshots", self.snapshots, least=2)
-        if self.snapshot_memory is not None:
-            _count("GuardConfig.snapshot_memory", self.snapshot_memory)
+        _count_or_none("GuardConfig.snapshot_memory", self.snapshot_memory)
         _count("GuardConfig.probation", self.probation, least=1)
         _count("GuardConfig.replay_memory", self.replay_memory)
-        if self.checkpoint_every is not None:
-            _count("GuardConfig.checkpoint_every", self.checkpoint_every, least=1)
+        _count_or_none("GuardConfig.checkpoint_every", self.checkpoint_every, least=1)
         _count("GuardConfig.keep", self.keep, least=1)
-        if self.keep_every is not None:
-            _count("GuardConfig.keep_every", self.keep_every, least=1)
+        _count_or_none("GuardConfig.keep_every", self.keep_every, least=1)
         _one_of("GuardConfig.resume_lr", self.resume_lr, ("checkpoint", "config"))
         _one_of("GuardConfig.on_signal", self.on_signal, ("save", "off"))
         if not isinstance(self.policy, Policy):
-            raise ConfigError(f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy.")
+            raise ConfigError(
+                f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy; give Policy(...)."
+            )
         _count("GuardConfig.capsule_limit", self.capsule_limit)
         _one_of("GuardConfig.anomalies", self.anomalies, ("note", "act", "off"))
         if self.outliers is not None:
@@ -288,15 +285,16 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _positive(name: str, value: float | None) -> None:
     if value is None:
         return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{name}={value!r} must be a finite number above 0, or None.")
 
 
 def _count(name: str, value: object, least: int = 0) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")
+
+
+def _count_or_none(name: str, value: object, least: int = 0) -> None:
+    if value is not None:
+        _count(name, value, least)

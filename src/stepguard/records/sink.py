@@ -19,7 +19,7 @@ class Sink:
         """A step was read; `committed` is False when its update did not happen."""
 
     def incident(self, incident: Incident) -> None:
-        """A step was bad: called once all that is known about it is on record, before its `step`."""
+        """A step was bad: called once, when it has been dealt with and all is known about it."""
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Any other line of the journal: a note, a fault of the guard's own, the end of the run."""
@@ -28,8 +28,9 @@ class Sink:
         """The policy stops the run for this incident; `exit_line` says so to launch scripts."""
 
     def close(self) -> None:
-        """The guard is closed: flush, and close what this sink opened itself. An event may follow
-        and reopens it.
+        """The guard is closed: flush, and close what this sink opened itself.
+
+        A sink that several guards share may get further events, and opens itself again.
         """
 
     def __repr__(self) -> str:

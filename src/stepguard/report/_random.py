@@ -1,6 +1,4 @@
-"""rich draws from Python's `random` when it is imported and where a style carries a link. The run
-must not notice.
-"""
+"""Keep Python's `random` untouched: rich draws from it when imported and for styles with links."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The ledger of bad samples for people: what was lost, where it is in the data set, and how often."""
+"""Show the ledger of bad samples: what was lost, where it is in the data set, how often."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stepguard.records.bad_samples import BadSamples, Identity
@@ -14,7 +14,8 @@ from stepguard.report.unbroken import middle
 MOST_LISTED = 40
 """Lines of the table; `--json` has all."""
 MOST_ROWS = 3
-LONGEST_NAME, SHORTEST_PLACE = 32, 16
+LONGEST_NAME = 32
+SHORTEST_PLACE = 16
 HEADINGS = ("step", "attempt", "batch", "rows", "data set", "cause", "left out", "place")
 LEFT_OUT = {"sample": "the rows", "micro_batch": "the micro-batch", "step": "the step"}
 
@@ -33,16 +34,15 @@ class Suspect:
     @property
     def name(self) -> str:
         """`row 17 (id a.png)`."""
-        own = f"id {self.id}"
         if self.index is None:
-            return own
-        return f"row {self.index}" + (f" ({own})" if self.id is not None else "")
+            return f"id {self.id}"
+        if self.id is None:
+            return f"row {self.index}"
+        return f"row {self.index} (id {self.id})"
 
 
 def suspects(entries: Sequence[BadSamples]) -> list[Suspect]:
-    """Samples that did it, or may have, by how often; those that were only lost with others are not
-    among them.
-    """
+    """Samples that broke a step, or may have, by how often; not those only lost with others."""
     found: dict[tuple[Identity | None, Identity | None], Suspect] = {}
     for entry in entries:
         if entry.innocent or not entry.would_fail_again:
@@ -58,36 +58,35 @@ def suspects(entries: Sequence[BadSamples]) -> list[Suspect]:
 
 
 def _identities(entry: BadSamples) -> list[tuple[Identity | None, Identity | None]]:
-    indices, ids = entry.indices or (), entry.ids or ()
-    if indices and ids and len(indices) == len(ids):
+    indices = entry.indices or ()
+    ids = entry.ids or ()
+    if indices and len(indices) == len(ids):
         return list(zip(indices, ids, strict=True))
-    return [(index, None) for index in indices] or [(None, own) for own in ids]
+    if indices:
+        return [(index, None) for index in indices]
+    return [(None, own) for own in ids]
 
 
 def totals(entries: Sequence[BadSamples]) -> dict[str, int]:
     """Samples lost, steps they were lost in, and all samples of these steps."""
-    steps = {
-        (entry.run, entry.attempt, entry.incident or entry.step, entry.rank): entry.of
-        for entry in entries
-    }
-    return {
-        "lost": sum(entry.count for entry in entries),
-        "steps": len(steps),
-        "of": sum(steps.values()),
-    }
+    lost = 0
+    steps = {}
+    for entry in entries:
+        lost += entry.count
+        # A step that lost several micro-batches has several entries, each with all its samples.
+        steps[entry.run, entry.attempt, entry.incident or entry.step, entry.rank] = entry.of
+    return {"lost": lost, "steps": len(steps), "of": sum(steps.values())}
 
 
 def as_json(
     run: str, entries: Sequence[BadSamples], unread: int, seen_steps: int
 ) -> dict[str, Any]:
+    """Everything there is, for `--json`."""
     return {
         "run": run,
         "entries": [to_jsonable(entry) for entry in entries],
         "totals": {**totals(entries), "steps_seen": seen_steps},
-        "samples": [
-            {"index": s.index, "id": s.id, "times": s.times, "proven": s.proven, "causes": s.causes}
-            for s in suspects(entries)
-        ],
+        "samples": [asdict(suspect) for suspect in suspects(entries)],
         "unread": unread,
     }
 
@@ -101,7 +100,7 @@ def render_ledger(
     lines = _table(entries[:MOST_LISTED], width) if entries else []
     if len(entries) > MOST_LISTED:
         lines.append(f"and {len(entries) - MOST_LISTED} more; --json lists all")
-    lines += ["", *_sums(entries, seen_steps), *_repeated(entries)]
+    lines += ["", _sums(entries, seen_steps), *_repeated(entries)]
     if unread:
         lines.append(
             f"{phrases.count(unread, 'line')} could not be read: a crash while writing, or a full "
@@ -111,55 +110,61 @@ def render_ledger(
 
 
 def _table(entries: Sequence[BadSamples], width: int) -> list[str]:
-    rows = [HEADINGS, *(_cells(entry) for entry in entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS) - 1)]
+    rows = [HEADINGS, *map(_cells, entries)]
+    widths = []
+    for column in range(len(HEADINGS) - 1):
+        widths.append(max(len(row[column]) for row in rows))
     room = width - sum(widths) - 2 * len(widths) - 1
     lines = []
     for row in rows:
-        cells = [cell.ljust(widths[column]) for column, cell in enumerate(row[:-1])]
-        place = middle(row[-1], room) if room >= SHORTEST_PLACE else ""
-        lines.append(" " + "  ".join([*cells, place]))
+        cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
+        if room >= SHORTEST_PLACE:
+            cells.append(middle(row[-1], room))
+        lines.append(" " + "  ".join(cells))
     return lines
 
 
 def _cells(entry: BadSamples) -> tuple[str, ...]:
-    where = "" if entry.batch is None else f"{entry.epoch}:{entry.batch}"
+    attempt = str(entry.attempt)
+    if entry.rank:
+        attempt += f" rank {entry.rank}"
+    batch = "" if entry.batch is None else f"{entry.epoch}:{entry.batch}"
     if entry.micro_batch is not None:
-        where += f" part {entry.micro_batch + 1}"
-    innocent = "lost with others" if entry.innocent else entry.place
+        batch += f" part {entry.micro_batch + 1}"
+    rows = f"all {entry.count or ''}"
+    if entry.samples:
+        rows = phrases.first_few(entry.samples, MOST_ROWS)
     return (
         str(entry.step),
-        str(entry.attempt) + (f" rank {entry.rank}" if entry.rank else ""),
-        where.strip(),
-        phrases.first_few(entry.samples, MOST_ROWS)
-        if entry.samples
-        else f"all {entry.count or ''}".strip(),
+        attempt,
+        batch.strip(),
+        rows.strip(),
         _names(entry),
         entry.cause,
         LEFT_OUT[entry.left_out],
-        innocent,
+        "lost with others" if entry.innocent else entry.place,
     )
 
 
 def _names(entry: BadSamples) -> str:
     """`48211`, `48211 = a.png`, or `a.png`."""
     named = []
-    for index, own in _identities(entry):
-        known = [str(part) for part in (index, own) if part is not None]
-        named.append(" = ".join(middle(part, LONGEST_NAME) for part in known))
+    for identity in _identities(entry):
+        known = [middle(str(part), LONGEST_NAME) for part in identity if part is not None]
+        named.append(" = ".join(known))
     return phrases.first_few(named, MOST_ROWS) or "-"
 
 
-def _sums(entries: Sequence[BadSamples], seen_steps: int) -> list[str]:
+def _sums(entries: Sequence[BadSamples], seen_steps: int) -> str:
     sums = totals(entries)
     if not sums["of"]:
-        return [f"{phrases.count(sums['steps'], 'step')} lost samples; how many is not known"]
+        return f"{phrases.count(sums['steps'], 'step')} lost samples; how many is not known"
     steps = phrases.count(sums["steps"], "step")
     lost = f"{phrases.count(sums['lost'], 'sample')} lost in {steps}, of {sums['of']:,} in them"
     seen = round(seen_steps * sums["of"] / sums["steps"])
     if seen > sums["of"]:
         lost += f"; {sums['lost'] / seen:.2%} of about {seen:,} seen"
-    return [lost]
+    return lost
 
 
 def _repeated(entries: Sequence[BadSamples]) -> list[str]:

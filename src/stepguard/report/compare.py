@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from io import StringIO
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rich.table import Table
 
 from stepguard.records.codec import dumps, to_jsonable
+from stepguard.records.decision import Action
 from stepguard.report import phrases, screen
+from stepguard.report.decision_words import done_times
+from stepguard.report.step_lines import StepLine, committed, finite_values
 from stepguard.report.summary import Record, RunSummary, summarize
 from stepguard.report.unbroken import Name, Unbroken
 
@@ -42,63 +45,79 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
+    """One of the two runs."""
+
     record: Record
     summary: RunSummary
 
     @property
     def hurt(self) -> int:
         """Steps that were committed although their loss or gradient norm was not finite."""
-        return sum(line.get("committed", True) and _bad(line) for line in self.record.steps)
+        return sum(_not_finite(line) for line in committed(self.record.steps))
 
     @property
     def checked(self) -> int:
-        """None in a record that an unguarded loop kept of itself (`guarded: false` in its first
-        line).
-        """
+        """Losses that a guard has read; an unguarded loop says `guarded: false` in its journal."""
         if self.record.header.get("guarded") is False:
             return 0
         return sum("loss" in line for line in self.record.steps)
 
     @property
+    def bad_steps(self) -> int:
+        return self.summary.bad_steps + self.hurt
+
+    @property
     def ended_at(self) -> float | None:
-        losses = [
-            line["loss"]
-            for line in self.record.steps
-            if line.get("committed", True) and _fine(line, "loss")
-        ]
+        losses = finite_values(committed(self.record.steps), "loss")
         tail = losses[-max(1, int(len(losses) * TAIL)) :]
         return sum(tail) / len(tail) if tail else None
 
 
 def compare(first: Record, second: Record) -> Comparison:
-    """Pure: the same two records give the same table."""
-    a, b = _Side(first, summarize(first)), _Side(second, summarize(second))
+    """Compare two journals. Pure: the same two records give the same table."""
+    sides = (_Side(first, summarize(first)), _Side(second, summarize(second)))
+
+    def words(aspect: str, of: Callable[[_Side], str]) -> Row:
+        a, b = map(of, sides)
+        return Row(aspect=aspect, first=a, second=b, better="same" if a == b else "unknown")
+
+    def fewer(
+        aspect: str, of: Callable[[_Side], float | None], say: Callable[[_Side], str] | None = None
+    ) -> Row:
+        """The smaller number is the better one."""
+        a, b = map(of, sides)
+        if say is None:
+            return Row(
+                aspect=aspect,
+                first=phrases.number(a),
+                second=phrases.number(b),
+                better=_smaller(a, b),
+            )
+        return replace(words(aspect, say), better=_smaller(a, b))
+
     rows = (
-        _words(
-            "steps", [f"{s.summary.committed:,} of {s.summary.steps:,} committed" for s in (a, b)]
-        ),
-        _words("losses read before backward", [f"{s.checked:,}" for s in (a, b)]),
-        _fewer(
-            "bad steps",
-            [s.summary.bad_steps + s.hurt for s in (a, b)],
-            [_bad_steps(s) for s in (a, b)],
-        ),
-        _fewer("bad steps committed", [s.hurt for s in (a, b)], [f"{s.hurt:,}" for s in (a, b)]),
-        _words("what was done", [_done(s.summary) for s in (a, b)]),
-        _words("first origin and cause", [_cause(s.summary) for s in (a, b)]),
-        _words("clipping", [_clipping(s.summary) for s in (a, b)]),
-        _fewer(
-            "loss at the end",
-            [a.ended_at, b.ended_at],
-            [phrases.number(s.ended_at) for s in (a, b)],
-        ),
-        _fewer("best loss", *_both([s.summary.best_loss for s in (a, b)])),
-        _fewer("seconds a step", *_both([s.summary.seconds_per_step for s in (a, b)])),
+        words("steps", _steps),
+        words("losses read before backward", lambda side: f"{side.checked:,}"),
+        fewer("bad steps", lambda side: side.bad_steps, _bad_steps),
+        fewer("bad steps committed", lambda side: side.hurt, lambda side: f"{side.hurt:,}"),
+        words("what was done", lambda side: _done(side.summary)),
+        words("first origin and cause", lambda side: _cause(side.summary)),
+        words("clipping", lambda side: _clipping(side.summary)),
+        fewer("loss at the end", lambda side: side.ended_at),
+        fewer("best loss", lambda side: side.summary.best_loss),
+        fewer("seconds a step", lambda side: side.summary.seconds_per_step),
     )
-    settings = _differing(a.summary.changed_settings, b.summary.changed_settings)
-    return Comparison(
-        first=a.summary.journal, second=b.summary.journal, rows=rows, settings=settings
-    )
+    a, b = (side.summary for side in sides)
+    settings = _differing(a.changed_settings, b.changed_settings)
+    return Comparison(first=a.journal, second=b.journal, rows=rows, settings=settings)
+
+
+def _smaller(a: float | None, b: float | None) -> Better:
+    if a is None or b is None:
+        return "unknown"
+    if a == b:
+        return "same"
+    return "first" if a < b else "second"
 
 
 def render_json(comparison: Comparison) -> str:
@@ -113,80 +132,54 @@ def render_terminal(comparison: Comparison, *, width: int = 100, colour: bool = 
     for heading in ("", *_headings(comparison.first, comparison.second)):
         table.add_column(Name(heading))
     for row in comparison.rows:
-        marks = {"first": ("green", ""), "second": ("", "green")}.get(row.better, ("", ""))
-        table.add_row(
-            Unbroken(row.aspect, "cyan"),
-            Unbroken(row.first, marks[0]),
-            Unbroken(row.second, marks[1]),
-        )
+        first = Unbroken(row.first, "green" if row.better == "first" else "")
+        second = Unbroken(row.second, "green" if row.better == "second" else "")
+        table.add_row(Unbroken(row.aspect, "cyan"), first, second)
     for name, (mine, other) in comparison.settings.items():
         table.add_row(Unbroken(name, "cyan"), Unbroken(_setting(mine)), Unbroken(_setting(other)))
     console.print(table)
-    assert isinstance(console.file, StringIO)
-    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+    return screen.text_on(console)
 
 
-def _words(aspect: str, said: Sequence[str]) -> Row:
-    return Row(
-        aspect=aspect,
-        first=said[0],
-        second=said[1],
-        better="same" if said[0] == said[1] else "unknown",
-    )
-
-
-def _fewer(aspect: str, values: Sequence[float | None], said: Sequence[str]) -> Row:
-    """The smaller number is the better one."""
-    a, b = values
-    better: Better = "unknown"
-    if a is not None and b is not None:
-        better = "same" if a == b else "first" if a < b else "second"
-    return Row(aspect=aspect, first=said[0], second=said[1], better=better)
-
-
-def _both(values: Sequence[float | None]) -> tuple[Sequence[float | None], list[str]]:
-    return values, [phrases.number(value) for value in values]
+def _steps(side: _Side) -> str:
+    return f"{side.summary.committed:,} of {side.summary.steps:,} committed"
 
 
 def _bad_steps(side: _Side) -> str:
-    summary, number = side.summary, side.summary.bad_steps + side.hurt
-    return (
-        f"{number:,}, first at step {summary.first_bad}"
-        if summary.first_bad is not None
-        else f"{number:,}"
-    )
+    text = f"{side.bad_steps:,}"
+    if side.summary.first_bad is not None:
+        text += f", first at step {side.summary.first_bad}"
+    return text
 
 
 def _done(summary: RunSummary) -> str:
-    counts: dict[str, int] = {}
+    counts: Counter[Action] = Counter()
     for group in summary.groups:
-        for action, times in group.actions.items():
-            counts[action] = counts.get(action, 0) + times
-    return (
-        ", ".join(
-            f"{phrases.ACTION_DONE.get(action, action)} {times}" for action, times in counts.items()
-        )
-        or "-"
-    )
+        counts.update(group.actions)
+    return done_times(counts) or "-"
 
 
 def _cause(summary: RunSummary) -> str:
     if not summary.groups:
         return "-"
     first = summary.groups[0]
-    named = ", ".join(part for part in (first.where, f"{first.code} {first.title}".strip()) if part)
-    return named or "not located"
+    named = [first.where, f"{first.code} {first.title}".strip()]
+    return ", ".join(part for part in named if part) or "not located"
 
 
 def _clipping(summary: RunSummary) -> str:
-    clip = summary.clip
-    return "-" if clip is None else f"{clip.clipped / clip.steps:.0%} of the steps"
+    if summary.clip is None:
+        return "-"
+    return f"{summary.clip.clipped / summary.clip.steps:.0%} of the steps"
 
 
 def _differing(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    names = [*first, *(name for name in second if name not in first)]
-    pairs = {name: (first.get(name), second.get(name)) for name in names if name != "run_dir"}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    differing = {}
+    for name in {**first, **second}:
+        pair = (first.get(name), second.get(name))
+        if name != "run_dir" and pair[0] != pair[1]:
+            differing[name] = pair
+    return differing
 
 
 def _setting(value: Any) -> str:
@@ -195,8 +188,9 @@ def _setting(value: Any) -> str:
 
 def _headings(first: str, second: str) -> tuple[str, str]:
     """The folders of the runs; with what is above them where they have the same name."""
-    short = _short(first), _short(second)
-    return short if short[0] != short[1] else (_folder(first), _folder(second))
+    if _short(first) == _short(second):
+        return _folder(first), _folder(second)
+    return _short(first), _short(second)
 
 
 def _folder(journal: str) -> str:
@@ -206,12 +200,11 @@ def _folder(journal: str) -> str:
 def _short(journal: str) -> str:
     """The run's folder: the file in it is always called the same."""
     parts = journal.replace("\\", "/").split("/")
-    return parts[-2] if len(parts) > 1 and parts[-1].startswith("journal") else parts[-1]
+    if len(parts) > 1 and parts[-1].startswith("journal"):
+        return parts[-2]
+    return parts[-1]
 
 
-def _bad(line: Any) -> bool:
-    return any(name in line and not _fine(line, name) for name in ("loss", "grad_norm"))
-
-
-def _fine(line: Any, name: str) -> bool:
-    return phrases.finite(line.get(name))
+def _not_finite(line: StepLine) -> bool:
+    seen = [line[name] for name in ("loss", "grad_norm") if name in line]
+    return not all(map(phrases.finite, seen))

@@ -1,8 +1,8 @@
 """A log for `tail -f` and grep, and one JSON object a step for a quick plot.
 
-`train_<time>.log` is this run's log, `latest.log` a link to the newest, `training_log.jsonl` goes
-on over restarts. Every line is on its way to disk before the next step starts; a crash can lose at
-most the line being written.
+`train_<time>.log` is this run's log, `latest.log` a link to the newest, `training_log.jsonl`
+continues over restarts. Every line is written out before the next step starts, so a crash can lose
+at most the line being written.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from stepguard.records import Incident, Reading, Sink
+from stepguard.records import Incident, Origin, Reading, Sink
 from stepguard.records.codec import dumps
 from stepguard.records.linefile import LineFile
-from stepguard.report import phrases
+from stepguard.records.place import place
+from stepguard.report import messages, phrases
+from stepguard.report.decision_words import ACTION_WORDS, budget
 
 LATEST = "latest.log"
 STEPS = "training_log.jsonl"
@@ -24,16 +26,6 @@ STAMP = "%Y%m%d-%H%M%S"
 
 _LOSS_KINDS = ("nonfinite_loss", "nonfinite_input")
 _GRADIENT_KINDS = ("nonfinite_gradient", "infinite_norm", "scaler_collapse")
-_ACTION_LINES = {
-    "leave_out": "Going on without what was bad",
-    "undo": "Taking the update back",
-    "retry": "Running the same step once more",
-    "skip": "Skipping batch and resetting gradients",
-    "lower_lr": "Skipping batch and resetting gradients, lowering the learning rate",
-    "rewind": "Rewinding to the last good snapshot",
-    "stop": "Stopping training to prevent corruption...",
-    "note": "Going on",
-}
 
 
 class HumanLog(Sink):
@@ -55,7 +47,7 @@ class HumanLog(Sink):
 
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = _fresh(self.folder, self._clock().strftime(STAMP))
+        self.path = _unused_path(self.folder, self._clock().strftime(STAMP))
         self._log = LineFile(self.path)
         point_link(self.folder / LATEST, self.path.name)
         drop_torn_line(self.folder / STEPS)
@@ -68,11 +60,13 @@ class HumanLog(Sink):
             self._steps.append((dumps(self._object(reading, committed)) + "\n").encode())
 
     def _object(self, reading: Reading, committed: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {"step": reading.step, "loss": reading.loss}
+        if reading.components:
+            fields["components"] = reading.components
+        if reading.followed:
+            fields["followed"] = reading.followed
         return {
-            "step": reading.step,
-            "loss": reading.loss,
-            **({"components": reading.components} if reading.components else {}),
-            **({"followed": reading.followed} if reading.followed else {}),
+            **fields,
             "grad_norm": reading.grad_norm,
             "lr": list(reading.lr),
             "seconds": reading.seconds,
@@ -88,7 +82,7 @@ class HumanLog(Sink):
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write one line; other lines of the journal than notes and faults are for programs."""
         if kind == "fault":
-            self.line(phrases.disarmed(fields))
+            self.line(messages.disarmed(fields))
         elif kind == "note":
             title = phrases.verdict_title(str(fields.get("kind")))
             self.line(f"note at step {fields.get('step')}: {title}: {fields.get('summary')}")
@@ -115,59 +109,63 @@ def step_line(reading: Reading, *, committed: bool = True) -> str:
     """`step 12 loss 2.3412 grad_norm 0.91 lr 1.00e-04 0.21s`."""
     words = [f"step {reading.step}"]
     if reading.loss is not None:
-        words.append(
-            f"loss {reading.loss:.4f}" if abs(reading.loss) < 1e6 else f"loss {reading.loss:.4e}"
-        )
-    words += [f"{name} {value:.4f}" for name, value in reading.components.items()]
+        digits = ".4f" if abs(reading.loss) < 1e6 else ".4e"
+        words.append(f"loss {reading.loss:{digits}}")
+    for name, value in reading.components.items():
+        words.append(f"{name} {value:.4f}")
     if reading.grad_norm is not None:
-        words.append(
-            f"grad_norm {reading.grad_norm:.2f}"
-            if _two_digits(reading.grad_norm)
-            else _short(reading)
-        )
+        words.append(f"grad_norm {_norm(reading.grad_norm)}")
     if reading.lr:
         words.append(f"lr {phrases.rates(reading.lr)}")
-    words += [f"{name} {phrases.number(value)}" for name, value in reading.followed.items()]
+    for name, value in reading.followed.items():
+        words.append(f"{name} {phrases.number(value)}")
     if reading.seconds is not None:
         words.append(f"{reading.seconds:.2f}s")
-    return " ".join(words) + ("" if committed else " (not committed)")
+    if not committed:
+        words.append("(not committed)")
+    return " ".join(words)
 
 
-def _two_digits(norm: float) -> bool:
-    return not phrases.finite(norm) or norm == 0 or 0.1 <= norm < 1e6
-
-
-def _short(reading: Reading) -> str:
-    return f"grad_norm {reading.grad_norm:.2e}"
+def _norm(norm: float) -> str:
+    readable = not phrases.finite(norm) or norm == 0 or 0.1 <= norm < 1e6
+    return f"{norm:.2f}" if readable else f"{norm:.2e}"
 
 
 def error_lines(incident: Incident) -> Iterator[str]:
-    """What the log says about one bad step; every incident has at least one line that starts with
-    ERROR.
-    """
+    """Yield the lines about one bad step, at least one of which starts with ERROR."""
     yield from _headline(incident)
     if incident.origin is not None:
-        culprits = phrases.culprits(incident.origin)
-        origin = f"  origin: {incident.origin.phase} {phrases.place(incident.origin)}".rstrip()
-        yield origin + (f", {culprits}" if culprits else "")
-        if incident.origin.output is not None:
-            yield f"  output: {phrases.operand(incident.origin.output)}"
-    for finding in incident.findings[:1]:
-        yield f"  cause: {finding.code} {finding.title}"
+        yield from _origin_lines(incident.origin)
+    if incident.findings:
+        yield f"  cause: {incident.findings[0].code} {incident.findings[0].title}"
     if incident.reading.lr:
         yield f"  lr: {phrases.rates(incident.reading.lr)}"
     if incident.decision is not None:
-        yield _ACTION_LINES.get(incident.decision.action, incident.decision.action)
-        yield f"  {phrases.budget(incident.decision)}" + (
-            f": {incident.decision.reason}" if incident.decision.reason else ""
-        )
+        yield ACTION_WORDS[incident.decision.action].log
+        used = f"  {budget(incident.decision)}"
+        if incident.decision.reason:
+            used += f": {incident.decision.reason}"
+        yield used
+
+
+def _origin_lines(origin: Origin) -> Iterator[str]:
+    where = f"  origin: {origin.phase} {place(origin)}".rstrip()
+    culprits = phrases.culprits(origin)
+    if culprits:
+        where += f", {culprits}"
+    yield where
+    if origin.output is not None:
+        yield f"  output: {phrases.operand(origin.output)}"
 
 
 def _headline(incident: Incident) -> Iterator[str]:
-    reading, kind, step = incident.reading, incident.verdict.kind, incident.step
+    reading = incident.reading
+    kind = incident.verdict.kind
+    step = incident.step
     if kind in _LOSS_KINDS:
         yield f"ERROR: Invalid loss at step {step}: {reading.loss}"
-        yield from (f"  {name}: {value}" for name, value in reading.components.items())
+        for name, value in reading.components.items():
+            yield f"  {name}: {value}"
     elif kind in _GRADIENT_KINDS:
         yield f"ERROR: NaN/Inf gradient norm at step {step}"
         yield f"ERROR: Invalid gradient norm: {reading.grad_norm}"
@@ -177,13 +175,13 @@ def _headline(incident: Incident) -> Iterator[str]:
         yield f"  {incident.verdict.summary}"
 
 
-def _fresh(folder: Path, stamp: str) -> Path:
+def _unused_path(folder: Path, stamp: str) -> Path:
     """Two runs that start within one second do not write into the same file."""
     path = folder / f"train_{stamp}.log"
-    again = 1
+    number = 1
     while path.exists():
-        again += 1
-        path = folder / f"train_{stamp}-{again}.log"
+        number += 1
+        path = folder / f"train_{stamp}-{number}.log"
     return path
 
 
@@ -195,7 +193,7 @@ def point_link(link: Path, target: str) -> None:
         fresh.symlink_to(target)
         fresh.replace(link)
     except OSError:
-        # a filesystem without links still gets its log, only without the short name
+        # A filesystem without links still gets its log, only without the short name.
         fresh.unlink(missing_ok=True)
 
 

@@ -1,8 +1,9 @@
-"""One screen of a run that is going on: where it is, how it looks, which stages it has passed."""
+"""One screen of an unfinished run: where it is, how it looks, which stages it has passed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -10,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stepguard.report import phrases
-from stepguard.report.health import Concern, concerns
-from stepguard.report.stages import Outcome
+from stepguard.report.decision_words import ACTION_WORDS
+from stepguard.report.health import Concern, concerns, ended
+from stepguard.report.stages import Outcome, State
+from stepguard.report.step_lines import finite_values
 from stepguard.report.summary import Record, RunSummary
 from stepguard.report.unbroken import Unbroken
 
@@ -38,38 +41,46 @@ def judge_run(
     *,
     now: bool = False,
 ) -> Verdict:
-    """After `wanted` steps, at the end of the run, or as soon as a stage has failed.
+    """Judge a run after `wanted` steps, at its end, or as soon as a stage has failed.
 
-    `told` is what `health` holds against the run. With `now` a run that goes on is judged as well,
-    if only to its disadvantage: whether it is healthy is not known before.
+    `told` is what `health` holds against the run. With `now` an unfinished run is judged as well,
+    if only to its disadvantage: whether it is healthy is not known before its end.
     """
     told = concerns(record) if told is None else told
+    states = set(map(attrgetter("state"), outcomes))
     if _stopped(record):
         return "stopped"
-    if any(outcome.state == "failed" for outcome in outcomes):
+    if "failed" in states:
         return "unhealthy"
-    over = any(line.get("type") == "end" for line in record.notes)
-    undecided = any(outcome.state == "waiting" for outcome in outcomes)
-    enough = wanted is not None and len(record.steps) >= wanted
-    if not over and (undecided or not enough):
-        return _worst(told) if now and told else "waiting"
-    if undecided:
+    if ended(record) is None and not _enough_seen(record, states, wanted):
+        return _worst(told, "waiting") if now else "waiting"
+    if "waiting" in states:
         return "unhealthy"
-    if outcomes:  # what the user asked for holds; only what is plainly broken counts beside it
-        told = [concern for concern in told if concern.weight == "unhealthy"]
-    return _worst(told) if told else "healthy"
+    verdict = _worst(told, "healthy")
+    # Where what the user asked for holds, only what is plainly broken counts beside it.
+    return "healthy" if outcomes and verdict == "attention" else verdict
 
 
-def _worst(told: Sequence[Concern]) -> Verdict:
-    return "unhealthy" if any(concern.weight == "unhealthy" for concern in told) else "attention"
+def _enough_seen(record: Record, states: set[State], wanted: int | None) -> bool:
+    if wanted is None or "waiting" in states:
+        return False
+    return len(record.steps) >= wanted
+
+
+def _worst(told: Sequence[Concern], none: Verdict) -> Verdict:
+    """The weight of the worst concern, or `none`."""
+    weights = {concern.weight for concern in told}
+    if "unhealthy" in weights:
+        return "unhealthy"
+    return "attention" if weights else none
 
 
 def _stopped(record: Record) -> bool:
-    """By its policy, and not started again since."""
-    last = record.incidents[-1] if record.incidents else None
-    if last is None or not last.stopped:
+    """Did its policy stop the run, and was it not started again since?"""
+    if not record.incidents or not record.incidents[-1].stopped:
         return False
-    return not record.steps or record.steps[-1]["step"] in (last.step - 1, last.step)
+    last = record.incidents[-1].step
+    return not record.steps or record.steps[-1]["step"] in (last - 1, last)
 
 
 def screenful(
@@ -83,16 +94,16 @@ def screenful(
     parts: list[RenderableType] = [_numbers(record, summary)]
     if outcomes:
         parts.append(_stages(outcomes))
-        parts.extend(Unbroken(f" {outcome.note}", "yellow") for outcome in outcomes if outcome.note)
+    for outcome in outcomes:
+        if outcome.note:
+            parts.append(Unbroken(f" {outcome.note}", "yellow"))
     for incident in record.incidents[-LAST_INCIDENTS:]:
         text = f" step {incident.step}: {incident.verdict.summary}"
-        done = (
-            f", {phrases.ACTION_DONE.get(incident.decision.action, '')}"
-            if incident.decision
-            else ""
-        )
-        parts.append(Unbroken(text + done, "red"))
-    parts.extend(Unbroken(f" {concern.text}", WEIGHTS[concern.weight]) for concern in told)
+        if incident.decision is not None:
+            text += f", {ACTION_WORDS[incident.decision.action].done}"
+        parts.append(Unbroken(text, "red"))
+    for concern in told:
+        parts.append(Unbroken(f" {concern.text}", WEIGHTS[concern.weight]))
     parts.append(Text(f" {verdict}", style=ENDED[verdict]))
     return Group(*parts)
 
@@ -105,7 +116,7 @@ def _numbers(record: Record, summary: RunSummary) -> RenderableType:
     steps = f"{summary.steps:,} seen, {summary.committed:,} committed, {summary.skipped:,} skipped"
     rows = [("step", f"{last.get('step', '-')}  ({steps})")]
     for name in ("loss", "grad_norm"):
-        values = [line[name] for line in record.steps[-SHOWN:] if phrases.finite(line.get(name))]
+        values = finite_values(record.steps[-SHOWN:], name)
         if values:
             rows.append((name, f"{phrases.number(last.get(name))}  {phrases.sparkline(values)}"))
     if last.get("lr"):

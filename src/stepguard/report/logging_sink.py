@@ -1,7 +1,7 @@
 """Messages for people as records of Python's `logging`, under the logger `stepguard`.
 
-INFO: notes about what the guard does. WARNING: incidents, anomalies, refused saves and whatever else
-costs something. ERROR: the policy stopped the run, or the guard disarmed itself.
+INFO: notes on what the guard does. WARNING: incidents, anomalies, refused saves and other losses.
+ERROR: the policy stopped the run, or the guard disarmed itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stepguard.records import Incident, Sink
-from stepguard.report import phrases
+from stepguard.report import messages
 
 LOGGER = logging.getLogger("stepguard")
 INFORMATION = frozenset(
@@ -41,20 +41,20 @@ class LoggingSink(Sink):
         self._whose = whose
 
     def incident(self, incident: Incident) -> None:
-        text = phrases.incident_line(incident)
+        text = messages.incident_line(incident)
         self._log(logging.WARNING, text, step=incident.step, kind=incident.verdict.kind)
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         step = fields.get("step")
         if kind == "fault":
-            self._log(logging.ERROR, phrases.disarmed(fields), step=step, kind="fault")
+            self._log(logging.ERROR, messages.disarmed(fields), step=step, kind="fault")
         elif kind == "note":
             topic = str(fields.get("kind"))
             level = logging.INFO if topic in INFORMATION else logging.WARNING
-            self._log(level, phrases.note_line(fields), step=step, kind=topic)
+            self._log(level, messages.note_line(fields), step=step, kind=topic)
 
     def halted(self, incident: Incident, exit_line: str) -> None:
-        text = phrases.stopping(incident)
+        text = messages.stopping(incident)
         self._log(logging.ERROR, text, step=incident.step, kind="halted")
         self._log(logging.ERROR, exit_line, step=incident.step, kind="halted")
 

@@ -1,7 +1,6 @@
 """One incident as a panel: what, where, why, what was done, what to do, and the next command.
 
-There are rules above and below and no lines at the sides, so that snippets and commands can be
-copied.
+No lines at the sides, so that snippets and commands can be copied.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from textwrap import dedent
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, OverflowMethod, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.syntax import Syntax
@@ -19,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stepguard.records import Incident, Operand, Origin, Policy, Reading, Remedy
+from stepguard.records.place import place_and_phase
 from stepguard.report import phrases
+from stepguard.report.decision_words import budget, done, effect
 from stepguard.report.unbroken import Unbroken
 
 LABEL_WIDTH = 7
@@ -44,21 +45,19 @@ def paint_incident(
     unicode: bool = True,
     whose: str = "",
 ) -> None:
-    """Print the whole panel; sections without data are left out. `whose`: the guard's name, where
-    there are several.
-    """
+    """Print the panel without empty sections; `whose` names the guard if there are several."""
     line = "━" if unicode else "-"
     title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
-    title += f" ({whose})" if whose else ""
+    if whose:
+        title += f" ({whose})"
     console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
     console.print(_rows(_sections(incident, policy, unicode)))
     for position, remedy in enumerate(_first_remedies(incident)):
         _paint_remedy(console, position, remedy)
     for row, command in enumerate(next_commands(incident)):
-        name = " NEXT" if row == 0 else ""
-        _whole(
-            console, Text.assemble((f"{name:<{LABEL_WIDTH + 2}}", "bold cyan"), (command, "bold"))
-        )
+        label = " NEXT" if row == 0 else ""
+        padded = f"{label:<{LABEL_WIDTH + 2}}"
+        _print_unwrapped(console, Text.assemble((padded, "bold cyan"), (command, "bold")))
     console.print(Rule(characters=line, style="red"))
 
 
@@ -71,7 +70,7 @@ def _rows(sections: Iterable[Section]) -> RenderableType:
     return body
 
 
-def _whole(console: Console, line: Text) -> None:
+def _print_unwrapped(console: Console, line: Text) -> None:
     """Commands and snippets stay on one line each, however long, so that they can be copied."""
     console.print(line, soft_wrap=True, overflow="ignore", crop=False)
 
@@ -106,9 +105,8 @@ def _what(incident: Incident) -> RenderableType:
     if numbers:
         lines.append(Unbroken(numbers, "dim"))
     if len(incident.reading.bad_grads) > 1:
-        lines.append(
-            Unbroken(f"bad gradients: {phrases.first_few(incident.reading.bad_grads, 4)}", "dim")
-        )
+        named = phrases.first_few(incident.reading.bad_grads, 4)
+        lines.append(Unbroken(f"bad gradients: {named}", "dim"))
     return Group(*lines)
 
 
@@ -119,9 +117,10 @@ def _numbers(reading: Reading) -> str:
         "grad norm": reading.grad_norm,
         "scale": reading.scale,
     }
-    shown = [
-        f"{name} {phrases.number(value)}" for name, value in named.items() if value is not None
-    ]
+    shown = []
+    for name, value in named.items():
+        if value is not None:
+            shown.append(f"{name} {phrases.number(value)}")
     if reading.lr:
         shown.append(f"lr {phrases.rates(reading.lr)}")
     if reading.bad_ranks:
@@ -130,21 +129,19 @@ def _numbers(reading: Reading) -> str:
 
 
 def _where(origin: Origin, unicode: bool) -> RenderableType:
-    lines: list[RenderableType] = [
-        Unbroken(f"{origin.phase}: {phrases.place(origin)}".rstrip(": "))
-    ]
+    lines: list[RenderableType] = [Unbroken(place_and_phase(origin))]
     if origin.context:
         lines.append(Padding(_source(origin, unicode), (0, 0, 0, 2)))
-    values = [
-        *origin.inputs[:MOST_OPERANDS],
-        *([origin.output] if origin.output is not None else []),
-    ]
+    values = list(origin.inputs[:MOST_OPERANDS])
+    if origin.output is not None:
+        values.append(origin.output)
     if values:
         lines.append(Padding(_values(origin, values), (0, 0, 0, 2)))
     culprits = phrases.culprits(origin)
     if culprits:
         lines.append(Unbroken(culprits))
-    lines.extend(Unbroken(sentence, "dim") for sentence in _certainty(origin))
+    for sentence in _certainty(origin):
+        lines.append(Unbroken(sentence, "dim"))
     return Group(*lines)
 
 
@@ -153,9 +150,11 @@ def _values(origin: Origin, values: list[Operand]) -> Table:
     table.add_column(no_wrap=True, style="dim")
     table.add_column()
     for position, value in enumerate(values):
-        is_output = value is origin.output
-        name = "output" if is_output else value.name or f"input {position}"
-        table.add_row(name, Unbroken(phrases.operand(value), "" if value.finite else "yellow"))
+        name = value.name or f"input {position}"
+        if value is origin.output:
+            name = "output"
+        style = "" if value.finite else "yellow"
+        table.add_row(name, Unbroken(phrases.operand(value), style))
     return table
 
 
@@ -176,42 +175,40 @@ def _not_again(origin: Origin) -> str:
 
 
 def _source(origin: Origin, unicode: bool) -> RenderableType:
-    """The source lines, highlighted, with a mark at the one that did it."""
-    numbered = [_NUMBERED.match(line) for line in origin.context]
+    """The source lines, highlighted, with a mark at the one that made the bad value."""
+    numbers = []
+    code = []
+    for line in origin.context:
+        match = _NUMBERED.match(line)
+        numbers.append(match[1] if match else "")
+        code.append(match[2] if match else line)
     culprit = (origin.source or "").rpartition(":")[2]
-    code = dedent(
-        "\n".join(
-            match[2] if match else line
-            for match, line in zip(numbered, origin.context, strict=True)
-        )
-    )
-    bar, digits = (
-        "│" if unicode else "|",
-        max((len(match[1]) for match in numbered if match), default=0),
-    )
+    digits = max(map(len, numbers), default=0)
     lines = []
-    for match, text in zip(numbered, highlighted(code), strict=False):
-        number = match[1] if match else ""
+    for number, text in zip(numbers, highlighted(dedent("\n".join(code))), strict=False):
         here = bool(number) and number == culprit
-        edge = Text(
-            f"{'>' if here else ' '} {number:>{digits}} ", style="bold red" if here else "dim"
-        )
-        line = Text.assemble(
-            edge, (f"{bar} ", "dim"), text, no_wrap=True, overflow="ellipsis" if unicode else "crop"
-        )
-        line.stylize("bold" if here else "")
-        lines.append(line)
+        lines.append(_source_line(f"{number:>{digits}}", text, here=here, unicode=unicode))
     return Group(*lines)
+
+
+def _source_line(number: str, text: Text, *, here: bool, unicode: bool) -> Text:
+    bar = "│" if unicode else "|"
+    # Where the encoding has no ellipsis character, a long line is cut off without one.
+    overflow: OverflowMethod = "ellipsis" if unicode else "crop"
+    mark = Text(f"> {number} ", style="bold red") if here else Text(f"  {number} ", style="dim")
+    line = Text.assemble(mark, (f"{bar} ", "dim"), text, no_wrap=True, overflow=overflow)
+    if here:
+        line.stylize("bold")
+    return line
 
 
 def _why(incident: Incident) -> RenderableType:
     finding = incident.findings[0]
     title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
     title.append(f"({finding.certainty})", style="dim")
-    lines = [
-        Unbroken(title),
-        *(Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE]),
-    ]
+    lines = [Unbroken(title)]
+    for sentence in finding.evidence[:MOST_EVIDENCE]:
+        lines.append(Unbroken(f"- {sentence}"))
     others = [f"{other.code} {other.title}" for other in incident.findings[1:3]]
     if others:
         lines.append(Unbroken(f"less likely: {'; '.join(others)}", "dim"))
@@ -221,33 +218,41 @@ def _why(incident: Incident) -> RenderableType:
 def _done(incident: Incident, policy: Policy | None) -> RenderableType:
     decision = incident.decision
     assert decision is not None
-    done = phrases.done(decision)
-    lines = [Unbroken(Text.assemble((done, "bold"), f": {phrases.effect(incident)}".rstrip(": ")))]
+    means = effect(incident)
+    after = f": {means}" if means else ""
+    lines = [Unbroken(Text.assemble((done(decision), "bold"), after))]
     if decision.reason:
         lines.append(Unbroken(decision.reason))
     if decision.lr_factor is not None:
         lines.append(Unbroken(f"every learning rate times {decision.lr_factor:g}"))
     if decision.new_scale is not None:
         lines.append(Unbroken(f"loss scale is now {decision.new_scale:g}"))
-    lines.append(Unbroken(phrases.budget(decision, policy), "dim"))
+    lines.append(Unbroken(budget(decision, policy), "dim"))
     return Group(*lines)
 
 
 def _first_remedies(incident: Incident) -> tuple[Remedy, ...]:
-    return incident.findings[0].remedies[:MOST_REMEDIES] if incident.findings else ()
+    if not incident.findings:
+        return ()
+    return incident.findings[0].remedies[:MOST_REMEDIES]
 
 
 def _paint_remedy(console: Console, position: int, remedy: Remedy) -> None:
     note = SAFETY_NOTES.get(remedy.safety, "")
-    title = Text.assemble(f"{position + 1}. {remedy.title}", (f" ({note})" if note else "", "dim"))
-    console.print(_rows([("TO DO" if position == 0 else "", Unbroken(title))]))
+    title = Text(f"{position + 1}. {remedy.title}")
+    if note:
+        title.append(f" ({note})", style="dim")
+    label = "TO DO" if position == 0 else ""
+    console.print(_rows([(label, Unbroken(title))]))
     snippet = dedent(remedy.snippet).strip("\n")
-    for line in highlighted(snippet) if snippet else ():
-        _whole(console, Text.assemble(" " * (LABEL_WIDTH + 6), line))
+    if not snippet:
+        return
+    for line in highlighted(snippet):
+        _print_unwrapped(console, Text.assemble(" " * (LABEL_WIDTH + 6), line))
 
 
 def highlighted(code: str) -> list[Text]:
     """Python lines in the terminal's own colours."""
     text = Syntax(code, "python", theme="ansi_dark").highlight(code)
-    # rich ends what it highlights with a newline of its own
+    # rich ends what it highlights with a newline of its own.
     return list(text.split("\n", allow_blank=True))[: code.count("\n") + 1]

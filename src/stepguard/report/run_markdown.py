@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepguard.report import phrases
+from stepguard.report.decision_words import done_times
 from stepguard.report.run_words import (
-    Row,
     counts,
     further_commands,
     heading,
     lead_up,
     shorten,
-    what_was_done,
+    where_and_who,
 )
 from stepguard.report.summary import IncidentGroup, RunSummary
 
@@ -39,21 +39,19 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     yield from (f"# stepguard report: `{summary.journal}`", "")
     yield from _table(("", ""), [*heading(summary), *counts(summary)])
     if summary.torn:
-        yield from (
-            "",
-            f"> Warning: {phrases.count(summary.torn, 'line')} of the journal could not be read.",
-        )
+        yield ""
+        yield f"> Warning: {phrases.count(summary.torn, 'line')} of the journal could not be read."
     if summary.groups:
         yield from ("", "## Incidents by kind", "")
-        yield from _table(
-            _COLUMNS, [_row(i, group) for i, group in enumerate(summary.groups, start=1)]
-        )
+        rows = [_row(position, group) for position, group in enumerate(summary.groups, start=1)]
+        yield from _table(_COLUMNS, rows)
         for position, group in enumerate(summary.groups, start=1):
             yield from _details(position, group)
-    led: list[Row] = lead_up(summary)
+    led = lead_up(summary)
     if led:
         yield from ("", "## Before the first incident", "", "```")
-        yield from (f"{name:<10} {value}" for name, value in led)
+        for name, value in led:
+            yield f"{name:<10} {value}"
         yield "```"
     if summary.timeline:
         yield from ("", "## What led to what", "")
@@ -79,17 +77,20 @@ def _row(position: int, group: IncidentGroup) -> tuple[str, ...]:
         str(group.last_step),
         str(group.count),
         str(group.consecutive),
-        ", ".join(part for part in (group.where, group.culprits) if part),
+        where_and_who(group),
         f"{group.code} {group.title}".strip(),
-        what_was_done(group),
+        done_times(group.actions),
         phrases.rates(group.lr),
     )
 
 
 def _details(position: int, group: IncidentGroup) -> Iterator[str]:
-    yield from ("", f"{position}. {group.summary or phrases.verdict_title(group.verdict)}")
-    yield from (f"   - {sentence}" for sentence in group.evidence)
-    yield from (f"   - `{command}`" for command in further_commands(group))
+    yield ""
+    yield f"{position}. {group.summary or phrases.verdict_title(group.verdict)}"
+    for sentence in group.evidence:
+        yield f"   - {sentence}"
+    for command in further_commands(group):
+        yield f"   - `{command}`"
 
 
 def _chain(summary: RunSummary) -> Iterator[str]:

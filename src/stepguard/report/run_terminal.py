@@ -1,11 +1,8 @@
-"""A run's summary for a terminal: counts, incidents by kind, what led up to them, the chain of
-events.
-"""
+"""A run's summary for a terminal: counts, incidents by kind, what led to them, events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -13,13 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stepguard.report import phrases, screen
+from stepguard.report.decision_words import done_times
 from stepguard.report.run_words import (
     counts,
     further_commands,
     heading,
     lead_up,
     shorten,
-    what_was_done,
+    where_and_who,
 )
 from stepguard.report.summary import IncidentGroup, RunSummary
 from stepguard.report.timeline import Event
@@ -34,8 +32,7 @@ def render_terminal(
     """The whole screen as text."""
     console = screen.paper(width=width, colour=colour)
     paint_summary(console, summary, unicode=unicode)
-    assert isinstance(console.file, StringIO)
-    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+    return screen.text_on(console)
 
 
 def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True) -> None:
@@ -96,33 +93,35 @@ def _details(console: Console, position: int, group: IncidentGroup) -> None:
         Unbroken(group.summary or phrases.verdict_title(group.verdict)),
     )
     console.print(title)
-    where = ", ".join(part for part in (group.where, group.culprits) if part)
-    sure = f" ({group.certainty})" if group.certainty else ""
-    rows = [
-        ("where", where),
-        ("cause", f"{group.code} {group.title}{sure}" if group.code else ""),
-        *(("", f"- {sentence}") for sentence in group.evidence),
-        ("done", what_was_done(group)),
-        ("lr", phrases.rates(group.lr)),
-    ]
+    rows = [("where", where_and_who(group)), ("cause", _cause(group))]
+    for sentence in group.evidence:
+        rows.append(("", f"- {sentence}"))
+    rows += [("done", done_times(group.actions)), ("lr", phrases.rates(group.lr))]
     console.print(Padding(_pairs([row for row in rows if row[1]]), (0, 0, 0, 3)))
     for command in further_commands(group):
-        # not in the table: a long path must stay on one line to be copied
+        # Not in the table: a long path must stay on one line to be copied.
         console.print(Text.assemble(("    next   ", "cyan"), (command, "bold")), soft_wrap=True)
+
+
+def _cause(group: IncidentGroup) -> str:
+    cause = f"{group.code} {group.title}".strip()
+    if group.code and group.certainty:
+        cause += f" ({group.certainty})"
+    return cause
 
 
 def _chain(events: Sequence[Event], unicode: bool) -> RenderableType:
     shown, left_out = shorten(events)
-    first, then = ("•", "↓") if unicode else ("*", "v")
+    first = "•" if unicode else "*"
+    then = "↓" if unicode else "v"
     chain = Table.grid(padding=(0, 2, 0, 0))
     chain.add_column(no_wrap=True, style="dim")
     chain.add_column(no_wrap=True, style="dim")
     chain.add_column()
     for position, event in enumerate(shown):
         if left_out and position == len(shown) // 2:
-            chain.add_row(
-                "", then, Text(f"{phrases.count(left_out, 'event')} left out", style="dim")
-            )
+            missing = f"{phrases.count(left_out, 'event')} left out"
+            chain.add_row("", then, Text(missing, style="dim"))
         mark = then if position else first
         chain.add_row(f" {event.steps}", mark, Unbroken(event.text, STYLES[event.weight]))
     return chain

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepguard.report import phrases
-from stepguard.report.summary import IncidentGroup, RunSummary
+from stepguard.report.summary import ClipActivity, IncidentGroup, RunSummary
 from stepguard.report.timeline import Event
 
 Row = tuple[str, str]
@@ -19,29 +19,35 @@ _TOLD = (*_VERSIONS, *_RUN_FACTS, "versions", "time", "config", "settings")
 def heading(summary: RunSummary) -> list[Row]:
     """When, with what, on how many ranks, and which settings are not the default."""
     header = summary.header
-    versions = header.get("versions") or {
-        name: header[name] for name in _VERSIONS if name in header
-    }
     rows = [
         ("began", phrases.moment(header.get("time"))),
         ("restarts", f"{summary.restarts}, all in this report" if summary.restarts else ""),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("versions", _versions(header)),
         ("optimizer", _optimizer(header)),
-        (
-            "ranks",
-            f"{header['world']}, this is rank {header.get('rank', 0)}"
-            if header.get("world", 1) > 1
-            else "",
-        ),
-        (
-            "settings",
-            ", ".join(
-                f"{name}={_plain(value)}" for name, value in summary.changed_settings.items()
-            ),
-        ),
-        *((str(name), _plain(value)) for name, value in header.items() if name not in _TOLD),
+        ("ranks", _ranks(header)),
+        ("settings", _settings(summary.changed_settings)),
     ]
+    for name, value in header.items():
+        if name not in _TOLD:
+            rows.append((str(name), _plain(value)))
     return [row for row in rows if row[1]]
+
+
+def _versions(header: Mapping[str, Any]) -> str:
+    versions = header.get("versions")
+    if not versions:
+        versions = {name: header[name] for name in _VERSIONS if name in header}
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _ranks(header: Mapping[str, Any]) -> str:
+    if header.get("world", 1) <= 1:
+        return ""
+    return f"{header['world']}, this is rank {header.get('rank', 0)}"
+
+
+def _settings(changed: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_plain(value)}" for name, value in changed.items())
 
 
 def _optimizer(header: Mapping[str, Any]) -> str:
@@ -57,22 +63,23 @@ def counts(summary: RunSummary) -> list[Row]:
     """Steps, bad steps, losses, clipping."""
     rows = [("steps", _steps(summary)), ("bad steps", _bad(summary))]
     if summary.first_loss is not None:
-        losses = (summary.first_loss, summary.best_loss, summary.last_loss)
-        rows.append(("loss", "first {}, best {}, last {}".format(*map(phrases.number, losses))))
+        first = phrases.number(summary.first_loss)
+        best = phrases.number(summary.best_loss)
+        last = phrases.number(summary.last_loss)
+        rows.append(("loss", f"first {first}, best {best}, last {last}"))
     if summary.clip is not None:
-        clip = summary.clip
-        factor = (
-            f", on average to {clip.mean_factor:.2g} of their length"
-            if clip.mean_factor is not None
-            else ""
-        )
-        share = clip.clipped / clip.steps
-        rows.append(
-            ("clipping", f"{share:.1%} of {phrases.count(clip.steps, 'step')} clipped{factor}")
-        )
+        rows.append(("clipping", _clipping(summary.clip)))
     if summary.seconds_per_step is not None:
         rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step (median)"))
     return rows
+
+
+def _clipping(clip: ClipActivity) -> str:
+    share = clip.clipped / clip.steps
+    text = f"{share:.1%} of {phrases.count(clip.steps, 'step')} clipped"
+    if clip.mean_factor is not None:
+        text += f", on average to {clip.mean_factor:.2g} of their length"
+    return text
 
 
 def _steps(summary: RunSummary) -> str:
@@ -97,28 +104,28 @@ def _bad(summary: RunSummary) -> str:
 
 def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:
     """Gradient norm, loss and what was followed, over the steps before the first incident."""
-    series = (
-        ("grad norm", summary.norms_before),
-        ("loss", summary.losses_before),
-        *summary.followed_before.items(),
-    )
-    return [(name, _spark(values, plain)) for name, values in series if len(values) > 1]
+    series = {
+        "grad norm": summary.norms_before,
+        "loss": summary.losses_before,
+        **summary.followed_before,
+    }
+    rows = []
+    for name, values in series.items():
+        if len(values) > 1:
+            rows.append((name, _spark(values, plain)))
+    return rows
 
 
 def _spark(values: Sequence[float], plain: bool) -> str:
-    first, last = phrases.number(values[0]), phrases.number(values[-1])
-    return (
-        f"{phrases.sparkline(values, plain=plain)}  {first} to {last} in "
-        f"{phrases.count(len(values), 'step')}"
-    )
+    drawn = phrases.sparkline(values, plain=plain)
+    first = phrases.number(values[0])
+    last = phrases.number(values[-1])
+    return f"{drawn}  {first} to {last} in {phrases.count(len(values), 'step')}"
 
 
-def what_was_done(group: IncidentGroup) -> str:
-    """`skipped 3, rewound 1`."""
-    return ", ".join(
-        f"{phrases.ACTION_DONE.get(action, action)} {times}"
-        for action, times in group.actions.items()
-    )
+def where_and_who(group: IncidentGroup) -> str:
+    """The place and the samples of a kind of incident."""
+    return ", ".join(part for part in (group.where, group.culprits) if part)
 
 
 def further_commands(group: IncidentGroup) -> list[str]:
@@ -137,4 +144,6 @@ def shorten(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[Sequence[
 def _plain(value: object) -> str:
     if isinstance(value, list | tuple):
         return "/".join(map(str, value))
-    return phrases.number(value) if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return phrases.number(value)
+    return str(value)

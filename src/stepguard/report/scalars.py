@@ -1,6 +1,4 @@
-"""A step as named numbers for a logger. Never a non-finite number without a finite one that says
-so.
-"""
+"""A step as named numbers for a logger, with a finite one that tells of non-finite ones."""
 
 from __future__ import annotations
 
@@ -16,33 +14,30 @@ INCIDENTS = PREFIX + "incidents"
 
 
 def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
-    """Everything seen in the step, non-finite values as they are, beside `nonfinite` and `skipped`
-    of 0 or 1.
-    """
-    seen = {
-        "loss": reading.loss,
-        **{f"loss/{name}": value for name, value in reading.components.items()},
-        **{f"followed/{name}": value for name, value in reading.followed.items()},
-        "grad_norm": reading.grad_norm,
-        **{"lr" if group == 0 else f"lr/{group}": rate for group, rate in enumerate(reading.lr)},
-        "clip_factor": reading.clip_factor,
-        "scale": reading.scale,
-        "labels": reading.labels,
-        "seconds": reading.seconds,
-        "nonfinite": _hurt(reading),
-        "skipped": not committed,
-    }
+    """Everything seen in the step, non-finite values included, with `nonfinite` and `skipped`."""
+    seen: dict[str, float | None] = {"loss": reading.loss}
+    for name, value in reading.components.items():
+        seen[f"loss/{name}"] = value
+    for name, value in reading.followed.items():
+        seen[f"followed/{name}"] = value
+    seen["grad_norm"] = reading.grad_norm
+    for group, rate in enumerate(reading.lr):
+        seen["lr" if group == 0 else f"lr/{group}"] = rate
+    seen["clip_factor"] = reading.clip_factor
+    seen["scale"] = reading.scale
+    seen["labels"] = reading.labels
+    seen["seconds"] = reading.seconds
+    seen["nonfinite"] = _any_nonfinite(reading)
+    seen["skipped"] = not committed
     return {PREFIX + name: float(value) for name, value in seen.items() if value is not None}
 
 
 def finite_only(values: dict[str, float]) -> dict[str, float]:
-    """What is left for a backend that drops or distorts NaN and Inf; `nonfinite` says that
-    something is missing.
-    """
+    """The values for a backend that drops or distorts NaN and Inf; `nonfinite` tells of them."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def _hurt(reading: Reading) -> bool:
+def _any_nonfinite(reading: Reading) -> bool:
     """Was anything of this step non-finite: a number, a gradient element, a stored tensor?"""
     numbers: Iterable[float | None] = (
         reading.loss,
@@ -53,5 +48,6 @@ def _hurt(reading: Reading) -> bool:
         *reading.lr,
         reading.scale,
     )
-    broken = any(number is not None and not math.isfinite(number) for number in numbers)
-    return broken or not reading.grads_finite or bool(reading.bad_state)
+    if not reading.grads_finite or reading.bad_state:
+        return True
+    return any(number is not None and not math.isfinite(number) for number in numbers)

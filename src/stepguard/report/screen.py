@@ -1,4 +1,4 @@
-"""Writing to a terminal that others write to as well: progress bars stay whole, pipes stay plain."""
+"""Write to a terminal that other programs write to as well: progress bars stay whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from io import StringIO
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -53,16 +53,17 @@ def _window_width(stream: TextIO) -> int:
     if not is_tty(stream):
         return PIPE_WIDTH
     try:
-        # 0 is what a terminal answers that does not know its size
+        # A terminal that does not know its size answers 0.
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (AttributeError, ValueError, OSError):
         return 80
 
 
 def paper(*, width: int, colour: bool, record: bool = False) -> Console:
-    """A console that draws into memory, blind to the environment, so that the same input gives the
-    same text.
-    """
+    """A console that draws into memory and ignores the environment: same input, same text."""
+    colours: Literal["truecolor", "standard"] | None = None
+    if colour:
+        colours = "truecolor" if record else "standard"
     return Console(
         file=StringIO(),
         width=width,
@@ -70,7 +71,7 @@ def paper(*, width: int, colour: bool, record: bool = False) -> Console:
         force_terminal=colour,
         force_interactive=False,
         force_jupyter=False,
-        color_system="truecolor" if colour and record else ("standard" if colour else None),
+        color_system=colours,
         no_color=not colour,
         legacy_windows=False,
         highlight=False,
@@ -82,21 +83,26 @@ def paper(*, width: int, colour: bool, record: bool = False) -> Console:
 
 
 def draw(stream: TextIO, paint: Paint) -> str:
-    """What `paint` prints, as text that fits this stream: its width, its colours, no trailing
-    blanks.
-    """
+    """What `paint` prints, as text that fits this stream's width and colours."""
     console = paper(width=columns(stream), colour=wants_colour(stream))
     with same_random_numbers():
         paint(console)
+    return text_on(console)
+
+
+def text_on(console: Console) -> str:
+    """What was printed to a console made by `paper`, without trailing blanks."""
     assert isinstance(console.file, StringIO)
-    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+    lines = console.file.getvalue().splitlines()
+    return "".join(line.rstrip() + "\n" for line in lines)
 
 
 def put(text: str, stream: TextIO) -> None:
-    """Write above whatever progress bar is on the screen. A terminal that is gone never ends a run."""
+    """Write above a progress bar on the screen. A terminal that is gone never ends a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    told = text if takes_unicode(stream) else text.replace("…", "~")
-    safe = told.encode(encoding, "replace").decode(encoding)
+    if not takes_unicode(stream):
+        text = text.replace("…", "~")
+    safe = text.encode(encoding, "replace").decode(encoding)
     with contextlib.suppress(OSError, ValueError):
         live = _rich_console_with_live_bar(stream)
         if live is not None:
@@ -124,5 +130,8 @@ def _tqdm_bars_cleared(stream: TextIO) -> Iterator[None]:
     mode: Callable[..., AbstractContextManager[None]] | None = getattr(
         bar, "external_write_mode", None
     )
-    with mode(file=stream) if mode is not None else contextlib.nullcontext():
+    if mode is None:
+        yield
+        return
+    with mode(file=stream):
         yield

@@ -11,7 +11,8 @@ from typing import Literal
 
 from stepguard._errors import ConfigError
 from stepguard.report import phrases
-from stepguard.report.summary import Record, StepLine
+from stepguard.report.step_lines import StepLine, committed
+from stepguard.report.summary import Record
 
 State = Literal["waiting", "passed", "failed"]
 COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -67,14 +68,12 @@ def parse_stage(text: str) -> Stage:
     found = _STAGE.fullmatch(text)
     if found is None:
         raise ConfigError(f"--stage {text!r} must look like {EXAMPLE}.")
-    first, last = int(found[1]), int(found[2])
+    first = int(found[1])
+    last = int(found[2])
     if last < first:
         raise ConfigError(f"--stage {text!r} ends before it begins; write {last}-{first}.")
-    return Stage(
-        first=first,
-        last=last,
-        conditions=tuple(_condition(part, text) for part in found[3].split(",")),
-    )
+    conditions = tuple(_condition(part, text) for part in found[3].split(","))
+    return Stage(first=first, last=last, conditions=conditions)
 
 
 def _condition(part: str, text: str) -> Condition:
@@ -85,50 +84,55 @@ def _condition(part: str, text: str) -> Condition:
         limit = None
     if found is None or limit is None:
         raise ConfigError(
-            f"--stage {text!r}: {part.strip()!r} is no condition; write one like {EXAMPLE}."
+            f"--stage {text!r}: {part.strip()!r} is not a condition; write one like {EXAMPLE}."
         )
     return Condition(name=found[1], sign=found[2], limit=limit)
 
 
 def judge_stages(record: Record, stages: Sequence[Stage]) -> tuple[Outcome, ...]:
-    """Every condition. Counts fail as soon as they are over; levels are read when the stage is
-    over.
+    """Judge every condition of every stage.
+
+    Counts fail as soon as they are over their limit; levels are read when the stage is over.
     """
     last = max((line["step"] for line in record.steps), default=-1)
-    return tuple(
-        _outcome(record, stage, condition, last)
-        for stage in stages
-        for condition in stage.conditions
-    )
+    outcomes = []
+    for stage in stages:
+        for condition in stage.conditions:
+            outcomes.append(_outcome(record, stage, condition, last))
+    return tuple(outcomes)
 
 
 def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> Outcome:
     value = _value(record, stage, condition.name)
-    holds = value is not None and COMPARE[condition.sign](value, condition.limit)
-    over = last >= stage.last
     state: State = "waiting"
-    if over:
-        state = "passed" if holds else "failed"
-    elif (
-        value is not None
-        and not holds
-        and condition.name in COUNTS
-        and condition.sign in ("<", "<=", "=")
-    ):
-        state = "failed" if value > condition.limit else "waiting"
+    if last >= stage.last:
+        state = "passed" if _holds(condition, value) else "failed"
+    elif _lost_already(condition, value):
+        state = "failed"
     note = _no_such_value(record, condition.name) if value is None else ""
     return Outcome(stage=str(stage), condition=str(condition), state=state, value=value, note=note)
 
 
+def _holds(condition: Condition, value: float | None) -> bool:
+    return value is not None and COMPARE[condition.sign](value, condition.limit)
+
+
+def _lost_already(condition: Condition, value: float | None) -> bool:
+    """Counts only grow: one that is above its upper limit stays there."""
+    if value is None or condition.name not in COUNTS or condition.sign in (">", ">="):
+        return False
+    return value > condition.limit
+
+
 def _no_such_value(record: Record, name: str) -> str:
-    """Not while the run has not begun: then nobody knows what it will have."""
-    known = list(dict.fromkeys(found for line in record.steps for found in _names(line)))
+    """Say that no step has a value of this name; nothing before the first step."""
+    known: dict[str, None] = {}
+    for line in record.steps:
+        known.update(dict.fromkeys(_names(line)))
     if not known or name in known:
         return ""
-    return (
-        f"no step of this run has a value named {name!r}; it has "
-        f"{', '.join([*known, *COUNTS, 'fall'])}"
-    )
+    names = ", ".join([*known, *COUNTS, "fall"])
+    return f"no step of this run has a value named {name!r}; it has {names}"
 
 
 def _names(line: StepLine) -> list[str]:
@@ -143,12 +147,11 @@ LEVELS = ("loss", "grad_norm", "clip_factor", "scale", "lr", "seconds")
 
 def _value(record: Record, stage: Stage, name: str) -> float | None:
     if name == "incidents":
-        return float(
-            sum(stage.first <= incident.step <= stage.last for incident in record.incidents)
-        )
+        inside = [i for i in record.incidents if stage.first <= i.step <= stage.last]
+        return float(len(inside))
     lines = [line for line in record.steps if stage.first <= line["step"] <= stage.last]
     if name == "skipped":
-        return float(sum(not line.get("committed", True) for line in lines))
+        return float(len(lines) - len(committed(lines)))
     if name == "fall":
         return _fall(lines)
     return _level(_numbers(lines, name))
@@ -157,22 +160,27 @@ def _value(record: Record, stage: Stage, name: str) -> float | None:
 def _fall(lines: Sequence[StepLine]) -> float | None:
     """How far the loss came down: its level in the stage's first tenth less that in its last."""
     losses = _numbers(lines, "loss")
+    if not losses:
+        return None
     tenth = max(1, len(losses) // 10)
-    return None if not losses else median(losses[:tenth]) - median(losses[-tenth:])
+    return median(losses[:tenth]) - median(losses[-tenth:])
 
 
 def _level(numbers: Sequence[float]) -> float | None:
     """Where a stage ended: the median of its last tenth."""
-    return median(numbers[-max(1, len(numbers) // 10) :]) if numbers else None
+    if not numbers:
+        return None
+    tenth = max(1, len(numbers) // 10)
+    return median(numbers[-tenth:])
 
 
 def _numbers(lines: Sequence[StepLine], name: str) -> list[float]:
     found = []
-    for line in lines:
+    for line in committed(lines):
         parts = {**(line.get("followed") or {}), **(line.get("components") or {})}
         value = line.get(name, parts.get(name))
         if isinstance(value, list | tuple) and value:
             value = max(value)
-        if line.get("committed", True) and phrases.finite(value):
+        if phrases.finite(value):
             found.append(float(value))
     return found

@@ -1,26 +1,26 @@
-"""A whole run in one plain record: counts, kinds of incident, what led up to them, and the chain of
-events.
-"""
+"""Summarize a run in one plain record: counts, kinds of incidents, what led to them, events."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from stepguard.records import GuardConfig, Incident
+from stepguard.records import Finding, GuardConfig, Incident
 from stepguard.records.codec import dumps, to_jsonable
+from stepguard.records.decision import Action
+from stepguard.records.place import place_and_phase
 from stepguard.report import phrases
 from stepguard.report.panel import next_commands
+from stepguard.report.step_lines import StepLine, committed, finite_values
 from stepguard.report.timeline import Event, timeline
 
 LEAD_UP = 32
 """Steps shown before the first incident."""
 
-StepLine = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Record(Protocol):
@@ -57,7 +57,7 @@ class IncidentGroup:
     title: str = ""
     certainty: str = ""
     evidence: tuple[str, ...] = ()
-    actions: dict[str, int] = field(default_factory=dict)
+    actions: dict[Action, int] = field(default_factory=dict)
     lr: tuple[float, ...] = ()
     """Learning rate of each parameter group at the first of them."""
     commands: tuple[str, ...] = ()
@@ -87,8 +87,7 @@ class RunSummary:
     committed: int
     skipped: int
     calibrations: int
-    """Steps that GradScaler gave up while looking for its scale; normal, so not counted as skipped.
-    """
+    """Steps that GradScaler dropped while it searched its scale; normal, so not skipped ones."""
     bad_steps: int
     first_bad: int | None
     last_bad: int | None
@@ -109,38 +108,44 @@ class RunSummary:
 
 
 def summarize(record: Record) -> RunSummary:
-    """Pure: the same record gives the same summary."""
+    """Summarize a journal. Pure: the same record gives the same summary."""
     calibrations = calibration_steps(record.steps, record.incidents)
+    made = committed(record.steps)
+    losses = finite_values(made, "loss")
+    seconds = finite_values(record.steps, "seconds")
     bad = _bad_steps(record, calibrations)
-    committed = [line for line in record.steps if line.get("committed", True)]
-    losses = [line["loss"] for line in committed if phrases.finite(line.get("loss"))]
-    seconds = [line["seconds"] for line in record.steps if phrases.finite(line.get("seconds"))]
-    before = [line for line in committed if not bad or line["step"] < bad[0]][-LEAD_UP:]
+    before: list[StepLine] = []
+    if bad:
+        before = [line for line in made if line["step"] < bad[0]][-LEAD_UP:]
     return RunSummary(
         journal=str(record.path),
         header={key: value for key, value in record.header.items() if key not in ("v", "type")},
         changed_settings=changed_settings(record.header),
         restarts=sum(line.get("type") == "run" for line in record.notes),
         steps=len(record.steps),
-        committed=len(committed),
-        skipped=len(record.steps) - len(committed) - len(calibrations),
+        committed=len(made),
+        skipped=len(record.steps) - len(made) - len(calibrations),
         calibrations=len(calibrations),
         bad_steps=len(bad),
-        first_bad=bad[0] if bad else None,
-        last_bad=bad[-1] if bad else None,
+        first_bad=_first(bad),
+        last_bad=_first(bad[::-1]),
         longest_stretch=longest_stretch(bad),
-        first_loss=losses[0] if losses else None,
+        first_loss=_first(losses),
         best_loss=min(losses, default=None),
-        last_loss=losses[-1] if losses else None,
+        last_loss=_first(losses[::-1]),
         seconds_per_step=median(seconds) if seconds else None,
         groups=group_incidents(record.incidents),
-        norms_before=_column(before, "grad_norm") if bad else (),
-        losses_before=_column(before, "loss") if bad else (),
-        followed_before=_followed(before) if bad else {},
+        norms_before=_column(before, "grad_norm"),
+        losses_before=_column(before, "loss"),
+        followed_before=_followed(before),
         clip=_clip_activity(record.steps),
         timeline=timeline(record.header, record.steps, record.incidents, record.notes),
         torn=record.torn,
     )
+
+
+def _first(values: Sequence[T]) -> T | None:
+    return values[0] if values else None
 
 
 def render_json(summary: RunSummary) -> str:
@@ -150,19 +155,25 @@ def render_json(summary: RunSummary) -> str:
 
 def calibration_steps(steps: Iterable[StepLine], incidents: Iterable[Incident]) -> set[int]:
     """Not committed, with a loss scale, and no incident: GradScaler was looking for its scale."""
-    answered = {incident.step for incident in incidents}
-    dropped = {
-        line["step"] for line in steps if not line.get("committed", True) and "scale" in line
-    }
-    return dropped - answered
+    dropped = set()
+    for line in steps:
+        if not line.get("committed", True) and "scale" in line:
+            dropped.add(line["step"])
+    return dropped - {incident.step for incident in incidents}
 
 
 def longest_stretch(steps: Sequence[int]) -> int:
     """The most steps in a row; `steps` is sorted and without repeats."""
-    longest = current = 1 if steps else 0
-    for before, now in pairwise(steps):
-        current = current + 1 if now == before + 1 else 1
+    longest = 0
+    current = 0
+    previous = None
+    for step in steps:
+        if previous is not None and step == previous + 1:
+            current += 1
+        else:
+            current = 1
         longest = max(longest, current)
+        previous = step
     return longest
 
 
@@ -177,25 +188,32 @@ def group_incidents(incidents: Iterable[Incident]) -> tuple[IncidentGroup, ...]:
 def _group(members: list[Incident]) -> IncidentGroup:
     first = members[0]
     steps = sorted({member.step for member in members})
-    finding = first.findings[0] if first.findings else None
-    return IncidentGroup(
+    group = IncidentGroup(
         verdict=first.verdict.kind,
         summary=first.verdict.summary,
         first_step=steps[0],
         last_step=steps[-1],
         count=len(members),
         consecutive=longest_stretch(steps),
-        where=f"{first.origin.phase}: {phrases.place(first.origin)}".rstrip(": ")
-        if first.origin
-        else "",
-        culprits=phrases.culprits(first.origin) if first.origin else "",
-        code=finding.code if finding else "",
-        title=finding.title if finding else "",
-        certainty=finding.certainty if finding else "",
-        evidence=finding.evidence if finding else (),
         actions=dict(Counter(member.decision.action for member in members if member.decision)),
         lr=first.reading.lr,
         commands=tuple(next_commands(first)),
+    )
+    if first.origin is not None:
+        where = place_and_phase(first.origin)
+        group = replace(group, where=where, culprits=phrases.culprits(first.origin))
+    if first.findings:
+        group = _with_cause(group, first.findings[0])
+    return group
+
+
+def _with_cause(group: IncidentGroup, finding: Finding) -> IncidentGroup:
+    return replace(
+        group,
+        code=finding.code,
+        title=finding.title,
+        certainty=finding.certainty,
+        evidence=finding.evidence,
     )
 
 
@@ -205,27 +223,31 @@ def changed_settings(header: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(settings, Mapping):
         return {}
     usual = dict(_flat(asdict(GuardConfig())))
-    return {
-        name: value for name, value in _flat(settings) if name not in usual or usual[name] != value
-    }
+    changed = {}
+    for name, value in _flat(settings):
+        if name not in usual or usual[name] != value:
+            changed[name] = value
+    return changed
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple):
+            # JSON has no tuples: the defaults must compare equal to what was read back.
+            yield f"{prefix}{name}", list(value)
         else:
-            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
+            yield f"{prefix}{name}", value
 
 
 def _bad_steps(record: Record, calibrations: set[int]) -> list[int]:
-    """Steps with an incident, and steps that were dropped without one (a crash may have come before
-    it).
-    """
-    dropped = {
-        line["step"] for line in record.steps if not line.get("committed", True)
-    } - calibrations
-    return sorted(dropped | {incident.step for incident in record.incidents})
+    bad = {incident.step for incident in record.incidents}
+    for line in record.steps:
+        # A crash may have come between the dropped step and the line of its incident.
+        if not line.get("committed", True) and line["step"] not in calibrations:
+            bad.add(line["step"])
+    return sorted(bad)
 
 
 def _column(lines: Sequence[StepLine], name: str) -> tuple[float, ...]:
@@ -233,16 +255,18 @@ def _column(lines: Sequence[StepLine], name: str) -> tuple[float, ...]:
 
 
 def _followed(lines: Sequence[StepLine]) -> dict[str, tuple[float, ...]]:
-    given = [line.get("followed") or {} for line in lines]
-    names = dict.fromkeys(name for values in given for name in values)
-    return {name: _column(given, name) for name in names}
+    followed: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in (line.get("followed") or {}).items():
+            if isinstance(value, int | float):
+                followed.setdefault(name, []).append(float(value))
+    return {name: tuple(values) for name, values in followed.items()}
 
 
 def _clip_activity(steps: Sequence[StepLine]) -> ClipActivity | None:
-    factors = [line["clip_factor"] for line in steps if phrases.finite(line.get("clip_factor"))]
+    factors = finite_values(steps, "clip_factor")
     if not factors:
         return None
     clipped = [factor for factor in factors if factor < 1.0]
-    return ClipActivity(
-        steps=len(factors), clipped=len(clipped), mean_factor=fmean(clipped) if clipped else None
-    )
+    mean = fmean(clipped) if clipped else None
+    return ClipActivity(steps=len(factors), clipped=len(clipped), mean_factor=mean)

@@ -1,4 +1,4 @@
-"""Print incidents while training runs: a panel for the first of a kind, a counted line after that."""
+"""Print incidents while training runs: the first of a kind as a panel, then counted lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from stepguard.records import Incident, Policy, Sink
-from stepguard.report import phrases, screen
+from stepguard.report import messages, phrases, screen
+from stepguard.report.decision_words import ACTION_WORDS, effect
 from stepguard.report.panel import next_commands, paint_incident
 
 SVG_WIDTH = 96
@@ -54,14 +55,14 @@ class Terminal(Sink):
         if decision is not None:
             counted += f", {decision.consecutive} in a row"
         again = self._answers[answer] > 1
-        self._line(phrases.incident_line(incident, counted, again=again), "bold red")
+        self._line(messages.incident_line(incident, counted, again=again), "bold red")
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Print one line; other lines of the journal than notes and faults are for programs."""
         if kind == "fault":
-            self._line(phrases.disarmed(fields), "bold red")
+            self._line(messages.disarmed(fields), "bold red")
         elif kind == "note":
-            self._note(str(fields.get("kind")), phrases.note_line(fields))
+            self._note(str(fields.get("kind")), messages.note_line(fields))
 
     def _note(self, kind: str, text: str) -> None:
         self._notes[kind] += 1
@@ -85,8 +86,8 @@ class Terminal(Sink):
     def _halted(self, incident: Incident) -> None:
         if incident.id not in self._shown:
             self.incident(incident)
-        self._line(phrases.stopping(incident), "bold red")
-        self._line(phrases.effect(incident) or phrases.ACTION_EFFECT["stop"], "")
+        self._line(messages.stopping(incident), "bold red")
+        self._line(effect(incident) or ACTION_WORDS["stop"].effect, "")
         report = [command for command in next_commands(incident) if " report " in command]
         if report:
             self._line(f"next: {report[0]}", "")

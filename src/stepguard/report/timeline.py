@@ -8,7 +8,10 @@ from statistics import median
 from typing import Any, Literal
 
 from stepguard.records import Incident
+from stepguard.records.place import place
 from stepguard.report import phrases
+from stepguard.report.decision_words import ACTION_WORDS
+from stepguard.report.step_lines import StepLine, committed, finite_values
 
 Weight = Literal["info", "note", "incident", "good"]
 RISE = 4.0
@@ -38,13 +41,11 @@ class Event:
 
 def timeline(
     header: Mapping[str, Any],
-    steps: Sequence[Mapping[str, Any]],
+    steps: Sequence[StepLine],
     incidents: Sequence[Incident],
     notes: Sequence[Mapping[str, Any]],
 ) -> tuple[Event, ...]:
-    """Every event in the order of its first step; events of one step in the order of cause and
-    effect.
-    """
+    """Every event in the order of its first step; within one step, causes before effects."""
     events = [
         *_beginning(header, steps),
         *_rise(steps, incidents),
@@ -55,41 +56,40 @@ def timeline(
     return tuple(sorted(events, key=lambda event: event.step))
 
 
-def _beginning(header: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+def _beginning(header: Mapping[str, Any], steps: Sequence[StepLine]) -> Iterator[Event]:
     if not steps:
         return
+    text = "the run began"
     when = phrases.moment(header.get("time"))
+    if when:
+        text += f" at {when}"
     loss = steps[0].get("loss")
-    text = "the run began" + (f" at {when}" if when else "")
-    yield Event(
-        step=steps[0]["step"],
-        text=text + (f", loss {phrases.number(loss)}" if loss is not None else ""),
-    )
+    if loss is not None:
+        text += f", loss {phrases.number(loss)}"
+    yield Event(step=steps[0]["step"], text=text)
 
 
-def _rise(steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -> Iterator[Event]:
+def _rise(steps: Sequence[StepLine], incidents: Sequence[Incident]) -> Iterator[Event]:
     """The gradient norm leaving its usual level just before the first incident."""
     if not incidents:
         return
     first = min(incident.step for incident in incidents)
-    norms = [
-        (line["step"], line["grad_norm"])
-        for line in steps
-        if first - LOOK_BACK <= line["step"] < first and phrases.finite(line.get("grad_norm"))
-    ]
-    if len(norms) < 8:
+    lines = []
+    for line in steps:
+        if first - LOOK_BACK <= line["step"] < first and phrases.finite(line.get("grad_norm")):
+            lines.append(line)
+    if len(lines) < 8:
         return
-    usual = median(norm for _, norm in norms[: len(norms) // 2])
+    norms = finite_values(lines, "grad_norm")
+    usual = median(norms[: len(norms) // 2])
     onset = len(norms)
-    while onset > 0 and norms[onset - 1][1] > RISE * usual > 0:
+    while onset > 0 and norms[onset - 1] > RISE * usual > 0:
         onset -= 1
     if onset == len(norms):
         return
-    peak = max(norm for _, norm in norms[onset:])
-    text = (
-        f"the gradient norm rose from its usual {phrases.number(usual)} to {phrases.number(peak)}"
-    )
-    yield Event(step=norms[onset][0], last_step=norms[-1][0], text=text, weight="note")
+    peak = phrases.number(max(norms[onset:]))
+    text = f"the gradient norm rose from its usual {phrases.number(usual)} to {peak}"
+    yield Event(step=lines[onset]["step"], last_step=lines[-1]["step"], text=text, weight="note")
 
 
 def _stretches(incidents: Sequence[Incident]) -> Iterator[Event]:
@@ -97,7 +97,7 @@ def _stretches(incidents: Sequence[Incident]) -> Iterator[Event]:
     seen: set[tuple[str, ...]] = set()
     members: list[Incident] = []
     for incident in incidents:
-        if members and not _goes_on(members[-1], incident):
+        if members and not _same_stretch(members[-1], incident):
             yield _stretch(members, seen)
             members = []
         members.append(incident)
@@ -105,40 +105,41 @@ def _stretches(incidents: Sequence[Incident]) -> Iterator[Event]:
         yield _stretch(members, seen)
 
 
-def _goes_on(before: Incident, now: Incident) -> bool:
-    alike = phrases.kind_of(before) == phrases.kind_of(now) and _action(before) == _action(now)
-    return alike and now.step - before.step <= 1
-
-
-def _action(incident: Incident) -> str:
-    return incident.decision.action if incident.decision else ""
+def _same_stretch(before: Incident, now: Incident) -> bool:
+    if now.step - before.step > 1 or phrases.kind_of(before) != phrases.kind_of(now):
+        return False
+    if before.decision is None or now.decision is None:
+        return before.decision is now.decision
+    return before.decision.action == now.decision.action
 
 
 def _stretch(members: list[Incident], seen: set[tuple[str, ...]]) -> Event:
-    first, last = members[0], members[-1]
+    first = members[0]
+    last = members[-1]
     kind = phrases.kind_of(first)
     parts = [first.verdict.summary or phrases.verdict_title(first.verdict.kind)]
     if kind not in seen:
-        parts += _birth(first)
+        parts += _place_and_cause(first)
     seen.add(kind)
     if first.decision is not None:
-        times = f" {len(members)} times" if len(members) > 1 else ""
-        reason = f" ({last.decision.reason})" if last.decision and last.decision.reason else ""
-        parts.append(
-            phrases.ACTION_DONE.get(first.decision.action, first.decision.action) + times + reason
-        )
+        answer = ACTION_WORDS[first.decision.action].done
+        if len(members) > 1:
+            answer += f" {len(members)} times"
+        if last.decision is not None and last.decision.reason:
+            answer += f" ({last.decision.reason})"
+        parts.append(answer)
     return Event(step=first.step, last_step=last.step, text="; ".join(parts), weight="incident")
 
 
-def _birth(incident: Incident) -> list[str]:
+def _place_and_cause(incident: Incident) -> list[str]:
     parts = []
     if incident.origin is not None:
-        born = ", ".join(
-            part
-            for part in (phrases.place(incident.origin), phrases.culprits(incident.origin))
-            if part
-        )
-        parts.append(f"born in {incident.origin.phase}" + (f": {born}" if born else ""))
+        born = [place(incident.origin), phrases.culprits(incident.origin)]
+        where = ", ".join(part for part in born if part)
+        text = f"born in {incident.origin.phase}"
+        if where:
+            text += f": {where}"
+        parts.append(text)
     if incident.findings:
         parts.append(f"{incident.findings[0].code} {incident.findings[0].title}")
     return parts
@@ -147,20 +148,22 @@ def _birth(incident: Incident) -> list[str]:
 def _noted(notes: Sequence[Mapping[str, Any]], end: int) -> Iterator[Event]:
     """Notes of one kind are one event; everything else in the journal is an event of its own."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for line in notes:
+    for position, line in enumerate(notes):
         if line.get("type") == "run":
             continue  # started again: it has no step, the summary counts it
-        name = (
-            str(line.get("kind", ""))
-            if line.get("type") == "note"
-            else f"{line.get('type')}#{len(kinds)}"
-        )
+        name = f"line {position}"
+        if line.get("type") == "note":
+            name = str(line.get("kind", ""))
         kinds.setdefault(name, []).append(line)
     for lines in kinds.values():
-        step, last = _step_of(lines[0], end), _step_of(lines[-1], end)
-        times = f" ({len(lines)} times)" if len(lines) > 1 else ""
+        text = _text_of(lines[0])
+        if len(lines) > 1:
+            text += f" ({len(lines)} times)"
         yield Event(
-            step=step, last_step=last, text=_told(lines[0]) + times, weight=_weight(lines[0])
+            step=_step_of(lines[0], end),
+            last_step=_step_of(lines[-1], end),
+            text=text,
+            weight=_weight(lines[0]),
         )
 
 
@@ -170,20 +173,24 @@ def _step_of(line: Mapping[str, Any], end: int) -> int:
     return step if isinstance(step, int) else end
 
 
-def _told(line: Mapping[str, Any]) -> str:
-    said = next((str(line[name]) for name in WORDS if line.get(name)), "")
+def _text_of(line: Mapping[str, Any]) -> str:
+    words = next((str(line[name]) for name in WORDS if line.get(name)), "")
     kind = str(line.get("type", "note"))
     if kind == "note":
-        return said or phrases.verdict_title(str(line.get("kind", "note")))
+        return words or phrases.verdict_title(str(line.get("kind", "note")))
     if kind == "fault":
-        return f"the guard failed and was disarmed: {said}".rstrip(": ")
-    if kind == "end" and line.get("error"):
-        return f"the run was ended by an exception: {line['error']}"
+        return f"the guard failed and was disarmed: {words}".rstrip(": ")
     if kind == "end":
-        return (
-            "the guard was closed" if line.get("armed", True) else "the disarmed guard was closed"
-        )
-    return f"{kind}: {said}".rstrip(": ")
+        return _end_text(line)
+    return f"{kind}: {words}".rstrip(": ")
+
+
+def _end_text(line: Mapping[str, Any]) -> str:
+    if line.get("error"):
+        return f"the run was ended by an exception: {line['error']}"
+    if line.get("armed", True):
+        return "the guard was closed"
+    return "the disarmed guard was closed"
 
 
 def _weight(line: Mapping[str, Any]) -> Weight:
@@ -196,38 +203,36 @@ def _weight(line: Mapping[str, Any]) -> Weight:
 
 def _error_at_the_end(notes: Sequence[Mapping[str, Any]]) -> str:
     """The exception that ended the last attempt, in words."""
-    ends = [line for line in notes if line.get("type") == "end"]
-    return str(ends[-1].get("error") or "") if ends else ""
+    for line in reversed(notes):
+        if line.get("type") == "end":
+            return str(line.get("error") or "")
+    return ""
 
 
 def _ending(
-    steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], *, ended_by: str = ""
+    steps: Sequence[StepLine], incidents: Sequence[Incident], *, ended_by: str = ""
 ) -> Iterator[Event]:
     """What came after the last incident, or that nothing went wrong."""
     if not steps:
         return
     end = max(line["step"] for line in steps)
-    last_bad = max((incident.step for incident in incidents), default=None)
-    after = [
-        line
-        for line in steps
-        if line.get("committed", True) and (last_bad is None or line["step"] > last_bad)
-    ]
-    if last_bad is None:
-        how = "no incident" if not ended_by else "then an exception outside of a step ended the run"
-        weight: Weight = "incident" if ended_by else "good"
-        yield Event(
-            step=end, text=f"{phrases.count(len(after), 'step')} committed, {how}", weight=weight
-        )
-    elif after:
-        loss = (
-            f", the last with loss {phrases.number(after[-1]['loss'])}"
-            if "loss" in after[-1]
-            else ""
-        )
-        text = f"{phrases.count(len(after), 'step')} committed since the last incident{loss}"
-        yield Event(step=after[0]["step"], last_step=end, text=text, weight="good")
-    else:
-        yield Event(
-            step=end, text="no step was committed after the last incident", weight="incident"
-        )
+    made = committed(steps)
+    if not incidents:
+        how = "no incident"
+        weight: Weight = "good"
+        if ended_by:
+            how = "then an exception outside of a step ended the run"
+            weight = "incident"
+        text = f"{phrases.count(len(made), 'step')} committed, {how}"
+        yield Event(step=end, text=text, weight=weight)
+        return
+    last_bad = max(incident.step for incident in incidents)
+    after = [line for line in made if line["step"] > last_bad]
+    if not after:
+        text = "no step was committed after the last incident"
+        yield Event(step=end, text=text, weight="incident")
+        return
+    text = f"{phrases.count(len(after), 'step')} committed since the last incident"
+    if "loss" in after[-1]:
+        text += f", the last with loss {phrases.number(after[-1]['loss'])}"
+    yield Event(step=after[0]["step"], last_step=end, text=text, weight="good")

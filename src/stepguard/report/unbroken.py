@@ -1,6 +1,4 @@
-"""Names and paths stay in one piece: lines break between words, and what is longer than a line
-loses its middle.
-"""
+"""Keep names and paths in one piece: lines break between words, longer words lose their middle."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 CUT = "…"
-"""What stands for the middle; `screen.put` has a plain letter for it where the stream takes no
-other.
-"""
+"""Stands for the middle; `screen.put` replaces it where the stream's encoding lacks it."""
 NARROWEST = 20
 """Columns that a table gives to such a cell before it takes them from others."""
 MARGIN = 8
@@ -23,13 +19,13 @@ _WORD = re.compile(r"\S+")
 
 
 def middle(text: str, width: int) -> str:
-    """`runs/a-long-…/model.pt`: the end of a path tells more than its beginning, so it gets more of
-    the room.
-    """
+    """`runs/a-long-…/model.pt`: the end of a path tells more, so it gets more of the room."""
     if len(text) <= width:
         return text
+    if width <= 0:
+        return ""
     if width <= 2:
-        return text[-max(width, 0) :] if width > 0 else ""
+        return text[-width:]
     tail = (2 * (width - 1) + 2) // 3
     name = text.rfind("/", 0, len(text) - 1)
     if 0 < len(text) - name <= width - 2:

@@ -1,11 +1,11 @@
-"""Guards that nobody asked for: one for every optimizer of a process, attached before its first
-step begins.
+"""Guard every optimizer of a process automatically, before its first step begins.
 
-An optimizer is known when it is made. Its guard comes with the first call, gradients enabled, of a
-module that holds its parameters: the model, in its DistributedDataParallel or compiled wrapper,
-just before its first forward. Until then, and only then, `nn.Module.__call__` is wrapped. Whoever
-slips through (parameters in no module, a forward that is called by another name, an optimizer
-inside another) gets its guard at the first `optimizer.step()`.
+`Optimizer.__init__` is wrapped, so every optimizer is known when it is made. Its guard is built at
+the first call, gradients enabled, of a module that holds its parameters: the model, in its
+DistributedDataParallel or compiled wrapper, just before its first forward. Until then, and only
+then, `nn.Module.__call__` is wrapped. Optimizers that this misses (parameters in no module, a
+forward that is called by another name, an optimizer inside another) are guarded at their first
+`optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from stepguard.engine.context import guarded, volunteers
+from stepguard.engine.context import automatic_guards, guarded
 from stepguard.guard import Guard, watch
 from stepguard.records import GuardConfig
 from stepguard.run.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
@@ -35,17 +35,18 @@ from stepguard.state.faked_collectives import distributed
 from stepguard.tensors.wrapping import wrap
 
 MOST_CALLS = 10_000
-"""Module calls that may pass before an optimizer that nobody uses is left to its first step."""
+"""Module calls after which an optimizer without a model is left to its first step."""
 
 
-class Volunteers:
-    """A context manager; leaving it closes every guard and takes every wrapper away."""
+class AutomaticGuards:
+    """A context manager; leaving it closes every guard and undoes every wrap."""
 
     def __init__(self, config: GuardConfig, complain: Callable[[str], None]) -> None:
         self.guards: list[Guard] = []
         self.refused = 0
         """Optimizers that could not be guarded, each told with its reason."""
-        self._config, self._complain = config, complain
+        self._config = config
+        self._complain = complain
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._refused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -56,7 +57,7 @@ class Volunteers:
         self._undo = ExitStack()
         self._call_hook: ExitStack | None = None
 
-    def __enter__(self) -> Volunteers:
+    def __enter__(self) -> AutomaticGuards:
         wrap(self._undo, Optimizer, "__init__", self._noticing)
         self._undo.callback(self._stop_listening)
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -66,9 +67,8 @@ class Volunteers:
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
         for guard in list(self.guards):
-            volunteers.pop(
-                guard.optimizer, None
-            )  # a weak key whose value knows it: neither would ever go
+            # The value refers to its weak key: left there, neither would ever be freed.
+            automatic_guards.pop(guard.optimizer, None)
             guard.close()
 
     def ended_by(self, error: BaseException) -> None:
@@ -76,8 +76,7 @@ class Volunteers:
         for guard in self.guards:
             guard.ended_by(error)
 
-    # --- an optimizer is made
-    # ----------------------------------------------------------------------------------
+    # --- an optimizer is made ---
 
     def _noticing(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -100,8 +99,7 @@ class Volunteers:
             self._call_hook.close()
             self._call_hook = None
 
-    # --- a module is called
-    # ------------------------------------------------------------------------------------
+    # --- a module is called ---
 
     def _before_call(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -126,16 +124,16 @@ class Volunteers:
             self._stop_listening()
 
     def _shares_parameters(self, optimizer: Optimizer) -> bool:
-        """One optimizer inside another: which of them steps first will tell which is the user's."""
+        """One optimizer inside another: the one that steps first is the user's."""
         ours = parameters_of(optimizer)
-        return any(other is not optimizer and ours & parameters_of(other) for other in self._known)
+        others = [other for other in self._known if other is not optimizer]
+        return any(ours & parameters_of(other) for other in others)
 
-    # --- an optimizer steps
-    # ------------------------------------------------------------------------------------
+    # --- an optimizer steps ---
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._stepping:  # left there by a step that raised
-            del self._stepping[self._stepping.index(id(optimizer)) :]
+        # A step that raised has left its optimizer in the list.
+        self._after_step(optimizer, args, kwargs)
         inside_another = bool(self._stepping)
         self._stepping.append(id(optimizer))
         self._waiting.discard(optimizer)
@@ -150,17 +148,14 @@ class Volunteers:
             del self._stepping[self._stepping.index(id(optimizer)) :]
 
     def _look_again(self, optimizer: Optimizer) -> None:
-        """The model was tried out first and made parallel afterwards: the guard has to see the
-        wrapper.
-        """
+        """Replace the guard of a model that was called before it was wrapped in DDP."""
         guard = next((g for g in self.guards if g.optimizer is optimizer), None)
         if guard is None or not distributed() or isinstance(guard.model, DistributedDataParallel):
             return
         if isinstance(trained_by(optimizer).model, DistributedDataParallel):
-            volunteers.pop(optimizer)()
+            automatic_guards.pop(optimizer)()
 
-    # --- the guards
-    # --------------------------------------------------------------------------------------------
+    # --- the guards ---
 
     def _attach(self, optimizer: Optimizer, called: nn.Module | None) -> None:
         if optimizer in self._refused:
@@ -175,7 +170,8 @@ class Volunteers:
                 scaler=scaler_in_use(),
                 config=self._settings(optimizer),
             )
-        except Exception as fault:  # the script must run, guarded or not
+        except Exception as fault:
+            # The script must run, guarded or not.
             self._refused.add(optimizer)
             self.refused += 1
             self._complain(
@@ -183,10 +179,10 @@ class Volunteers:
             )
             return
         self.guards.append(guard)
-        volunteers[optimizer] = functools.partial(self._make_way, guard)
+        automatic_guards[optimizer] = functools.partial(self._make_way, guard)
 
     def _make_way(self, guard: Guard) -> None:
-        """The user's own guard has come."""
+        """Close a guard because the user has built one for the same optimizer."""
         self.guards.remove(guard)
         guard.close()
 
@@ -195,6 +191,5 @@ class Volunteers:
         number = self._numbers.setdefault(optimizer, len(self._numbers))
         if number == 0 or self._config.run_dir is None:
             return self._config
-        return replace(
-            self._config, run_dir=Path(self._config.run_dir) / f"optimizer{number}", human_log=None
-        )
+        folder = Path(self._config.run_dir) / f"optimizer{number}"
+        return replace(self._config, run_dir=folder, human_log=None)

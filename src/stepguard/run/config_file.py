@@ -1,6 +1,4 @@
-"""`stepguard run --config FILE.toml`: the fields of GuardConfig, and those of Policy below
-`[policy]`.
-"""
+"""Read `stepguard run --config FILE.toml`: fields of GuardConfig, and of Policy in `[policy]`."""
 
 from __future__ import annotations
 
@@ -36,20 +34,17 @@ def read_config(path: Path | None, given: Mapping[str, str]) -> GuardConfig:
         )
     _refuse_unknown(table, GuardConfig, path, "")
     _refuse_unknown(policy, Policy, path, "policy.")
-    # absolute: the script may change the current directory
-    folders = {
-        name: str(Path(table[name]).resolve())
-        for name in FOLDERS
-        if isinstance(table.get(name), str)
-    }
+    for name in FOLDERS:
+        if isinstance(table.get(name), str):
+            # Absolute paths: the script may change the current directory.
+            table[name] = str(Path(table[name]).resolve())
     try:
-        return GuardConfig(
-            **{**table, **folders, **given, "policy": Policy(**_with_tuples(policy))}
-        )
+        return GuardConfig(**{**table, **given, "policy": Policy(**_with_tuples(policy))})
     except ConfigError as error:
         where = "" if path is None else f"--config {path}: "
         raise ConfigError(f"{where}{error}") from None
-    except TypeError as error:  # a text where a number belongs, and the check compared them
+    except TypeError as error:
+        # A text where a number belongs, and a check of GuardConfig compared the two.
         raise ConfigError(
             f"--config {path}: a field has a value of the wrong type: {error}."
         ) from None
@@ -57,23 +52,26 @@ def read_config(path: Path | None, given: Mapping[str, str]) -> GuardConfig:
 
 def _table(path: Path) -> dict[str, Any]:
     try:
-        if path.is_file() and path.stat().st_size > LARGEST:
-            raise ConfigError(
-                f"--config {path} has {path.stat().st_size:,} bytes; a configuration is smaller."
-            )
-        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else _no_file(path)
+        text = _text(path)
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # also what tomllib and the decoder raise
-        raise (
-            error
-            if isinstance(error, ConfigError)
-            else ConfigError(f"--config {path} is no TOML: {error}.")
-        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}.") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}.") from None
 
 
-def _no_file(path: Path) -> dict[str, Any]:
-    raise ConfigError(f"--config {path} is no file; give a TOML file with fields of GuardConfig.")
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigError(
+            f"--config {path} is not a file; give a TOML file with fields of GuardConfig."
+        )
+    size = path.stat().st_size
+    if size > LARGEST:
+        raise ConfigError(f"--config {path} has {size:,} bytes; a configuration is smaller.")
+    return path.read_text(encoding="utf-8")
 
 
 def _refuse_unknown(
@@ -81,19 +79,23 @@ def _refuse_unknown(
 ) -> None:
     known = [one.name for one in fields(kind)]
     for name in table:
-        if name in known:
-            continue
-        belongs = (
-            " It is a field of [policy]."
-            if not prefix and name in {one.name for one in fields(Policy)}
-            else ""
-        )
-        near = get_close_matches(name, known, n=1)
-        meant = f" Did you mean {prefix}{near[0]}?" if near else f" Known are {', '.join(known)}."
-        raise ConfigError(f"--config {path}: {prefix}{name} is not known.{belongs or meant}")
+        if name not in known:
+            hint = _hint(name, known, prefix)
+            raise ConfigError(f"--config {path}: {prefix}{name} is not known. {hint}")
+
+
+def _hint(name: str, known: list[str], prefix: str) -> str:
+    if not prefix and name in {one.name for one in fields(Policy)}:
+        return "It is a field of [policy]."
+    near = get_close_matches(name, known, n=1)
+    if near:
+        return f"Did you mean {prefix}{near[0]}?"
+    return f"Known are {', '.join(known)}."
 
 
 def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in table.items()
-    }
+    """TOML has lists where Policy takes tuples."""
+    converted = {}
+    for name, value in table.items():
+        converted[name] = tuple(value) if isinstance(value, list) else value
+    return converted

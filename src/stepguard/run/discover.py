@@ -1,4 +1,4 @@
-"""Finding what belongs to an optimizer in a script that was never told about stepguard."""
+"""Find the model, scheduler and scaler of an optimizer among the objects of the process."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class LooseParameters(nn.Module):
 
 @dataclass(slots=True)
 class Trained:
-    """What an optimizer trains: the model, and further modules by name where the parameters lie in
-    several.
-    """
+    """What an optimizer trains: the model, and further modules by name where it has several."""
 
     model: nn.Module
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -44,61 +42,77 @@ def share(module: nn.Module, parameters: frozenset[int]) -> int:
     """How many of the parameters lie in the module."""
     try:
         return sum(id(p) in parameters for p in module.parameters())
-    except AttributeError:  # its __init__ has not run yet
+    except AttributeError:
+        # Found by the garbage collector before its __init__ has run.
         return 0
 
 
 def trained_by(optimizer: Optimizer, called: nn.Module | None = None) -> Trained:
-    """The outermost modules that hold the parameters. `called`, the one being called, goes before
-    what contains it.
-    """
+    """The outermost modules that hold the parameters; `called` is preferred to what contains it."""
     ours = parameters_of(optimizer)
     found = [_called_first(module, called, ours) for module in _outermost(ours)]
+    if not found and called is not None and share(called, ours):
+        return Trained(called)
     if not found:
-        return Trained(
-            called if called is not None and share(called, ours) else LooseParameters(optimizer)
-        )
+        return Trained(LooseParameters(optimizer))
     found.sort(key=lambda module: (share(module, ours), module is called), reverse=True)
     rest = {}
     for index, module in enumerate(found[1:], start=1):
         name = variable_name(module) or f"{type(module).__name__.lower()}{index}"
-        rest[name if name not in rest else f"{name}{index}"] = module
+        if name in rest:
+            name = f"{name}{index}"
+        rest[name] = module
     return Trained(found[0], rest)
 
 
 def _outermost(parameters: frozenset[int]) -> list[nn.Module]:
-    modules = [
-        m for m in _living(nn.Module) if share(m, parameters) and not isinstance(m, LooseParameters)
-    ]
-    inner = {id(child) for m in modules for child in m.modules() if child is not m}
-    return [m for m in modules if id(m) not in inner]
+    modules: list[nn.Module] = []
+    inner: set[int] = set()
+    for module in _living(nn.Module):
+        if isinstance(module, LooseParameters) or not share(module, parameters):
+            continue
+        modules.append(module)
+        # Module.modules() begins with the module itself.
+        inner.update(map(id, list(module.modules())[1:]))
+    return [module for module in modules if id(module) not in inner]
 
 
 def _called_first(
     module: nn.Module, called: nn.Module | None, parameters: frozenset[int]
 ) -> nn.Module:
-    """A container nobody calls (a trainer, an average of weights) is worse than the model in it."""
-    if called is None or called is module or not any(m is called for m in module.modules()):
+    """The called module in place of a container (a trainer, an average of weights) around it."""
+    if called is None or not any(inner is called for inner in module.modules()):
         return module
-    return called if share(called, parameters) == share(module, parameters) else module
+    complete = share(called, parameters) == share(module, parameters)
+    return called if complete else module
 
 
 def variable_name(value: object) -> str | None:
-    """What the innermost of the calling functions that knows the object calls it."""
+    """The local variable that holds the object, in the innermost calling function with one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(("stepguard.", "torch.")):
-            name = next((n for n, known in list(frame.f_locals.items()) if known is value), None)
-            if name is not None and not name.startswith("_"):
-                return name
+        users = not frame.f_globals.get("__name__", "").startswith(("stepguard.", "torch."))
+        name = _local_name(frame, value) if users else None
+        if name is not None and not name.startswith("_"):
+            return name
         frame = frame.f_back
+    return None
+
+
+def _local_name(frame: FrameType, value: object) -> str | None:
+    for name, held in list(frame.f_locals.items()):
+        if held is value:
+            return name
     return None
 
 
 def scheduler_of(optimizer: Optimizer) -> LRScheduler | None:
     """The scheduler that drives this optimizer; the outermost where schedulers are chained."""
     ours = [s for s in _living(LRScheduler) if getattr(s, "optimizer", None) is optimizer]
-    nested = {id(s) for outer in ours for s in getattr(outer, "_schedulers", ())}
+    nested: set[int] = set()
+    for scheduler in ours:
+        # SequentialLR and ChainedScheduler keep the schedulers inside them under this name.
+        nested.update(map(id, getattr(scheduler, "_schedulers", ())))
     outer = [s for s in ours if id(s) not in nested]
     return outer[0] if len(outer) == 1 else None
 
@@ -110,5 +124,5 @@ def scaler_in_use() -> GradScaler | None:
 
 
 def _living(kind: type[Any]) -> list[Any]:
-    # type() and not isinstance: proxies answer isinstance with side effects
+    # type() and not isinstance: proxies answer isinstance with side effects.
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]

@@ -1,5 +1,4 @@
-"""Running a capsule again: the same step, in a fresh process, on another machine, with the same
-origin.
+"""Replay a capsule: the same step, in a fresh process or on another machine, with the same origin.
 
 The capsule holds no code. Model, optimizer and loss come from the user's own program: a build
 function, or the script that was running, executed up to its first guarded step. Either must lie
@@ -32,8 +31,7 @@ from stepguard.state.importing import find_module, import_function, importable, 
 from stepguard.state.step import LossFn, Step, unwrapped
 
 MOST_STEPS = 100
-"""Guarded steps of a script that may pass before one belongs to the capsule (a GAN has two guards).
-"""
+"""Guarded steps that may pass before one fits the capsule: a GAN has two guards."""
 
 Inspect = Callable[[Step, Incident], None]
 
@@ -45,44 +43,49 @@ def replay(
     script: str | None = None,
     inspect: Inspect | None = None,
 ) -> Incident:
-    """Run the bad step again and say where its first harmful value is born. Raises CapsuleError
-    with the way out.
+    """Run the bad step again and locate its first harmful value. Raises CapsuleError.
 
     `inspect` is called with the step and the incident while the script's objects are still alive.
     """
-    again = _Again(read_capsule(Path(capsule)), inspect)
+    content = read_capsule(Path(capsule))
+    again = CapsuleReplay(content, inspect)
     if callable(build):
         return again.from_built(build())
-    if build is not None or (script is None and again.capsule.build is not None):
+    if build is None and script is None:
+        build = content.build
+    if build is not None:
         with importable():
-            return again.from_built(
-                import_function(build or str(again.capsule.build), CapsuleError)()
-            )
-    module = again.capsule.module if script is None else None
-    script = script or again.capsule.script
-    if script is None:
+            return again.from_built(import_function(build, CapsuleError)())
+    if script is not None:
+        return again.from_script(script, None)
+    if content.script is None:
         raise CapsuleError(
-            f"{again.capsule.folder} names neither a script nor a build function; pass "
-            f"script='train.py', or "
-            "build='module:function' that returns (model, optimizer, loss_fn)."
+            f"{content.folder} names neither a script nor a build function; pass "
+            "script='train.py', or build='module:function' that returns (model, optimizer, "
+            "loss_fn)."
         )
-    return again.from_script(script, module)
+    return again.from_script(content.script, content.module)
 
 
-class _Again:
-    """One capsule on its way to an incident."""
+class CapsuleReplay:
+    """Replays one capsule with the objects of the user's program."""
 
     def __init__(self, capsule: Capsule, inspect: Inspect | None) -> None:
-        self.capsule, self._inspect = capsule, inspect
+        self.capsule = capsule
+        self._inspect = inspect
         self._decoded = capsule.decoded()
         self._found: Incident | None = None
-        self._offers, self._why_not = 0, ""
+        self._offers = 0
+        self._why_not = ""
 
     def from_built(self, built: Any) -> Incident:
-        if not (
-            isinstance(built, tuple) and len(built) in (3, 4) and isinstance(built[0], nn.Module)
-        ):
-            what = f"a tuple of {len(built)}" if isinstance(built, tuple) else type(built).__name__
+        """Replay with what a build function returned."""
+        what = ""
+        if not isinstance(built, tuple):
+            what = type(built).__name__
+        elif len(built) not in (3, 4) or not isinstance(built[0], nn.Module):
+            what = f"a tuple of {len(built)}"
+        if what:
             raise CapsuleError(
                 f"the build function returned {what}; return (model, optimizer, loss_fn)."
             )
@@ -90,26 +93,22 @@ class _Again:
         return self._run(model, optimizer, loss_fn, modules[0] if modules else {})
 
     def from_script(self, script: str, module: str | None) -> Incident:
+        """Run the script up to a guarded step that fits, and replay with its objects."""
         path = _below_here(Path(script))
         if module is not None:
             with importable():
                 find_module(module, module, CapsuleError)
+        program = as_main(module or script, self.capsule.arguments, module=module is not None)
         grad = torch.is_grad_enabled()
         try:
-            with (
-                as_main(
-                    module or script, self.capsule.arguments, module=module is not None
-                ) as start,
-                taking(self._take),
-            ):
+            with program as start, taking(self._take):
                 self._start(start, path.name)
         finally:
             torch.set_grad_enabled(grad)
         if self._found is None:
+            why = self._why_not or "it ended without calling guard.step"
             raise CapsuleError(
-                f"{path.name} gave nothing to run the capsule with: "
-                + (self._why_not or "it ended without calling guard.step")
-                + "; pass script= or build=."
+                f"{path.name} gave nothing to run the capsule with: {why}; pass script= or build=."
             )
         return self._found
 
@@ -128,7 +127,7 @@ class _Again:
             ) from fault
 
     def _take(self, context: Context, loss_fn: LossFn) -> bool:
-        """The first step whose model and optimizer are those of the capsule."""
+        """Take the first step whose model and optimizer fit the capsule."""
         self._offers += 1
         why_not = self.capsule.fits(context.roots, context.optimizer)
         if why_not and self._offers < MOST_STEPS:
@@ -145,8 +144,9 @@ class _Again:
         loss_fn: LossFn,
         modules: Mapping[str, nn.Module],
     ) -> Incident:
-        """Fill the objects with the capsule's state and look."""
-        capsule, (reading, batches, rng) = self.capsule, self._decoded
+        """Fill the objects with the capsule's state, replay and locate."""
+        capsule = self.capsule
+        reading, batches, rng = self._decoded
         roots = {"": unwrapped(model), **modules}
         capsule.fill(roots, optimizer)
         buffers = BufferKeeper(roots.values())
@@ -164,9 +164,8 @@ class _Again:
             clip_norm=capsule.facts["clip_norm"],
         )
         kind: VerdictKind = capsule.facts["verdict"]
-        verdict = Verdict(
-            kind=kind, severity="incident", summary=str(capsule.facts.get("summary", ""))
-        )
+        summary = str(capsule.facts.get("summary", ""))
+        verdict = Verdict(kind=kind, severity="incident", summary=summary)
         incident = Incident(
             id=f"{reading.step:08d}-replay", step=reading.step, verdict=verdict, reading=reading
         )

@@ -1,6 +1,4 @@
-"""Running a user's script as its own main program: what it sees is what `python script.py` would
-show it.
-"""
+"""Run a user's script as the main program, in the surroundings that `python script.py` gives."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from types import ModuleType
 def as_main(
     script: str | Path, arguments: list[str], *, module: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Call what this gives: it does what `python script arguments` or, with `module`, `python -m
-    script` does.
-    """
-    with _surroundings(str(script), arguments, None if module else Path(script).resolve().parent):
+    """Yield a function that does what `python script arguments` (`module`: `python -m`) does."""
+    # python -m searches the current directory first, python script.py that of the script.
+    folder = Path.cwd() if module else Path(script).resolve().parent
+    with _surroundings(str(script), arguments, folder):
         if module:
             yield lambda: _run_module(str(script))
         else:
@@ -33,25 +31,29 @@ def _run_module(name: str) -> None:
 
 
 def _run_file(path: Path) -> None:
-    """Not runpy.run_path: that would change `sys.argv[0]` or leave `__file__` relative, which
-    python does not.
-    """
+    # Not runpy.run_path: it changes sys.argv[0] or leaves __file__ relative, unlike python.
     with io.open_code(str(path)) as file:
         code = compile(file.read(), str(path), "exec", dont_inherit=True)
     main = ModuleType("__main__")
-    main.__file__, main.__loader__ = str(path), SourceFileLoader("__main__", str(path))
+    main.__file__ = str(path)
+    main.__loader__ = SourceFileLoader("__main__", str(path))
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 
 @contextmanager
-def _surroundings(name: str, arguments: list[str], folder: Path | None) -> Iterator[None]:
-    argv, search, hook, main = sys.argv, list(sys.path), sys.excepthook, sys.modules["__main__"]
-    sys.argv, sys.excepthook = [name, *arguments], sys.__excepthook__
-    # python -m looks into the current directory first, python script.py beside the script
-    sys.path.insert(0, str(folder if folder is not None else Path.cwd()))
+def _surroundings(name: str, arguments: list[str], folder: Path) -> Iterator[None]:
+    argv = sys.argv
+    search = list(sys.path)
+    hook = sys.excepthook
+    main = sys.modules["__main__"]
+    sys.argv = [name, *arguments]
+    sys.excepthook = sys.__excepthook__
+    sys.path.insert(0, str(folder))
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-        sys.argv, sys.path[:], sys.excepthook = argv, search, hook
+        sys.argv = argv
+        sys.path[:] = search
+        sys.excepthook = hook

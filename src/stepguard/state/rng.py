@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,16 @@ def restore_rng(state: RngState) -> None:
     numpy = sys.modules.get("numpy")
     if state.numpy is not None and numpy is not None:
         numpy.random.set_state(state.numpy)
+
+
+@contextmanager
+def kept_rng() -> Iterator[None]:
+    """Put every generator back at the end, whatever happens."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
 
 
 def _accelerator() -> Any:

@@ -36,7 +36,7 @@ def test_snapshot_that_is_being_written_is_given_back_after_others_were_refused(
             if number % 20 == 0:
                 busy[0] = False
             guard.step(scene.loss_fn, batch)
-        ring = guard._recovery.snapshots.ring.snapshots
+        ring = guard._rewinder.snapshots.ring.snapshots
     assert len(written) == 3
     assert sum(snapshot.lent for snapshot in ring) <= 1
     assert max(snapshot.step for snapshot in ring) >= 52

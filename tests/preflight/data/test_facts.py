@@ -11,7 +11,7 @@ from preflight.asking import said
 from stepguard.preflight import Subject, check
 from stepguard.preflight.data.examples import Example, Source
 from stepguard.preflight.data.facts import gather
-from stepguard.preflight.data.labels import LabelFacts
+from stepguard.preflight.data.label_facts import LabelFacts
 
 
 def test_same_content_under_two_names_is_a_duplicate_and_a_leak(tmp_path: Path) -> None:

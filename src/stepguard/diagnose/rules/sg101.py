@@ -23,7 +23,9 @@ def _amount(case: Case) -> str:
     bad = case.bad_operand
     if bad is None:
         number = case.evidence.bad_elements
-        amount = f"holds {number} non-finite elements" if number else "was non-finite"
+        amount = "was non-finite"
+        if number:
+            amount = f"holds {number} non-finite elements"
         return f"{amount} before the model saw it"
     amount = f"holds {counts(bad)} before the model saw it"
     if bad.index is None:
@@ -41,8 +43,12 @@ def _number(case: Case) -> Proof | None:
         f"number from outside model and batch"
     )
     kept_as = case.evidence.attribute
-    where = f"the attribute `{kept_as}` of the model is {value}" if kept_as else ""
-    tensors = "every tensor that went in is finite" if case.finite_inputs else ""
+    where = ""
+    if kept_as:
+        where = f"the attribute `{kept_as}` of the model is {value}"
+    tensors = ""
+    if case.finite_inputs:
+        tensors = "every tensor that went in is finite"
     return certain(first, where, tensors)
 
 

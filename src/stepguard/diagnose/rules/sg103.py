@@ -51,6 +51,7 @@ def _extreme_batch(case: Case, numbers: str) -> Proof | None:
 
 def _extreme_operand(case: Case, numbers: str) -> Proof | None:
     """The batch does not stand out; an operand does, and a sample or the weights made it."""
+    # in float16 ordinary operands overflow (SG301), and so do exponentials (SG203)
     if case.narrow or case.op in EXPONENTIALS or not _extreme(case):
         return None
     if case.confirmed_samples and _batch_max(case) is None:
@@ -60,8 +61,12 @@ def _extreme_operand(case: Case, numbers: str) -> Proof | None:
 
 def _extreme(case: Case) -> bool:
     """Do the operands use up the exponent range? A cube overflows on what a square still holds."""
-    power = case.argument("exponent", 1) if case.op == "pow" else None
-    times = max(1.0, high(power) / 2) if power is not None else 1.0
+    power = None
+    if case.op == "pow":
+        power = case.argument("exponent", 1)
+    times = 1.0
+    if power is not None:
+        times = max(1.0, high(power) / 2)
     # compared as logarithms, since the product itself may overflow
     return math.log(max(case.magnitude, 1.0)) * times >= math.log(EXTREME_OPERAND)
 

@@ -46,10 +46,13 @@ def _first_with_value(case: Case) -> Operand | None:
     for operand in case.inputs:
         if operand.value is not None:
             return operand
-    return case.inputs[0] if case.inputs else None
+    if case.inputs:
+        return case.inputs[0]
+    return None
 
 
 def _ctc(case: Case) -> Proof | None:
+    # torch gives inf, not an error, for a target that does not fit (zero_infinity=False)
     if case.op not in CTC or not case.makes_inf:
         return None
     inputs = case.argument("input_lengths", 2)
@@ -64,7 +67,9 @@ def _ctc(case: Case) -> Proof | None:
         f"(repeats need a blank each)"
     )
     how_many = case.evidence.ctc_infeasible
-    short = f"{how_many} targets of the batch are too long" if how_many is not None else ""
+    short = ""
+    if how_many is not None:
+        short = f"{how_many} targets of the batch are too long"
     return certain(numbers, lengths, short, case.confirmed_samples)
 
 
@@ -73,12 +78,22 @@ def _class_index(case: Case) -> Proof | None:
     target = case.argument("target", 1)
     if case.op not in NLL or scores is None or target is None:
         return None
-    classes = scores.shape[1] if len(scores.shape) > 1 else 0
-    if classes and high(target) >= classes:
-        last = classes - 1
-        return certain(
-            f"a target is {spell(high(target))}, but there are {classes} classes (0 to {last})"
-        )
+    return _beyond_classes(scores, target) or _impossible_class(case, scores)
+
+
+def _beyond_classes(scores: Operand, target: Operand) -> Proof | None:
+    # scores without a batch axis do not say how many classes there are
+    if len(scores.shape) < 2:
+        return None
+    classes = scores.shape[1]
+    if not high(target) >= classes > 0:
+        return None
+    return certain(
+        f"a target is {spell(high(target))}, but there are {classes} classes (0 to {classes - 1})"
+    )
+
+
+def _impossible_class(case: Case, scores: Operand) -> Proof | None:
     masked = scores.neginf and case.makes_inf and not scores.nan
     if not masked and not case.evidence.zero_target_probability:
         return None
@@ -114,23 +129,38 @@ def _log_of_target(case: Case) -> Proof | None:
 def _from_batch(case: Case) -> Proof | None:
     """A logarithm, root or division in the loss whose operand is computed from the batch alone."""
     root = case.evidence.argument_root or case.evidence.denominator_root
-    divisor = zero_divisor(case)
-    logarithm = log_argument(case)
-    broken = divisor or logarithm or negative_root(case)
-    if case.phase != "loss" or not root or not broken:
+    value = _broken_operand(case)
+    if case.phase != "loss" or not root or value is None:
         return None
-    if divisor is not None and counts_nothing(case, divisor):
-        return None
-    value = divisor or _first_with_index(case)
     text = (
         f"{case.place} got {spell(met(value)[0])}{at_index(value)}, which is computed from "
         f"`{root}` alone"
     )
+    sentences = (text, describe(value), case.confirmed_samples)
+    if log_argument(case) is None or _changed_on_the_way(case):
+        return likely(*sentences)
+    return certain(*sentences)
+
+
+def _broken_operand(case: Case) -> Operand | None:
+    """What was divided by, or the argument of a logarithm or root beyond its domain."""
+    divisor = zero_divisor(case)
+    if divisor is not None:
+        # a count that is 0 is SG102
+        if counts_nothing(case, divisor):
+            return None
+        return divisor
+    if log_argument(case) is None and negative_root(case) is None:
+        return None
+    return _first_with_index(case)
+
+
+def _changed_on_the_way(case: Case) -> bool:
+    """Is the operand the batch's value only after rounding or a bounded function?"""
+    if base_name(case.evidence.argument_from) in CURVES:
+        return True
     # a 0 in half precision is more likely rounded to 0 than in the data
-    rounded = case.short and any(operand.zeros for operand in case.inputs)
-    curved = base_name(case.evidence.argument_from) in CURVES
-    prove = certain if logarithm is not None and not rounded and not curved else likely
-    return prove(text, describe(value), case.confirmed_samples)
+    return case.short and any(operand.zeros for operand in case.inputs)
 
 
 def _first_with_index(case: Case) -> Operand:

@@ -27,14 +27,20 @@ def recognise(case: Case) -> Proof | None:
     if not case.forward or case.unselected:
         return None
     divisor = zero_divisor(case)
-    if divisor is None:
-        return _no_epsilon(case) or _inside(case) or _singular(case) or _tiny(case)
-    numbers = _numbers(case, divisor)
+    if divisor is not None:
+        return _by_zero(case, divisor)
+    return _no_epsilon(case) or _inside(case) or _singular(case) or _tiny(case)
+
+
+def _by_zero(case: Case, divisor: Operand) -> Proof:
+    sentences = (*_numbers(case, divisor), case.confirmed_samples)
+    # a mean over no element is SG102
     if counts_nothing(case, divisor):
-        return possible(*numbers, case.confirmed_samples)
+        return possible(*sentences)
+    # an infinity that the forward swallowed is SG403
     if case.absorbed and case.makes_inf:
-        return likely(*numbers, case.confirmed_samples)
-    return certain(*numbers, case.confirmed_samples)
+        return likely(*sentences)
+    return certain(*sentences)
 
 
 def _own_optimizer(case: Case) -> Proof | None:
@@ -50,7 +56,9 @@ def _numbers(case: Case, divisor: Operand) -> tuple[str, str]:
     if case.op == "div" and has_zero(case.argument("self", 0)) and case.makes_nan:
         form = "0 / 0 = NaN"
     made_by = case.evidence.denominator_from
-    source = f"the divisor comes from {made_by}" if made_by else ""
+    source = ""
+    if made_by:
+        source = f"the divisor comes from {made_by}"
     return f"{case.place} divided by zero{at_index(divisor)} ({form}): {describe(divisor)}", source
 
 
@@ -69,6 +77,7 @@ def _no_epsilon(case: Case) -> Proof | None:
 
 def _inside(case: Case) -> Proof | None:
     """An operator that divides by something it computes itself, as weight norm does by a norm."""
+    # the divisor is not among the operands: only locating, which had the tensors, could see it
     if not case.evidence.zero_denominator or case.op in DIVISIONS:
         return None
     what = (case.evidence.denominator_from or "value").removeprefix("aten.")
@@ -78,6 +87,7 @@ def _inside(case: Case) -> Proof | None:
 
 def _singular(case: Case) -> Proof | None:
     """Solving with a matrix divides by its pivots; of a triangular one, by its diagonal."""
+    # solve_triangular calls its matrix `self`, the _ex variants call it `A`
     matrix = case.argument("self", 0) or case.argument("A", 0)
     if case.op not in SOLVES or matrix is None or not case.finite_inputs:
         return None
@@ -90,6 +100,7 @@ def _singular(case: Case) -> Proof | None:
 
 def _tiny(case: Case) -> Proof | None:
     """A quotient that overflows on a divisor near 0."""
+    # in half precision a tiny divisor has been rounded to 0 before: SG302
     if case.short or not case.finite_inputs:
         return None
     found = _divisor(case)
@@ -117,7 +128,9 @@ def _divisor(case: Case) -> tuple[Operand, float] | None:
     if case.op not in ("div", "reciprocal", "rsqrt"):
         return None
     divisor = case.argument("other", 1) if case.op == "div" else case.argument("self", 0)
-    return None if divisor is None else (divisor, TINY)
+    if divisor is None:
+        return None
+    return (divisor, TINY)
 
 
 def _tiny_number(case: Case, divisor: Operand) -> bool:

@@ -45,11 +45,14 @@ def _logarithm(case: Case) -> Proof | None:
         allowed = f"above {spell(least)}"
     numbers = f"{case.place} needs a value {allowed}: {describe(operand)}"
     swallowed = base_name(case.evidence.absorbed_by) in SATURATING
-    prove = likely if swallowed else certain
+    prove = certain
+    if swallowed:
+        prove = likely
     return prove(numbers, broken_by(operand), case.confirmed_samples)
 
 
 def _gradient(case: Case) -> Proof | None:
+    # log's backward is grad / x, in which the operand that forward saved is the divisor
     if case.node not in LOG_NODES:
         return None
     for operand in case.inputs:

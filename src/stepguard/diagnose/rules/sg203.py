@@ -31,15 +31,20 @@ def recognise(case: Case) -> Proof | None:
 def _exponential(case: Case, exponent: Operand) -> Proof | None:
     limit = exp_limit(case.dtype) * (LOG2_E if "exp2" in case.op else 1.0)
     largest = reach(exponent) if case.op in EVEN else high(exponent)
+    # the limit is that of exact arithmetic, so a rounded operand may show just below it
     if not largest > limit * 0.99:
         return None
-    grows = "which grows as " if case.op in EVEN else ""
+    grows = ""
+    if case.op in EVEN:
+        grows = "which grows as "
     numbers = (
         f"{case.place}: {grows}exp({spell(largest)}){at_index(exponent)} exceeds what "
         f"{case.dtype} can hold"
     )
     bound = f"in {case.dtype} the exponent may be at most {limit:.2f}; {describe(exponent)}"
-    prove = likely if case.absorbed or case.narrow else certain
+    prove = certain
+    if case.absorbed or case.narrow:
+        prove = likely
     return prove(numbers, bound, case.confirmed_samples)
 
 

@@ -27,8 +27,7 @@ def _softmax(case: Case) -> Proof | None:
     scores = _masked(case)
     if case.evidence.masked_rows is None and not _could_be_a_row(scores):
         return None
-    described = describe(scores) if scores is not None else ""
-    return certain(_rows(case, scores), described, case.confirmed_samples)
+    return certain(_rows(case, scores), describe(scores), case.confirmed_samples)
 
 
 def _masked(case: Case) -> Operand | None:
@@ -41,6 +40,7 @@ def _could_be_a_row(scores: Operand | None) -> bool:
     """Are there enough -inf to fill a row, and nothing else that breaks a softmax?"""
     if scores is None or scores.posinf:
         return False
+    # which axis was normalised is not known here, so the shortest one is taken as the row
     return scores.neginf >= min(scores.shape, default=1)
 
 
@@ -51,7 +51,9 @@ def _rows(case: Case, scores: Operand | None) -> str:
         how_many = "1 row" if rows == 1 else f"{rows} rows"
         if scores is not None:
             how_many += f" of {case.evidence.rows or math.prod(scores.shape[:-1])}"
-    where = at_index(case.output) if case.output is not None else ""
+    where = ""
+    if case.output is not None:
+        where = at_index(case.output)
     return (
         f"{case.place}: {how_many} with every entry -inf{where}; exp(-inf) sums to 0 and "
         f"0 / 0 is NaN"

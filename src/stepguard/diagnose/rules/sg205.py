@@ -17,17 +17,30 @@ def recognise(case: Case) -> Proof | None:
     if data is None or not data.finite:
         return None
     if case.evidence.reduced_elements == 1:
-        measured = case.op in STATISTICS or case.node in STATISTIC_NODES
-        return certain(*_sentences(case, data)) if measured else None
+        return _measured(case, data)
+    return _by_shape(case, data)
+
+
+def _measured(case: Case, data: Operand) -> Proof | None:
+    """Locating has counted one element."""
+    if case.op not in STATISTICS and case.node not in STATISTIC_NODES:
+        return None
+    return certain(*_sentences(case, data))
+
+
+def _by_shape(case: Case, data: Operand) -> Proof | None:
+    """NaN from finite elements whose squares do not overflow: n - correction was 0."""
     if case.op not in STATISTICS or not case.makes_nan:
         return None
     if case.magnitude > SQUARES_OVERFLOW or case.wider:
         return None
-    prove = certain if _single(data) else likely
-    return prove(*_sentences(case, data))
+    if _single(data):
+        return certain(*_sentences(case, data))
+    return likely(*_sentences(case, data))
 
 
 def _sentences(case: Case, data: Operand) -> tuple[str, ...]:
+    # torch's default is the unbiased statistic, which divides by n - 1
     divisor = case.argument("correction", 2)
     correction = 1.0
     if divisor is not None and divisor.value is not None:

@@ -15,31 +15,39 @@ SUMS = words(
 
 
 def recognise(case: Case) -> Proof | None:
-    if not case.makes_nan or any(operand.nan for operand in case.inputs):
+    if not case.makes_nan or case.unselected or case.phase in ("input", "state"):
         return None
-    if case.unselected or case.phase in ("input", "state"):
-        return None
-    infinite = [operand for operand in case.inputs if operand.posinf or operand.neginf]
+    infinite = _infinite(case)
     if not infinite:
         return None
-    # a softmax takes -inf as a mask
-    if case.op in SOFTMAXES and not any(operand.posinf for operand in infinite):
-        return None
     form, certainty = _form(case, infinite)
+    # the forward swallowed the infinity: SG403
     if case.phase == "backward" and case.absorbed:
         certainty = "possible"
-    zero = [operand for operand in case.inputs if operand not in infinite and has_zero(operand)]
+    zero = [operand for operand in case.inputs if operand.finite and has_zero(operand)]
     operands = map(_infinities, (*infinite, *zero[:1]))
     sentences = (f"{case.place}: {form}", *operands, case.confirmed_samples)
     return Proof(certainty=certainty, sentences=sentences)
 
 
+def _infinite(case: Case) -> list[Operand]:
+    """The operands that hold an infinity, where no NaN went in and they are not just a mask."""
+    found = [operand for operand in case.inputs if not operand.finite]
+    if any(operand.nan for operand in found):
+        return []
+    # a softmax takes -inf as a mask
+    if case.op in SOFTMAXES and not any(operand.posinf for operand in found):
+        return []
+    return found
+
+
 def _form(case: Case, infinite: list[Operand]) -> tuple[str, Certainty]:
-    if case.op in TIMES and any(has_zero(operand) for operand in case.inputs):
+    if case.op in TIMES and any(map(has_zero, case.inputs)):
         form = "0 * inf is NaN, a mask of 0 does not hide an infinity"
-        return form, "likely" if case.phase == "backward" else "certain"
-    both_signs = any(operand.posinf and operand.neginf for operand in infinite)
-    if case.op in SUMS and (len(infinite) > 1 or both_signs):
+        if case.phase == "backward":
+            return form, "likely"
+        return form, "certain"
+    if case.op in SUMS and _cancels(infinite):
         return "inf - inf is NaN", "certain"
     if case.op == "div" and len(infinite) > 1:
         return "inf / inf is NaN", "certain"
@@ -48,9 +56,18 @@ def _form(case: Case, infinite: list[Operand]) -> tuple[str, Certainty]:
     return "an infinity went in and has no value here", "likely"
 
 
+def _cancels(infinite: list[Operand]) -> bool:
+    """Two infinities in one sum, in two operands or in one with both signs."""
+    if len(infinite) > 1:
+        return True
+    return any(operand.posinf and operand.neginf for operand in infinite)
+
+
 def _infinities(operand: Operand) -> str:
     amount = counts(operand, ("posinf", "neginf", "zeros"))
-    return f"`{operand.name or 'operand'}` has {amount}" if amount else describe(operand)
+    if amount:
+        return f"`{operand.name or 'operand'}` has {amount}"
+    return describe(operand)
 
 
 RULE = Rule(code="SG206", recognise=recognise, yields_to=("SG301", "SG403"))

@@ -16,13 +16,22 @@ def recognise(case: Case) -> Proof | None:
         return _static_scale(case)
     if not case.inputs or case.unselected or not case.short:
         return None
-    if case.op in EXPONENTIALS:
-        return _result(case) if case.narrow and case.wider else None
+    # micro-batches are added up in the gradient's own dtype
     if case.node == "AccumulateGrad" and case.finite_inputs:
         return _accumulated(case)
+    if _left_the_range(case):
+        return _result(case)
+    return None
+
+
+def _left_the_range(case: Case) -> bool:
+    """Is it the range of half precision, and not the operation, that made the infinity?"""
+    if case.op in EXPONENTIALS:
+        # bfloat16 has the range of float32: there the exponent is too large, SG203
+        return case.narrow and bool(case.wider)
     if not case.narrow and not case.wider:
-        return None
-    return _result(case) if overflow(case) or _backward(case) else None
+        return False
+    return overflow(case) or _backward(case)
 
 
 def _backward(case: Case) -> bool:
@@ -37,7 +46,9 @@ def _result(case: Case) -> Proof:
     limit = (
         f"{case.place} has finite operands but a result beyond {limit_of(case.dtype)}{_sum(case)}"
     )
-    wider = f"computed in {case.wider} the same operation is finite" if case.wider else ""
+    wider = ""
+    if case.wider:
+        wider = f"computed in {case.wider} the same operation is finite"
     return certain(limit, *map(describe, shown[:3]), wider, case.confirmed_samples)
 
 
@@ -67,7 +78,9 @@ def _static_scale(case: Case) -> Proof:
     if case.facts.scaling == "static" or case.verdict.kind == "nonfinite_gradient":
         stays = "the scale is static: skipping the step cures nothing, the next one overflows too"
     # a scale that has collapsed is below 1: then SG506 knows more
-    prove = possible if case.verdict.kind == "scaler_collapse" else certain
+    prove = certain
+    if case.verdict.kind == "scaler_collapse":
+        prove = possible
     return prove(text, stays, remedies=RULE.text.special)
 
 

@@ -30,20 +30,27 @@ def _zero(case: Case) -> Operand | None:
     if divisor is not None:
         return divisor
     found = log_argument(case)
-    return found[0] if found is not None and found[0].zeros else None
+    if found is not None and found[0].zeros:
+        return found[0]
+    return None
 
 
 def _epsilon_underflows(case: Case, zero: Operand | None) -> Proof | None:
     if not case.evidence.eps_underflow:
         return None
     eps = case.evidence.eps
-    which = f"eps={spell(eps)}" if eps is not None else "the epsilon"
+    which = "the epsilon"
+    if eps is not None:
+        which = f"eps={spell(eps)}"
     first = f"{which} is 0 in {case.dtype}, whose smallest positive number is {_smallest(case)}"
-    consequence = _consequence(case, zero) if zero is not None else ""
+    consequence = ""
+    if zero is not None:
+        consequence = _consequence(case, zero)
     return certain(first, consequence, case.confirmed_samples)
 
 
 def _norm_layer(case: Case) -> Proof | None:
+    # a norm layer takes its eps as a Python number, so it is an operand of its own
     if case.op not in NORM_LAYERS:
         return None
     for operand in case.inputs:
@@ -74,7 +81,9 @@ def _rounded(case: Case, zero: Operand) -> Proof:
         f"in {case.dtype} everything up to {_smallest(case)} / 2 is 0, and next to 1 "
         f"everything below {_ulp(case)}"
     )
-    prove = certain if case.wider or guarded else possible
+    prove = possible
+    if case.wider or guarded:
+        prove = certain
     return prove(_consequence(case, zero), guarded, rounded, case.confirmed_samples)
 
 

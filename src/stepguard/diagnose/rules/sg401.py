@@ -77,18 +77,26 @@ def recognise(case: Case) -> Proof | None:
     if case.node not in SINGULAR:
         return _divides(case) or _explodes(case)
     zero = _singular_operand(case)
+    # a slope that a wider dtype can hold is SG301
     if zero is None and case.short and case.wider:
         return None
+    return _slope(case, zero)
+
+
+def _slope(case: Case, zero: Operand | None) -> Proof:
     numbers = f"born in {case.place}"
     if zero is not None:
         numbers = f"{case.place} met it{at_index(zero)}: {describe(zero)}"
-    forward = "the forward value is finite, only its slope is not" if case.loss_finite else ""
+    forward = ""
+    if case.loss_finite:
+        forward = "the forward value is finite, only its slope is not"
     sentences = (SINGULAR[case.node], numbers, forward, case.confirmed_samples)
     if not case.finite_inputs:
         return possible(*sentences)
     # of a logarithm SG202 says more
-    unsure = zero is None or case.node in LOG_NODES
-    return likely(*sentences) if unsure else certain(*sentences)
+    if zero is None or case.node in LOG_NODES:
+        return likely(*sentences)
+    return certain(*sentences)
 
 
 def _singular_operand(case: Case) -> Operand | None:
@@ -96,6 +104,7 @@ def _singular_operand(case: Case) -> Operand | None:
     divisor = zero_divisor(case)
     if divisor is not None:
         return divisor
+    # backward formulas put the incoming gradient first, as in grad / (2 * result)
     for operand in reversed(case.inputs):
         if operand.dtype and has_zero(operand):
             return operand

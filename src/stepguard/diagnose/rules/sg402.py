@@ -17,6 +17,7 @@ SENTENCE = (
 def recognise(case: Case) -> Proof | None:
     if case.unselected:
         return _unselected(case)
+    # a swallowed infinity, not a discarded NaN: SG403
     if case.phase != "backward" or not case.loss_finite or case.evidence.absorbed:
         return None
     return _discarded(case)
@@ -27,7 +28,9 @@ def _unselected(case: Case) -> Proof:
     numbers = f"{case.place} computes a branch that `where` discards"
     # the slope of a log-sum over nothing but -inf is NaN whatever gradient comes in
     by_itself = case.node in SOFTMAX_NODES | PAIR_NODES
-    prove = likely if by_itself else certain
+    prove = certain
+    if by_itself:
+        prove = likely
     return prove(numbers, SENTENCE, *map(describe, shown[:2]), case.confirmed_samples)
 
 

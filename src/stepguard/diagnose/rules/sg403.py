@@ -23,7 +23,9 @@ def recognise(case: Case) -> Proof | None:
     sentences = (*_numbers(case, swallowed_by), case.confirmed_samples)
     if _at_a_pole(case, swallowed_by):
         return certain(*sentences)
-    return likely(*sentences) if case.evidence.absorbed else None
+    if case.evidence.absorbed:
+        return likely(*sentences)
+    return None
 
 
 def _at_a_pole(case: Case, swallowed_by: str) -> bool:
@@ -35,10 +37,14 @@ def _at_a_pole(case: Case, swallowed_by: str) -> bool:
 
 def _numbers(case: Case, swallowed_by: str) -> tuple[str, ...]:
     first = f"{case.place} makes an infinity in forward"
-    made = counts(case.output, ("posinf", "neginf")) if case.output is not None else ""
+    made = ""
+    if case.output is not None:
+        made = counts(case.output, ("posinf", "neginf"))
     if made:
         first += f": {made}"
-    by = f" ({swallowed_by})" if swallowed_by else ""
+    by = ""
+    if swallowed_by:
+        by = f" ({swallowed_by})"
     then = f"a later operation{by} turns it into a finite number, backward multiplies it by 0"
     return first, then, _cause(case)
 
@@ -47,20 +53,26 @@ def _cause(case: Case) -> str:
     for operand in case.inputs:
         if has_zero(operand):
             return describe(operand)
-    return describe(case.inputs[0]) if case.inputs else ""
+    if case.inputs:
+        return describe(case.inputs[0])
+    return ""
 
 
 def _in_backward(case: Case) -> Proof | None:
     infinite = next((operand for operand in case.inputs if operand.posinf or operand.neginf), None)
     text = f"{case.place} met a value that was infinite in forward although the loss is finite"
-    detail = describe(infinite) if infinite is not None else ""
     if case.evidence.absorbed:
-        return certain(text, detail, case.confirmed_samples)
-    if infinite is None or not case.loss_finite:
+        return certain(text, describe(infinite), case.confirmed_samples)
+    if infinite is None or not case.loss_finite or not _zero_meets_infinity(case):
         return None
-    if any(operand.nan for operand in case.inputs) or not any(map(has_zero, case.inputs)):
-        return None
-    return likely(text, detail, case.confirmed_samples)
+    return likely(text, describe(infinite), case.confirmed_samples)
+
+
+def _zero_meets_infinity(case: Case) -> bool:
+    """0 * inf, and no NaN that came in from elsewhere."""
+    if any(operand.nan for operand in case.inputs):
+        return False
+    return any(map(has_zero, case.inputs))
 
 
 RULE = Rule(code="SG403", recognise=recognise)

@@ -20,7 +20,9 @@ def recognise(case: Case) -> Proof | None:
         limit += f"; the largest gradient element is {case.magnitude:.3g}"
     true_norm = case.evidence.finite_norm
     ran_away = rising(case) or lr_jump(case) is not None
-    prove = likely if ran_away else certain
+    prove = certain
+    if ran_away:
+        prove = likely
     return prove(
         "no gradient element is NaN or Inf, but their 2-norm in float32 is infinite",
         limit,
@@ -37,8 +39,11 @@ def _norm_infinite(case: Case) -> bool:
 
 
 def _clipped_away(case: Case) -> str:
+    # clip_grad_norm_ multiplies by max_norm / norm without looking at the norm
     clip_norm = case.facts.clip_norm
-    clip = f"clip_grad_norm_ to {clip_norm:g}" if clip_norm else "clip_grad_norm_"
+    clip = "clip_grad_norm_"
+    if clip_norm:
+        clip = f"clip_grad_norm_ to {clip_norm:g}"
     return (
         f"{clip} would multiply every gradient by {clip_norm or 1:g} / inf = 0: a step that "
         f"learns nothing"

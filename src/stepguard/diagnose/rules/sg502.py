@@ -44,7 +44,9 @@ def _located(case: Case, dtype: str) -> Proof | None:
     vanished = case.evidence.eps_underflow or _underflows(case, dtype)
     if not vanished and divisor is None:
         return None
-    shown = f": {describe(divisor)}" if divisor is not None else ""
+    shown = ""
+    if divisor is not None:
+        shown = f": {describe(divisor)}"
     sentences = (
         f"{case.place} divided by {_what(case)}{shown}; {_form(case)}",
         _epsilon(case, dtype),
@@ -63,6 +65,7 @@ def _what(case: Case) -> str:
 
 
 def _form(case: Case) -> str:
+    # Adam's addcdiv: param += -lr * tensor1 / tensor2, with the first moment as tensor1
     numerator = case.argument("tensor1", 1)
     if numerator is not None and met(numerator) == (0.0, 0.0):
         return "0 / 0 for every element without gradient"
@@ -70,10 +73,14 @@ def _form(case: Case) -> str:
 
 
 def _epsilon(case: Case, dtype: str) -> str:
-    eps = case.facts.eps if case.facts.eps is not None else case.evidence.eps
+    eps = case.evidence.eps
+    if case.facts.eps is not None:
+        eps = case.facts.eps
     if eps is None or dtype not in FORMATS:
         return ""
-    owner = f"{case.facts.optimizer} " if case.facts.optimizer else ""
+    owner = ""
+    if case.facts.optimizer:
+        owner = f"{case.facts.optimizer} "
     smallest = f"{FORMATS[dtype].smallest:.3g}"
     return f"{owner}eps={spell(eps)} is 0 in {dtype}, whose smallest positive number is {smallest}"
 

@@ -27,7 +27,9 @@ def _outlier(case: Case) -> str:
         return ""
     step, name, times = case.facts.outlier
     slowest = max(case.facts.betas, default=1.0)
-    memory = 1.0 / (1.0 - slowest) if slowest < 1.0 else MEMORY
+    memory = MEMORY
+    if slowest < 1.0:
+        memory = 1.0 / (1.0 - slowest)
     if not 0 < case.reading.step - step <= memory:
         return ""
     return (
@@ -49,6 +51,7 @@ def _after_outlier(case: Case, outlier: str) -> Proof | None:
 
 def _without_squares(case: Case) -> Proof | None:
     """Finite, and yet a state that training cannot lead to."""
+    # Adam's second moment is a mean of squares: it is 0 only where no gradient ever came
     lost = case.facts.lost_squares
     if not lost or case.verdict.kind not in FINITE_ANOMALIES:
         return None
@@ -64,14 +67,17 @@ def _not_finite(case: Case) -> Proof | None:
     which = _bad_slot(case)
     if which is None:
         return None
-    bad = case.bad_operand
-    operand = describe(bad) if bad is not None else ""
+    operand = describe(case.bad_operand)
     if case.reading.state_born:
         text = f"`{which}` became non-finite in this step's update, from finite gradients"
         # the operation that made it has a cause of its own
         by_operation = case.origin is not None and bool(case.origin.op)
-        return possible(text, operand) if by_operation else likely(text, operand)
-    gradients = "finite" if case.reading.grads_finite else "not looked at"
+        if by_operation:
+            return possible(text, operand)
+        return likely(text, operand)
+    gradients = "not looked at"
+    if case.reading.grads_finite:
+        gradients = "finite"
     text = (
         f"`{which}` was non-finite before this step, while the gradients of this step are "
         f"{gradients}"

@@ -14,6 +14,7 @@ FINITE_ANOMALIES = ("spike", "drift")
 
 
 def recognise(case: Case) -> Proof | None:
+    # a rate of NaN makes every weight NaN, whatever else is true of the step
     group = lr_not_a_number(case)
     if group is not None:
         return certain(f"group {group} runs with lr {case.reading.lr[group]}")
@@ -29,22 +30,27 @@ def _certainty(case: Case) -> Certainty:
     kind = case.verdict.kind
     if kind in (*FINITE_ANOMALIES, "infinite_norm") or case.evidence.weights_ruined:
         return "certain"
-    if kind == "lr_mismatch":
-        # loaded state that brings the old rate back is SG802
-        return "likely" if case.facts.resumed else "certain"
-    # past exp(709) float64 overflows as well, so no wider dtype was finite
-    overflowed = overflow(case) or case.op in EXPONENTIALS
-    if overflowed and not case.short:
-        return "certain"
-    located = case.origin is not None and bool(case.origin.op)
-    if case.phase in ("", "optimizer") and not located:
+    # loaded state that brings the old rate back is SG802
+    if kind == "lr_mismatch" and case.facts.resumed:
+        return "likely"
+    if kind == "lr_mismatch" or _weights_ran_away(case):
         return "certain"
     return "possible"
 
 
+def _weights_ran_away(case: Case) -> bool:
+    """A wide dtype overflowed, or nothing but the update is known to be bad."""
+    # past exp(709) float64 overflows as well, so that no wider dtype is finite
+    if overflow(case) or case.op in EXPONENTIALS:
+        return not case.short
+    return case.phase in ("", "optimizer") and not case.op
+
+
 def _consequence(case: Case) -> tuple[str, ...]:
     climb = lr_climb(case)
-    grown = climb.sentence if climb is not None and climb.runaway else ""
+    grown = ""
+    if climb is not None and climb.runaway:
+        grown = climb.sentence
     update = case.facts.update_ratio
     ratio = ""
     if update is not None:

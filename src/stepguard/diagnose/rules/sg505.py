@@ -35,13 +35,19 @@ def recognise(case: Case) -> Proof | None:
 def _certainty(case: Case) -> Certainty | None:
     """How well divergence explains what was seen; None where it does not."""
     if case.verdict.kind == "infinite_norm":
-        return "certain" if rising(case) else None
+        if rising(case):
+            return "certain"
+        return None
     if case.verdict.kind in FINITE_ANOMALIES or case.evidence.weights_ruined:
-        return "certain" if _shown(case) else "likely"
+        if _shown(case):
+            return "certain"
+        return "likely"
     # bfloat16 has the range of float32; in float16 an overflow says nothing about the weights
     if overflow(case) and not case.narrow:
         return _overflowed(case)
-    return "likely" if case.phase == "optimizer" and rising(case) else None
+    if case.phase == "optimizer" and rising(case):
+        return "likely"
+    return None
 
 
 def _overflowed(case: Case) -> Certainty | None:
@@ -53,7 +59,9 @@ def _overflowed(case: Case) -> Certainty | None:
     if rising(case):
         return "certain"
     extreme = case.magnitude >= EXTREME_OPERAND
-    return "likely" if extreme and not case.confirmed_samples else None
+    if extreme and not case.confirmed_samples:
+        return "likely"
+    return None
 
 
 def _stood_still(case: Case) -> bool:
@@ -86,7 +94,9 @@ def _number_explains(case: Case) -> bool:
 
 def _bound_the_schedule(case: Case) -> tuple[Remedy, ...]:
     climb = lr_climb(case)
-    return RULE.text.special if climb is not None and climb.runaway else ()
+    if climb is not None and climb.runaway:
+        return RULE.text.special
+    return ()
 
 
 def _sentences(case: Case) -> tuple[str, ...]:

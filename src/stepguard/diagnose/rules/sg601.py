@@ -39,10 +39,14 @@ def _not_finite(case: Case) -> Proof | None:
     if early:
         when = "before the first step: it was never initialised, or loaded that way"
     stored = [name for name in case.reading.bad_state if name.startswith("param:")]
-    more = f"{len(stored)} parameters are non-finite in all" if len(stored) > 1 else ""
+    more = ""
+    if len(stored) > 1:
+        more = f"{len(stored)} parameters are non-finite in all"
     # bad optimizer state makes bad parameters with the next update: then SG503 knows more
     by_optimizer = not early and any(name.startswith("opt:") for name in case.reading.bad_state)
-    prove = likely if by_optimizer else certain
+    prove = certain
+    if by_optimizer:
+        prove = likely
     return prove(f"`{which}` was non-finite {when}", _amount(case), more)
 
 
@@ -53,7 +57,9 @@ def _bad_parameter(case: Case) -> str | None:
     if case.origin is not None and case.phase != "state":
         return None
     if case.tensor:
-        return case.tensor if case.tensor.startswith("param:") else None
+        if case.tensor.startswith("param:"):
+            return case.tensor
+        return None
     return next((name for name in case.reading.bad_state if name.startswith("param:")), None)
 
 
@@ -62,7 +68,9 @@ def _amount(case: Case) -> str:
     if bad is None:
         return ""
     amount = f"it holds {counts(bad)}"
-    return amount if bad.index is None else f"{amount}, the first{at_index(bad)}"
+    if bad.index is None:
+        return amount
+    return f"{amount}, the first{at_index(bad)}"
 
 
 RULE = Rule(code="SG601", recognise=recognise)

@@ -17,11 +17,13 @@ def _kept_outside(case: Case) -> Proof | None:
     if attribute is None or case.evidence.constant is None:
         return None
     owner, _, name = attribute.rpartition(".")
-    which = f"module `{owner}`" if owner else "the model"
+    which = "the model"
+    if owner:
+        which = f"module `{owner}`"
     bad = next((operand for operand in case.inputs if not operand.finite), None)
     return certain(
         f"`self.{name}` of {which} was already non-finite when {case.place} read it",
-        describe(bad, f"self.{name}") if bad is not None else "",
+        describe(bad, f"self.{name}"),
         f"it is a tensor kept by {which} outside its buffers: no checkpoint holds it and no "
         f"gradient repairs it",
     )
@@ -33,7 +35,9 @@ def _buffer(case: Case) -> Proof | None:
         return None
     running = "running_" in which
     bad = case.bad_operand
-    amount = f"it holds {counts(bad)}: {describe(bad, which)}" if bad is not None else ""
+    amount = ""
+    if bad is not None:
+        amount = f"it holds {counts(bad)}: {describe(bad, which)}"
     hidden = ""
     if running and case.loss_finite:
         hidden = (
@@ -43,14 +47,19 @@ def _buffer(case: Case) -> Proof | None:
     # what the model itself writes into a buffer has a cause of its own; torch writes statistics
     by_operation = case.origin is not None and bool(case.origin.op)
     made_here = case.reading.state_born and by_operation and not running
-    prove = possible if made_here else certain
+    prove = certain
+    if made_here:
+        prove = possible
     return prove(f"`{which}` is non-finite; no gradient ever repairs a buffer", amount, hidden)
 
 
 def _bad_buffer(case: Case) -> str | None:
     """The name of the bad buffer; None where the origin is something else."""
+    # the origin names another tensor: then the buffer is a consequence
     if case.tensor:
-        return case.tensor if case.tensor.startswith("buffer:") else None
+        if case.tensor.startswith("buffer:"):
+            return case.tensor
+        return None
     if case.origin is not None and case.phase != "state":
         return None
     return next((name for name in case.reading.bad_state if name.startswith("buffer:")), None)

@@ -13,9 +13,7 @@ def recognise(case: Case) -> Proof | None:
     which = "the checkpoint is not usable"
     if case.tensor:
         which = f"`{case.tensor}` in the checkpoint is not usable"
-    bad = case.bad_operand
-    amount = describe(bad) if bad is not None else ""
-    return certain(which, amount, case.verdict.summary)
+    return certain(which, describe(case.bad_operand), case.verdict.summary)
 
 
 def _brought_in(case: Case) -> Proof | None:

@@ -17,7 +17,9 @@ def recognise(case: Case) -> Proof | None:
         return None
     if case.evidence.compiled_only or case.phase in ("input", "state", "checkpoint"):
         return None
-    return _not_a_function(case) if case.impure else _transient(case)
+    if case.impure:
+        return _not_a_function(case)
+    return _transient(case)
 
 
 def _transient(case: Case) -> Proof:

@@ -12,7 +12,9 @@ def recognise(case: Case) -> Proof | None:
     if not any(sentences):
         return None
     alone = case.origin is None and not case.verdict.bad
-    return likely(*sentences) if alone else possible(*sentences)
+    if alone:
+        return likely(*sentences)
+    return possible(*sentences)
 
 
 def _disagrees(case: Case) -> str:
@@ -33,6 +35,7 @@ def _unscaled(case: Case) -> str:
 
 
 def _half_weights(case: Case) -> str:
+    # GradScaler.unscale_ raises on float16 gradients: it expects float32 weights under autocast
     half = [name for name in case.facts.param_dtypes if plain(name) in NARROW]
     if not half or case.facts.scaling != "dynamic":
         return ""

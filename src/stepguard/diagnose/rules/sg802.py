@@ -18,7 +18,9 @@ def recognise(case: Case) -> Proof | None:
     loaded = (
         "optimizer or scheduler state was loaded in this process: it carries the old run's rates"
     )
-    prove = certain if mismatch else possible
+    prove = possible
+    if mismatch:
+        prove = certain
     return prove(*rates, case.verdict.summary, loaded)
 
 

@@ -10,7 +10,9 @@ from stepguard.diagnose.wording import spell
 def recognise(case: Case) -> Proof | None:
     if case.verdict.kind not in ("zero_loss", "no_labels"):
         return None
-    labels = "0 targets of this step count" if case.reading.labels == 0 else ""
+    labels = ""
+    if case.reading.labels == 0:
+        labels = "0 targets of this step count"
     zero = f"loss is {spell(case.reading.loss)}, gradient norm is {spell(case.reading.grad_norm)}"
     return certain(labels, zero, case.verdict.summary)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stepguard.engine.drivers.optimizer_kinds import evaluates_again
 from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.incident.outcome import let_through, skipped_after_all
-from stepguard.engine.optimizer_kinds import evaluates_again
 from stepguard.engine.reader import MicroLoss
 from stepguard.engine.recover.rerun import run_again
 from stepguard.engine.result import StepResult
@@ -203,7 +203,7 @@ class Evaluated(Protocol):
 
 
 class CheckedClosure:
-    """The user's closure for LBFGS and SAM: every evaluation is checked, a bad one ends the rest."""
+    """The user's closure for LBFGS and SAM: each evaluation is checked, a bad one ends the rest."""
 
     def __init__(
         self, watcher: Evaluated, closure: Callable[[], Any], *, again: bool = False

@@ -1,4 +1,4 @@
-"""`scheduler_every="epoch"`: the schedule advances when `guard.loader` ends a pass over the data."""
+"""`scheduler_every="epoch"`: the schedule advances when `guard.loader` ends a pass."""
 
 from __future__ import annotations
 

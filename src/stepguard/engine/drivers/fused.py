@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.optimizer_kinds import found_inf, takes_found_inf
+from stepguard.engine.drivers.scaler import restore_scaler, scaler_copy
 from stepguard.engine.drivers.schedule import ScheduleCopy
-from stepguard.engine.optimizer_kinds import found_inf, takes_found_inf
 from stepguard.engine.reader import Pending
 from stepguard.engine.result import StepResult
-from stepguard.engine.scaler import restore_scaler, scaler_copy
 from stepguard.engine.transaction import Transaction
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientMark

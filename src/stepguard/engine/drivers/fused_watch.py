@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from stepguard.engine.drivers.fused import FusedUpdate
+from stepguard.engine.drivers.optimizer_kinds import found_inf
 from stepguard.engine.drivers.watched_step import WatchedStep
-from stepguard.engine.optimizer_kinds import found_inf
 from stepguard.engine.reader import Pending
 from stepguard.engine.result import StepResult
 from stepguard.records import Reading

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.fused import FusedUpdate, read_later
+from stepguard.engine.drivers.scaler import hold_scaler, scaled, unscale, update_scaler
+from stepguard.engine.drivers.step_end import StepEnd
 from stepguard.engine.drivers.unguarded import unguarded_step, unguarded_update
+from stepguard.engine.drivers.update_check import UpdateCheck
 from stepguard.engine.incident.exceptions import Exceptions
 from stepguard.engine.incident.outcome import (
     leaves_out,
@@ -29,10 +32,7 @@ from stepguard.engine.recover.partial_step import (
 from stepguard.engine.recover.rerun import run_again
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.result import StepResult
-from stepguard.engine.scaler import hold_scaler, scaled, unscale, update_scaler
-from stepguard.engine.step_end import StepEnd
 from stepguard.engine.transaction import Transaction
-from stepguard.engine.update_check import UpdateCheck
 from stepguard.records import Incident, Reading
 from stepguard.records.verdict import Verdict
 from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
@@ -279,7 +279,7 @@ class StepDriver:
     def _commit_the_rest(
         self, step: Step, incident: Incident, result: StepResult | None = None
     ) -> StepResult | None:
-        """Update without the guilty samples, else without the bad micro-batches; None if neither."""
+        """Update without the guilty samples, else without bad micro-batches; None if neither."""
         rest: Step | None = None
         good: list[int] = []
         if not self.protect.armed:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.scaler import scaled, unscale
 from stepguard.engine.reader import micro_loss
 from stepguard.engine.result import StepResult
-from stepguard.engine.scaler import scaled, unscale
 from stepguard.state.step import LossFn
 
 

@@ -20,17 +20,17 @@ from torch.optim.swa_utils import AveragedModel
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.closure import CheckedClosure, checked_once
 from stepguard.engine.drivers.judged_step import JudgedStep
-from stepguard.engine.optimizer_kinds import (
+from stepguard.engine.drivers.optimizer_kinds import (
     calls_of_step,
     evaluates_again,
     found_inf,
     inner_optimizer,
     needs_closure,
 )
+from stepguard.engine.drivers.scaler import present_scale
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import count_labels
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.engine.scaler import present_scale
 from stepguard.engine.wiring import Wiring
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
 from stepguard.state.step import LossFn, unwrapped
@@ -136,7 +136,7 @@ class WatchDriver(JudgedStep):
                 self.observed.divide(scaler._get_scale_async())
 
     def averages_nothing(self, average: AveragedModel, model: Any) -> bool:
-        """Has this average taken in these very weights already? Its loop does not know of vetoes."""
+        """Has this average taken in these weights already? Its loop does not know of vetoes."""
         if not isinstance(model, nn.Module) or unwrapped(model) is not self.shared.root:
             return False
         last_vetoed = self._fused is None and self.dropped

@@ -10,13 +10,13 @@ from typing import Any
 from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.step_end import StepEnd
+from stepguard.engine.drivers.update_check import UpdateCheck
 from stepguard.engine.incident.exceptions import Exceptions
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import Pending
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.engine.step_end import StepEnd
 from stepguard.engine.transaction import Transaction
-from stepguard.engine.update_check import UpdateCheck
 from stepguard.engine.watch.between_steps import StepBoundary
 from stepguard.engine.watch.gradient_veto import GradientVeto
 from stepguard.engine.watch.live_tracing import LiveTracing

@@ -14,7 +14,7 @@ from stepguard.engine.interception import borrowing
 from stepguard.ledger import Ledger, read_ledger
 from stepguard.records import Incident, Origin, Reading
 from stepguard.records.bad_samples import BadSamples, Extent, Identity
-from stepguard.report import phrases
+from stepguard.records.place import place_and_phase
 from stepguard.state.skipped_batches import Place
 from stepguard.state.step import Step
 
@@ -223,4 +223,4 @@ def _place(incident: Incident) -> str:
     origin = incident.origin
     if origin is None:
         return incident.verdict.summary
-    return f"{origin.phase}: {phrases.place(origin)}".rstrip(": ")
+    return place_and_phase(origin)

@@ -105,7 +105,7 @@ class SituationReader:
         return self._rewinder.plan(transient=transient, visible=visible)
 
     def _ruined(self, incident: Incident) -> bool:
-        """Are the weights ruined though finite? An earlier batch fails on them, or they diverged."""
+        """Are the weights ruined but finite? An earlier batch fails on them, or they diverged."""
         return weights_ruined(incident.origin) or self._diverged(incident.reading)
 
     def _diverged(self, reading: Reading) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from stepguard.engine.context import Context, bare_step
-from stepguard.engine.optimizer_kinds import needs_closure
+from stepguard.engine.drivers.optimizer_kinds import needs_closure
 from stepguard.locate import locate
 from stepguard.locate.live_trace import LiveTrace
 from stepguard.locate.shared_tracer import present_recorder, shared_recorder
@@ -51,10 +51,9 @@ class LiveTracing:
         self._finished: LiveTrace | None = None
 
     # --- locating
-    # ----------------------------------------------------------------------------------------------
 
     def locate(self, step: Step, reading: Reading) -> Origin:
-        """The replay's answer if it is complete, else that of the live trace; if neither is, arm."""
+        """Take the replay's answer if it is complete, else the live trace's; else trace on."""
         origin = locate(step, reading, self._context.effort)
         if step.replayable or placed(origin) or reading.overflow:
             return origin
@@ -92,7 +91,6 @@ class LiveTracing:
         self._context.outputs.note("tracing", summary, step=step)
 
     # --- around the user's code
-    # --------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """An update is done: everything up to the next one is the next step."""

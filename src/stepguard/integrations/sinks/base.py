@@ -1,4 +1,4 @@
-"""What the logger sinks share: which steps are sent, what is sent, and how incidents are counted."""
+"""Shared by the logger sinks: which steps are sent, and how incidents are counted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ class ScalarSink(Sink):
     """Sends every step, or every few, as named numbers; a bad or skipped one always."""
 
     keeps_nonfinite = False
-    """Can the backend store NaN and Inf as they are? Otherwise they are left out, and `nonfinite`
-    says so.
-    """
+    """Can the backend store NaN and Inf? Otherwise they are left out, and `nonfinite` says so."""
 
     def __init__(self, *, every: int = 1) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -28,15 +26,15 @@ class ScalarSink(Sink):
         self.every = every
         self._incidents = 0
         self._held: tuple[int, dict[str, float]] | None = None
-        """A step that did not go through: its incident is told after it, and is to be counted in
-        it.
-        """
+        """A step that was not committed: its incident comes after it and is counted with it."""
 
     def step(self, reading: Reading, committed: bool) -> None:
         self._send_held()
         values = scalars(reading, committed=committed)
         if self.due(reading.step) or values[NONFINITE] or values[SKIPPED]:
-            self._held = (reading.step, values if self.keeps_nonfinite else finite_only(values))
+            if not self.keeps_nonfinite:
+                values = finite_only(values)
+            self._held = (reading.step, values)
         if committed:
             self._send_held()
 
@@ -46,11 +44,12 @@ class ScalarSink(Sink):
         self.tell(incident)
 
     def close(self) -> None:
-        """Nothing is held back any more. A sink that closes something itself calls this first."""
+        """Send what is held back. A sink that closes something itself calls this first."""
         self._send_held()
 
     def _send_held(self) -> None:
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         if held is not None:
             step, values = held
             self.send({**values, INCIDENTS: float(self._incidents)}, step)
@@ -61,14 +60,14 @@ class ScalarSink(Sink):
 
     @abstractmethod
     def send(self, values: dict[str, float], step: int) -> None:
-        """The numbers of one optimizer step."""
+        """Send the numbers of one optimizer step."""
 
     def tell(self, incident: Incident) -> None:
-        """An incident, for a backend that can show more than numbers."""
+        """Show an incident, in a backend that can show more than numbers."""
 
 
 def backend(module: str, extra: str, sink: str) -> Any:
-    """The library behind a sink, or one sentence that says how to get it."""
+    """Import the library behind a sink, or raise a ConfigError that says how to install it."""
     try:
         return import_module(module)
     except ImportError as missing:

@@ -12,9 +12,7 @@ from stepguard.report.scalars import PREFIX
 
 
 class MlflowSink(ScalarSink):
-    """Logs to `run_id`, or to the active run. The run stays yours: it is never started or ended
-    here.
-    """
+    """Logs to `run_id`, or to the active run, which is never started or ended here."""
 
     def __init__(
         self, run_id: str | None = None, *, tracking_uri: str | None = None, every: int = 1
@@ -37,13 +35,12 @@ class MlflowSink(ScalarSink):
         return str(active.info.run_id)
 
     def send(self, values: dict[str, float], step: int) -> None:
-        metric, now = self._module.entities.Metric, int(time.time() * 1000)
-        self._client.log_batch(
-            self._run_id, metrics=[metric(name, v, now, step) for name, v in values.items()]
-        )
+        metric = self._module.entities.Metric
+        now = int(time.time() * 1000)
+        metrics = [metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
 
     def tell(self, incident: Incident) -> None:
         self._client.set_tag(self._run_id, f"{PREFIX}last_incident", incident.summary)
-        self._client.log_dict(
-            self._run_id, to_plain(incident), f"{PREFIX}incidents/{incident.id}.json"
-        )
+        path = f"{PREFIX}incidents/{incident.id}.json"
+        self._client.log_dict(self._run_id, to_plain(incident), path)

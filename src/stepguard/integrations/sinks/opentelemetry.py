@@ -1,4 +1,4 @@
-"""OpenTelemetry. It drops NaN, so only finite numbers are sent; an incident is an attributed count."""
+"""OpenTelemetry. It drops NaN, so only finite numbers are sent; incidents are counted by cause."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from stepguard.report.scalars import INCIDENTS
 
 
 class OpenTelemetrySink(ScalarSink):
-    """Gauges and a counter of one meter. `meter_provider` is by default the process's own;
-    exporting stays yours.
-    """
+    """Gauges and a counter of one meter, by default of the process's own `meter_provider`."""
 
     def __init__(self, meter_provider: Any | None = None, *, every: int = 1) -> None:
         super().__init__(every=every)
@@ -26,7 +24,8 @@ class OpenTelemetrySink(ScalarSink):
 
     def send(self, values: dict[str, float], step: int) -> None:
         for name, value in {**values, "stepguard/step": float(step)}.items():
-            if name != INCIDENTS:  # the counter has them, by kind and cause
+            # The counter has the incidents, by kind and cause.
+            if name != INCIDENTS:
                 self._gauge(name).set(value)
 
     def tell(self, incident: Incident) -> None:

@@ -1,6 +1,4 @@
-"""Prometheus. A gauge holds NaN and Inf as they are; leaving one out would go on showing the last
-good value.
-"""
+"""Prometheus. Gauges hold NaN and Inf: left out, the last good value would still be shown."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from stepguard.report.scalars import INCIDENTS
 
 
 class PrometheusSink(ScalarSink):
-    """Gauges and a counter in `registry`, by default the process's own. Serving them stays yours."""
+    """Gauges and a counter in `registry`, by default the process's own; serving them is yours."""
 
     keeps_nonfinite = True
 
@@ -26,7 +24,8 @@ class PrometheusSink(ScalarSink):
 
     def send(self, values: dict[str, float], step: int) -> None:
         for name, value in {**values, "stepguard/step": float(step)}.items():
-            if name != INCIDENTS:  # the counter has them, by kind and cause
+            # The counter has the incidents, by kind and cause.
+            if name != INCIDENTS:
                 self._gauge(name).set(value)
 
     def tell(self, incident: Incident) -> None:
@@ -52,7 +51,9 @@ class PrometheusSink(ScalarSink):
     def close(self) -> None:
         """Take the metrics out of the registry, so that a second guard can put its own there."""
         super().close()
-        for metric in (*self._gauges.values(), self._counter):
-            if metric is not None:
-                self._registry.unregister(metric)
-        self._gauges, self._counter = {}, None
+        for gauge in self._gauges.values():
+            self._registry.unregister(gauge)
+        if self._counter is not None:
+            self._registry.unregister(self._counter)
+        self._gauges = {}
+        self._counter = None

@@ -29,7 +29,8 @@ class TensorBoardSink(ScalarSink):
                 "TensorBoardSink: give either log_dir=... or writer=SummaryWriter(...)."
             )
         self._module = backend("torch.utils.tensorboard", "tensorboard", "TensorBoardSink")
-        self._folder, self._given = log_dir, writer
+        self._folder = log_dir
+        self._given = writer
         self._own: Any | None = None
 
     @property

@@ -15,9 +15,7 @@ TITLE_LIMIT = 60
 
 
 class WandbSink(ScalarSink):
-    """Logs to `run`, or to the active `wandb.run`. The run stays yours: it is never started or
-    finished here.
-    """
+    """Logs to `run`, or to the active `wandb.run`, which is never started or finished here."""
 
     def __init__(self, run: Any | None = None, *, every: int = 1) -> None:
         super().__init__(every=every)
@@ -33,8 +31,8 @@ class WandbSink(ScalarSink):
                 "WandbSink found no active run: call wandb.init() first, or give WandbSink(run)."
             )
         if run is not self._prepared:
-            # an axis of its own: `step=` would fight with the steps that the user's own run.log
-            # calls count
+            # A step axis of its own: `step=` would clash with the steps that wandb counts for the
+            # user's own run.log calls.
             run.define_metric(STEP, hidden=True)
             run.define_metric(f"{PREFIX}*", step_metric=STEP)
             self._prepared = run

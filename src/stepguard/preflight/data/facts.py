@@ -13,7 +13,7 @@ from torch import Tensor
 from stepguard.preflight.answers import one_line
 from stepguard.preflight.data.examples import NAMING, Example, Source
 from stepguard.preflight.data.files import as_tensors
-from stepguard.preflight.data.labels import LabelFacts
+from stepguard.preflight.data.label_facts import LabelFacts
 from stepguard.report.phrases import count
 
 KEPT_NAMES = 50
@@ -84,14 +84,10 @@ class DataFacts:
 def gather(source: Source, labels: LabelFacts, progress: Progress | None = None) -> DataFacts:
     """Read everything once; nothing of the data is kept but numbers, names and fingerprints."""
     facts = DataFacts(source.what, whole=source.whole, labels=labels)
-    total = None
-    # Files are counted beforehand, but not the examples in them.
-    if source.whole is not None:
-        total = source.total
     for example in source.examples:
         facts.seen += 1
         if progress is not None:
-            progress(facts.seen, total)
+            progress(facts.seen, source.total)
         if example.problem:
             facts.unreadable.add(f"{example.name} ({example.problem})")
             continue
@@ -129,7 +125,7 @@ def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
     column.whole &= not real or (single and float(tensor).is_integer())
     low, high = _bounds(tensor)
     # A NaN makes both bounds NaN.
-    if not math.isfinite(low) or not math.isfinite(high):
+    if not all(map(math.isfinite, (low, high))):
         facts.nonfinite.add(_bad_place(name, key, tensor))
         return
     column.low = min(column.low, low)

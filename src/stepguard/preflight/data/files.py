@@ -84,11 +84,15 @@ def _numeric(array: Any) -> Any:
 def _safetensors(file: Path, name: str) -> Iterator[Row]:
     from safetensors import safe_open
 
+    values = {}
     with safe_open(str(file), framework="pt") as tensors:
-        yield name, {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 (not a dict)
+        for key in tensors.keys():  # noqa: SIM118 (not a dict)
+            values[key] = tensors.get_tensor(key)
+    yield name, values
 
 
 def _csv(file: Path, name: str) -> Iterator[Row]:
+    # The csv module finds line ends itself: they may lie inside of quotes.
     with file.open(encoding="utf-8", newline="") as stream:
         delimiter = "\t" if file.suffix == ".tsv" else ","
         lines = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -136,6 +140,7 @@ def _image(file: Path, name: str) -> Iterator[Row]:
 
     module = _library("PIL.Image", "Pillow", file)
     with module.open(file) as image:
+        # Pillow reads the pixels only now, and finds a file that was cut.
         image.load()
         yield name, {"image": torch.from_numpy(numpy.array(image))}
 

@@ -7,7 +7,15 @@ import platform
 import torch
 
 from stepguard import __version__
-from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
+from stepguard.preflight.answers import (
+    Answer,
+    NotApplicable,
+    NotGiven,
+    failed,
+    listed,
+    passed,
+    warned,
+)
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
 from stepguard.report.phrases import count, first_few, size
@@ -42,15 +50,11 @@ def fits(run: Inspection) -> Answer:
     had = {_bare(name): shape for name, shape in stored.shapes.items()}
     wanted = {}
     for name, tensor in run.model.state_dict().items():
+        # Modules may keep objects that are not tensors in their state (get_extra_state).
         if hasattr(tensor, "shape"):
             wanted[_bare(name)] = tuple(tensor.shape)
-    said = []
-    missing = sorted(wanted.keys() - had.keys())
-    if missing:
-        said.append(f"missing: {first_few(missing, 4)}")
-    extra = sorted(had.keys() - wanted.keys())
-    if extra:
-        said.append(f"not in the model: {first_few(extra, 4)}")
+    said = listed("missing", sorted(wanted.keys() - had.keys()))
+    said += listed("not in the model", sorted(had.keys() - wanted.keys()))
     other = []
     for name in sorted(wanted.keys() & had.keys()):
         if wanted[name] != had[name]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
+from stepguard.preflight.answers import (
+    Answer,
+    NotApplicable,
+    NotGiven,
+    failed,
+    listed,
+    passed,
+    warned,
+)
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
 from stepguard.preflight.settings.keys import (
@@ -89,9 +97,9 @@ def _impossible(leaf: Setting) -> str:
 @item("config.unread", "every key of the configuration is read", last=True)
 def unread_keys(run: Inspection) -> Answer:
     """A key counts as read if the program took it, or if its source names it (a training loop)."""
-    tracked = run.invocation.tracked
+    tracked = run.context.tracked
     if tracked is None:
-        raise NotGiven(run.invocation.why_untracked)
+        raise NotGiven(run.context.why_untracked)
     total = len(list(flat(plain(tracked))))
     left = unread(tracked)
     nowhere = [key for key in left if key.rpartition(".")[2] not in run.project.mentions]
@@ -113,21 +121,15 @@ def changed(run: Inspection) -> Answer:
     stored = run.checkpoint
     if not stored.config:
         raise NotApplicable(f"{stored.path.name} holds no configuration that can be read")
-    new = {leaf.key: leaf.value for leaf in flat(now)}
-    old = {leaf.key: leaf.value for leaf in flat(stored.config)}
+    new = dict(flat(now))
+    old = dict(flat(stored.config))
     differences = []
     for key in sorted(new.keys() & old.keys()):
         if key.rpartition(".")[2] not in DIFFERENT_EVERY_START and not _same(old[key], new[key]):
             differences.append(f"{key}: {old[key]!r} -> {new[key]!r}")
-    gone = sorted(old.keys() - new.keys())
-    added = sorted(new.keys() - old.keys())
-    said = []
-    if differences:
-        said.append(f"changed: {first_few(differences)}")
-    if gone:
-        said.append(f"only in the checkpoint: {first_few(gone, 4)}")
-    if added:
-        said.append(f"new: {first_few(added, 4)}")
+    said = listed("changed", differences, 8)
+    said += listed("only in the checkpoint", sorted(old.keys() - new.keys()))
+    said += listed("new", sorted(new.keys() - old.keys()))
     if not said:
         return passed(f"{len(new)} values equal those stored in {stored.path.name}")
     return warned(

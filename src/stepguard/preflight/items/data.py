@@ -32,15 +32,18 @@ def finite(run: Inspection) -> Answer:
 
 @item("data.missing", "no value is missing")
 def missing(run: Inspection) -> Answer:
-    columns = {key: column for key, column in run.data.columns.items() if column.numbers}
-    if not columns:
-        raise NotApplicable("the data has no columns of numbers")
+    numeric = False
     gaps = []
-    for key, column in columns.items():
+    for key, column in run.data.columns.items():
         empty = column.missing
-        if empty.number:
+        # A column of texts may be empty by right.
+        if column.numbers:
+            numeric = True
             total = empty.number + column.numbers
-            gaps.append(f"{key}: {empty.number} of {total} ({first_few(empty.names, 3)})")
+            if empty.number:
+                gaps.append(f"{key}: {empty.number} of {total} ({first_few(empty.names, 3)})")
+    if not numeric:
+        raise NotApplicable("the data has no columns of numbers")
     if gaps:
         return warned(
             f"empty values in {first_few(gaps, 4)}",
@@ -133,14 +136,17 @@ def _outliers(name: str, column: Column) -> list[str]:
     if len(column.largest) < LEAST_EXAMPLES:
         return []
     usual = median(value for value, _ in column.largest)
-    far = [pair for pair in column.largest if pair[0] > OUTLIER * usual]
     # If most examples are all 0, any other is infinitely far from the median.
-    if not far or usual <= 0:
+    if usual <= 0:
         return []
-    far.sort(reverse=True)
-    listed = first_few([f"{example} ({value:.4g})" for value, example in far], 3)
+    far = []
+    for value, example in sorted(column.largest, reverse=True):
+        if value > OUTLIER * usual:
+            far.append(f"{example} ({value:.4g})")
+    if not far:
+        return []
     beyond = f"{len(far)} of {len(column.largest)} beyond {OUTLIER:g} x {usual:.3g}, the usual"
-    return [f"{name}: {beyond}: {listed}"]
+    return [f"{name}: {beyond}: {first_few(far, 3)}"]
 
 
 @item("data.unreadable", "every example can be read")

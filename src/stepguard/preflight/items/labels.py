@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
-from stepguard.preflight.data.labels import LabelFacts
+from stepguard.preflight.data.label_facts import LabelFacts
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
 from stepguard.report.phrases import count, first_few
@@ -76,13 +76,8 @@ def truncated(run: Inspection) -> Answer:
     configured = run.number("max_length")
     _has_ends(labels, configured)
     end_token = _end_token(run)
-    limit = labels.longest
-    if configured is not None:
-        limit = int(configured)
-    cut = []
-    for end in labels.cuts:
-        if end.length >= limit and (end_token is None or end.last_token != end_token):
-            cut.append(end.name)
+    limit = int(configured or labels.longest)
+    cut = _cut_off(labels, limit, end_token)
     lengths = f"lengths {labels.shortest} to {labels.longest}, limit {limit}"
     if configured is None and end_token is None:
         lengths += (
@@ -116,6 +111,16 @@ def _has_ends(labels: LabelFacts, limit: float | None) -> None:
             f"all examples are {labels.longest} long, and no max_length is configured to compare "
             "with"
         )
+
+
+def _cut_off(labels: LabelFacts, limit: int, end_token: int | None) -> list[str]:
+    """Names of the examples that reach the limit and do not end with the end token."""
+    names = []
+    for end in labels.cuts:
+        ended = end_token is not None and end.last_token == end_token
+        if end.length >= limit and not ended:
+            names.append(end.name)
+    return names
 
 
 def _end_token(run: Inspection) -> int | None:

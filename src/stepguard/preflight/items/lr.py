@@ -149,16 +149,16 @@ def checkpoint(run: Inspection) -> Answer:
 
 def _of_the_optimizer(rates: tuple[Rate, ...]) -> list[Rate]:
     """Peak of OneCycleLR, else the base of another schedule, else the rate itself."""
-    for kind in ("max_lr", "initial_lr", "lr"):
-        chosen = [rate for rate in rates if rate.kind == kind]
-        if chosen:
-            return chosen
-    return []
+    return _of_kind(rates, "max_lr") or _of_kind(rates, "initial_lr") or _of_kind(rates, "lr")
 
 
 def _of_the_schedule(rates: tuple[Rate, ...]) -> list[Rate]:
     """The base that a LambdaLR and its like multiply."""
     # base_lrs of OneCycleLR are its low start, which it never uses again.
-    if any(rate.kind == "max_lr" for rate in rates):
+    if _of_kind(rates, "max_lr"):
         return []
-    return [rate for rate in rates if rate.kind == "base_lr"]
+    return _of_kind(rates, "base_lr")
+
+
+def _of_kind(rates: tuple[Rate, ...], kind: str) -> list[Rate]:
+    return [rate for rate in rates if rate.kind == kind]

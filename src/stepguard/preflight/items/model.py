@@ -89,6 +89,7 @@ def judge_step(step: TracedStep) -> Answer:
             f"{first_few(step.grads_bad, 4)}",
             fix="Look for sqrt, norm, log or a division at 0: finite values with infinite slopes.",
         )
+    # Also the norm of a loss that reaches no parameter.
     if step.grad_norm == 0:
         return warned(
             f"{loss}, all gradients are 0",

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from stepguard.diagnose.dtypes import largest, rounds_to_zero
 from stepguard.diagnose.dtypes import plain as real_format
 from stepguard.preflight.answers import Answer, NotApplicable, failed, passed
-from stepguard.preflight.inspection import Inspection, kept_randomness
+from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
 from stepguard.report.phrases import count, first_few
+from stepguard.state.rng import kept_rng
 
 CHAIN = 4
 """Norms in a row that zeros must survive: four RMSNorms with eps=1e-20 overflow float32."""
@@ -90,7 +91,7 @@ def _measured_gain(module: nn.Module) -> float | None:
         width = weight.numel()
     # How many dimensions an input must have is not written on a layer: try them.
     for shape in ((2, width), (2, width, 2), (2, width, 2, 2), (2, width, 2, 2, 2)):
-        with kept_randomness(), warnings.catch_warnings(), torch.enable_grad():
+        with kept_rng(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             try:
                 return _gain(copy.deepcopy(module).requires_grad_(True), shape)

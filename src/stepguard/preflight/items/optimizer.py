@@ -58,8 +58,12 @@ def _smallest_eps(group: dict[str, Any]) -> float | None:
 
 def _dtypes_without(value: float, parameters: list[Tensor]) -> list[str]:
     """List the dtypes of the parameters in which the value is 0."""
-    dtypes = {real_format(str(parameter.dtype)) for parameter in parameters}
-    return sorted(name for name in dtypes if value == 0 or rounds_to_zero(float(value), name))
+    lost = set()
+    for parameter in parameters:
+        dtype = real_format(str(parameter.dtype))
+        if value == 0 or rounds_to_zero(float(value), dtype):
+            lost.add(dtype)
+    return sorted(lost)
 
 
 @item("optimizer.parameters", "the optimizer holds the model's parameters")
@@ -74,8 +78,13 @@ def parameters(run: Inspection) -> Answer:
             f"({len(held)} others are)",
             fix="Build the optimizer from this model, after it was moved, wrapped or replaced.",
         )
-    trained = {name: p for name, p in named.items() if p.requires_grad}
-    left_out = [name for name, parameter in trained.items() if id(parameter) not in held]
+    trained = 0
+    left_out = []
+    for name, parameter in named.items():
+        if parameter.requires_grad:
+            trained += 1
+            if id(parameter) not in held:
+                left_out.append(name)
     if left_out:
         return warned(
             f"{count(len(left_out), 'trainable parameter')} not in the optimizer: "
@@ -83,8 +92,7 @@ def parameters(run: Inspection) -> Answer:
             fix="Add them to a group, or set requires_grad=False so that the intent is visible.",
         )
     return passed(
-        f"{len(trained)} trainable parameters are in the optimizer, "
-        f"{len(named) - len(trained)} are frozen"
+        f"{trained} trainable parameters are in the optimizer, {len(named) - trained} are frozen"
     )
 
 
@@ -120,5 +128,6 @@ def stalled(run: Inspection) -> Answer:
 
 def _half_spacing(parameter: Tensor, bits: int) -> Tensor:
     """Half the distance to the next representable number: what is smaller is rounded away."""
+    # frexp gives a mantissa below 1, so the next number is 2 ** (exponent - bits) away.
     _, exponent = torch.frexp(parameter.detach().float().abs())
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - bits - 1)

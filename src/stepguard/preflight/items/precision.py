@@ -10,7 +10,7 @@ from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
 from stepguard.preflight.probe import Probe
 from stepguard.preflight.settings.keys import Setting
-from stepguard.preflight.settings.precision import contradiction, meant, wanted
+from stepguard.preflight.settings.wanted_precision import contradiction, meant, wanted
 from stepguard.tensors.dtypes import dtype_name
 
 NO_DTYPE = "mixed precision without a dtype"

@@ -18,6 +18,7 @@ def missing(run: Inspection) -> Answer:
     scale = _static_scale(run)
     if scale is not None and scale > 1:
         return passed(f"float16 with a static loss scale of {scale:g}")
+    # 6e-08 is the smallest number of float16.
     return failed(
         run.probe.how,
         "no GradScaler that is switched on was found: gradients below 6e-08 are 0",
@@ -49,6 +50,7 @@ def fits(run: Inspection) -> Answer:
             "'Attempting to unscale FP16 gradients' at the first step",
             fix="Keep the weights in float32 (model.float()) and let autocast choose float16.",
         )
+    # A GradScaler is made for CUDA by default, and switches itself off where there is none.
     if not given.is_enabled():
         return warned(
             f"{type(given).__name__} is switched off here: without its device it does nothing",

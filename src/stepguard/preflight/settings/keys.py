@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -53,11 +52,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "ignore_index": names("ignore_index label_ignore_index"),
 }
 """Meaning -> names of the last part of a key, most telling first; case does not matter."""
+# Not `float`, which takes "nan" and "infinity" for numbers as well.
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """One value and the dotted key it stands under."""
 
     key: str
@@ -73,11 +72,17 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[Setting]:
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{key}.")
-        elif isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value):
+        elif is_list_of_mappings(value):
             for position, part in enumerate(value):
                 yield from flat(part, f"{key}.{position}.")
         else:
             yield Setting(key, value)
+
+
+def is_list_of_mappings(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(part, Mapping) for part in value)
 
 
 def find(settings: Mapping[str, Any], meaning: str) -> Setting | None:

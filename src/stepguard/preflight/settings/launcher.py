@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepguard.preflight.settings.keys import as_number
-from stepguard.preflight.settings.precision import meant
+from stepguard.preflight.settings.wanted_precision import meant
 
+# accelerate launch sets its own variables, torchrun sets WORLD_SIZE.
 ENVIRONMENT = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -16,13 +17,7 @@ ENVIRONMENT = {
     "WORLD_SIZE": "num_processes",
     "CUDA_VISIBLE_DEVICES": "gpu_ids",
 }
-FIELDS = (
-    "mixed_precision",
-    "gradient_accumulation_steps",
-    "distributed_type",
-    "num_processes",
-    "gpu_ids",
-)
+"""Variable -> field of accelerate's file."""
 
 
 @dataclass(slots=True)
@@ -54,7 +49,7 @@ class Launcher:
 def read_launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str, str]) -> Launcher:
     """Merge both sources. The environment is what the script will see, so it wins."""
     found = Launcher()
-    for name in FIELDS:
+    for name in ENVIRONMENT.values():
         if file.get(name) is not None:
             found.values[name] = file[name]
             found.places[name] = file_name

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import ConfigError
-from stepguard.preflight.settings.files import read_settings
 from stepguard.preflight.settings.keys import NAMES, Setting, as_number, flat, last_part
+from stepguard.preflight.settings.settings_file import read_settings
 
 RATE_NAMES = (*NAMES["lr"], "init_lr")
 

@@ -1,0 +1,230 @@
+"""Check what the user gave to a guard, and open what it writes to."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from itertools import count
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from stepguard import __version__
+from stepguard._errors import ConfigError
+from stepguard.detect import History
+from stepguard.engine.context import Context, automatic_guards, guarded, real_optimizer
+from stepguard.engine.drivers.schedule import members, one_schedule
+from stepguard.engine.incident.declared_rates import DeclaredRates
+from stepguard.engine.incident.gradient_outliers import Outliers
+from stepguard.engine.interception import borrowing
+from stepguard.engine.outputs import Outputs, add_people_outputs
+from stepguard.journal import Journal, starts_in
+from stepguard.locate.locate_budget import LocateBudget
+from stepguard.records import GuardConfig
+from stepguard.report.humanlog import HumanLog
+from stepguard.sentinel.rank_agreement import Agreement
+from stepguard.state.buffers import BufferKeeper
+from stepguard.state.ownership import Ownership
+from stepguard.state.step import unwrapped
+from stepguard.tensors.values import elements
+
+T = TypeVar("T")
+
+
+def build_context(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any,
+    scaler: GradScaler | None,
+    modules: dict[str, nn.Module] | None,
+    extra: dict[str, Any] | None,
+    config: GuardConfig,
+) -> Context:
+    """Check what the user gave and open what the guard writes to."""
+    optimizer = real_optimizer(optimizer)
+    _check(model, optimizer, modules, extra)
+    scheduler = _checked_schedule(scheduler)
+    automatic_guards.pop(optimizer, lambda: None)()
+    roots = {"": unwrapped(model), **(modules or {})}
+    agreement = Agreement(model)
+    context = Context(
+        *(model, optimizer, scheduler, scaler),
+        modules=dict(modules or {}),
+        extra=dict(extra or {}),
+        config=config,
+        agreement=agreement,
+        history=History(window=config.spike_window),
+        buffers=BufferKeeper(roots.values()),
+        roots=roots,
+        ownership=Ownership(roots, optimizer, guarded),
+        declared=DeclaredRates(optimizer, scheduler),
+        resources=ExitStack(),
+        loss_scale=config.loss_scale or 1.0,
+        effort=LocateBudget(config.locate_budget),
+    )
+    _configure_rates(context)
+    _register(context)
+    if config.outliers is not None:
+        context.outliers = Outliers(config.outliers, roots, optimizer)
+    _open_files(context)
+    return context
+
+
+def _configure_rates(context: Context) -> None:
+    """What the user says the rate should be, else what groups and schedule declare."""
+    if context.config.lr is not None:
+        context.history.configured_lr = tuple(context.config.lr for _ in context.lr)
+    else:
+        context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
+
+
+def _register(context: Context) -> None:
+    """Number the guard."""
+    optimizer = context.optimizer
+    model = context.roots[""]
+    taken = set(guarded.values())
+    number = next(number for number in count() if number not in taken)
+    context.name = f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
+    context.resources.callback(context.agreement.close)
+    guarded[optimizer] = number
+    context.resources.callback(guarded.pop, optimizer, None)
+
+
+def _open_files(context: Context) -> None:
+    """All of them or, with what else has been installed by then undone, none."""
+    try:
+        _open(context)
+    except BaseException:
+        context.resources.close()
+        raise
+
+
+def _open(context: Context) -> None:
+    config = context.config
+    rank = context.agreement.rank
+    name = context.name
+    outputs = context.outputs = Outputs(lambda: context.step)
+    context.resources.callback(outputs.close)
+    if not borrowing():
+        if config.run_dir is not None:
+            _open_journal(context, config.run_dir)
+        if config.human_log is not None:
+            log = _made(
+                "GuardConfig.human_log", config.human_log, lambda folder: HumanLog(folder, rank)
+            )
+            outputs.add(log, "log", f"the readable log in {log.folder}")
+        for sink in config.sinks if rank == 0 else ():
+            outputs.add_user_sink(sink)
+    # Messages name their guard only where a process has several.
+    add_people_outputs(outputs, config, rank, lambda: name if len(guarded) > 1 else "")
+
+
+def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
+    rank = context.agreement.rank
+    journal = _made("GuardConfig.run_dir", run_dir, lambda folder: Journal(folder, rank))
+    context.attempt = 1 + starts_in(Path(run_dir), rank)
+    context.outputs.add_journal(journal)
+    context.outputs.line("run", _header(context))
+
+
+def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> T:
+    """A folder that cannot be written from the start is a setting that cannot be meant."""
+    try:
+        return make(Path(folder))
+    except OSError as fault:
+        raise ConfigError(
+            f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can."
+        ) from fault
+
+
+def _header(context: Context) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    # asdict copies, and a logger cannot be copied
+    for name, value in asdict(replace(context.config, sinks=())).items():
+        plain = isinstance(value, int | float | str | dict | None)
+        settings[name] = value if plain else str(value)
+    settings["sinks"] = [repr(sink) for sink in context.config.sinks]
+    return {
+        "time": time.time(),
+        "run": context.run_id,
+        "attempt": context.attempt,
+        "stepguard": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rank": context.agreement.rank,
+        "world": context.agreement.size,
+        "agreement": context.agreement.mode,
+        "optimizer": type(context.optimizer).__name__,
+        "schedule": _schedule(context.scheduler),
+        "parameters": sum(map(elements, context.parameters)),
+        "lr": context.lr,
+        "config": settings,
+    }
+
+
+def _schedule(scheduler: Any) -> str:
+    for member in members(scheduler):
+        if member is not None and hasattr(member, "last_epoch"):
+            return f"{type(member).__name__} at {member.last_epoch}"
+    return ""
+
+
+def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give the torch.nn.Module that is trained."
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer."
+        )
+    if modules is not None and not _are_named_modules(modules):
+        raise ConfigError(
+            "modules must be a dict of further modules by name, for instance "
+            "{'criterion': loss_module}."
+        )
+    _check_extra(extra)
+
+
+def _are_named_modules(modules: object) -> bool:
+    if not isinstance(modules, dict):
+        return False
+    return all(name and isinstance(module, nn.Module) for name, module in modules.items())
+
+
+def _checked_schedule(scheduler: Any) -> Any:
+    """One scheduler, or several in one; refused where it is none."""
+    if scheduler is None:
+        return None
+    several = isinstance(scheduler, list | tuple)
+    for one in scheduler if several else [scheduler]:
+        if not _has_methods(one, "step", "state_dict", "load_state_dict"):
+            raise ConfigError(
+                f"scheduler is a {type(one).__name__}; give a scheduler of "
+                f"torch.optim.lr_scheduler, or a list of them."
+            )
+    return one_schedule(scheduler)
+
+
+def _check_extra(extra: object) -> None:
+    if extra is None:
+        return
+    named = extra if isinstance(extra, dict) else {"": extra}
+    for name, item in named.items():
+        if not name or not _has_methods(item, "state_dict", "load_state_dict"):
+            raise ConfigError(
+                f"state[{name!r}] is a {type(item).__name__}; give a dict of objects with "
+                "state_dict and load_state_dict, for instance {'ema': ema}."
+            )
+
+
+def _has_methods(item: object, *names: str) -> bool:
+    return all(callable(getattr(item, name, None)) for name in names)

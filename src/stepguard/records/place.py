@@ -1,0 +1,29 @@
+"""The place where a bad value was born, in words: the same words in every output."""
+
+from __future__ import annotations
+
+from stepguard.records.origin import Origin
+
+
+def place(origin: Origin, what: str = "") -> str:
+    """`aten._softmax in layers.3.attn at model.py:88`, as far as it is known.
+
+    `what` names the operation or tensor; by default the stored tensor, or else the operation.
+    """
+    what = what or origin.tensor or origin.op or ""
+    words = [what] if what else []
+    if origin.node and what:
+        words.append(f"({origin.node})")
+    elif origin.node:
+        words.append(origin.node)
+    if origin.module is not None:
+        words.append(f"in {origin.module or 'the model itself'}")
+    if origin.source:
+        words.append(f"at {origin.source}")
+    return " ".join(words)
+
+
+def place_and_phase(origin: Origin) -> str:
+    """`forward: aten._softmax in layers.3.attn at model.py:88`."""
+    where = place(origin)
+    return f"{origin.phase}: {where}" if where else origin.phase

@@ -1,0 +1,61 @@
+"""One-line messages to people about incidents, notes, stops and faults of the guard's own.
+
+Terminal, readable log and Python's logging say the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stepguard.records import Incident
+from stepguard.records.place import place
+from stepguard.report import phrases
+from stepguard.report.decision_words import done
+
+STOPPING = "Stopping training to prevent corruption"
+
+
+def incident_line(incident: Incident, counted: str = "", *, again: bool = False) -> str:
+    """One line about an incident; `counted`: which of its kind it is, `again`: done as before."""
+    decision = incident.decision
+    line = f"step {incident.step} {done(decision) if decision else 'is bad'}"
+    if again:
+        line += " again"
+    if counted:
+        line += f" ({counted})"
+    line += f": {_gist(incident)}"
+    if decision is not None and decision.reason:
+        line += f"; {decision.reason}"
+    return line
+
+
+def _gist(incident: Incident) -> str:
+    parts = [incident.verdict.summary or phrases.verdict_title(incident.verdict.kind)]
+    if incident.origin is not None:
+        parts.append(place(incident.origin))
+        parts.append(phrases.culprits(incident.origin))
+    if incident.findings:
+        parts.append(incident.findings[0].code)
+    return "; ".join(part for part in parts if part)
+
+
+def note_line(fields: Mapping[str, Any]) -> str:
+    """One line about a note of the journal."""
+    return f"step {fields.get('step')}: {fields.get('summary')}"
+
+
+def disarmed(fields: Mapping[str, Any]) -> str:
+    """One line about a `fault` line of the journal: the guard itself failed."""
+    return (
+        "ERROR: the guard failed and is disarmed; training goes on unguarded: "
+        f"{fields.get('error')}"
+    )
+
+
+def stopping(incident: Incident) -> str:
+    """Say that the policy stops the run, and why."""
+    line = f"{STOPPING} at step {incident.step}"
+    if incident.decision is not None and incident.decision.reason:
+        line += f": {incident.decision.reason}"
+    return line

@@ -1,0 +1,103 @@
+"""The pages of the rules are read from the markdown beside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepguard.diagnose.rule_text import parse, rule_text
+from stepguard.diagnose.rules import RULES
+
+PAGE = """# SG999: a made-up cause
+
+## What it means
+
+Two lines that are
+one paragraph.
+
+## Why it happens
+
+Because.
+
+## How stepguard knows
+
+By looking.
+
+## What to do
+
+### Do nothing (safe)
+
+### Change the numbers (slightly) (changes-numbers)
+
+```python
+if good:
+    loss = 0.0
+```
+
+## What to do in special cases
+
+### Only sometimes (changes-training)
+
+## Example
+
+```python
+import torch
+```
+
+The lines that go wrong:
+
+```python
+loss = 1 / 0
+```
+
+## See also
+
+- owner/repository#1
+- https://example.org/page
+"""
+
+
+def test_a_paragraph_is_joined_to_one_line() -> None:
+    assert parse(PAGE).what == "Two lines that are one paragraph."
+
+
+def test_title_and_references_are_read() -> None:
+    text = parse(PAGE)
+    assert text.title == "a made-up cause"
+    assert text.see == ("owner/repository#1", "https://example.org/page")
+
+
+def test_remedies_have_title_safety_and_snippet() -> None:
+    nothing, change = parse(PAGE).remedies
+    assert (nothing.title, nothing.safety, nothing.snippet) == ("Do nothing", "safe", "")
+    assert (change.title, change.safety) == ("Change the numbers (slightly)", "changes-numbers")
+    assert change.snippet == "if good:\n    loss = 0.0"
+
+
+def test_special_remedies_are_kept_apart() -> None:
+    (special,) = parse(PAGE).special
+    assert (special.title, special.safety) == ("Only sometimes", "changes-training")
+
+
+def test_example_is_split_into_setup_and_bad_lines() -> None:
+    text = parse(PAGE)
+    assert (text.setup, text.bad) == ("import torch", "loss = 1 / 0")
+
+
+def test_a_missing_heading_is_an_error() -> None:
+    with pytest.raises(KeyError, match="Why it happens"):
+        parse(PAGE.replace("## Why it happens", "Why it happens"))
+
+
+@pytest.mark.parametrize("code", [rule.code for rule in RULES])
+def test_every_rule_has_a_complete_page(code: str) -> None:
+    text = rule_text(code)
+    assert all((text.title, text.what, text.why, text.how, text.setup, text.bad, text.see))
+    assert text.remedies
+
+
+def test_the_heading_of_a_page_is_its_code() -> None:
+    from importlib.resources import files
+
+    for rule in RULES:
+        page = files("stepguard.diagnose.rules").joinpath(f"{rule.code.lower()}.md")
+        assert page.read_text(encoding="utf-8").startswith(f"# {rule.code}: ")

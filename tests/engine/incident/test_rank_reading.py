@@ -1,0 +1,67 @@
+"""Ranks go on with the reading of the one that made the bad value."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import stepguard.engine.incident.rank_reading as module
+from engine.parts import step_of
+from guard.scenes import batches, poisoned
+from stepguard.engine.incident.rank_reading import agreed_reading, own_trouble
+from stepguard.records import Reading
+from stepguard.records.codec import to_jsonable
+
+DATA = batches(2)
+BAD_GRADIENT = Reading(step=0, loss=1.0, grads_finite=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "trouble"),
+    [
+        ({}, 0),
+        ({"loss": math.nan, "micro_losses": (math.nan,)}, 2),
+        ({"bad_state": ("param:w",)}, 2),
+        ({"bad_inputs": ("batch:0",)}, 2),
+        ({"grads_finite": False, "overflow": True}, 0),
+    ],
+)
+def test_trouble_of_its_own_is_read_off_where_the_reading_names_it(
+    fields: dict[str, Any], trouble: int
+) -> None:
+    assert own_trouble(step_of(DATA[0]), Reading(step=0, **fields)) == trouble
+
+
+def test_replay_tells_whose_gradients_were_exchanged() -> None:
+    assert own_trouble(step_of(DATA[0]), BAD_GRADIENT) == 0
+    assert own_trouble(step_of(poisoned(DATA[0])), BAD_GRADIENT) == 2
+    assert own_trouble(step_of(DATA[0], loss_fn=None), BAD_GRADIENT) == 1
+
+
+@pytest.mark.parametrize(
+    ("troubles", "bad", "chosen"), [((0, 2, 1), (1,), 1), ((0, 0, 0), (), 0), ((1, 1), (0, 1), 0)]
+)
+def test_worst_rank_speaks_for_all(
+    troubles: tuple[int, ...],
+    bad: tuple[int, ...],
+    chosen: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = [
+        {"trouble": trouble, "reading": to_jsonable(Reading(step=0, loss=float(rank)))}
+        for rank, trouble in enumerate(troubles)
+    ]
+
+    def together(look: Any) -> list[dict[str, Any]]:
+        own = look()
+        assert set(own) == {"trouble", "reading"}
+        return told
+
+    monkeypatch.setattr(module, "examine", lambda context, step, reading: reading)
+    context: Any = SimpleNamespace(agreement=SimpleNamespace(together=together))
+    agreed = agreed_reading(context, step_of(DATA[0]), Reading(step=0, loss=9.0))
+    assert agreed.bad_ranks == bad
+    assert agreed.loss == float(chosen)

@@ -1,0 +1,279 @@
+"""A fault of the guard's own never ends a healthy run: it disarms with one warning, and training
+goes on as if bare.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.amp import GradScaler
+from torch.optim.swa_utils import AveragedModel
+
+import stepguard.detect
+import stepguard.engine.drivers.step_end
+import stepguard.engine.incident.incident_record
+import stepguard.engine.outputs
+import stepguard.engine.reader
+import stepguard.engine.recover.probation
+import stepguard.engine.recover.rewind
+import stepguard.engine.recover.snapshots
+import stepguard.engine.transaction
+import stepguard.engine.watch.live_tracing
+import stepguard.journal
+import stepguard.report.humanlog
+import stepguard.report.terminal
+import stepguard.sentinel.gradients
+import stepguard.sentinel.packet
+import stepguard.state.buffers
+from guard.scenes import (
+    LOOPS,
+    Scene,
+    bare,
+    batches,
+    difference,
+    generators,
+    grouped,
+    noisy_net,
+    poisoned,
+    quiet,
+    state_of,
+)
+from stepguard import Policy
+from stepguard.engine.outputs import OutputLost
+from stepguard.engine.protect import GuardDisarmed, NotExplained, PartFailed
+from stepguard.journal import read_run
+
+pytestmark = pytest.mark.slow
+
+DATA = batches(16)
+STEPS = grouped(DATA, 2)
+WEAK_SPOTS: dict[str, tuple[Any, str]] = {
+    "norm": (stepguard.sentinel.gradients, "get_total_norm"),
+    "look at the weights": (stepguard.engine.reader, "largest"),
+    "reading": (stepguard.sentinel.packet.Packet, "fetch"),
+    "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
+    "judging": (stepguard.engine.transaction, "judge_reading"),
+    "history": (stepguard.detect.History, "add"),
+}
+SPARED: dict[str, tuple[Any, str]] = {
+    "journal": (stepguard.journal.Journal, "step"),
+    "readable log": (stepguard.report.humanlog.HumanLog, "step"),
+    "snapshots": (stepguard.engine.recover.snapshots.Snapshots, "between_steps"),
+    "probation": (stepguard.engine.recover.rewind.Rewinder, "committed"),
+}
+"""Parts that no verdict needs."""
+AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
+    "closer look": (stepguard.engine.transaction, "examine"),
+    "locating": (stepguard.engine.transaction, "locate"),
+    "locating a watched step": (stepguard.engine.watch.live_tracing, "locate"),
+    "diagnosing": (stepguard.engine.transaction, "find_causes"),
+    "facts of the run": (stepguard.engine.transaction, "run_facts"),
+    "deciding": (stepguard.engine.transaction, "choose_remedy"),
+    "planning": (stepguard.engine.recover.rewind.Rewinder, "plan"),
+    "probation": (stepguard.engine.recover.probation.Probation, "incident"),
+    "recording": (stepguard.engine.incident.incident_record, "write_down"),
+    "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),
+    "folder of the incident": (stepguard.engine.incident.incident_record, "write_file"),
+    "journal": (stepguard.journal.Journal, "incident"),
+    "step line": (stepguard.journal.Journal, "step"),
+    "readable log": (stepguard.report.humanlog.HumanLog, "incident"),
+    "terminal": (stepguard.report.terminal, "paint_incident"),
+    "sink": (stepguard.engine.outputs.Outputs, "incident"),
+    "applying": (stepguard.engine.transaction.Transaction, "apply"),
+    "verdict": (stepguard.engine.transaction, "judge_reading"),
+}
+"""Everything that runs once a step is known to be bad."""
+TOLD = (GuardDisarmed, NotExplained, OutputLost, PartFailed)
+KINDS = ["plain", "fused", "scaled", "fused-scaled"]
+
+
+def _scene(kind: str, clip: float | None = 0.5) -> Scene:
+    model = noisy_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused="fused" in kind)
+    scaler = GradScaler("cpu", init_scale=2.0**16, growth_interval=3) if "scaled" in kind else None
+    scheduler = (
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=40)
+        if not scaler
+        else None
+    )
+    ema = AveragedModel(model, use_buffers=True)
+    autocast = torch.float16 if scaler else None
+    return Scene(model, optimizer, scheduler, scaler, autocast=autocast, clip_norm=clip, ema=ema)
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, spot: tuple[Any, str], after: int) -> list[int]:
+    """The guard's own part works `after` times and fails from then on."""
+    owner, name = spot
+    original = getattr(owner, name)
+    calls = [0]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > after:
+            raise ArithmeticError("a fault of the guard's own")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fail)
+    return calls
+
+
+def _run(
+    kind: str, loop: Callable[..., Any], *settings: Any, clip: float | None = 0.5
+) -> tuple[Any, ...]:
+    scene = _scene(kind, clip)
+    torch.manual_seed(3)
+    loop(scene, STEPS, *settings)
+    return state_of(scene), generators()
+
+
+def _armed_at_the_end(run_dir: Path) -> bool:
+    (end,) = [note for note in read_run(run_dir).notes if note["type"] == "end"]
+    return bool(end["armed"])
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("spot", WEAK_SPOTS)
+def test_fault_disarms_and_the_run_goes_on_as_if_bare(
+    spot: str, loop: str, kind: str, after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clip = None if spot == "norm" else 0.5  # a watched loop that clips takes the norm itself
+    expected = _run(kind, bare, clip=clip)
+    calls = _failing(monkeypatch, WEAK_SPOTS[spot], after)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = _run(kind, LOOPS[loop], quiet(run_dir=tmp_path), clip=clip)
+    assert calls[0] == after + 1  # it failed once, and was not asked again
+    assert difference(got, expected) == ""
+    assert [(w.category, "ArithmeticError" in str(w.message)) for w in said] == [
+        (GuardDisarmed, True)
+    ]
+    record = read_run(tmp_path)
+    assert [n["error"] for n in record.notes if n["type"] == "fault"] == [
+        "ArithmeticError: a fault of the guard's own"
+    ]
+    assert record.notes[-1]["type"] == "end" and record.notes[-1]["armed"] is False
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("kind", ["plain", "fused-scaled"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("spot", SPARED)
+def test_fault_in_what_no_verdict_needs_costs_that_part_and_not_the_protection(
+    spot: str, loop: str, kind: str, after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = _run(kind, bare)
+    _failing(monkeypatch, SPARED[spot], after)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = _run(kind, LOOPS[loop], quiet(run_dir=tmp_path, human_log=tmp_path / "log"))
+    assert difference(got, expected) == ""
+    assert 1 <= len(said) <= 2  # a part may be asked from two places
+    assert all(
+        "still protected" in str(w.message) and "ArithmeticError" in str(w.message) for w in said
+    )
+    assert _armed_at_the_end(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused", "closure"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("spot", AFTER_THE_VERDICT)
+def test_step_known_to_be_bad_stays_vetoed_whatever_fails_afterwards(
+    spot: str, loop: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    owner, name = AFTER_THE_VERDICT[spot]
+    scene, bad = _scene("plain") if kind != "fused" else _scene("fused"), (poisoned(DATA[2]),)
+    if kind == "closure":
+        scene = Scene(scene.model, torch.optim.LBFGS(scene.model.parameters(), lr=0.1, max_iter=3))
+    LOOPS[loop](scene, STEPS[:1], quiet())
+    before = state_of(scene)
+    _failing(monkeypatch, (owner, name), 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        whole = Policy(
+            actions=("skip", "stop")
+        )  # else the good samples of the step make their update
+        config = quiet(
+            run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto", policy=whole
+        )
+        LOOPS[loop](scene, [bad], config)
+    assert all(w.category in TOLD and "ArithmeticError" in str(w.message) for w in said)
+    assert difference(dict(scene.model.state_dict()), before["model"]) == ""
+    assert difference(scene.optimizer.state_dict()["state"], before["optimizer"]["state"]) == ""
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("spot", sorted(AFTER_THE_VERDICT.keys() - {"verdict", "applying"}))
+def test_guard_stays_armed_after_a_fault_in_what_only_tells_or_remedies(
+    spot: str, loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene, bad = _scene("plain"), (poisoned(DATA[2]),)
+    _failing(monkeypatch, AFTER_THE_VERDICT[spot], 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        config = quiet(run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto")
+        LOOPS[loop](scene, [STEPS[0], bad, STEPS[1], bad, STEPS[2]], config)
+    assert GuardDisarmed not in [w.category for w in said]
+    assert all(bool(torch.isfinite(p).all()) for p in scene.model.parameters())
+    assert _armed_at_the_end(tmp_path)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_warnings_that_are_errors_do_not_undo_a_veto(
+    loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = _scene("plain")
+    _failing(monkeypatch, AFTER_THE_VERDICT["deciding"], 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LOOPS[loop](scene, [STEPS[0], (poisoned(DATA[2]),)], quiet(run_dir=tmp_path))
+    assert all(bool(torch.isfinite(p).all()) for p in scene.model.parameters())
+    assert read_run(tmp_path).notes[-1]["armed"] is True
+
+
+@pytest.mark.parametrize("part", ["locate", "find_causes"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
+    loop: str, part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene, reference, bad = _scene("plain"), _scene("plain"), (poisoned(DATA[2]),)
+    torch.manual_seed(3)
+    whole = Policy(actions=("skip", "stop"))  # a sample that is named would be left out of its step
+    LOOPS[loop](reference, [STEPS[0], bad, STEPS[1], bad], quiet(policy=whole))
+    for module in (stepguard.engine.transaction, stepguard.engine.watch.live_tracing):
+        if hasattr(module, part):
+            _failing(monkeypatch, (module, part), 0)
+    torch.manual_seed(3)
+    with pytest.warns(NotExplained, match=r"ArithmeticError.*still protected"):
+        LOOPS[loop](
+            scene,
+            [STEPS[0], bad, STEPS[1], bad],
+            quiet(run_dir=tmp_path, locate=True, policy=whole),
+        )
+    assert difference(state_of(scene), state_of(reference)) == ""
+    record = read_run(tmp_path)
+    assert [i.step for i in record.incidents] == [1, 3]
+    assert all((i.origin is None) == (part == "locate") for i in record.incidents)
+    assert all(part == "locate" or not i.findings for i in record.incidents)
+    assert [n["kind"] for n in record.notes if n.get("kind") == "unexplained"] == [
+        "unexplained"
+    ] * 2
+    assert record.notes[-1]["armed"] is True
+
+
+def test_loss_is_none_once_disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _failing(monkeypatch, WEAK_SPOTS["norm"], 1)
+    with pytest.warns(GuardDisarmed):
+        results = LOOPS["step"](_scene("plain"), STEPS[:3])
+    assert results[0].loss is not None and results[1].loss is None and results[2].loss is None
+    assert all(result.committed for result in results)

@@ -1,0 +1,55 @@
+"""A dry run of the schedule on a copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from stepguard.preflight import schedule
+from stepguard.preflight.schedule import dry_run, follows_metric, peak_rates
+
+
+def adam(lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=lr)
+
+
+def test_peak_and_end_are_found_and_the_real_schedule_is_not_moved() -> None:
+    optimizer = adam()
+    one_cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=100, pct_start=0.3)
+    before = one_cycle.state_dict() | {"rate": optimizer.param_groups[0]["lr"]}
+    found = dry_run(optimizer, one_cycle, 99)
+    assert (found.peak, found.peak_step, found.whole) == (pytest.approx(1e-2), 29, True)
+    assert found.first == pytest.approx(4e-4) and found.last < 1e-6
+    assert one_cycle.state_dict() | {"rate": optimizer.param_groups[0]["lr"]} == before
+
+
+def test_schedule_that_is_too_short_says_where_it_fails() -> None:
+    optimizer = adam()
+    found = dry_run(optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10), 20)
+    assert found.fault_step == 11 and found.fault.startswith("ValueError: Tried to step")
+
+
+def test_long_run_is_not_tried_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "MOST_STEPS", 5)
+    optimizer = adam()
+    found = dry_run(optimizer, lr_scheduler.ConstantLR(optimizer), 6)
+    assert (found.steps, found.whole) == (5, False)
+    assert dry_run(optimizer, lr_scheduler.ConstantLR(optimizer), None).whole is False
+
+
+def test_rate_that_is_meant_is_the_peak_of_one_cycle_else_the_base() -> None:
+    optimizer = adam()
+    assert peak_rates(optimizer) == [1e-3]
+    lr_scheduler.LambdaLR(optimizer, lambda step: 0.1)
+    assert peak_rates(optimizer) == [1e-3]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+    lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
+    assert peak_rates(optimizer) == [1e-2]
+
+
+def test_schedule_of_a_metric_is_told_by_its_signature() -> None:
+    assert follows_metric(lr_scheduler.ReduceLROnPlateau(adam()))
+    assert not follows_metric(lr_scheduler.ConstantLR(adam()))
+    assert not follows_metric(None)

@@ -1,0 +1,90 @@
+"""Folders of torch.distributed.checkpoint: whole, torn, and with pieces missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stepguard
+from verification import saved
+from verification.saved import poison
+
+
+class TestDcp:
+    @pytest.fixture
+    def folder(self, tmp_path: Path, everything: dict[str, Any]) -> Path:
+        return saved.save_dcp(tmp_path / "dcp", {"model": everything["state_dict"]})
+
+    def test_missing_file(self, folder: Path) -> None:
+        (folder / "__0_0.distcp").unlink()
+        (error,) = stepguard.verify(folder).errors
+        assert error.kind == "missing" and "__0_0.distcp" in error.detail
+
+    def test_truncated_file(self, folder: Path) -> None:
+        file = folder / "__0_0.distcp"
+        file.write_bytes(file.read_bytes()[:-100])
+        assert {error.kind for error in stepguard.verify(folder).errors} == {"torn"}
+
+    def test_flipped_bit(self, folder: Path, everything: dict[str, Any]) -> None:
+        file = folder / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        at = content.find(everything["state_dict"]["outer.weight"].numpy().tobytes())
+        assert at > 0
+        content[at + 5] ^= 4
+        file.write_bytes(content)
+        assert [error.kind for error in stepguard.verify(folder).errors] == ["checksum"]
+
+    def test_torn_metadata(self, folder: Path) -> None:
+        content = (folder / ".metadata").read_bytes()
+        (folder / ".metadata").write_bytes(content[: len(content) // 2])
+        assert {error.kind for error in stepguard.verify(folder).errors} <= {"torn", "malformed"}
+        assert stepguard.verify(folder).corrupt
+
+    def test_file_that_nobody_names(self, folder: Path) -> None:
+        (folder / "__1_0.distcp").write_bytes(b"left over")
+        found = stepguard.verify(folder)
+        assert found.ok and any("__1_0.distcp" in warning.detail for warning in found.warnings)
+
+
+def test_dcp_folder(tmp_path: Path, everything: dict[str, Any]) -> None:
+    value = {"model": everything["state_dict"], "optim": everything["optimizer"], "note": "text"}
+    found = stepguard.verify(saved.save_dcp(tmp_path / "dcp", value))
+    assert found.ok and not found.problems, found.problems
+    assert found.format == "DCP" and found.roles["optimizer"] == 18 and "parameter" in found.roles
+    assert not [w for w in found.warnings if w.kind == "global"]
+
+
+def test_nan_in_a_dcp_folder_is_found_by_name(tmp_path: Path, everything: dict[str, Any]) -> None:
+    state = {
+        **everything["state_dict"],
+        "outer.bias": poison(everything["state_dict"]["outer.bias"]),
+    }
+    found = stepguard.verify(saved.save_dcp(tmp_path / "dcp", {"model": state}))
+    assert [(error.kind, error.tensor) for error in found.errors] == [("nan", "model.outer.bias")]
+
+
+def test_dcp_folder_without_its_metadata_is_a_save_that_never_finished(
+    tmp_path: Path, everything: dict[str, Any]
+) -> None:
+    folder = saved.save_dcp(tmp_path / "dcp", {"model": everything["state_dict"]})
+    (folder / ".metadata").unlink()
+    for found in (stepguard.verify(folder), stepguard.verify(tmp_path)):
+        (error,) = found.errors
+        assert (
+            error.kind == "missing"
+            and ".metadata" in error.detail
+            and "never finished" in error.detail
+        )
+        assert found.corrupt and len(found.leaves) == 1
+
+
+def test_link_in_the_place_of_metadata_is_refused(
+    tmp_path: Path, everything: dict[str, Any]
+) -> None:
+    folder = saved.save_dcp(tmp_path / "dcp", {"model": everything["state_dict"]})
+    (folder / ".metadata").unlink()
+    (folder / ".metadata").symlink_to("/dev/zero")
+    (error,) = stepguard.verify(folder).errors
+    assert error.kind == "link" and "not followed" in error.detail
