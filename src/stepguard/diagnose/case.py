@@ -33,6 +33,7 @@ class Case:
         packet = ""
         if self.origin:
             packet = self.origin.op or ""
+        # `aten.name`, and the overload after it where there is one
         parts = packet.split(".")
         name = parts[1] if len(parts) > 1 else parts[0]
         return name.removeprefix("_foreach_").rstrip("_")
@@ -164,6 +165,7 @@ class Case:
         """An infinity was born in forward, yet the loss is finite: something swallowed it."""
         if self.evidence.absorbed:
             return True
+        # no function turns NaN into a number, so only an infinity can be swallowed
         only_inf = self.output is not None and self.makes_inf and not self.makes_nan
         return self.forward and only_inf and self.loss_finite and not self.reading.grads_finite
 

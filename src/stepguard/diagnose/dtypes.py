@@ -55,6 +55,7 @@ def largest(dtype: str) -> float:
 def rounds_to_zero(value: float, dtype: str) -> bool:
     """True when this positive number is 0 once stored in this dtype."""
     known = FORMATS.get(plain(dtype))
+    # exactly half of the smallest number is a tie, which rounds to the even 0
     return known is not None and 0 < abs(value) <= known.smallest / 2
 
 

@@ -38,6 +38,7 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
     while waiting:
         equals = [finding for finding in waiting if finding.certainty == waiting[0].certainty]
         codes = {finding.code for finding in equals}
+        # what rules yield to has no cycle (a test keeps it so): at least one is free
         free = [finding for finding in equals if not YIELDS_TO[finding.code] & codes]
         ordered.append(free[0])
         waiting.remove(free[0])

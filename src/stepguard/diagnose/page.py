@@ -25,7 +25,8 @@ GROUPS = {
 }
 
 
-class UnknownCode(StepguardError, KeyError):  # noqa: N818 (reads as what happened, like KeyError's own kin)
+# named after what happened, as KeyError's other kin are
+class UnknownCode(StepguardError, KeyError):  # noqa: N818
     """There is no rule of that code; the message lists the near ones."""
 
     def __str__(self) -> str:

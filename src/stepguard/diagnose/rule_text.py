@@ -51,6 +51,7 @@ def rule_text(code: str) -> RuleText:
 def parse(text: str) -> RuleText:
     """A page from its markdown; a heading that is missing is a KeyError."""
     heading, sections = _split(_SECTION, text)
+    # the first block prepares, the second one goes wrong; remedies replace the second
     setup, bad = _CODE.findall(sections["Example"])
     return RuleText(
         title=heading.partition(": ")[2].strip(),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stepguard.locate import batch as batches
+from stepguard.locate.autocast_dtype import AutocastObserver
 from stepguard.locate.calls import Stage
 from stepguard.locate.finite import numeric
 from stepguard.locate.locate_budget import LocateBudget
@@ -103,8 +104,10 @@ class Replayer:
                 tracer.store(f"grad:{name}", parameter.grad)
         for name, buffer in self.buffers.items():
             tracer.store(f"buffer:{name}", buffer)
-        with self.budget.first_trace(), _eagerly(), spans:
+        observer = AutocastObserver(p.device.type for p in self.parameters.values())
+        with self.budget.first_trace(), _eagerly(), spans, observer:
             ran = self._run(micro, copied, backward, tracer)
+        tracer.autocast = observer.dtype
         self.first_traced = self.first_traced or ran
         return Traced(ran, tracer, micro)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepguard.locate.attribution import Read, attribute
-from stepguard.locate.bad_op import Birth, Invocation
+from stepguard.locate.bad_op import BadOp, Invocation
 from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import measure
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
@@ -24,7 +24,6 @@ from stepguard.locate.operators import TESTS, UNINITIALISED, Entry, Operator, de
 from stepguard.locate.source import Line, backward_caller, user_line
 from stepguard.records.evidence import Evidence
 from stepguard.state import faked_collectives
-from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.torch_private import (
     TorchDispatchMode,
     current_autograd_node,
@@ -59,7 +58,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unseen: set[str] = set()
         """Operators whose results could not be tested."""
         self.autocast: str | None = None
-        """The dtype of the first autocast context that was met in the forward pass."""
+        """The dtype that autocast computed in; set by whoever ran the traced step."""
         self.local_collectives = False
         """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
@@ -121,8 +120,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.views or operator.name in TESTS:
             return None
         entries = operator.entries(args, kwargs)
-        if self.autocast is None and self.stage == "forward":
-            self.autocast = _autocast(entries)
         reads = []
         numbers = []
         for entry in entries:
@@ -244,7 +241,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._measured < MOST_MEASURED and self._is_telling(call):
             self._measured += 1
             call.rows, call.bad_positions = _positions(out, why.where)
-            measure(Birth(call, invocation, out, why.where))
+            measure(BadOp(call, invocation, out, why.where))
 
     def _follow_bad_number(self, call: Call) -> None:
         """Lead from a bad number to the tensor that .item() read it from."""
@@ -291,17 +288,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if call.out and old is not call and not old.intended_inf and old not in call.causes:
                 call.causes = (*call.causes, old)
         self._makers[key] = call
-
-
-def _autocast(entries: list[Entry]) -> str | None:
-    """Return the dtype that autocast computes in, if it is on for the device of these tensors."""
-    for entry in entries:
-        if isinstance(entry.value, Tensor):
-            device = entry.value.device.type
-            if not torch.is_autocast_enabled(device):
-                return None
-            return dtype_name(torch.get_autocast_dtype(device))
-    return None
 
 
 def _covers_part(tensor: Tensor) -> bool:

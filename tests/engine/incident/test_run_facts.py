@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from guard.scenes import batches, plain_net, quiet
-from stepguard import Guard
+from stepguard import Guard, GuardConfig
 from stepguard.engine.incident.run_facts import lost_squares, update_ratio
 
 DATA = batches(8)
@@ -104,3 +104,21 @@ def test_squares_that_went_through_half_precision_are_counted() -> None:
         state["exp_avg_sq"].copy_((state["exp_avg_sq"] * 1e-6).half())
     expected = sum(int(((s["exp_avg_sq"] == 0) & (s["exp_avg"] != 0)).sum()) for s in states)
     assert lost_squares(optimizer) == expected > 0
+
+
+def test_a_precision_that_the_launcher_did_not_ask_for_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return (-model(batch).abs() - 1.0).float().log().mean()
+
+    with Guard(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        incident = guard.step(loss_fn, torch.ones(2, 4)).incident
+    assert incident is not None
+    said = {finding.code: finding.evidence for finding in incident.findings}
+    assert "bfloat16 is configured, but inside the step autocast gives float16" in said["SG801"]

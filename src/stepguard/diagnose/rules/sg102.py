@@ -29,6 +29,7 @@ def recognise(case: Case) -> Proof | None:
 
 
 def _no_label(case: Case) -> Proof | None:
+    # the forward of nll_loss hands the weight of all targets to its backward
     total = case.argument("total_weight", 6)
     if case.op in NLL_BACKWARD and total is not None and reach(total) == 0:
         return certain(f"{case.place} divides by the weight of all targets, which is 0")
@@ -51,6 +52,7 @@ def _all_left_out(case: Case) -> Proof | None:
 
 
 def _weightless(case: Case) -> Proof:
+    # the mean of nll_loss divides by the weights of the targets, not by their number
     weight = case.argument("weight", 2)
     if weight is not None and low(weight) == 0:
         return certain(

@@ -51,6 +51,7 @@ def _extreme_batch(case: Case, numbers: str) -> Proof | None:
 
 def _extreme_operand(case: Case, numbers: str) -> Proof | None:
     """The batch does not stand out; an operand does, and a sample or the weights made it."""
+    # in float16 ordinary operands overflow (SG301), and so do exponentials (SG203)
     if case.narrow or case.op in EXPONENTIALS or not _extreme(case):
         return None
     if case.confirmed_samples and _batch_max(case) is None:

@@ -77,6 +77,7 @@ def _no_epsilon(case: Case) -> Proof | None:
 
 def _inside(case: Case) -> Proof | None:
     """An operator that divides by something it computes itself, as weight norm does by a norm."""
+    # the divisor is not among the operands: only locating, which had the tensors, could see it
     if not case.evidence.zero_denominator or case.op in DIVISIONS:
         return None
     what = (case.evidence.denominator_from or "value").removeprefix("aten.")
@@ -86,6 +87,7 @@ def _inside(case: Case) -> Proof | None:
 
 def _singular(case: Case) -> Proof | None:
     """Solving with a matrix divides by its pivots; of a triangular one, by its diagonal."""
+    # solve_triangular calls its matrix `self`, the _ex variants call it `A`
     matrix = case.argument("self", 0) or case.argument("A", 0)
     if case.op not in SOLVES or matrix is None or not case.finite_inputs:
         return None
@@ -98,6 +100,7 @@ def _singular(case: Case) -> Proof | None:
 
 def _tiny(case: Case) -> Proof | None:
     """A quotient that overflows on a divisor near 0."""
+    # in half precision a tiny divisor has been rounded to 0 before: SG302
     if case.short or not case.finite_inputs:
         return None
     found = _divisor(case)

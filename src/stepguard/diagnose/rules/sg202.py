@@ -52,6 +52,7 @@ def _logarithm(case: Case) -> Proof | None:
 
 
 def _gradient(case: Case) -> Proof | None:
+    # log's backward is grad / x, in which the operand that forward saved is the divisor
     if case.node not in LOG_NODES:
         return None
     for operand in case.inputs:

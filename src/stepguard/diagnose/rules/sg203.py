@@ -31,6 +31,7 @@ def recognise(case: Case) -> Proof | None:
 def _exponential(case: Case, exponent: Operand) -> Proof | None:
     limit = exp_limit(case.dtype) * (LOG2_E if "exp2" in case.op else 1.0)
     largest = reach(exponent) if case.op in EVEN else high(exponent)
+    # the limit is that of exact arithmetic, so a rounded operand may show just below it
     if not largest > limit * 0.99:
         return None
     grows = ""

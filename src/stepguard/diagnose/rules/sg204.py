@@ -40,6 +40,7 @@ def _could_be_a_row(scores: Operand | None) -> bool:
     """Are there enough -inf to fill a row, and nothing else that breaks a softmax?"""
     if scores is None or scores.posinf:
         return False
+    # which axis was normalised is not known here, so the shortest one is taken as the row
     return scores.neginf >= min(scores.shape, default=1)
 
 

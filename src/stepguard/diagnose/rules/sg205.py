@@ -40,6 +40,7 @@ def _by_shape(case: Case, data: Operand) -> Proof | None:
 
 
 def _sentences(case: Case, data: Operand) -> tuple[str, ...]:
+    # torch's default is the unbiased statistic, which divides by n - 1
     divisor = case.argument("correction", 2)
     correction = 1.0
     if divisor is not None and divisor.value is not None:

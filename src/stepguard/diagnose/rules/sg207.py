@@ -16,6 +16,7 @@ def recognise(case: Case) -> Proof | None:
     if found is None or not case.computes or case.unselected or not case.makes_nan:
         return None
     operand, what = found
+    # a variance computed as a difference of means cancels to a small negative number
     near = ""
     if case.op in ("sqrt", "rsqrt") and -ROUNDING < low(operand) < 0:
         near = f"{spell(low(operand))} is a rounding error below 0, as E[x*x] - E[x]*E[x] gives"

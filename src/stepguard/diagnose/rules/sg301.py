@@ -16,6 +16,7 @@ def recognise(case: Case) -> Proof | None:
         return _static_scale(case)
     if not case.inputs or case.unselected or not case.short:
         return None
+    # micro-batches are added up in the gradient's own dtype
     if case.node == "AccumulateGrad" and case.finite_inputs:
         return _accumulated(case)
     if _left_the_range(case):

@@ -50,6 +50,7 @@ def _epsilon_underflows(case: Case, zero: Operand | None) -> Proof | None:
 
 
 def _norm_layer(case: Case) -> Proof | None:
+    # a norm layer takes its eps as a Python number, so it is an operand of its own
     if case.op not in NORM_LAYERS:
         return None
     for operand in case.inputs:

@@ -104,6 +104,7 @@ def _singular_operand(case: Case) -> Operand | None:
     divisor = zero_divisor(case)
     if divisor is not None:
         return divisor
+    # backward formulas put the incoming gradient first, as in grad / (2 * result)
     for operand in reversed(case.inputs):
         if operand.dtype and has_zero(operand):
             return operand

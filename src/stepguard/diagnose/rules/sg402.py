@@ -17,6 +17,7 @@ SENTENCE = (
 def recognise(case: Case) -> Proof | None:
     if case.unselected:
         return _unselected(case)
+    # a swallowed infinity, not a discarded NaN: SG403
     if case.phase != "backward" or not case.loss_finite or case.evidence.absorbed:
         return None
     return _discarded(case)

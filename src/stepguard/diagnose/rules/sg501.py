@@ -39,6 +39,7 @@ def _norm_infinite(case: Case) -> bool:
 
 
 def _clipped_away(case: Case) -> str:
+    # clip_grad_norm_ multiplies by max_norm / norm without looking at the norm
     clip_norm = case.facts.clip_norm
     clip = "clip_grad_norm_"
     if clip_norm:

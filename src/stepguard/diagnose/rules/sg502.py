@@ -65,6 +65,7 @@ def _what(case: Case) -> str:
 
 
 def _form(case: Case) -> str:
+    # Adam's addcdiv: param += -lr * tensor1 / tensor2, with the first moment as tensor1
     numerator = case.argument("tensor1", 1)
     if numerator is not None and met(numerator) == (0.0, 0.0):
         return "0 / 0 for every element without gradient"

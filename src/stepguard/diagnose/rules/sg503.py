@@ -51,6 +51,7 @@ def _after_outlier(case: Case, outlier: str) -> Proof | None:
 
 def _without_squares(case: Case) -> Proof | None:
     """Finite, and yet a state that training cannot lead to."""
+    # Adam's second moment is a mean of squares: it is 0 only where no gradient ever came
     lost = case.facts.lost_squares
     if not lost or case.verdict.kind not in FINITE_ANOMALIES:
         return None

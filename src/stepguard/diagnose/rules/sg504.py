@@ -14,6 +14,7 @@ FINITE_ANOMALIES = ("spike", "drift")
 
 
 def recognise(case: Case) -> Proof | None:
+    # a rate of NaN makes every weight NaN, whatever else is true of the step
     group = lr_not_a_number(case)
     if group is not None:
         return certain(f"group {group} runs with lr {case.reading.lr[group]}")

@@ -9,6 +9,7 @@ from stepguard.diagnose.wording import spell
 
 def recognise(case: Case) -> Proof | None:
     scale = case.reading.scale
+    # a GradScaler halves its scale at every overflow and never stops by itself
     collapsed = case.verdict.kind == "scaler_collapse"
     if not collapsed and (scale is None or scale >= 1.0 or case.reading.grads_finite):
         return None

@@ -55,6 +55,7 @@ def _buffer(case: Case) -> Proof | None:
 
 def _bad_buffer(case: Case) -> str | None:
     """The name of the bad buffer; None where the origin is something else."""
+    # the origin names another tensor: then the buffer is a consequence
     if case.tensor:
         if case.tensor.startswith("buffer:"):
             return case.tensor

@@ -8,6 +8,7 @@ from stepguard.diagnose.rule import Proof, Rule, likely, possible
 
 def recognise(case: Case) -> Proof | None:
     ranks = case.reading.bad_ranks
+    # the size of the world is not known after the fact, but a rank number tells a part of it
     world = max(case.facts.world_size, max(ranks, default=0) + 1)
     if not ranks or world < 2 or len(ranks) >= world:
         return None

@@ -7,6 +7,7 @@ from stepguard.diagnose.rule import Proof, Rule, certain
 
 
 def recognise(case: Case) -> Proof | None:
+    # inductor fuses and reorders, so its rounding and its masks may differ from eager's
     if not case.evidence.compiled_only:
         return None
     first = (

@@ -35,6 +35,7 @@ def _unscaled(case: Case) -> str:
 
 
 def _half_weights(case: Case) -> str:
+    # GradScaler.unscale_ raises on float16 gradients: it expects float32 weights under autocast
     half = [name for name in case.facts.param_dtypes if plain(name) in NARROW]
     if not half or case.facts.scaling != "dynamic":
         return ""
