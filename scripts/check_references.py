@@ -6,7 +6,7 @@ The pages are docs/project/source-reports.md, docs/why-not.md, docs/how-it-works
 CONTRIBUTING.md. A reference is a piece of code between backticks that looks like one of these; all
 other code is text:
 
-    tests/guard/test_veto.py::test_name     a file, and what is defined in it
+    tests/engine/watch/test_gradient_veto.py::test_name     a file, and what is defined in it
     configs/file.yaml::key.inner            a key of a .yaml file
     stepguard live --steps                  a command and its options
     make verify-recipes, python -m recipes.verify, python train.py, bash file.sh

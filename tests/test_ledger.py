@@ -77,7 +77,7 @@ def test_torn_last_line_is_counted_and_ended_by_the_next(tmp_path: Path) -> None
         file.write(b'{"v":1,"step":4')
     assert read_ledger(tmp_path) == ([ENTRY], 1)
     ledger.append(ENTRY)
-    assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 0)
+    assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 1)
 
 
 @pytest.mark.parametrize(

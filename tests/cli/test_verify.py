@@ -11,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 from cli.journals import run_stepguard
-from stepguard.cli import _checkpoint_results
 from stepguard.cli.app import app
 from verification import saved
 
@@ -116,24 +115,3 @@ def test_output_in_a_pipe_is_plain_and_fits_a_narrow_window(bad: Path) -> None:
     done = CliRunner().invoke(app, ["verify", str(bad)], env={"COLUMNS": "60"})
     assert "\x1b" not in done.stdout
     assert all(len(line) <= 60 for line in done.stdout.splitlines() if str(bad) not in line)
-
-
-def test_bar_appears_on_a_terminal_after_a_while_and_leaves_no_trace(
-    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(_checkpoint_results, "PATIENCE", -1.0)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    (found,) = _checkpoint_results.verified([good])
-    shown = capsys.readouterr()
-    assert found.ok and "verifying" in shown.err and shown.out == ""
-    monkeypatch.setattr(_checkpoint_results, "PATIENCE", 1e9)
-    _checkpoint_results.verified([good])
-    assert capsys.readouterr().err == ""
-
-
-def test_bar_is_not_drawn_into_a_pipe(
-    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(_checkpoint_results, "PATIENCE", -1.0)
-    _checkpoint_results.verified([good])
-    assert capsys.readouterr().err == ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepguard.locate.attribution import Read
-from stepguard.locate.bad_op import Birth, Invocation
+from stepguard.locate.bad_op import BadOp, Invocation
 from stepguard.locate.calls import Call
 from stepguard.locate.operators import describe
 
@@ -17,34 +17,34 @@ def read(name: str, tensor: Tensor) -> Read:
     return Read(name, tensor, Call(index=0, op="aten.ones", stage="forward"))
 
 
-def division(above: Tensor, below: Tensor) -> Birth:
+def division(above: Tensor, below: Tensor) -> BadOp:
     reads = [read("self", above), read("other", below)]
     func = torch.ops.aten.div.Tensor
     invocation = Invocation(describe(func), func, (above, below), {}, reads, [])
     call = Call(index=1, op="aten.div", stage="forward")
-    return Birth(call, invocation, above / below, None)
+    return BadOp(call, invocation, above / below, None)
 
 
 def test_element_that_met_the_bad_one_is_found_through_a_broadcast() -> None:
-    birth = division(torch.ones(2, 3), torch.tensor([1.0, 0.0, 2.0]))
-    assert birth.index == (0, 1)
-    assert birth.at("other") == 0.0
-    assert birth.at("self") == 1.0
-    assert birth.at("rounding_mode") is None
+    bad_op = division(torch.ones(2, 3), torch.tensor([1.0, 0.0, 2.0]))
+    assert bad_op.index == (0, 1)
+    assert bad_op.at("other") == 0.0
+    assert bad_op.at("self") == 1.0
+    assert bad_op.at("rounding_mode") is None
 
 
 def test_known_position_goes_before_the_first_bad_element() -> None:
-    birth = division(torch.ones(3), torch.tensor([0.0, 1.0, 0.0]))
-    birth.where = torch.tensor([False, False, True])
-    assert birth.index == (2,)
+    bad_op = division(torch.ones(3), torch.tensor([0.0, 1.0, 0.0]))
+    bad_op.where = torch.tensor([False, False, True])
+    assert bad_op.index == (2,)
 
 
 def test_number_stands_for_itself() -> None:
     func = torch.ops.aten.div.Scalar
     x = torch.ones(2)
     invocation = Invocation(describe(func), func, (x, 0.0), {}, [read("self", x)], [("other", 0.0)])
-    birth = Birth(Call(index=1, op="aten.div", stage="forward"), invocation, x / 0.0, None)
-    assert birth.at("other") == 0.0
+    bad_op = BadOp(Call(index=1, op="aten.div", stage="forward"), invocation, x / 0.0, None)
+    assert bad_op.at("other") == 0.0
 
 
 def test_overwritten_argument_is_not_used() -> None:

@@ -1,6 +1,4 @@
-"""Unusual models, optimizers, schedules and data raise no false alarm, and no item stumbles over
-them.
-"""
+"""Unusual models, optimizers, schedules and data raise no false alarm, and no item raises."""
 
 from __future__ import annotations
 

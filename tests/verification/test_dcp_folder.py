@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stepguard
 from verification import saved
@@ -88,3 +90,13 @@ def test_link_in_the_place_of_metadata_is_refused(
     (folder / ".metadata").symlink_to("/dev/zero")
     (error,) = stepguard.verify(folder).errors
     assert error.kind == "link" and "not followed" in error.detail
+
+
+def test_size_that_no_tensor_has_is_passed_over(tmp_path: Path) -> None:
+    """An integer without end cannot even be printed."""
+    folder = saved.save_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(4)}})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for entry in metadata.state_dict_metadata.values():
+        object.__setattr__(entry, "size", (1 << 8000,) * 4)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert stepguard.verify(folder).format == "DCP"

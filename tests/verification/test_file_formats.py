@@ -4,6 +4,8 @@ error.
 
 from __future__ import annotations
 
+import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ import torch
 from torch import nn
 
 import stepguard
-from verification import saved
+from stepguard.records.verification import Role
+from stepguard.verification import file_formats
+from stepguard.verification.bounded_file import FileSlice
+from stepguard.verification.damage import Damaged
+from stepguard.verification.file_layout import FileLayout
+from stepguard.verification.format_entry import FileFormat
+from verification import hostile, saved
 from verification.saved import ONE_FILE, Saver, poison
 
 
@@ -186,3 +194,67 @@ def test_empty_and_foreign_files_say_what_they_are(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         (error,) = stepguard.verify(tmp_path / name).errors
         assert words in error.detail
+
+
+def test_suffixes_are_those_of_the_table() -> None:
+    sure = sorted(file_formats.SURE_SUFFIXES)
+    shared = sorted(file_formats.SUFFIXES - file_formats.SURE_SUFFIXES)
+    assert sure == [".ckpt", ".pt", ".pth", ".safetensors"]
+    assert shared == [".bin", ".pickle", ".pkl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_checkpoint"),
+    [
+        ("x.pt", b"", True),
+        ("pytorch_model.bin", b"", True),
+        ("x.bin", b"PK\x03\x04", True),
+        ("x.bin", b"image", False),
+        ("x.pkl", b"\x80\x04N.", True),
+        ("epoch.tar", b"PK\x03\x04", True),
+        ("model.tar", b"data/", False),
+        ("x.json", b"\x80\x04N.", False),
+    ],
+)
+def test_checkpoint_is_told_by_its_name_or_by_its_first_bytes(
+    tmp_path: Path, name: str, content: bytes, is_checkpoint: bool
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert file_formats.is_checkpoint_file(tmp_path / name) == is_checkpoint
+
+
+def test_format_is_added_by_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
+        layout.add_tensor("w", "parameter", "float32", (2,), 4, 4, 8)
+
+    entry = FileFormat(
+        name="new",
+        matches=lambda source, suffix: source.at(0, 4) == b"NEW!",
+        read=read,
+        read_content=lambda source: {},
+    )
+    monkeypatch.setattr(file_formats, "FORMATS", (entry, *file_formats.FORMATS))
+    (tmp_path / "m.pt").write_bytes(b"NEW!" + struct.pack("<2f", 1.0, float("nan")))
+    found = stepguard.verify(tmp_path / "m.pt")
+    assert found.format == "new" and [error.kind for error in found.errors] == ["nan"]
+
+
+@pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "plain.pkl", "m.safetensors"])
+def test_content_of_every_format_is_read_without_running_it(
+    tmp_path: Path, everything: dict[str, Any], whole: dict[str, bytes], name: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(whole.get(name) or pickle.dumps({"state_dict": {}}))
+    content = file_formats.read_content(path)
+    if name.endswith(".pt"):
+        shapes = {key: value.shape for key, value in content["state_dict"].items()}
+        assert shapes == {key: tuple(v.shape) for key, v in everything["state_dict"].items()}
+    else:
+        assert isinstance(content, dict)
+
+
+def test_content_of_a_hostile_pickle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.pt").write_bytes(hostile.by_reduce(tmp_path / "canary"))
+    with pytest.raises(Damaged, match="could run code"):
+        file_formats.read_content(tmp_path / "m.pt")
+    assert not (tmp_path / "canary").exists()

@@ -55,6 +55,21 @@ class TestShards:
             warning.tensor for warning in found.warnings if warning.kind == "index"
         }
 
+    @pytest.mark.parametrize("total", [10**9, 1e9, 10**4000, float("inf")])
+    def test_index_that_promises_more_bytes_than_there_are(self, folder: Path, total: Any) -> None:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["metadata"]["total_size"] = total
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        found = stepguard.verify(folder)
+        assert found.ok and [warning.kind for warning in found.warnings] == ["index"]
+
+    @pytest.mark.parametrize("total", [float("nan"), "many", None])
+    def test_total_that_is_not_a_number_is_passed_over(self, folder: Path, total: Any) -> None:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["metadata"]["total_size"] = total
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert not stepguard.verify(folder).problems
+
     def test_torn_index(self, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a":')
         assert {error.kind for error in stepguard.verify(folder).errors} == {"malformed"}

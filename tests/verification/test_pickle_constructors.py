@@ -52,7 +52,13 @@ def test_big_endian_array_has_no_element_type() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("text", 0, (1,), (1,)), (StorageRecord("0", "float32", 1), 0, "ab", (1,))],
+    [
+        (),
+        ("text", 0, (1,), (1,)),
+        (StorageRecord("0", "float32", 1), 0, "ab", (1,)),
+        (StorageRecord("0", "float32", 1), 0, (1 << 8000,), (1,)),
+        (StorageRecord("0", "float32", 1), 0, (1,) * 65, (1,) * 65),
+    ],
 )
 def test_arguments_that_do_not_fit_are_malformed(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(Damaged, match="arguments it cannot take"):

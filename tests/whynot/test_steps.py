@@ -197,7 +197,7 @@ def test_a_scaler_over_nan_weights_halves_its_scale_to_nothing() -> None:
 
 
 def test_a_static_scale_that_overflows_is_skipped_at_every_step() -> None:
-    """The guard lowers it: tests/guard/test_policy_flow.py."""
+    """The guard lowers it: tests/engine/test_transaction_policy.py."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).half()
     skipped = 0

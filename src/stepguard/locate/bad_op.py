@@ -59,26 +59,26 @@ def _one(value: Any, position: int) -> Any:
 
 
 @dataclass(slots=True)
-class Birth:
+class BadOp:
     """One operation that has just made a bad value, with the arguments it had."""
 
     call: Call
-    made_by: Invocation
+    invocation: Invocation
     out: Tensor
     where: Tensor | None
     """True at the elements that no input explains, where that is known."""
 
     @property
     def operator(self) -> Operator:
-        return self.made_by.operator
+        return self.invocation.operator
 
     @property
     def reads(self) -> list[Read]:
-        return self.made_by.reads
+        return self.invocation.reads
 
     @property
     def numbers(self) -> list[tuple[str, float]]:
-        return self.made_by.numbers
+        return self.invocation.numbers
 
     @property
     def index(self) -> Index | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepguard.locate import row_evidence
 from stepguard.locate.attribution import Read
-from stepguard.locate.bad_op import Birth
+from stepguard.locate.bad_op import BadOp
 from stepguard.locate.calls import Call, real_maker
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.operands import Index, broadcast_index, of_number, summarise
@@ -56,14 +56,14 @@ ARGUMENT = {
 DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
 
 
-def measure(birth: Birth) -> None:
+def measure(bad_op: BadOp) -> None:
     """Fill the operands, the output and the evidence of the call."""
-    call = birth.call
-    index = birth.index
-    operands = [_operand(birth, read, index) for read in birth.reads[:MOST_OPERANDS]]
-    operands += [of_number(name, value) for name, value in birth.numbers[:MOST_OPERANDS]]
+    call = bad_op.call
+    index = bad_op.index
+    operands = [_operand(bad_op, read, index) for read in bad_op.reads[:MOST_OPERANDS]]
+    operands += [of_number(name, value) for name, value in bad_op.numbers[:MOST_OPERANDS]]
     call.inputs = tuple(operands)
-    call.output = summarise("out", birth.out, index)
+    call.output = summarise("out", bad_op.out, index)
     evidence = call.evidence
     if call.number is not None:
         argument, value = call.number
@@ -77,32 +77,32 @@ def measure(birth: Birth) -> None:
         _precision,
         _stored_huge,
     ):
-        evidence |= gather(birth)
+        evidence |= gather(bad_op)
     call.evidence = evidence
 
 
-def _operand(birth: Birth, read: Read, index: Index | None) -> Operand:
+def _operand(bad_op: BadOp, read: Read, index: Index | None) -> Operand:
     """The tensor in numbers, with the element that met the bad one where that is known."""
     shape = tuple(read.tensor.shape)
     spot = None
-    if index is not None and (birth.operator.pointwise or shape == tuple(birth.out.shape)):
+    if index is not None and (bad_op.operator.pointwise or shape == tuple(bad_op.out.shape)):
         spot = broadcast_index(index, shape)
     return summarise(read.name, read.tensor, spot)
 
 
-def _division(birth: Birth) -> Evidence:
-    name = DIVIDES.get(birth.operator.base)
-    if name is None or birth.at(name) != 0.0:
+def _division(bad_op: BadOp) -> Evidence:
+    name = DIVIDES.get(bad_op.operator.base)
+    if name is None or bad_op.at(name) != 0.0:
         return NO_EVIDENCE
-    above = DIVIDED.get(birth.operator.base)
+    above = DIVIDED.get(bad_op.operator.base)
     found = Evidence(
         zero_denominator=True,
-        zero_numerator=above is not None and birth.at(above) == 0.0,
-        denominator_from=_computed_by(birth, name),
-        denominator_root=_only_batch_tensor(birth, name),
-        eps_vanished=_vanished_epsilon(birth, name),
+        zero_numerator=above is not None and bad_op.at(above) == 0.0,
+        denominator_from=_computed_by(bad_op, name),
+        denominator_root=_only_batch_tensor(bad_op, name),
+        eps_vanished=_vanished_epsilon(bad_op, name),
     )
-    read = birth.read(name)
+    read = bad_op.read(name)
     if read is None:
         return found
     fractional = numeric(read.tensor) and not _whole(read.tensor)
@@ -133,73 +133,73 @@ def _whole(tensor: Tensor) -> bool:
     return bool((values == values.round()).all())
 
 
-def _argument(birth: Birth) -> Evidence:
+def _argument(bad_op: BadOp) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
-    base = birth.operator.base
+    base = bad_op.operator.base
     name = "self" if base in DOMAIN else ARGUMENT.get(base)
     if name is None:
         return NO_EVIDENCE
-    value = birth.at(name)
+    value = bad_op.at(name)
     if value is None:
         return NO_EVIDENCE
-    found = NO_EVIDENCE if base in DOMAIN else _beyond_domain(birth, value)
+    found = NO_EVIDENCE if base in DOMAIN else _beyond_domain(bad_op, value)
     if found is None:
         return NO_EVIDENCE
-    return found | _argument_lineage(birth, name)
+    return found | _argument_lineage(bad_op, name)
 
 
-def _beyond_domain(birth: Birth, value: float) -> Evidence | None:
+def _beyond_domain(bad_op: BadOp, value: float) -> Evidence | None:
     """How the argument leaves the domain; None where it is inside."""
-    base = birth.operator.base
+    base = bad_op.operator.base
     if base == "pow":
-        return _power_of(birth, value)
+        return _power_of(bad_op, value)
     edge = -1.0 if base == "log1p" else 0.0
     if value == edge:
         return Evidence(argument="zero")
     return Evidence(argument="negative") if value < edge else None
 
 
-def _power_of(birth: Birth, base: float) -> Evidence | None:
+def _power_of(bad_op: BadOp, base: float) -> Evidence | None:
     if base == 0.0:
-        power = birth.at("exponent")
+        power = bad_op.at("exponent")
         falls = power is not None and power < 0
         return Evidence(negative_power=True) if falls else None
     # a large negative base overflows like a positive one: no root is missing where it gives inf
-    if base < 0.0 and birth.call.out.nan:
+    if base < 0.0 and bad_op.call.out.nan:
         return Evidence(argument="negative")
     return None
 
 
-def _argument_lineage(birth: Birth, name: str) -> Evidence:
+def _argument_lineage(bad_op: BadOp, name: str) -> Evidence:
     return Evidence(
-        argument_from=_computed_by(birth, name),
-        argument_root=_only_batch_tensor(birth, name),
-        eps_vanished=_vanished_epsilon(birth, name),
+        argument_from=_computed_by(bad_op, name),
+        argument_root=_only_batch_tensor(bad_op, name),
+        eps_vanished=_vanished_epsilon(bad_op, name),
     )
 
 
-def _infinities(birth: Birth) -> Evidence:
+def _infinities(bad_op: BadOp) -> Evidence:
     """Infinities that went in: written on purpose (a mask), times 0, or minus one another."""
-    constants = [value for _, value in birth.numbers]
-    masked = any(read.intended_inf and read.flaws for read in birth.reads)
+    constants = [value for _, value in bad_op.numbers]
+    masked = any(read.intended_inf and read.flaws for read in bad_op.reads)
     intended = Evidence(intended_inf=masked or any(map(math.isinf, constants)))
-    met = [birth.at(read.name) for read in birth.reads] + constants
+    met = [bad_op.at(read.name) for read in bad_op.reads] + constants
     if not any(value is not None and math.isinf(value) for value in met):
         return intended
-    base = birth.operator.base
+    base = bad_op.operator.base
     return intended | Evidence(
         zero_times_inf=base == "mul" and 0.0 in met, inf_minus_inf=base in ("add", "sub")
     )
 
 
-def _gradient(birth: Birth) -> Evidence:
+def _gradient(bad_op: BadOp) -> Evidence:
     """In the backward: the gradient that came in, and the point at which the derivative breaks."""
-    call = birth.call
-    if call.stage != "backward" or call.node is None or not birth.operator.pointwise:
+    call = bad_op.call
+    if call.stage != "backward" or call.node is None or not bad_op.operator.pointwise:
         return NO_EVIDENCE
     found = NO_EVIDENCE
-    for read in birth.reads:
-        value = birth.at(read.name)
+    for read in bad_op.reads:
+        value = bad_op.at(read.name)
         if value is None:
             continue
         # another node made it, so it is the gradient, not a value that the forward saved
@@ -211,24 +211,24 @@ def _gradient(birth: Birth) -> Evidence:
     return found
 
 
-def _precision(birth: Birth) -> Evidence:
+def _precision(bad_op: BadOp) -> Evidence:
     """Is the same operation finite in a wider dtype? Then the number format is what broke it."""
-    kinds = {read.tensor.dtype for read in birth.reads if numeric(read.tensor)}
-    kinds.add(birth.out.dtype)
+    kinds = {read.tensor.dtype for read in bad_op.reads if numeric(read.tensor)}
+    kinds.add(bad_op.out.dtype)
     found = Evidence(half_precision=bool(kinds & set(HALF)))
-    wider = WIDER.get(birth.out.dtype)
-    if wider is None or any(read.flaws for read in birth.reads):
+    wider = WIDER.get(bad_op.out.dtype)
+    if wider is None or any(read.flaws for read in bad_op.reads):
         return found
-    found |= Evidence(dtype_limit=float(torch.finfo(birth.out.dtype).max))
-    again = _widened(birth, wider)
+    found |= Evidence(dtype_limit=float(torch.finfo(bad_op.out.dtype).max))
+    again = _widened(bad_op, wider)
     if again is not None and is_finite(again):
         found |= Evidence(finite_in=dtype_name(again.dtype))
     return found
 
 
-def _stored_huge(birth: Birth) -> Evidence:
+def _stored_huge(bad_op: BadOp) -> Evidence:
     """Which stored tensor went in with values that one more product overflows?"""
-    for read, operand in zip(birth.reads, birth.call.inputs, strict=False):
+    for read, operand in zip(bad_op.reads, bad_op.call.inputs, strict=False):
         maker = real_maker(read.maker).op
         reach = max(abs(operand.min or 0.0), abs(operand.max or 0.0))
         if maker.startswith("param:") and operand.finite and reach >= HUGE:
@@ -236,7 +236,7 @@ def _stored_huge(birth: Birth) -> Evidence:
     return NO_EVIDENCE
 
 
-def _widened(birth: Birth, wider: torch.dtype) -> Tensor | None:
+def _widened(bad_op: BadOp, wider: torch.dtype) -> Tensor | None:
     """The result of the same call in a wider dtype; None where torch has no kernel for it."""
 
     def widen(value: Any) -> Any:
@@ -246,21 +246,21 @@ def _widened(birth: Birth, wider: torch.dtype) -> Tensor | None:
             return value.to(wider, copy=True)
         return value
 
-    made = birth.made_by
+    made = bad_op.invocation
     try:
         result = made.func(*tree_map(widen, made.args), **tree_map(widen, made.kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         return None
     parts = result if isinstance(result, list | tuple) else [result]
     for part in parts:
-        if isinstance(part, Tensor) and part.shape == birth.out.shape:
+        if isinstance(part, Tensor) and part.shape == bad_op.out.shape:
             return plain(part)
     return None
 
 
-def _computed_by(birth: Birth, name: str) -> str | None:
+def _computed_by(bad_op: BadOp, name: str) -> str | None:
     """The operation that computed this operand; None for a stored tensor."""
-    read = birth.read(name)
+    read = bad_op.read(name)
     if read is None:
         return None
     maker = _before_epsilon(real_maker(read.maker))
@@ -269,9 +269,9 @@ def _computed_by(birth: Birth, name: str) -> str | None:
     return maker.op
 
 
-def _only_batch_tensor(birth: Birth, name: str) -> str | None:
+def _only_batch_tensor(bad_op: BadOp, name: str) -> str | None:
     """The batch tensor this operand was computed from, if from nothing else that is stored."""
-    read = birth.read(name)
+    read = bad_op.read(name)
     if read is None:
         return None
     maker = _before_epsilon(real_maker(read.maker))
@@ -284,9 +284,9 @@ def _only_batch_tensor(birth: Birth, name: str) -> str | None:
     return None
 
 
-def _vanished_epsilon(birth: Birth, name: str) -> float | None:
+def _vanished_epsilon(bad_op: BadOp, name: str) -> float | None:
     """An epsilon on the way to this operand that its dtype could not hold."""
-    read = birth.read(name)
+    read = bad_op.read(name)
     level = [read.maker] if read is not None else []
     for _ in range(EPSILON_DEPTH):
         for call in level:

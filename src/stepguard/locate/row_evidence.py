@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.locate.bad_op import Birth
+from stepguard.locate.bad_op import BadOp
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
 
 SOFTMAX = (
@@ -38,42 +38,42 @@ REDUCES = (
 PROBABILITY = ("binary_cross_entropy", "kl_div")
 
 
-def rows(birth: Birth) -> Evidence:
+def rows(bad_op: BadOp) -> Evidence:
     """Everything that can be said about rows, reduced elements and targets."""
-    base = birth.operator.base
+    base = bad_op.operator.base
     found = NO_EVIDENCE
     for applies, gather in _GATHERERS:
         if applies(base):
-            found |= gather(birth)
+            found |= gather(bad_op)
     return found
 
 
-def _argument(birth: Birth, name: str) -> Any:
+def _argument(bad_op: BadOp, name: str) -> Any:
     """An argument by its name in the schema, given by position or by keyword."""
-    made = birth.made_by
+    made = bad_op.invocation
     if name in made.kwargs:
         return made.kwargs[name]
-    arguments = birth.operator.arguments
+    arguments = bad_op.operator.arguments
     position = arguments.index(name) if name in arguments else len(made.args)
     if position < len(made.args):
         return made.args[position]
     return None
 
 
-def _softmax_rows(birth: Birth) -> Evidence:
-    return _masked_rows(birth, "self") or NO_EVIDENCE
+def _softmax_rows(bad_op: BadOp) -> Evidence:
+    return _masked_rows(bad_op, "self") or NO_EVIDENCE
 
 
-def _attention_rows(birth: Birth) -> Evidence:
-    return _masked_rows(birth, "attn_mask") or _masked_rows(birth, "attn_bias") or NO_EVIDENCE
+def _attention_rows(bad_op: BadOp) -> Evidence:
+    return _masked_rows(bad_op, "attn_mask") or _masked_rows(bad_op, "attn_bias") or NO_EVIDENCE
 
 
-def _masked_rows(birth: Birth, name: str) -> Evidence | None:
+def _masked_rows(bad_op: BadOp, name: str) -> Evidence | None:
     """How many rows of this operand are masked throughout; None for no row at all."""
-    read = birth.read(name)
+    read = bad_op.read(name)
     if read is None or not read.tensor.dim():
         return None
-    axis = _argument(birth, "dim")
+    axis = _argument(bad_op, "dim")
     if isinstance(axis, list | tuple) and axis:
         axis = axis[0]
     tensor = read.tensor
@@ -86,25 +86,25 @@ def _masked_rows(birth: Birth, name: str) -> Evidence | None:
     return None
 
 
-def _reduced(birth: Birth) -> Evidence:
-    read = birth.read("self")
+def _reduced(bad_op: BadOp) -> Evidence:
+    read = bad_op.read("self")
     if read is None:
         return NO_EVIDENCE
-    group = read.tensor.numel() // max(1, birth.out.numel())
-    if group == 0 or (group == 1 and birth.operator.base in SPREAD):
+    group = read.tensor.numel() // max(1, bad_op.out.numel())
+    if group == 0 or (group == 1 and bad_op.operator.base in SPREAD):
         return Evidence(reduced_elements=group)
     return NO_EVIDENCE
 
 
-def _targets(birth: Birth) -> Evidence:
-    target = _argument(birth, "target")
+def _targets(bad_op: BadOp) -> Evidence:
+    target = _argument(bad_op, "target")
     if not isinstance(target, Tensor):
         return NO_EVIDENCE
-    ignored = _argument(birth, "ignore_index")
+    ignored = _argument(bad_op, "ignore_index")
     count = target.numel()
     if isinstance(ignored, int):
         count = int((target != ignored).sum())
-    scores = _argument(birth, "self")
+    scores = _argument(bad_op, "self")
     impossible = isinstance(scores, Tensor) and bool(torch.isinf(scores).any())
     return Evidence(
         valid_targets=count,
@@ -113,8 +113,8 @@ def _targets(birth: Birth) -> Evidence:
     )
 
 
-def _probabilities(birth: Birth) -> Evidence:
-    target = _argument(birth, "target")
+def _probabilities(bad_op: BadOp) -> Evidence:
+    target = _argument(bad_op, "target")
     if not isinstance(target, Tensor) or not target.numel():
         return NO_EVIDENCE
     low = float(target.min())
@@ -126,17 +126,17 @@ def _probabilities(birth: Birth) -> Evidence:
     return NO_EVIDENCE
 
 
-def _negative_target(birth: Birth) -> Evidence:
+def _negative_target(bad_op: BadOp) -> Evidence:
     """A negative target of kl_div, which torch computes as xlogy(target, target)."""
-    value = birth.at("other")
+    value = bad_op.at("other")
     if value is None or value >= 0 or not math.isfinite(value):
         return NO_EVIDENCE
     return Evidence(target_out_of_domain=value)
 
 
-def _zero_norm(birth: Birth) -> Evidence:
+def _zero_norm(bad_op: BadOp) -> Evidence:
     """Weight normalisation divides every row of `v` by its norm."""
-    direction = _argument(birth, "v")
+    direction = _argument(bad_op, "v")
     if not isinstance(direction, Tensor):
         return NO_EVIDENCE
     rows_in_use = direction.reshape(direction.shape[0], -1).any(1)
@@ -145,29 +145,29 @@ def _zero_norm(birth: Birth) -> Evidence:
     return Evidence(zero_denominator=True, denominator_from="norm")
 
 
-def _negative_variance(birth: Birth) -> Evidence:
-    variance = _argument(birth, "running_var")
-    if not isinstance(variance, Tensor) or _argument(birth, "training"):
+def _negative_variance(bad_op: BadOp) -> Evidence:
+    variance = _argument(bad_op, "running_var")
+    if not isinstance(variance, Tensor) or _argument(bad_op, "training"):
         return NO_EVIDENCE
-    eps = float(_argument(birth, "eps") or 0.0)
+    eps = float(_argument(bad_op, "eps") or 0.0)
     if float(variance.min()) + eps < 0:
         return Evidence(argument="negative")
     return NO_EVIDENCE
 
 
-def _ctc(birth: Birth) -> Evidence:
-    lengths = _argument(birth, "input_lengths")
-    wanted = _argument(birth, "target_lengths")
+def _ctc(bad_op: BadOp) -> Evidence:
+    lengths = _argument(bad_op, "input_lengths")
+    wanted = _argument(bad_op, "target_lengths")
     if lengths is None or wanted is None:
         return NO_EVIDENCE
     have = torch.as_tensor(lengths).flatten()
     need = torch.as_tensor(wanted).flatten()
     short = int((have < need).sum())
     # repeated labels need a blank in between: such a target fails without being longer
-    return Evidence(ctc_infeasible=short or int(torch.isinf(birth.out).sum()))
+    return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
 
 
-_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[Birth], Evidence]], ...] = (
+_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[BadOp], Evidence]], ...] = (
     (SOFTMAX.__contains__, _softmax_rows),
     (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _attention_rows),
     (REDUCES.__contains__, _reduced),

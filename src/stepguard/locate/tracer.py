@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepguard.locate.attribution import Read, attribute
-from stepguard.locate.bad_op import Birth, Invocation
+from stepguard.locate.bad_op import BadOp, Invocation
 from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import measure
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
@@ -241,7 +241,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._measured < MOST_MEASURED and self._is_telling(call):
             self._measured += 1
             call.rows, call.bad_positions = _positions(out, why.where)
-            measure(Birth(call, invocation, out, why.where))
+            measure(BadOp(call, invocation, out, why.where))
 
     def _follow_bad_number(self, call: Call) -> None:
         """Lead from a bad number to the tensor that .item() read it from."""

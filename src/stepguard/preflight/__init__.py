@@ -1,7 +1,9 @@
 """Preflight: what a run would start with, checked before it costs anything.
 
-    from stepguard.preflight import Subject, check result = check(Subject(model=model,
-    optimizer=optimizer, loss_fn=loss_fn, loader=loader, config=config))
+    from stepguard.preflight import Subject, check
+
+    result = check(Subject(model=model, optimizer=optimizer, loss_fn=loss_fn, loader=loader))
+    assert result.ok, result.of("fail")
 
 Names are resolved on first use, so that reading a configuration file imports no torch.
 """

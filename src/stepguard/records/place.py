@@ -10,17 +10,14 @@ def place(origin: Origin, what: str = "") -> str:
 
     `what` names the operation or tensor; by default the stored tensor, or else the operation.
     """
-    what = what or origin.tensor or origin.op or ""
-    words = [what] if what else []
-    if origin.node and what:
-        words.append(f"({origin.node})")
-    elif origin.node:
-        words.append(origin.node)
+    words = [what or origin.tensor or origin.op or ""]
+    if origin.node:
+        words.append(f"({origin.node})" if words[0] else origin.node)
     if origin.module is not None:
         words.append(f"in {origin.module or 'the model itself'}")
     if origin.source:
         words.append(f"at {origin.source}")
-    return " ".join(words)
+    return " ".join(words).strip()
 
 
 def place_and_phase(origin: Origin) -> str:

@@ -1,4 +1,4 @@
-"""What was found in a checkpoint: problems with their place, and what the file holds."""
+"""The result of verifying a checkpoint: problems with their place, and what the file holds."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ProblemKind = Literal[
     "loss",
     "lr",
 ]
-"""`hostile`: loading it with pickle could run code. `global`: a class outside of the list of what
-checkpoints need; an error where pickle would call it, a warning where it would only be imported.
+"""`hostile`: loading it with pickle could run code. `global`: a class that checkpoints do not need;
+an error where pickle would call it, a warning where it would only be imported.
 """
 
 
@@ -66,7 +66,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A tensor somebody asked for by name, such as a gate, and the range of its values."""
+    """A tensor that was asked for by name, such as a gate, and the range of its values."""
 
     name: str
     role: Role
@@ -99,25 +99,25 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """No error. Warnings may be there."""
+        """Is there no error? There may be warnings."""
         return not self.errors
 
     @property
     def errors(self) -> tuple[Problem, ...]:
-        return tuple(p for p in self.problems if p.severity == "error")
+        return tuple(problem for problem in self.problems if problem.severity == "error")
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        return tuple(p for p in self.problems if p.severity == "warning")
+        return tuple(problem for problem in self.problems if problem.severity == "warning")
 
     @property
     def corrupt(self) -> bool:
-        """An error in the checkpoint itself; a learning rate that contradicts the given one is
-        none.
-        """
-        return any(p.kind != "lr" for p in self.errors)
+        """Is there an error in the checkpoint itself, and not only another learning rate?"""
+        return any(problem.kind != "lr" for problem in self.errors)
 
     @property
     def leaves(self) -> tuple[Verification, ...]:
-        """The single checkpoints: the parts of a folder, or this one."""
-        return self.parts or ((self,) if self.format != "folder" else ())
+        """Return the single checkpoints: the parts of a folder, or this one."""
+        if self.parts:
+            return self.parts
+        return () if self.format == "folder" else (self,)

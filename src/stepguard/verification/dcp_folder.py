@@ -11,7 +11,7 @@ from typing import Any
 
 from stepguard.records.verification import ProblemKind, Role
 from stepguard.report.phrases import first_few
-from stepguard.verification import pickle_contents, roles
+from stepguard.verification import limits, pickle_contents, roles
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged, ProblemList
 from stepguard.verification.file_check import check_file
@@ -195,11 +195,11 @@ def _check_completeness(value: Any, problems: ProblemList) -> None:
 def _check_parts(name: str, entry: PickledObject, stored: int, problems: ProblemList) -> None:
     chunks = entry.field("chunks")
     size = entry.field("size")
-    if not isinstance(chunks, list) or not _is_shape(size):
+    if not isinstance(chunks, list) or not limits.is_shape(size):
         return
     held = 0
     for chunk in chunks:
-        if isinstance(chunk, PickledObject) and _is_shape(chunk.field("sizes")):
+        if isinstance(chunk, PickledObject) and limits.is_shape(chunk.field("sizes")):
             held += math.prod(chunk.field("sizes"))
     needed = math.prod(size)
     if held < needed or stored < len(chunks):
@@ -207,10 +207,6 @@ def _check_parts(name: str, entry: PickledObject, stored: int, problems: Problem
             f"its pieces hold {held:,} of {needed:,} elements, {stored} of {len(chunks)} stored"
         )
         problems.add("missing", detail, tensor=name)
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(type(n) is int for n in value)
 
 
 def _is_dcp(files: list[Path]) -> bool:

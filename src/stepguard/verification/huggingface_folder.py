@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,10 @@ INDEX_SUFFIX = ".index.json"
 TRAINER_STATE = "trainer_state.json"
 JSON_FILES = ("config.json", "adapter_config.json", "generation_config.json", TRAINER_STATE)
 LOGGED = ("loss", "grad_norm", "eval_loss")
-SIDE_FILES = frozenset(
-    {
-        "trainer_state.json",
-        "optimizer.pt",
-        "optimizer.bin",
-        "scheduler.pt",
-        "scheduler.bin",
-        "training_args.bin",
-        "adapter_config.json",
-        "config.json",
-        "random_states_0.pkl",
-        "scaler.pt",
-    }
-)
+SIDE_FILES = frozenset({
+    "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin",
+    "training_args.bin", "adapter_config.json", "config.json", "random_states_0.pkl", "scaler.pt",
+})  # fmt: skip
 """Files that make one checkpoint of a folder with weights."""
 
 
@@ -68,8 +59,10 @@ def check_side_files(
     """Check what lies beside the weights; returns the step that the trainer's state names."""
     by_name = {layout.path.name: layout for layout in layouts}
     indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
-    for index in indices:
-        _check_index(index, by_name, problems)
+    for path in indices:
+        index = _read_index(path, by_name, problems)
+        if index is not None:
+            index.check()
     if not indices:
         _check_numbers(by_name, problems)
     step = None
@@ -93,120 +86,103 @@ def read_json(path: Path, problems: ProblemList) -> Any:
         return None
 
 
-def _check_index(index: Path, layouts: Mapping[str, FileLayout], problems: ProblemList) -> None:
-    """Compare one index with the shards that are there."""
-    data = read_json(index, problems)
+@dataclass(slots=True)
+class _Index:
+    """One index, to be compared with the shards that are there."""
+
+    name: str
+    weight_map: dict[str, str]
+    """Tensor -> shard."""
+    metadata: Any
+    layouts: Mapping[str, FileLayout]
+    problems: ProblemList
+
+    def check(self) -> None:
+        named = sorted(set(self.weight_map.values()))
+        present = [shard for shard in named if self._is_present(shard)]
+        homes: dict[str, list[str]] = {}
+        for shard in present:
+            for tensor in self.layouts[shard].tensors:
+                homes.setdefault(tensor.name, []).append(shard)
+        complete = {shard for shard in present if self.layouts[shard].complete}
+        self._check_stored(homes)
+        self._check_named(homes, complete)
+        self._report_leftover_shards(named)
+        if len(complete) == len(named):
+            self._check_total(sum(self.layouts[shard].size for shard in named))
+
+    def _is_present(self, shard: str) -> bool:
+        if Path(shard).name != shard or shard in ("", ".", ".."):
+            self.problems.add(
+                "hostile",
+                f"{self.name} names {shard!r}, which lies outside the folder; it was not opened",
+            )
+            return False
+        if shard not in self.layouts:
+            detail = f"{self.name} names the shard {shard!r}, which is not there"
+            self.problems.add("missing", detail)
+            return False
+        return True
+
+    def _check_stored(self, homes: Mapping[str, list[str]]) -> None:
+        """Report tensors in several shards, and those that the index does not name."""
+        for name, shards in homes.items():
+            if len(shards) > 1:
+                self.problems.add("duplicate", f"is in {first_few(shards, 5)}", tensor=name)
+            elif name not in self.weight_map:
+                detail = f"is in {shards[0]} but not in {self.name}"
+                self.problems.add("index", detail, tensor=name, severity="warning")
+
+    def _check_named(self, homes: Mapping[str, list[str]], complete: set[str]) -> None:
+        """Report tensors that are not in the shard which the index names."""
+        for name, shard in self.weight_map.items():
+            stored = homes.get(name, [])
+            if shard in complete and shard not in stored:
+                detail = f"should be in {shard} by {self.name}, but is not"
+                if stored:
+                    detail += f"; it is in {stored[0]}"
+                self.problems.add("index", detail, tensor=name)
+
+    def _report_leftover_shards(self, named: Sequence[str]) -> None:
+        """Report shards of the same family that are not named: an earlier save left them."""
+        families = {_family(shard) for shard in named}
+        for name in self.layouts:
+            family = _family(name)
+            if family is not None and family in families and name not in named:
+                detail = f"{name} is a shard that {self.name} does not name"
+                self.problems.add("index", detail, severity="warning")
+
+    def _check_total(self, size: int) -> None:
+        total = self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
+        if isinstance(total, int | float) and total > size:
+            # not :d, for JSON may hold Infinity
+            detail = (
+                f"{self.name} says {total:,} bytes of tensors, all shards together have {size:,}"
+            )
+            self.problems.add("index", detail, severity="warning")
+
+
+def _read_index(
+    path: Path, layouts: Mapping[str, FileLayout], problems: ProblemList
+) -> _Index | None:
+    """Read an index; None and a problem if it does not say which tensor is in which shard."""
+    data = read_json(path, problems)
     if data is None:
-        return
-    weight_map = _weight_map(data)
-    if weight_map is None:
-        problems.add("malformed", f"{index.name} has no weight_map of names and shards")
-        return
-    shards = sorted(set(weight_map.values()))
-    present = [shard for shard in shards if _is_present(index, shard, layouts, problems)]
-    homes = _homes([layouts[shard] for shard in present])
-    _check_stored(index, weight_map, homes, problems)
-    readable = {shard for shard in present if layouts[shard].complete}
-    _check_named(index, weight_map, homes, readable, problems)
-    _report_leftover_shards(index, shards, layouts, problems)
-    if len(present) == len(shards):
-        _check_total(index, data, [layouts[shard] for shard in shards], problems)
-
-
-def _weight_map(data: Any) -> dict[str, str] | None:
-    found = data.get("weight_map") if isinstance(data, dict) else None
-    if isinstance(found, dict) and all(isinstance(shard, str) for shard in found.values()):
-        return found
+        return None
+    if isinstance(data, dict):
+        found = data.get("weight_map")
+        if isinstance(found, dict) and all(isinstance(shard, str) for shard in found.values()):
+            return _Index(path.name, found, data.get("metadata"), layouts, problems)
+    problems.add("malformed", f"{path.name} has no weight_map of names and shards")
     return None
 
 
-def _is_present(
-    index: Path, shard: str, layouts: Mapping[str, FileLayout], problems: ProblemList
-) -> bool:
-    if Path(shard).name != shard or shard in ("", ".", ".."):
-        problems.add(
-            "hostile",
-            f"{index.name} names {shard!r}, which lies outside the folder; it was not opened",
-        )
-        return False
-    if shard not in layouts:
-        problems.add("missing", f"{index.name} names the shard {shard!r}, which is not there")
-        return False
-    return True
-
-
-def _homes(layouts: Sequence[FileLayout]) -> dict[str, list[str]]:
-    """Return the shards in which each tensor is stored."""
-    homes: dict[str, list[str]] = {}
-    for layout in layouts:
-        for tensor in layout.tensors:
-            homes.setdefault(tensor.name, []).append(layout.path.name)
-    return homes
-
-
-def _check_stored(
-    index: Path,
-    weight_map: Mapping[str, str],
-    homes: Mapping[str, list[str]],
-    problems: ProblemList,
-) -> None:
-    """Report tensors in several shards, and those that the index does not name."""
-    for name, shards in homes.items():
-        if len(shards) > 1:
-            problems.add("duplicate", f"is in {first_few(shards, 5)}", tensor=name)
-        elif name not in weight_map:
-            detail = f"is in {shards[0]} but not in {index.name}"
-            problems.add("index", detail, tensor=name, severity="warning")
-
-
-def _check_named(
-    index: Path,
-    weight_map: Mapping[str, str],
-    homes: Mapping[str, list[str]],
-    readable: set[str],
-    problems: ProblemList,
-) -> None:
-    """Report tensors that are not in the shard which the index names."""
-    for name, shard in weight_map.items():
-        stored = homes.get(name, [])
-        if shard in readable and shard not in stored:
-            detail = f"should be in {shard} by {index.name}, but is not"
-            if stored:
-                detail += f"; it is in {stored[0]}"
-            problems.add("index", detail, tensor=name)
-
-
-def _report_leftover_shards(
-    index: Path, shards: list[str], layouts: Mapping[str, FileLayout], problems: ProblemList
-) -> None:
-    """Report shards of the same family that the index does not name: an earlier save left them."""
-    families = set()
-    for shard in shards:
-        match = NUMBERED.match(shard)
-        if match:
-            families.add((match["stem"], Path(shard).suffix))
-    for name in layouts:
-        match = NUMBERED.match(name)
-        if not match or name in shards:
-            continue
-        if (match["stem"], Path(name).suffix) in families:
-            detail = f"{name} is a shard that {index.name} does not name"
-            problems.add("index", detail, severity="warning")
-
-
-def _check_total(
-    index: Path, data: dict[str, Any], layouts: Sequence[FileLayout], problems: ProblemList
-) -> None:
-    meta = data.get("metadata")
-    total = meta.get("total_size") if isinstance(meta, dict) else None
-    if not isinstance(total, int | float) or not all(layout.complete for layout in layouts):
-        return
-    size = sum(layout.size for layout in layouts)
-    if total > size:
-        detail = (
-            f"{index.name} says {int(total):,} bytes of tensors, all shards together have {size:,}"
-        )
-        problems.add("index", detail, severity="warning")
+def _family(shard: str) -> tuple[str, str] | None:
+    """Return stem and suffix of a numbered shard, whatever the number of shards."""
+    match = NUMBERED.match(shard)
+    if match is None:
+        return None
+    return match["stem"], Path(shard).suffix
 
 
 def _check_numbers(layouts: Mapping[str, FileLayout], problems: ProblemList) -> None:
@@ -244,8 +220,7 @@ def _check_history(history: list[Any], problems: ProblemList) -> None:
             continue
         bad = [key for key in LOGGED if _is_nonfinite(entry.get(key))]
         if bad:
-            keys = first_few(bad, 5)
-            detail = f"{TRAINER_STATE}: {keys} not finite at step {entry.get('step')}"
+            detail = f"{TRAINER_STATE}: {first_few(bad, 5)} not finite at step {entry.get('step')}"
             problems.add("loss", detail, severity="warning")
             return
 

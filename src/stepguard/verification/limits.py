@@ -23,6 +23,15 @@ LARGEST_DIRECTORY = 24 << 20
 LARGEST_HEADER = 32 << 20
 """Bytes of a safetensors header: about 300 000 tensors."""
 LARGEST_JSON = 32 << 20
-LARGEST_DIMENSIONS = 64
+MOST_DIMENSIONS = 64
+LARGEST_DIMENSION = 1 << 63
+"""Python integers have no end, and one of more than 4300 digits cannot even be printed."""
 MOST_PER_KIND = 20
 """Problems of one kind that are listed for one file; the others are counted in one line."""
+
+
+def is_shape(value: object) -> bool:
+    """Could these be the sizes or strides of a tensor? Only then may they be multiplied."""
+    if not isinstance(value, tuple | list) or len(value) > MOST_DIMENSIONS:
+        return False
+    return all(type(n) is int and abs(n) <= LARGEST_DIMENSION for n in value)

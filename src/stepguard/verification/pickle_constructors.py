@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from stepguard.verification import dtype_names
+from stepguard.verification import dtype_names, limits
 from stepguard.verification.damage import Damaged
 from stepguard.verification.pickle_values import (
     ArrayRecord,
@@ -70,8 +70,8 @@ def _sizes(value: Any) -> tuple[int, ...]:
     # a torch.Size that was pickled by protocol 2
     if isinstance(value, PickledObject):
         value = value.arguments[0]
-    if not isinstance(value, tuple | list) or not all(type(n) is int for n in value):
-        raise ValueError("sizes that are not a tuple of integers")
+    if not limits.is_shape(value):
+        raise ValueError("sizes that no tensor has")
     return tuple(value)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepguard.records.verification import Role
 from stepguard.report.phrases import first_few
-from stepguard.verification import dtype_names, limits, pickle_contents
+from stepguard.verification import dtype_names, pickle_contents
 from stepguard.verification.damage import Damaged
 from stepguard.verification.file_layout import FileLayout
 from stepguard.verification.pickle_contents import PickleContents, PickledTensor
@@ -139,8 +139,7 @@ def _add_view(
 
 def _extent(tensor: TensorRecord) -> int | None:
     """Count elements from the first to the last one; None for sizes that no tensor has."""
-    dimensions = len(tensor.shape)
-    if dimensions != len(tensor.stride) or dimensions > limits.LARGEST_DIMENSIONS:
+    if len(tensor.shape) != len(tensor.stride):
         return None
     if min(tensor.offset, *tensor.shape, *tensor.stride, 0) < 0:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepguard.verification import dtype_names
+from stepguard.verification import dtype_names, limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class ArrayRecord:
         _, shape, dtype, _, raw = state
         if not isinstance(dtype, NumpyType) or not isinstance(raw, PickledBytes):
             return
-        if isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape):
+        if limits.is_shape(shape) and min(shape, default=0) >= 0:
             self.raw = raw
-            self.shape = shape
+            self.shape = tuple(shape)
             self.dtype = dtype.torch_name
 
 

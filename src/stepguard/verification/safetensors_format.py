@@ -105,11 +105,9 @@ def _entry(name: str, facts: Any) -> HeaderEntry:
         entry = HeaderEntry(name, facts["dtype"], tuple(facts["shape"]), start, stop)
     except (KeyError, TypeError, ValueError):
         raise unusable from None
-    if not all(type(n) is int and n >= 0 for n in (start, stop, *entry.shape)):
+    if not limits.is_shape(entry.shape) or not limits.is_shape((start, stop)):
         raise unusable
-    if start > stop or not isinstance(entry.dtype, str):
-        raise unusable
-    if len(entry.shape) > limits.LARGEST_DIMENSIONS:
+    if min(start, stop, *entry.shape) < 0 or start > stop or not isinstance(entry.dtype, str):
         raise unusable
     return entry
 

@@ -20,24 +20,10 @@ DOMINANT = 0.9
 """Share of the sum of squares that makes one element an outlier."""
 DOMINANT_SIZE = 100.0
 """Magnitude below which no element is an outlier."""
-RATE_KEYS = frozenset(
-    {
-        "lr",
-        "initial_lr",
-        "max_lr",
-        "min_lr",
-        "base_lrs",
-        "_last_lr",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "betas",
-        "scale",
-        "_scale",
-        "dampening",
-        "alpha",
-    }
-)
+RATE_KEYS = frozenset({
+    "lr", "initial_lr", "max_lr", "min_lr", "base_lrs", "_last_lr", "eps", "weight_decay",
+    "momentum", "betas", "scale", "_scale", "dampening", "alpha",
+})  # fmt: skip
 """Settings that must be finite. Others may be infinite, such as `best` of ReduceLROnPlateau."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.parts import origin_of, step_of
 from stepguard.engine.incident.sample_identity import Part, name_samples, parts_of
-from stepguard.state.delivered_batches import Delivered, Found
+from stepguard.state.delivered_batches import Delivered, FoundBatch
 
 WHOLE = torch.arange(24.0).reshape(8, 3)
 ROWS = (40, 41, 42, 43, 44, 45, 46, 47)
@@ -19,14 +19,14 @@ ROWS = (40, 41, 42, 43, 44, 45, 46, 47)
 class Loader:
     """A stand-in for the guard's loader: what it delivered for a step, and what it recognizes."""
 
-    def __init__(self, delivered: list[Delivered], found: Found | None = None) -> None:
+    def __init__(self, delivered: list[Delivered], found: FoundBatch | None = None) -> None:
         self._delivered = delivered
         self._found = found
 
     def of_step(self, step: int) -> list[Delivered]:
         return self._delivered
 
-    def find(self, batch: Any) -> Found | None:
+    def find(self, batch: Any) -> FoundBatch | None:
         return self._found
 
 
@@ -51,14 +51,14 @@ def test_ids_of_another_count_than_samples_are_not_ids() -> None:
 
 
 def test_recognized_batch_has_its_indices_and_place() -> None:
-    found = Found(_delivered(WHOLE))
+    found = FoundBatch(_delivered(WHOLE))
     (part,) = _parts((WHOLE,), loader=Loader([], found))
     assert part.indices_of([0, 7]) == (40, 47)
     assert part.place == (2, 5)
 
 
 def test_slice_of_a_batch_has_its_indices_but_no_place_unless_all_of_it_is_there() -> None:
-    found = Found(_delivered(WHOLE), rows=(2, 3), of=8)
+    found = FoundBatch(_delivered(WHOLE), rows=(2, 3), of=8)
     (part,) = _parts((WHOLE[2:4],), loader=Loader([], found))
     assert part.indices_of([1]) == (43,)
     assert part.place is None
@@ -93,7 +93,7 @@ def test_nan_in_a_moved_batch_is_equal_to_itself() -> None:
 def test_samples_of_an_origin_are_named_by_row_and_id() -> None:
     step = step_of({"x": WHOLE, "name": torch.arange(100, 108)})
     origin = origin_of(samples=(1, 6))
-    loader: Any = Loader([], Found(_delivered(WHOLE)))
+    loader: Any = Loader([], FoundBatch(_delivered(WHOLE)))
     assert name_samples(origin, step, loader, None).rows == ("row 41", "row 46")
     assert name_samples(origin, step, None, "name").rows == ("id 101", "id 106")
     named = name_samples(origin, step, loader, "name")
@@ -102,7 +102,7 @@ def test_samples_of_an_origin_are_named_by_row_and_id() -> None:
 
 def test_data_set_of_whole_batches_names_the_batch_for_each_row() -> None:
     step = step_of((WHOLE,))
-    loader: Any = Loader([], Found(_delivered(WHOLE, rows=(9,))))
+    loader: Any = Loader([], FoundBatch(_delivered(WHOLE, rows=(9,))))
     assert name_samples(origin_of(samples=(1, 6)), step, loader, None).rows == ("row 9", "row 9")
 
 

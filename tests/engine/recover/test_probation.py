@@ -10,7 +10,7 @@ import torch
 
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
-from stepguard.state.snapshot import Snapshot
+from stepguard.state.snapshot import Snapshot, Standing
 
 DATA = batches(8)
 
@@ -29,31 +29,35 @@ def _taken(guard: Guard) -> Snapshot:
     return snapshot
 
 
+def _standing(snapshot: Snapshot) -> Standing:
+    return snapshot.standing
+
+
 def test_snapshot_is_good_once_its_probation_is_over(guard: Guard) -> None:
     snapshot = _taken(guard)
     guard._rewinder.probation.commit(9)
-    assert snapshot.standing == "young"
+    assert _standing(snapshot) == "young"
     guard._rewinder.probation.commit(10)
-    assert snapshot.standing == "good"
+    assert _standing(snapshot) == "good"
 
 
 def test_incident_restarts_the_probation(guard: Guard) -> None:
     snapshot = _taken(guard)
     guard._rewinder.probation.incident(4, hurt=False)
     guard._rewinder.probation.commit(14)
-    assert snapshot.standing == "young"
+    assert _standing(snapshot) == "young"
     guard._rewinder.probation.commit(15)
-    assert snapshot.standing == "good"
+    assert _standing(snapshot) == "good"
 
 
 def test_incident_that_finds_the_weights_hurt_makes_young_snapshots_bad(guard: Guard) -> None:
     snapshot = _taken(guard)
     probation = guard._rewinder.probation
     probation.incident(4, hurt=True)
-    assert snapshot.standing == "bad" and probation.hurt_at == 4
+    assert _standing(snapshot) == "bad" and probation.hurt_at == 4
     assert not probation.worth_keeping(snapshot)
     probation.rewound(snapshot)
-    assert snapshot.standing == "young" and probation.hurt_at is None
+    assert _standing(snapshot) == "young" and probation.hurt_at is None
 
 
 def test_snapshot_with_a_nonfinite_tensor_is_not_sound(guard: Guard) -> None:

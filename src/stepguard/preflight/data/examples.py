@@ -119,7 +119,7 @@ def _from_path(path: Path, most: int | None) -> Source:
             "csv, tsv, jsonl, parquet, png and jpg."
         )
     kind = "folder" if path.is_dir() else "file"
-    source = Source(f"{kind} {path.name}", total=len(found.files))
+    source = Source(f"{kind} {path.name}")
     if found.others:
         source.remarks.append(f"{found.others} files of other kinds were not looked at")
     source.examples = islice(_rows_of_files(path, found.files, source), most)

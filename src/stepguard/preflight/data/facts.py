@@ -84,14 +84,10 @@ class DataFacts:
 def gather(source: Source, labels: LabelFacts, progress: Progress | None = None) -> DataFacts:
     """Read everything once; nothing of the data is kept but numbers, names and fingerprints."""
     facts = DataFacts(source.what, whole=source.whole, labels=labels)
-    total = None
-    # Files are counted beforehand, but not the examples in them.
-    if source.whole is not None:
-        total = source.total
     for example in source.examples:
         facts.seen += 1
         if progress is not None:
-            progress(facts.seen, total)
+            progress(facts.seen, source.total)
         if example.problem:
             facts.unreadable.add(f"{example.name} ({example.problem})")
             continue

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stepguard
-from guard.test_watch_locate import (
+from engine.watch.test_live_tracing_locate import (
     Net,
     line,
     origin,

@@ -1,15 +1,12 @@
-"""`stepguard run`: what it is given before the script, and what it says about it."""
+"""Settings of a guard from a TOML file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
-from cli.scripts import guarded, plain_script, write
 from stepguard import ConfigError, GuardConfig, Policy
-from stepguard.run import autoguard, guarded_script
 from stepguard.run.config_file import read_config
 
 
@@ -70,45 +67,3 @@ def test_file_that_is_none_is_told(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="is not a file"):
         read_config(Path(path), {})
-
-
-def test_a_script_is_guarded_by_the_policy_of_a_file(tmp_path: Path) -> None:
-    write(tmp_path, plain_script(steps=8, bad="(3,)"))
-    (tmp_path / "guard.toml").write_text('[policy]\nactions = ["stop"]\n')
-    done = guarded(tmp_path, "--config", "guard.toml", "train.py")
-    assert done.returncode == 3 and len(done.stdout.splitlines()) == 3, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("--policy", "is not an option of `stepguard run`"),
-        (".", "is a folder; give the Python script in it"),
-    ],
-)
-def test_a_word_that_is_no_script_is_one_line_and_exit_code_2(
-    tmp_path: Path, word: str, said: str
-) -> None:
-    write(tmp_path, "print('never')\n")
-    done = guarded(tmp_path, word, "train.py")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert said in done.stderr
-
-
-def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*args: object, **settings: object) -> None:
-        raise TypeError("float() argument must be a number, not 'NoneType'")
-
-    monkeypatch.setattr(autoguard, "watch", refuse)
-    with autoguard.AutomaticGuards(GuardConfig(), guarded_script.tell) as several:
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-    guarded_script.tell_how_it_ended(several.guards, several.refused, 0)
-    first, second = capsys.readouterr().err.splitlines()
-    assert "SGD is not guarded: TypeError" in first
-    assert "made none that stepped" not in second and "for the reason above" in second
