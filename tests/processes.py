@@ -25,6 +25,8 @@ CALLS = frozenset({("os", "fork"), ("torch", "compile")})
 """Module and attribute; torch.compile runs a C++ compiler."""
 KEYWORDS = frozenset({"num_workers", "multiprocessing_context"})
 """Keyword arguments of a data loader that reads in processes of its own."""
+WORKERS = "workers"
+"""In the id of a case: its data loader, often made by a table of lambdas, reads in processes."""
 FIXTURES = frozenset({"pytester"})
 EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"})
 
@@ -53,14 +55,15 @@ def started() -> int:
     return len(_started)
 
 
-def _note(event: str, arguments: tuple[object, ...]) -> None:
-    if event in EVENTS:
+def _note(event: str, arguments: tuple[object, ...], events: frozenset[str] = EVENTS) -> None:
+    # a default argument: the module's names are gone when the interpreter ends, the hook is not
+    if event in events:
         _started.append(f"{event} {arguments[:2]}")
 
 
 def _starts(item: pytest.Item, known: dict[int, bool]) -> bool:
     names = set(getattr(item, "fixturenames", ()))
-    if names & FIXTURES:
+    if names & FIXTURES or WORKERS in item.name:
         return True
     definitions = getattr(item, "_fixtureinfo", None)
     roots: list[object] = [getattr(item, "function", None)]
@@ -77,6 +80,8 @@ def reaches_process(value: Any, known: dict[int, bool] | None = None) -> bool:
     known = {} if known is None else known
     if isinstance(value, partial):
         return reaches_process(value.func, known)
+    if isinstance(value, FunctionType):
+        value = inspect.unwrap(value)  # a context manager's own code lies in contextlib
     if id(value) in known:
         return known[id(value)]
     if not _is_ours(value):
@@ -85,7 +90,7 @@ def reaches_process(value: Any, known: dict[int, bool] | None = None) -> bool:
     if isinstance(value, type):
         found = any(reaches_process(member, known) for member in _methods(value))
     else:
-        found = _function_starts(inspect.unwrap(value), known)
+        found = _function_starts(value, known)
     known[id(value)] = found
     return found
 

@@ -1,4 +1,4 @@
-"""stepguard keeps PyTorch training alive: it detects, locates, explains and survives the bad step."""
+"""stepguard keeps PyTorch training alive: it detects, locates and survives the bad step."""
 
 from __future__ import annotations
 

@@ -12,7 +12,13 @@ from house import hygiene
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(stepguard.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
-BUILD_FILES = ("Makefile", ".ci/run", "pyproject.toml", "constraints.txt")
+BUILD_FILES = (
+    "Makefile",
+    ".ci/run",
+    ".pre-commit-config.yaml",
+    "pyproject.toml",
+    "constraints.txt",
+)
 
 
 def _name(path: Path) -> str:

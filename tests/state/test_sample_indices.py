@@ -219,7 +219,9 @@ class Words(Dataset[Tensor]):
         DataLoader(Stream(), BATCH),
         Doubled(Noisy(), BATCH),
         [torch.zeros(2)],
-        DataLoader(Noisy(), BATCH, num_workers=1, in_order=False),
+        pytest.param(
+            DataLoader(Noisy(), BATCH, num_workers=1, in_order=False), marks=pytest.mark.process
+        ),
     ],
     ids=["iterable data set", "own iteration", "list", "out of order"],
 )
