@@ -131,7 +131,7 @@ class BufferKeeper:
         return [buffer for buffer in changed if buffer.is_floating_point()]
 
     def changing(self) -> bool:
-        """Has a forward pass changed anything since `remember`? A norm layer is presumed to have."""
+        """Has a forward pass changed anything since `remember`? Norm layers are presumed to."""
         if any(c.silent or c.moved for c in self._copies):
             return True
         return self._registered_otherwise(self._modules()) or self._attributes.moved()

@@ -101,7 +101,7 @@ class Capsule:
             raise self._damaged(fault) from None
 
     def fill(self, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
-        """Put parameters, buffers, training modes, optimizer state and settings into the objects."""
+        """Put parameters, buffers, modes, optimizer state and settings into the objects."""
         why_not = self.fits(roots, optimizer)
         if why_not:
             raise CapsuleError(f"the capsule does not fit what was built: {why_not}.")

@@ -1,4 +1,4 @@
-"""Put saved values into live ones: the same tensors and containers where they fit, else new ones."""
+"""Put saved values into live ones: the same tensors and containers where they fit."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class KeptValue(Protocol):
 
 
 class Scope:
-    """What is remembered: a module's own small values in every step, or once all of an optimizer."""
+    """What is remembered: small values of a module in every step, or all of an optimizer once."""
 
     def __init__(self, *, everything: bool = False, room: int = 2**24) -> None:
         self.everything = everything

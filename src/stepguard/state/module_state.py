@@ -66,7 +66,7 @@ def why_not_kept(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def fill_module(root: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Copy the stored tensors into the module's own; register anew the buffers that do not fit."""
+    """Copy the stored tensors into the module's own; register buffers that do not fit."""
     live = module_tensors(root)
     targets: list[Tensor] = []
     sources: list[Tensor] = []

@@ -19,7 +19,7 @@ from stepguard.state.skipped_batches import Place, SkippedBatches
 
 
 class ResumableLoader:
-    """Iterate over this in place of the loader. `between` is called before each batch is fetched."""
+    """Iterate over this instead of the loader. `between` is called before each batch."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class ResumableLoader:
             if getattr(self._loader, "num_workers", 0):
                 self._say(
                     "the loader continues at its own position; random numbers inside its workers "
-                    "begin anew"
+                    "start over"
                 )
             iterator = IndexObserver(self._loader)
         else:
@@ -190,7 +190,7 @@ class ResumableLoader:
             missing = self.delivered - fetched
             said += f"; it ended {missing} batches early, so the data has changed since"
         if getattr(self._loader, "persistent_workers", False) and self.epoch:
-            said += "; random numbers of its persistent workers begin anew"
+            said += "; random numbers of its persistent workers start over"
         return said + "; torchdata's StatefulDataLoader continues at once"
 
     def _generators(self) -> list[torch.Generator]:

@@ -11,7 +11,8 @@ SHARDING_MODULES = ("FullyShardedDataParallel", "FullyShardedDataParallelV2")
 SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
 WAY_OUT = (
     "snapshots, guard.save() and rewinding are off for this run; save with "
-    "torch.distributed.checkpoint (torch.distributed.checkpoint.state_dict.get_state_dict gathers model and optimizer)."
+    "torch.distributed.checkpoint "
+    "(torch.distributed.checkpoint.state_dict.get_state_dict gathers model and optimizer)."
 )
 
 

@@ -140,7 +140,7 @@ def _record(structure: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
     names = [str(name) for name, _ in fields]
     for name in names:
         if not name.isidentifier() or name.startswith("_"):
-            raise ValueError(f"{name!r} is no name of a field")
+            raise ValueError(f"{name!r} is not a name of a field")
     values = [tree_from_json(value, tensors) for _, value in fields]
     if named is None:
         return dataclasses.make_dataclass("Batch", names)(*values)
