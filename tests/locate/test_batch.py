@@ -42,7 +42,7 @@ def test_tensors_are_named_by_their_way_through_the_tree() -> None:
         "batch:boxes.0",
         "batch:boxes.1.0",
     ]
-    assert names(Pair(one, one)) == ["batch:0", "batch:1"]
+    assert names(Pair(one, one)) == ["batch:x", "batch:y"]
     assert names(Frozen(one)) == ["batch:x"]
     assert names(UserDict(x=one)) == ["batch:x"]
     assert names(Own()) == ["batch:x"]

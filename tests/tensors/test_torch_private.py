@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ConstantLR, SequentialLR
-from torch.utils.data import DataLoader
+from torch.utils.data import dataloader
 
 from stepguard.tensors import torch_private as private
 
@@ -47,12 +48,21 @@ def _plain_adamw() -> AdamW:
     return AdamW([nn.Parameter(torch.zeros(1))])
 
 
-def _loader() -> Any:
+def _workers() -> Any:
     # The class only: an instance would start worker processes.
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+    return dataloader._MultiProcessingDataLoaderIter
 
-    assert DataLoader
-    return _MultiProcessingDataLoaderIter
+
+def _sets(function: Any) -> Any:
+    """Return an object with the attributes that the source of a function sets on `self`."""
+    found = re.findall(r"self\.(_\w+)\b.*=", inspect.getsource(function))
+    return SimpleNamespace(**dict.fromkeys(found, True))
+
+
+def _stepped() -> SGD:
+    optimizer = _scheduled()
+    optimizer.step()
+    return optimizer
 
 
 def _compiled_function() -> Any:
@@ -78,7 +88,14 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "LRScheduler._last_lr": _schedule,
     "SequentialLR._schedulers": _sequence,
     "OpOverload._schema": lambda: torch.ops.aten.add.Tensor,
-    "DataLoaderIter._shutdown_workers": _loader,
+    "Optimizer._opt_called": _stepped,
+    "GradScaler._get_scale_async": lambda: GradScaler("cpu"),
+    "UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage(),
+    "DataLoader._iterator": lambda: dataloader.DataLoader([1]),
+    "DataLoaderIter._index_sampler": lambda: iter(dataloader.DataLoader([1])),
+    "DataLoaderIter._send_idx": lambda: _sets(_workers()._reset),
+    "DataLoaderIter._rcvd_idx": lambda: _sets(_workers()._reset),
+    "DataLoaderIter._shutdown_workers": _workers,
 }
 
 

@@ -89,6 +89,7 @@ def _runs_away(reading: Reading, history: History) -> str:
     largest = max(map(abs, losses))
     if loss is None or not largest or loss < RUNAWAY * largest:
         return ""
+    # a batch can be hard, but it does not move the weights
     ratio = reading.update_ratio
     if ratio is not None and ratio >= LARGE_UPDATE:
         return f"the last update changed the weights by {ratio:.3g} of their norm"

@@ -74,6 +74,7 @@ class History:
     """The step in which most of what was learned was found lost; None once the level is back."""
 
     def __post_init__(self) -> None:
+        # a history that was read from a checkpoint brings lists, and perhaps another window
         self.losses = deque(self.losses, maxlen=self.window)
         self.rates = deque(self.rates, maxlen=self.window)
         self.norms = deque(self.norms, maxlen=self.window)
@@ -84,6 +85,7 @@ class History:
         self.first_lr = self.first_lr or reading.lr
         self.top_lr = _highest(self.top_lr, reading.lr)
         self.rates.append(reading.lr)
+        # one NaN would blind every median that it takes part in
         if reading.grad_norm is not None and math.isfinite(reading.grad_norm):
             self.norms.append(reading.grad_norm)
         loss = reading.judged_loss
@@ -93,6 +95,7 @@ class History:
             self.zero_losses = 0
         if loss is None or not math.isfinite(loss):
             return
+        # an advantage or a divergence from a reference is exactly 0 before the first update
         if not self.first:
             self.surrogate = loss == 0.0 and bool(reading.grad_norm)
         self._add_loss(loss, reading.step)
@@ -152,6 +155,7 @@ class History:
         """How far one loss lies from the next, whatever the trend."""
         if len(self.losses) < 2:
             return 0.0
+        # differences of neighbours: a trend of the loss is not noise
         changes = [abs(after - before) for before, after in pairwise(self.losses)]
         return MAD_TO_SIGMA * median(changes) / math.sqrt(2.0)
 
@@ -193,6 +197,7 @@ class History:
         """The first group that runs with far more than it was ever configured or seen with."""
         for group, rate in enumerate(rates):
             ceiling = self.ceiling(group)
+            # written with `not`, so that NaN counts as an excess
             if ceiling > 0 and not rate <= LR_JUMP * ceiling:
                 return group
         return None

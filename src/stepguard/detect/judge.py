@@ -23,6 +23,7 @@ MOST_NAMED = 3
 
 def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
     """Say the gravest thing that is true of this step."""
+    # bad state makes the loss bad, and a bad loss the gradient: the first one is the cause
     tests: tuple[Callable[[], Verdict], ...] = (
         lambda: _state(reading),
         lambda: _loss(reading),
@@ -102,6 +103,7 @@ def _nan_or_infinite(reading: Reading) -> str:
 
 
 def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
+    # GradScaler overflows on purpose while it looks for its scale
     if reading.overflow and not reading.grads_finite:
         return _overflow(reading, config)
     if not reading.grads_finite:

@@ -20,10 +20,15 @@ from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
-from stepguard.engine.incident.closer_look import accept, examine, somebody_elses, stored_trouble
-from stepguard.engine.incident.exploded_weights import blamed_on_update, ruined, surfaces_only
+from stepguard.engine.incident.closer_look import (
+    accept,
+    examine,
+    mark_foreign_parameter,
+    stored_trouble,
+)
+from stepguard.engine.incident.exploded_weights import blamed_on_update, exploded, surfaces_only
 from stepguard.engine.incident.halting import halt
-from stepguard.engine.incident.lost_samples import naming
+from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.outcome import not_applied
 from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
 from stepguard.engine.incident.rank_reading import agreed_reading
@@ -73,7 +78,7 @@ class Transaction:
         self.protect = protect
         self.rewinder = rewinder
         self.reader = Reader(context)
-        self._find = naming(context, find or self._replay)
+        self._find = with_sample_names(context, find or self._replay)
         self._anomalies = AnomalyCheck(context, rewinder, clips_itself=reruns)
         self._situations = SituationReader(context, rewinder, self._anomalies, reruns=reruns)
         self._unrecorded: tuple[Incident, Step] | None = None
@@ -268,7 +273,7 @@ class Transaction:
         return locate(step, reading, self.context.effort)
 
     def _located(self, incident: Incident, step: Step) -> Incident:
-        origin = somebody_elses(self.context, self._find_together(step, incident.reading))
+        origin = mark_foreign_parameter(self.context, self._find_together(step, incident.reading))
         return self._suspect_update(replace(incident, origin=origin))
 
     def _find_together(self, step: Step, reading: Reading) -> Origin | None:
@@ -294,7 +299,7 @@ class Transaction:
         if incident.origin is None or not self._worth_verifying(incident):
             return incident
         repeated = self._anomalies.earlier_batch_now()
-        if repeated is None or not ruined(repeated) or self._loss_function_changed():
+        if repeated is None or not exploded(repeated) or self._loss_function_changed():
             return incident
         now, before = repeated
         reading = replace(incident.reading, repeat_loss=now, repeat_before=before)

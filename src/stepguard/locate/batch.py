@@ -2,82 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepguard.state.batch import OUTPUT_GRADIENT
+from stepguard.state.batch import OUTPUT_GRADIENT, tensor_label, with_children
+from stepguard.state.batch import named_tensors as tensors_of_batch
 from stepguard.state.batch_rows import keep_rows, row_count
+from stepguard.tensors.names import dotted
 
 Change = Callable[[str, Tensor], Tensor]
 
 
 def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
     """List every tensor with its name: `batch:x`, `batch:boxes.0`, or `batch` for a bare tensor."""
-    found: list[tuple[str, Tensor]] = []
-
-    def note(name: str, tensor: Tensor) -> Tensor:
-        if not name.startswith(f"batch:{OUTPUT_GRADIENT}."):
-            found.append((name, tensor))
-        return tensor
-
-    rebuild(batch, note)
-    return found
+    return [(tensor_label(name), tensor) for name, tensor in tensors_of_batch(batch)]
 
 
 def rebuild(batch: Any, change: Change) -> Any:
     """Build the same tree with every tensor passed through `change`."""
-    return _rebuild(batch, change, "batch", ":")
+    return _rebuild(batch, change, "")
 
 
-def _rebuild(value: Any, change: Change, name: str, joint: str) -> Any:
-    def below(key: object, item: Any) -> Any:
-        return _rebuild(item, change, f"{name}{joint}{key}", ".")
-
+def _rebuild(value: Any, change: Change, name: str) -> Any:
     if isinstance(value, Tensor):
-        return change(name, value)
-    if type(value) is dict:
-        return {key: below(key, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [below(position, item) for position, item in enumerate(value)]
-        if isinstance(value, list):
-            return items
-        # A named tuple takes its items one by one.
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return _rebuild_object(value, below)
-
-
-def _rebuild_object(value: Any, below: Callable[[object, Any], Any]) -> Any:
-    """Rebuild mappings of other classes, dataclasses, and objects with tensors as attributes."""
-    if isinstance(value, MutableMapping):
-        twin: Any = copy.copy(value)
-        for key, item in value.items():
-            twin[key] = below(key, item)
-        return twin
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for field in dataclasses.fields(value):
-            # A frozen dataclass refuses setattr.
-            object.__setattr__(twin, field.name, below(field.name, getattr(value, field.name)))
-        return twin
-    if _carries_tensors(value):
-        twin = copy.copy(value)
-        for key, item in vars(value).items():
-            if isinstance(item, Tensor):
-                setattr(twin, key, below(key, item))
-        return twin
-    return value
-
-
-def _carries_tensors(value: Any) -> bool:
-    """True for an object of the user's own class with tensors as attributes; never a module."""
-    if isinstance(value, torch.nn.Module | type) or not hasattr(value, "__dict__"):
-        return False
-    return any(isinstance(item, Tensor) for item in vars(value).values())
+        return change(tensor_label(name), value)
+    return with_children(value, lambda key, item: _rebuild(item, change, dotted(name, key)))
 
 
 def duplicate(batch: Any) -> Any:

@@ -93,6 +93,7 @@ def _decide_bad_step(
     situation: Situation, policy: Policy, spent: Budget
 ) -> tuple[Decision, Budget]:
     """The update has been vetoed or undone and the state is good: leave out what is bad."""
+    # a step that succeeds when it is run again loses nothing, so it spends no samples
     if situation.can_retry and "retry" in policy.actions:
         return _choose("retry", situation, policy, spent)
     after = spent
@@ -101,6 +102,7 @@ def _decide_bad_step(
         exceeded = after.exceeded(policy)
         if exceeded:
             return _choose("stop", situation, policy, after, exceeded)
+    # in the user's order: the first one that fits is taken
     for allowed in policy.actions:
         if allowed == "stop":
             break

@@ -48,6 +48,7 @@ def next_rewind(
     """
     if not targets:
         return None
+    # a fault of the hardware does not come again: then nothing at all is lost
     exact = RewindPlan(target=targets[0], data="repeat")
     if repeatable and exact not in tried:
         return exact

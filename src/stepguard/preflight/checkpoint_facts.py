@@ -88,8 +88,12 @@ def _take(facts: CheckpointFacts, content: Any) -> None:
             facts.versions |= dict(found)
         elif found:
             facts.versions[name] = str(found)
+    _take_shapes(facts, content)
+
+
+def _take_shapes(facts: CheckpointFacts, content: Mapping[Any, Any]) -> None:
     tensors = _shapes(content)
-    # a file of tensors only may be one shard of several
+    # A file of tensors only may be one shard of several.
     if len(tensors) == len(content):
         facts.shapes |= _model_part(tensors)
         return

@@ -22,9 +22,7 @@ class Reading:
     grad_norm: float | None = None
     """2-norm of all gradients in fp32, after unscaling and before clipping."""
     least_norm: float | None = None
-    """Smallest norm of one parameter's gradient; read only under optimizers that are not torch's
-    own.
-    """
+    """Smallest norm of one parameter's gradient; read under optimizers that are not torch's."""
     grads_finite: bool = True
     """Exact: no gradient element is NaN or Inf."""
     clip_factor: float | None = None
@@ -38,34 +36,27 @@ class Reading:
     labels: int | None = None
     """How many targets the step had, where the batch says so."""
     shared_loss: float | None = None
-    """Largest loss over all ranks, where the ranks compare losses; what finite anomalies are judged
-    by.
-    """
+    """Largest loss over all ranks, where they compare losses: finite anomalies are judged by it."""
     seconds: float | None = None
     """Wall-clock time since the previous step was read."""
     bad_state: tuple[str, ...] = ()
     """Stored tensors that are non-finite: `param:NAME`, `buffer:NAME`, `opt:SLOT`."""
     bad_inputs: tuple[str, ...] = ()
-    """Batch tensors that hold NaN or Inf (`batch:KEY`); looked at only once something is wrong."""
+    """Batch tensors that hold NaN or Inf (`batch:KEY`); filled only once something is wrong."""
     bad_grads: tuple[str, ...] = ()
     """Parameters whose gradient is non-finite; filled only once something is wrong."""
     state_born: bool = False
     """True when `bad_state` was finite before this step's update: the optimizer made it."""
     overflow: bool = False
-    """Gradients are non-finite only because the loss scale is too high (a replay at scale 1 is
-    finite).
-    """
+    """Gradients are non-finite only by the loss scale: a replay at scale 1 is finite."""
     repeat_loss: float | None = None
     """Loss of an earlier good batch on the present weights; only measured on suspicion."""
     repeat_before: float | None = None
-    """What that same batch gave when it was new; without it a hard batch looks like hurt weights.
-    """
+    """What that same batch gave when it was new, to tell hurt weights from a hard batch."""
     update_ratio: float | None = None
     """Norm of the last update over that of the weights; only measured on suspicion."""
     weights_moved: float | None = None
-    """Distance of the weights from those of the last good snapshot, over their norm; only measured
-    on suspicion.
-    """
+    """Relative distance of the weights from the last good snapshot; only measured on suspicion."""
     alarm: bool = False
     """Some rank reported a non-finite value."""
     bad_ranks: tuple[int, ...] = ()
@@ -86,4 +77,5 @@ class Reading:
 
 
 def _finite(value: float) -> bool:
+    # NaN - NaN and Inf - Inf are NaN, which equals nothing.
     return value - value == 0.0

@@ -17,5 +17,6 @@ def same_random_numbers() -> Iterator[None]:
         random.setstate(state)
 
 
+# Importing rich.style draws from Python's `random`: done here once, under protection.
 with same_random_numbers():
     import rich.style  # noqa: F401  # the module that draws

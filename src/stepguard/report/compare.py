@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Literal
 
 from rich.table import Table
@@ -69,8 +70,9 @@ class _Side:
     @property
     def ended_at(self) -> float | None:
         losses = finite_values(committed(self.record.steps), "loss")
-        tail = losses[-max(1, int(len(losses) * TAIL)) :]
-        return sum(tail) / len(tail) if tail else None
+        if not losses:
+            return None
+        return fmean(losses[-max(1, int(len(losses) * TAIL)) :])
 
 
 def compare(first: Record, second: Record) -> Comparison:
@@ -132,8 +134,9 @@ def render_terminal(comparison: Comparison, *, width: int = 100, colour: bool = 
     for heading in ("", *_headings(comparison.first, comparison.second)):
         table.add_column(Name(heading))
     for row in comparison.rows:
-        first = Unbroken(row.first, "green" if row.better == "first" else "")
-        second = Unbroken(row.second, "green" if row.better == "second" else "")
+        styles = {"first": "", "second": "", row.better: "green"}
+        first = Unbroken(row.first, styles["first"])
+        second = Unbroken(row.second, styles["second"])
         table.add_row(Unbroken(row.aspect, "cyan"), first, second)
     for name, (mine, other) in comparison.settings.items():
         table.add_row(Unbroken(name, "cyan"), Unbroken(_setting(mine)), Unbroken(_setting(other)))
@@ -164,7 +167,7 @@ def _cause(summary: RunSummary) -> str:
         return "-"
     first = summary.groups[0]
     named = [first.where, f"{first.code} {first.title}".strip()]
-    return ", ".join(part for part in named if part) or "not located"
+    return phrases.joined(named) or "not located"
 
 
 def _clipping(summary: RunSummary) -> str:

@@ -83,14 +83,13 @@ def scale_for(values: Sequence[float]) -> Scale:
         return "linear"
     if min(values) > 0:
         return "log"
-    sizes = [abs(value) for value in values if value]
-    spans_decades = bool(sizes) and max(sizes) / median(sizes) > 100
+    spans_decades = max(map(abs, values)) / symlog_threshold(values) > 100
     return "symlog" if spans_decades else "linear"
 
 
 def symlog_threshold(values: Sequence[float]) -> float:
-    """Below this size a symlog axis is linear."""
-    sizes = [abs(value) for value in values if value]
+    """Below this size a symlog axis is linear: the median of the values that are not 0."""
+    sizes = list(map(abs, filter(None, values)))
     return median(sizes) if sizes else 1.0
 
 

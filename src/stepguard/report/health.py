@@ -226,7 +226,7 @@ def _level(record: Record) -> Iterator[Concern]:
     blocks = _blocks(losses)
     if len(blocks) < 2:
         return
-    levels = [median(block) for block in blocks]
+    levels = list(map(median, blocks))
     numbers = (
         f"it is at {phrases.number(levels[-1])}, began at {phrases.number(losses[0])}, was "
         f"at {phrases.number(min(losses))}"
@@ -236,6 +236,7 @@ def _level(record: Record) -> Iterator[Concern]:
         yield Concern(weight="unhealthy", text=f"the loss has run away: {numbers}")
         return
     noise = _noise(blocks, levels)
+    # The lower of the last two parts: a single high part may be a hard stretch of the data.
     now = min(levels[-2:])
     best = min(levels[:-1])
     if now - best <= max(ABOVE_NOISE * noise, ORDINARY * _largest_rise_made_good(levels)):
@@ -275,8 +276,9 @@ def _noise(blocks: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
     # The last quarter is left out: it is what is being judged.
     known = max(2, len(levels) - max(2, len(levels) // 4))
     swings = sorted(abs(after - before) for before, after in pairwise(levels[:known]))
+    # The upper quartile: one spike among the parts does not make the run noisy.
     usual = swings[int(0.75 * (len(swings) - 1))] if swings else 0.0
-    return max(usual, median([_spread(block) for block in blocks[:known]]))
+    return max(usual, median(map(_spread, blocks[:known])))
 
 
 def _spread(losses: Sequence[float]) -> float:

@@ -201,6 +201,7 @@ def drop_torn_line(path: Path) -> None:
     """A crash may have left half a line; readers of this file expect every line to be whole."""
     if not path.exists():
         return
+    # Searched backwards in small blocks: the file grows over all restarts of a run.
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
         end = size

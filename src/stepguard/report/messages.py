@@ -19,7 +19,8 @@ STOPPING = "Stopping training to prevent corruption"
 def incident_line(incident: Incident, counted: str = "", *, again: bool = False) -> str:
     """One line about an incident; `counted`: which of its kind it is, `again`: done as before."""
     decision = incident.decision
-    line = f"step {incident.step} {done(decision) if decision else 'is bad'}"
+    what = "is bad" if decision is None else done(decision)
+    line = f"step {incident.step} {what}"
     if again:
         line += " again"
     if counted:
@@ -37,7 +38,7 @@ def _gist(incident: Incident) -> str:
         parts.append(phrases.culprits(incident.origin))
     if incident.findings:
         parts.append(incident.findings[0].code)
-    return "; ".join(part for part in parts if part)
+    return phrases.joined(parts, "; ")
 
 
 def note_line(fields: Mapping[str, Any]) -> str:

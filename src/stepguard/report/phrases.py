@@ -98,15 +98,16 @@ def moment(value: object) -> str:
 def operand(value: Operand) -> str:
     """dtype, shape, what is wrong in it, and the range of what is not."""
     parts = [f"{value.dtype} {_brackets(value.shape)}".strip()]
-    if value.value is not None:
-        at = f" at {_brackets(value.index)}" if value.index is not None else ""
-        parts.append(number(value.value) + at)
+    if value.value is not None and value.index is not None:
+        parts.append(f"{number(value.value)} at {_brackets(value.index)}")
+    elif value.value is not None:
+        parts.append(number(value.value))
     parts.append(_bad_elements(value))
     if value.zeros:
         parts.append(count(value.zeros, "zero"))
     if value.shape or value.value is None:
         parts.append(_range(value))
-    return "; ".join(part for part in parts if part)
+    return joined(parts, "; ")
 
 
 def _brackets(indices: tuple[int, ...]) -> str:
@@ -121,9 +122,12 @@ def _bad_elements(value: Operand) -> str:
     bad = [f"{n:,} {kind}" for kind, n in counted.items() if n]
     if not bad:
         return ""
+    named = ", ".join(bad)
     total = math.prod(value.shape)
-    share = f" of {total:,}" if value.shape and total else ""
-    return ", ".join(bad) + share
+    # A single number has the shape (), whose product is 1: "1 NaN of 1" says nothing more.
+    if value.shape and total:
+        named += f" of {total:,}"
+    return named
 
 
 def _range(value: Operand) -> str:
@@ -156,9 +160,14 @@ def _identities(origin: Origin) -> str:
     return named
 
 
+def joined(parts: Iterable[str], separator: str = ", ") -> str:
+    """The parts that are not empty, in one text."""
+    return separator.join(filter(None, parts))
+
+
 def first_few(items: Iterable[object], most: int = 8) -> str:
     """The first few of a list, and how many more there are."""
-    listed = [str(item) for item in items]
+    listed = list(map(str, items))
     shown = ", ".join(listed[:most])
     if len(listed) > most:
         shown += f" and {len(listed) - most} more"
@@ -178,7 +187,7 @@ def kind_of(incident: Incident) -> tuple[str, ...]:
 def sparkline(values: Sequence[float], *, plain: bool = False) -> str:
     """One character a value, `!` where it is not finite; a log scale where they span a decade."""
     marks = ASCII_SPARKS if plain else SPARKS
-    usable = [value for value in values if math.isfinite(value)]
+    usable = list(filter(math.isfinite, values))
     scaled = _scale(usable)
     drawn = []
     for value in values:

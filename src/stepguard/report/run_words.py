@@ -56,7 +56,7 @@ def _optimizer(header: Mapping[str, Any]) -> str:
         parts.append(phrases.count(header["parameters"], "parameter"))
     if header.get("lr"):
         parts.append(f"lr {phrases.rates(header['lr'])}")
-    return ", ".join(part for part in parts if part)
+    return phrases.joined(parts)
 
 
 def counts(summary: RunSummary) -> list[Row]:
@@ -125,7 +125,7 @@ def _spark(values: Sequence[float], plain: bool) -> str:
 
 def where_and_who(group: IncidentGroup) -> str:
     """The place and the samples of a kind of incident."""
-    return ", ".join(part for part in (group.where, group.culprits) if part)
+    return phrases.joined([group.where, group.culprits])
 
 
 def further_commands(group: IncidentGroup) -> list[str]:

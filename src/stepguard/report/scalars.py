@@ -22,6 +22,7 @@ def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
         seen[f"followed/{name}"] = value
     seen["grad_norm"] = reading.grad_norm
     for group, rate in enumerate(reading.lr):
+        # The first group keeps the plain name: most runs have one only.
         seen["lr" if group == 0 else f"lr/{group}"] = rate
     seen["clip_factor"] = reading.clip_factor
     seen["scale"] = reading.scale

@@ -167,7 +167,7 @@ def _fall(lines: Sequence[StepLine]) -> float | None:
 
 
 def _level(numbers: Sequence[float]) -> float | None:
-    """Where a stage ended: the median of its last tenth."""
+    """Where a stage ended: the median of its last tenth, which single spikes do not move."""
     if not numbers:
         return None
     tenth = max(1, len(numbers) // 10)
@@ -179,6 +179,7 @@ def _numbers(lines: Sequence[StepLine], name: str) -> list[float]:
     for line in committed(lines):
         parts = {**(line.get("followed") or {}), **(line.get("components") or {})}
         value = line.get(name, parts.get(name))
+        # `lr` has one value for each parameter group.
         if isinstance(value, list | tuple) and value:
             value = max(value)
         if phrases.finite(value):

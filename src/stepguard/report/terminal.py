@@ -107,7 +107,7 @@ class Terminal(Sink):
     @property
     def _target(self) -> TextIO:
         # Looked up at every use: notebooks, test runners and loggers replace sys.stderr.
-        return self._stream if self._stream is not None else sys.stderr
+        return sys.stderr if self._stream is None else self._stream
 
     def _line(self, text: str, style: str) -> None:
         whose = self._whose()

@@ -81,6 +81,7 @@ def _rise(steps: Sequence[StepLine], incidents: Sequence[Incident]) -> Iterator[
     if len(lines) < 8:
         return
     norms = finite_values(lines, "grad_norm")
+    # The first half of the window stands for the level before anything went wrong.
     usual = median(norms[: len(norms) // 2])
     onset = len(norms)
     while onset > 0 and norms[onset - 1] > RISE * usual > 0:
@@ -135,7 +136,7 @@ def _place_and_cause(incident: Incident) -> list[str]:
     parts = []
     if incident.origin is not None:
         born = [place(incident.origin), phrases.culprits(incident.origin)]
-        where = ", ".join(part for part in born if part)
+        where = phrases.joined(born)
         text = f"born in {incident.origin.phase}"
         if where:
             text += f": {where}"

@@ -40,6 +40,7 @@ class Unbroken:
         self.text = text if isinstance(text, Text) else Text(text, style=style)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        # rich would not go below the longest word; a cell that shortens words can be narrower.
         whole = Measurement.get(console, options, self.text)
         return Measurement(
             min(whole.minimum, NARROWEST, options.max_width), min(whole.maximum, options.max_width)

@@ -1,4 +1,4 @@
-"""The one seam to the disk, and files and folders on it that are either wholly there or not there.
+"""Write files and folders that are either complete or absent, through one seam to the disk.
 
 Whatever changes a disk (mkdir, create, write, sync, rename, unlink, rmdir) passes through
 `Disk.perform` as one `Operation`. So every instant at which a process can die or a disk can fail
@@ -37,12 +37,10 @@ class Operation:
 
 
 class Disk:
-    """The operations that change a disk. Another disk (slow, full, failing, recorded) overrides
-    `perform`.
-    """
+    """Operations that change a disk. A slow, full, failing or recorded one overrides `perform`."""
 
     def perform(self, operation: Operation, act: Callable[[], Result]) -> Result:
-        """Every operation passes here; `act` carries it out."""
+        """Carry out one operation by calling `act`; every operation passes here."""
         return act()
 
     def mkdir(self, path: Path) -> None:
@@ -67,7 +65,7 @@ class Disk:
         self.perform(Operation("rmdir", path), path.rmdir)
 
     def rmtree(self, path: Path) -> None:
-        """Remove a folder and what is in it, one operation a name; links are removed, not followed."""
+        """Remove a folder and its content, one operation a name; links are not followed."""
         for child in sorted(path.iterdir()):
             if stat.S_ISDIR(child.lstat().st_mode):
                 self.rmtree(child)
@@ -76,7 +74,7 @@ class Disk:
         self.rmdir(path)
 
     def make_folders(self, path: Path) -> None:
-        """The folder and those above it, each durable in its parent."""
+        """Make the folder and those above it, each durable in its parent."""
         if path.is_dir():
             return
         self.make_folders(path.parent)
@@ -86,9 +84,7 @@ class Disk:
 
 
 class NewFile:
-    """A file being written from its beginning; `sync` before `close`, or its content may be lost in
-    a power cut.
-    """
+    """A file being written; without `sync` before `close` a power cut may lose its content."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self.path = path
@@ -132,7 +128,7 @@ _NUMBERS = itertools.count()
 
 
 def sibling(path: Path, ending: str = "tmp") -> Path:
-    """A hidden name beside `path` that no other writer has: `.step-100.4711-3.tmp`."""
+    """Return a hidden name beside `path` that no other writer has: `.step-100.4711-3.tmp`."""
     return path.with_name(f".{path.name}.{os.getpid()}-{next(_NUMBERS)}.{ending}")
 
 

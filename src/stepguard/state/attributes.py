@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stepguard.state.kept_values import Kept, Scope, keep
+from stepguard.state.kept_values import KeptValue, Scope, keep
 from stepguard.state.plain_data import SMALL, WithoutGraph, has_graph, is_data, is_torchs, original
 
 LARGEST_HELD = 2**22
@@ -41,7 +41,7 @@ class AttributeKeeper:
         self._count = -1
         self._places: list[tuple[dict[str, Any], str]] = []
         self._values: list[Any] = []
-        self._inside: dict[int, Kept] = {}
+        self._inside: dict[int, KeptValue] = {}
         """By position in `_values`: the memory of a value that can change in place."""
         self._scope = Scope()
 

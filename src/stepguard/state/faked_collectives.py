@@ -1,7 +1,6 @@
-"""A replay runs on one rank alone: collectives of the user's code are answered with this rank's own
-values.
+"""Answer collectives of the user's code with this rank's own values while it replays alone.
 
-Other ranks do not take part, so a real collective would hang them all.
+Other ranks do not take part in a replay, so a real collective would hang.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from torch import Tensor
 from stepguard.tensors.torch_private import TorchDispatchMode, finished_work
 
 if torch.distributed.is_available():
-    # Its functions take the group of the moment they are imported as a default and keep it for
-    # ever. Wrapping a model
-    # imports them after the group was made, and then its threads outlive Python: one that still
-    # lets go of a tensor
-    # aborts a run that was already over.
+    # Its functions take the process group as a default argument when they are imported, and keep
+    # it for ever. Wrapping a model imports them after the group was made; then the group's threads
+    # outlive Python, and one that frees a tensor aborts a run that was already over.
     import torch.distributed.nn.functional
 
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
@@ -36,7 +33,7 @@ class CollectiveInReplayError(RuntimeError):
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """For replays without a trace."""
+    """Dispatch mode of replays that are not traced."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in NAMESPACES:
@@ -50,7 +47,7 @@ def distributed() -> bool:
 
 
 def alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the collective would give if this rank were the only one."""
+    """Return what the collective would give if this rank were the only one."""
     name = func._schema.name.partition("::")[2]
     if func.namespace != "c10d":
         return _functional(func, name, args)

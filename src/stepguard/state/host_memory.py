@@ -1,24 +1,24 @@
-"""How much memory this process may still take, as far as the system tells."""
+"""Available host memory of this process."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-CGROUP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
 
 
 def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
-    """Bytes of host memory that are to be had, within the limit of a container; None where nobody
-    tells.
-    """
+    """Return the available bytes within the limit of a container; None if unknown."""
     machine = _machine(meminfo)
-    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    limit = _read(cgroup / "memory.max")
+    used = _read(cgroup / "memory.current")
+    # "max" stands for no limit.
     if machine is None or not limit.isdigit() or not used.isdigit():
         return machine
-    cached = (
-        _field(_read(cgroup / "memory.stat"), "inactive_file") or 0
-    )  # given back when it is needed
+    # The kernel frees cached files when the memory is needed.
+    cached = _field(_read(cgroup / "memory.stat"), "inactive_file") or 0
     return max(0, min(machine, int(limit) - int(used) + cached))
 
 
@@ -33,8 +33,11 @@ def _machine(meminfo: Path) -> int | None:
 
 
 def _field(text: str, name: str) -> int | None:
-    words = next((line.split() for line in text.splitlines() if line.startswith(name)), [])
-    return int(words[1]) if len(words) > 1 and words[1].isdigit() else None
+    for line in text.splitlines():
+        words = line.split()
+        if line.startswith(name) and len(words) > 1 and words[1].isdigit():
+            return int(words[1])
+    return None
 
 
 def _read(path: Path) -> str:

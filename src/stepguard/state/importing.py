@@ -1,6 +1,4 @@
-"""Importing a function the user names, from below the current directory and nowhere else on the
-machine.
-"""
+"""Import a function by its name, from below the current directory and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from stepguard._errors import StepguardError
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """The current directory first, as for `python -m`."""
+    """Put the current directory first on the path, as `python -m` does."""
     before = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -27,7 +26,7 @@ def importable() -> Iterator[None]:
 
 
 def import_function(named: str, error: type[StepguardError]) -> Callable[..., Any]:
-    """`module:function`. Everything that goes wrong is raised as `error`, with the way out."""
+    """Import `module:function`. Whatever goes wrong is raised as `error`, with the way out."""
     module, _, function = named.partition(":")
     find_module(module, named, error)
     try:
@@ -41,34 +40,39 @@ def import_function(named: str, error: type[StepguardError]) -> Callable[..., An
 
 
 def find_module(module: str, named: str, error: type[StepguardError]) -> None:
-    """Look from the outside in: finding a module imports the packages around it, which must be the
-    user's too.
-    """
+    """Check that a module and the packages around it lie below the current directory."""
     parts = module.split(".")
+    # From the outside in: finding a module imports the packages around it.
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
-        try:
-            spec = (
-                importlib.util.find_spec(name)
-                if all(part.isidentifier() for part in parts)
-                else None
-            )
-        except (ImportError, ValueError):
-            spec = None
+        spec = _spec(name)
         if spec is None:
             raise error(
                 f"{named}: there is no module {name!r} below the current directory; run this in "
                 f"the project's folder."
             )
-        located = (
-            [spec.origin] if spec.has_location and spec.origin else spec.submodule_search_locations
-        )
-        for place in located or ["/"]:  # built into the interpreter: nowhere below here
+        for place in _files(spec):
             inside(Path(place), named, error)
 
 
+def _spec(name: str) -> ModuleSpec | None:
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def _files(spec: ModuleSpec) -> list[str]:
+    if spec.has_location and spec.origin:
+        return [spec.origin]
+    # A package without a file, or a module built into the interpreter, which is not below here.
+    return list(spec.submodule_search_locations or ["/"])
+
+
 def inside(path: Path, named: str, error: type[StepguardError]) -> Path:
-    """The resolved path, if it lies below the current directory."""
+    """Return the resolved path; raise `error` if it is not below the current directory."""
     resolved = path.resolve()
     if not resolved.is_relative_to(Path.cwd()):
         raise error(

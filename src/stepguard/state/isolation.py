@@ -1,6 +1,4 @@
-"""A replay must leave no trace: gradients, buffers, RNG, modes, hooks and data-parallel state are
-put back.
-"""
+"""Leave no trace of a replay: gradients, buffers, RNG, modes, hooks, data-parallel state."""
 
 from __future__ import annotations
 
@@ -19,12 +17,13 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.faked_collectives import Alone, distributed
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import Step
+from stepguard.tensors.names import parameter_names
 from stepguard.tensors.torch_private import tree_map_only
 
 
 @contextmanager
 def untouched(step: Step) -> Iterator[BufferKeeper]:
-    """Replay as often as you like inside; gives the buffers, to be restored before each replay."""
+    """Replay as often as needed inside; yields the buffers, to restore before each replay."""
     roots = list(step.named_roots().values())
     keeper = BufferKeeper(roots, small=sys.maxsize)
     keeper.remember()
@@ -43,19 +42,15 @@ def untouched(step: Step) -> Iterator[BufferKeeper]:
 
 
 def _parameters(step: Step) -> list[Tensor]:
-    found = {id(p): p for root in step.named_roots().values() for p in root.parameters()}
-    for group in step.optimizer.param_groups:
-        found.update((id(p), p) for p in group["params"])
-    return list(found.values())
+    """List the parameters of the modules and of the optimizer, each once."""
+    return [p for p, _ in parameter_names(step.named_roots(), step.optimizer)]
 
 
 @contextmanager
 def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
-    """Gradients as the same objects with the same values, and no hook that acts on a finished
-    gradient.
+    """Keep the gradients as the same objects, and remove hooks that act on a finished gradient.
 
-    Such hooks (an optimizer fused into the backward, a sentinel) would update weights or count
-    steps.
+    Such hooks (an optimizer fused into the backward, a guard) would update weights or count steps.
     """
     kept = [(p, p.grad, dict(p._post_accumulate_grad_hooks or {})) for p in parameters]
     for parameter in parameters:
@@ -73,10 +68,10 @@ def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """What warns in a replay has warned in the step already.
+    """Ignore warnings: what warns in a replay has warned in the step already.
 
-    Not `catch_warnings`, which makes Python forget what it has shown: each warning would come once
-    more afterwards.
+    Not `catch_warnings`, which makes Python forget what it has shown: each warning would be shown
+    again afterwards.
     """
     silence = ("ignore", None, Warning, None, 0)
     before: Any = warnings.filters
@@ -91,6 +86,7 @@ def _no_warnings() -> Iterator[None]:
 
 @contextmanager
 def _kept_modes(roots: list[nn.Module]) -> Iterator[None]:
+    """Put the training flags back."""
     flags = [(module, module.training) for root in roots for module in root.modules()]
     try:
         yield
@@ -101,7 +97,7 @@ def _kept_modes(roots: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _no_synchronisation(model: nn.Module) -> Iterator[None]:
-    """DistributedDataParallel as if it were not there.
+    """Bypass DistributedDataParallel.
 
     `no_sync` is not enough: the wrapper's forward also broadcasts buffers and, once, the order of
     its buckets.
@@ -117,9 +113,7 @@ def _no_synchronisation(model: nn.Module) -> Iterator[None]:
 
 
 def _inner_forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    """What the wrapper's forward does for one rank: move the inputs to its device and call the
-    module.
-    """
+    """Do what the wrapper's forward does for one rank: move the inputs, call the module."""
     if wrapper.device_ids:
         device = torch.device(wrapper.device_type, wrapper.device_ids[0])
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))

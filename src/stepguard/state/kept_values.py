@@ -40,7 +40,7 @@ NOTHING: frozenset[str] = frozenset()
 Seen = set[int]
 
 
-class Kept(Protocol):
+class KeptValue(Protocol):
     """One value that can change in place. `seen` holds the ids of those already visited."""
 
     def refresh(self, seen: Seen) -> None: ...
@@ -104,7 +104,7 @@ def _can_be_copied(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or not is_expanded(tensor)
 
 
-def keep(value: Any, scope: Scope, depth: int = 0) -> Kept | None:
+def keep(value: Any, scope: Scope, depth: int = 0) -> KeptValue | None:
     """Remember one value; None for what cannot change in place or is left alone."""
     if depth > DEEPEST or scope.knows(value):
         return None
@@ -121,7 +121,7 @@ def keep(value: Any, scope: Scope, depth: int = 0) -> Kept | None:
     return None
 
 
-def _keep_container(value: Any, scope: Scope, depth: int) -> Kept | None:
+def _keep_container(value: Any, scope: Scope, depth: int) -> KeptValue | None:
     if not scope.takes(len(value)):
         return KeptLength(value) if isinstance(value, dict | list | deque) else None
     if isinstance(value, dict):
@@ -133,7 +133,7 @@ def _keep_container(value: Any, scope: Scope, depth: int) -> Kept | None:
     return KeptSet(value)
 
 
-def _keep_array(value: Any, scope: Scope) -> Kept | None:
+def _keep_array(value: Any, scope: Scope) -> KeptValue | None:
     if value.dtype.kind not in NUMBERS:
         return None
     if value.size > SMALL and not scope.everything:
@@ -148,7 +148,7 @@ class _KeptContainer:
         self._live = live
         self._scope = scope
         self._depth = depth
-        self._children: list[Kept] = []
+        self._children: list[KeptValue] = []
         self._take()
 
     def _take(self) -> None:

@@ -1,5 +1,4 @@
-"""Everything an optimizer remembers: by parameter, shared by all, on its own attributes, in
-optimizers inside it.
+"""Everything an optimizer remembers: by parameter, shared, on its attributes, in optimizers inside.
 
 Slots go by the parameter's name. Kept beside them: entries of `optimizer.state` that belong to no
 parameter, plain attributes that hold tensors or have moved since the guard was built, the same of
@@ -8,7 +7,7 @@ inner optimizers (Lookahead, SAM), and what a `state_dict` of the optimizer's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,22 +19,21 @@ from stepguard.state.tree_json import KnownTensors, NotPlainError, tree_from_jso
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of a parameter group that choose a kernel: they are the program's, not the state's."""
-NO_MEMORY = frozenset(
+NOT_STATE = frozenset(
     {
-        *(
-            "state",
-            "param_groups",
-            "defaults",
-            "_warned_capturable_if_run_uncaptured",
-            "_zero_grad_profile_name",
-        ),
-        *("found_inf", "grad_scale", "_opt_called", "_step_count"),
+        "state",
+        "param_groups",
+        "defaults",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+        "found_inf",
+        "grad_scale",
+        "_opt_called",
+        "_step_count",
     }
 )
-"""Attributes that torch gives every optimizer, and what scalers and schedulers leave on it for
-their own use.
-"""
-DEEPEST_LOOK = 3
+"""Attributes that torch gives every optimizer, and those that scalers and schedulers add."""
+DEEPEST_SEARCH = 3
 """Levels of foreign objects that are searched for tensors."""
 
 
@@ -46,7 +44,7 @@ class ParameterNames:
         self._modules = modules
 
     def below(self) -> list[tuple[str, str, Tensor]]:
-        """Prefix of the root, name and parameter, each parameter once."""
+        """List prefix of the root, name and parameter, each parameter once."""
         found: dict[int, tuple[str, str, Tensor]] = {}
         for prefix, root in self._modules.items():
             for name, parameter in root.named_parameters():
@@ -54,13 +52,14 @@ class ParameterNames:
         return list(found.values())
 
     def of(self, optimizer: Optimizer, path: str = "") -> list[tuple[Tensor, str]]:
-        """What an optimizer updates. `path`: where it sits inside another one."""
+        """List what an optimizer updates. `path`: where it sits inside another one."""
         own = {id(p): f"{prefix.partition(':')[2]}{name}" for prefix, name, p in self.below()}
-        return [
-            (p, own.get(id(p), f"{path}group{g}[{i}]"))
-            for g, group in enumerate(optimizer.param_groups)
-            for i, p in enumerate(group["params"])
-        ]
+        named: list[tuple[Tensor, str]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                loose = f"{path}group{number}[{position}]"
+                named.append((parameter, own.get(id(parameter), loose)))
+        return named
 
 
 class OptimizerState:
@@ -74,37 +73,40 @@ class OptimizerState:
         above: tuple[Optimizer, ...] = (),
     ) -> None:
         """`above`: the optimizers that hold this one."""
-        self._optimizer, self._naming, self._prefix = optimizer, names, prefix
-        chain = (*above, optimizer)
-        self._inner = {
-            path: OptimizerState(inner, names, f"{prefix}_inner/{path}", chain)
-            for path, inner in inner_optimizers(optimizer)
-            if not any(inner is one for one in chain)
-        }
-        self._holding = {path.partition(".")[0] for path, _ in inner_optimizers(optimizer)}
+        self._optimizer = optimizer
+        self._naming = names
+        self._prefix = prefix
+        self._inner: dict[str, OptimizerState] = {}
+        self._holding: set[str] = set()
         """Attributes whose content is kept as an optimizer's."""
-        self._first = self._first_look()
-        """Attributes when the guard was built: one that never moves is the program's own setting.
-        """
+        chain = (*above, optimizer)
+        for path, inner in inner_optimizers(optimizer):
+            self._holding.add(path.partition(".")[0])
+            # Optimizers may hold each other in a circle.
+            if not any(inner is one for one in chain):
+                self._inner[path] = OptimizerState(inner, names, f"{prefix}_inner/{path}", chain)
+        self._first = self._first_attributes()
+        """Attributes when the guard was built: one that never moves is a setting of the program."""
 
     def _names(self) -> list[tuple[Tensor, str]]:
         path = self._prefix.partition("_inner/")[2]
         return self._naming.of(self._optimizer, f"{path}." if path else "")
 
-    def _first_look(self) -> dict[str, Any]:
+    def _first_attributes(self) -> dict[str, Any]:
         try:
             return {key: facts for key, facts, _ in self._attributes(KnownTensors(self._known()))}
-        except NotPlainError:  # said when the state is gathered
+        except NotPlainError:
+            # Raised again, and told to the user, when the state is gathered.
             return {}
 
-    # --- taking apart
-    # ------------------------------------------------------------------------------------------
+    # --- gathering
 
     def gather(
         self, tensors: dict[str, Tensor], known: KnownTensors | None = None
     ) -> dict[str, Any]:
-        """Plain facts, and references to the live tensors in `tensors`. Raises NotPlainError for
-        what has no name.
+        """Add references to the live tensors to `tensors` and return the rest as plain facts.
+
+        Raises NotPlainError for what has no name or cannot be kept.
         """
         known = known or KnownTensors()
         known.parameters = {**self._known(), **known.parameters}
@@ -125,9 +127,8 @@ class OptimizerState:
     def _slots(self, tensors: dict[str, Tensor], known: KnownTensors) -> tuple[dict[str, Any], Any]:
         slots: dict[str, Any] = {}
         shared: dict[Any, Any] = {}
-        state: Mapping[Any, Any] = (
-            self._optimizer.state
-        )  # torch declares tensors as keys, and others are met
+        # torch declares tensors as keys; some optimizers use others.
+        state: Mapping[Any, Any] = self._optimizer.state
         for key, value in state.items():
             if not isinstance(key, Tensor):
                 shared[key] = value
@@ -144,15 +145,12 @@ class OptimizerState:
 
     def _groups(self, tensors: dict[str, Tensor], known: KnownTensors) -> list[dict[str, Any]]:
         where = "group" if self._prefix == "optimizer" else f"{self._prefix}/group"
-        return [
-            {
-                "params": [known.parameters[id(p)] for p in group["params"]],
-                "settings": tree_to_json(
-                    _settings(group), tensors, f"{where}/{index}", known=known
-                ),
-            }
-            for index, group in enumerate(self._optimizer.param_groups)
-        ]
+        groups: list[dict[str, Any]] = []
+        for index, group in enumerate(self._optimizer.param_groups):
+            names = [known.parameters[id(p)] for p in group["params"]]
+            settings = tree_to_json(_settings(group), tensors, f"{where}/{index}", known=known)
+            groups.append({"params": names, "settings": settings})
+        return groups
 
     def _kept_attributes(self, tensors: dict[str, Tensor], known: KnownTensors) -> dict[str, Any]:
         kept = {}
@@ -163,14 +161,12 @@ class OptimizerState:
         return kept
 
     def _attributes(self, known: KnownTensors) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-        """Name, plain facts and tensors of every attribute that is a plain value."""
+        """Yield name, plain facts and tensors of every attribute that is a plain value."""
         for key, value in vars(self._optimizer).items():
-            if (
-                key in NO_MEMORY
-                or key.startswith("_optimizer_")
-                or callable(value)
-                or key in self._holding
-            ):
+            if key in NOT_STATE or key in self._holding:
+                continue
+            # torch's own lists of hooks are called _optimizer_...
+            if key.startswith("_optimizer_") or callable(value):
                 continue
             found: dict[str, Tensor] = {}
             name = f"{self._prefix}_attribute/{key}"
@@ -186,46 +182,45 @@ class OptimizerState:
             yield key, facts, found
 
     def _refuse_hidden_tensors(self, key: str, value: Any, known: KnownTensors) -> None:
-        """An object of the user's own is left alone, unless it holds tensors and nothing says how
-        to keep them.
-        """
+        """Refuse an object that holds tensors if no state_dict says how to keep them."""
         if not _writes_itself(self._optimizer) and _holds_tensors(value, known.parameters):
             kind = type(self._optimizer).__name__
             raise NotPlainError(
                 f"{kind}.{key} is a {type(value).__name__} that holds tensors; only tensors, "
-                f"containers and plain "
-                f"values can be kept, or what {kind}.state_dict() returns."
+                f"containers and plain values can be kept, or what {kind}.state_dict() returns."
             )
 
     def _own(self, tensors: dict[str, Tensor], known: KnownTensors) -> Any:
-        """What a `state_dict` of the optimizer's own says beyond state and groups; None for
-        torch's.
-        """
+        """Return what an own `state_dict` says beyond state and groups; None for torch's."""
         if not _writes_itself(self._optimizer):
             return None
         said = self._optimizer.state_dict()
         more = {key: value for key, value in said.items() if key not in ("state", "param_groups")}
-        return tree_to_json(more, tensors, f"{self._prefix}_own", known=known) if more else None
+        if not more:
+            return None
+        return tree_to_json(more, tensors, f"{self._prefix}_own", known=known)
 
     # --- putting back
-    # ------------------------------------------------------------------------------------------
 
     def put_back(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-        """In place. Parameters and groups the facts say nothing about are left alone. Says what
-        could not be done.
+        """Put the state back in place; return in words what could not be put back.
+
+        Parameters and groups that the facts do not mention are left alone.
         """
         parameters = self._by_name()
         self._refill(facts, Refill(tensors, parameters))
         if facts.get("own") is None:
             return []
         trouble = self._load_own(tree_from_json(facts["own"], tensors, parameters))
-        # torch's loading casts slots to the parameter's dtype and makes new groups
+        # Once more: torch's load_state_dict casts slots to the parameter's dtype and makes new
+        # groups.
         self._refill(facts, Refill(tensors, parameters))
         return trouble
 
     def _refill(self, facts: Mapping[str, Any], refill: Refill) -> None:
         self._refill_slots(facts, refill)
-        if "shared" in facts:  # a checkpoint of an earlier version says nothing about them
+        # A checkpoint of an earlier version does not mention them.
+        if "shared" in facts:
             self._refill_shared(facts["shared"], refill)
             self._refill_attributes(facts, refill)
         for path, inner in self._inner.items():
@@ -235,13 +230,13 @@ class OptimizerState:
         self.put_back_groups(facts["groups"], refill)
 
     def _refill_slots(self, facts: Mapping[str, Any], refill: Refill) -> None:
-        state, slots = self._optimizer.state, facts["slots"]
+        state = self._optimizer.state
+        slots = facts["slots"]
         trained = {name for group in facts["groups"] for name in group["params"]}
         for parameter, name in self._names():
             if name in slots:
-                state[parameter] = refill.value(
-                    state.get(parameter, {}), slots[name], parameter.device
-                )
+                live = state.get(parameter, {})
+                state[parameter] = refill.value(live, slots[name], parameter.device)
             elif name in trained:
                 state.pop(parameter, None)
 
@@ -253,13 +248,15 @@ class OptimizerState:
         state.update(refill.value(mine, structure))
 
     def _refill_attributes(self, facts: Mapping[str, Any], refill: Refill) -> None:
-        own, saved = vars(self._optimizer), facts["attributes"]
+        own = vars(self._optimizer)
+        saved = facts["attributes"]
         known = KnownTensors(self._known())
         for key, now, found in list(self._attributes(known)):
             if key in saved:
                 continue
             if key not in facts["present"]:
-                del own[key]  # made since
+                # The attribute was made since.
+                del own[key]
             elif not found and key in self._first and now != self._first[key]:
                 own[key] = refill.value(own[key], self._first[key])
         for key, structure in saved.items():
@@ -269,14 +266,14 @@ class OptimizerState:
                 own[key] = refill.value(own.get(key), structure)
 
     def put_back_groups(self, groups: list[dict[str, Any]], refill: Refill) -> None:
-        """Hyperparameters of every group that has a parameter the saved ones had."""
+        """Put back the hyperparameters of every group that shares a parameter with a saved one."""
         saved = {name: group["settings"] for group in groups for name in group["params"]}
         names = self._known()
         for group in self._optimizer.param_groups:
-            known = next((names[id(p)] for p in group["params"] if names[id(p)] in saved), None)
-            if known is None:
+            known = [names[id(p)] for p in group["params"] if names[id(p)] in saved]
+            if not known:
                 continue
-            for key, structure in saved[known]["mapping"]:
+            for key, structure in saved[known[0]]["mapping"]:
                 if key not in IMPLEMENTATION:
                     _put(group, key, refill.value(group.get(key), structure))
 
@@ -296,7 +293,8 @@ class OptimizerState:
             ]
         finally:
             for one, state, groups in before:
-                one.state, one.param_groups = state, groups
+                one.state = state
+                one.param_groups = groups
         return []
 
     def _by_name(self) -> dict[str, Tensor]:
@@ -307,23 +305,25 @@ class OptimizerState:
 
 
 def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Optimizers that this one holds as an attribute, or in a list or dict of them."""
+    """Yield the optimizers that this one holds as an attribute, or in a list or dict."""
     for key, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             yield key, value
-        elif isinstance(value, list | tuple):
-            yield from (
-                (f"{key}.{i}", item) for i, item in enumerate(value) if isinstance(item, Optimizer)
-            )
+            continue
+        entries: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, list | tuple):
+            entries = enumerate(value)
         elif isinstance(value, dict) and key not in ("state", "defaults"):
-            yield from (
-                (f"{key}.{k}", item) for k, item in value.items() if isinstance(item, Optimizer)
-            )
+            entries = value.items()
+        for name, item in entries:
+            if isinstance(item, Optimizer):
+                yield f"{key}.{name}", item
 
 
 def every_group(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """Parameter groups of an optimizer and of those inside it."""
-    waiting, seen = [optimizer], {id(optimizer)}
+    """Yield the parameter groups of an optimizer and of those inside it."""
+    waiting = [optimizer]
+    seen = {id(optimizer)}
     while waiting:
         one = waiting.pop()
         yield from one.param_groups
@@ -334,18 +334,17 @@ def every_group(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Everything of a group but its parameters and what is no value: functions, dtypes, devices."""
-    return {
-        key: value for key, value in group.items() if key != "params" and not _of_the_program(value)
-    }
-
-
-def _of_the_program(value: Any) -> bool:
-    return callable(value) or isinstance(value, torch.dtype | torch.device)
+    """Return a group without its parameters and without functions, dtypes and devices."""
+    kept: dict[str, Any] = {}
+    for key, value in group.items():
+        of_the_program = callable(value) or isinstance(value, torch.dtype | torch.device)
+        if key != "params" and not of_the_program:
+            kept[key] = value
+    return kept
 
 
 def _put(group: dict[str, Any], key: str, value: Any) -> None:
-    """A learning rate that is a tensor keeps its identity: compiled optimizers hold on to it."""
+    """Write a setting. A rate that is a tensor stays the same object: compiled steps hold it."""
     live = group.get(key)
     if isinstance(live, Tensor) and live is not value:
         live.copy_(torch.as_tensor(value))
@@ -358,16 +357,16 @@ def _writes_itself(optimizer: Optimizer) -> bool:
 
 
 def _holds_tensors(value: Any, parameters: Mapping[int, str], depth: int = 0) -> bool:
-    """Tensors that are no parameters, in an object that is no plain value."""
+    """True for an object with tensors in it that are not parameters."""
     if isinstance(value, Tensor):
         return id(value) not in parameters and not isinstance(value, nn.Parameter)
-    if depth > DEEPEST_LOOK or isinstance(value, nn.Module) or callable(value):
+    if depth > DEEPEST_SEARCH or isinstance(value, nn.Module) or callable(value):
         return False
-    inside: list[Any] = []
+    inside: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        inside = list(value.values())
+        inside = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
-        inside = list(value)
+        inside = value
     elif hasattr(value, "__dict__"):
-        inside = list(vars(value).values())
+        inside = vars(value).values()
     return any(_holds_tensors(item, parameters, depth + 1) for item in inside)

@@ -1,4 +1,4 @@
-"""All random number generators a training step may draw from: torch (every device), numpy, python."""
+"""Random number generators that a training step may draw from: torch, numpy and Python."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class RngState:
 
 
 def capture_rng() -> RngState:
-    """Remember every generator. numpy only when the program has imported it."""
+    """Remember every generator; numpy's only if the program has imported it."""
     numpy = sys.modules.get("numpy")
     return RngState(
         cpu=torch.get_rng_state(),
         devices=_accelerator_states(),
         python=random.getstate(),
-        numpy=numpy.random.get_state() if numpy is not None else None,
+        numpy=None if numpy is None else numpy.random.get_state(),
     )
 
 
@@ -56,25 +56,24 @@ def kept_rng() -> Iterator[None]:
 
 def _accelerator() -> Any:
     accelerator = torch.accelerator.current_accelerator()
-    return torch.get_device_module(accelerator) if accelerator is not None else None
+    if accelerator is None:
+        return None
+    return torch.get_device_module(accelerator)
 
 
 def _accelerator_states() -> tuple[torch.Tensor, ...]:
-    """Generators of the accelerator, if there is one and it has been used (asking would initialise
-    it).
-    """
+    """Return the generators of the accelerator, if there is one and it was used."""
     module = _accelerator() if torch.accelerator.is_available() else None
-    if (
-        module is None
-        or not hasattr(module, "get_rng_state_all")
-        or not getattr(module, "is_initialized", bool)()
-    ):
+    if module is None or not hasattr(module, "get_rng_state_all"):
+        return ()
+    # Reading the states of an unused accelerator would initialise it.
+    if not getattr(module, "is_initialized", bool)():
         return ()
     return tuple(module.get_rng_state_all())
 
 
 def rng_to_facts(state: RngState, tensors: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
-    """The state as named tensors and plain facts."""
+    """Add the state to `tensors` and return the rest as plain facts."""
     version, numbers, gauss = state.python
     tensors[f"{name}/cpu"] = state.cpu
     tensors[f"{name}/python"] = torch.tensor(numbers, dtype=torch.int64)
@@ -89,23 +88,15 @@ def rng_to_facts(state: RngState, tensors: dict[str, torch.Tensor], name: str) -
 
 
 def rng_from_facts(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> RngState:
-    """The inverse of `rng_to_facts`."""
+    """Invert `rng_to_facts`."""
     name = facts["name"]
-    python = (
-        facts["python_version"],
-        tuple(tensors[f"{name}/python"].tolist()),
-        facts.get("python_gauss"),
-    )
+    numbers = tuple(tensors[f"{name}/python"].tolist())
+    python = (facts["python_version"], numbers, facts.get("python_gauss"))
     numpy = None
     if "numpy" in facts:
         kind, position, has_gauss, cached = facts["numpy"]
-        numpy = (
-            kind,
-            tensors[f"{name}/numpy"].numpy().astype("uint32"),
-            position,
-            has_gauss,
-            cached,
-        )
+        keys = tensors[f"{name}/numpy"].numpy().astype("uint32")
+        numpy = (kind, keys, position, has_gauss, cached)
     devices: list[torch.Tensor] = []
     while torch.accelerator.is_available() and f"{name}/device{len(devices)}" in tensors:
         devices.append(tensors[f"{name}/device{len(devices)}"])

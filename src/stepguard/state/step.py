@@ -19,16 +19,12 @@ WANTED = "return one scalar tensor, for instance loss.mean(), or a dict of named
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 ModelFn = Callable[[Any], tuple[list[Tensor], list[Tensor | None]]]
-"""Runs a watched model on a recorded call: its differentiable outputs, and the gradient each of
-them got.
-"""
+"""Runs a watched model on a recorded call; returns its outputs and the gradients they got."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One optimizer step with everything a replay needs. Holds references, copies nothing but RNG
-    states.
-    """
+    """One optimizer step with all that a replay needs. Only RNG states are copies."""
 
     index: int
     model: nn.Module
@@ -48,12 +44,9 @@ class Step:
     """What the loss was multiplied by before backward."""
     clip_norm: float | None = None
     grads_gone: bool = False
-    """The loop has dropped or replaced this step's gradients since; what is there now belongs to
-    another step.
-    """
+    """The loop has dropped or replaced this step's gradients; those present are of another step."""
     model_fn: ModelFn | None = None
-    """`watch` mode: the model's part of the step, whose `micro_batches` are the calls of the model.
-    """
+    """`watch` mode: the model's part of the step; `micro_batches` are then calls of the model."""
     lines: tuple[tuple[str, int] | None, ...] = ()
     """`watch` mode: file and line that called the model, for each call."""
 
@@ -69,29 +62,28 @@ class Step:
 
     @property
     def start(self) -> RngState | None:
-        """Random numbers before the step; None where it was not the guard that ran it."""
-        return self.began or (self.rng[0] if self.rng else None)
+        """Random numbers before the step; None if the guard did not run it."""
+        if self.began is not None:
+            return self.began
+        return self.rng[0] if self.rng else None
 
     def named_roots(self) -> dict[str, nn.Module]:
-        """Root modules by the prefix their names get; the model's own is ""."""
+        """Return the root modules by the prefix of their names; the model's is ""."""
         return {"": unwrapped(self.model), **self.modules}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside DistributedDataParallel or torch.compile's wrapper."""
+    """Return the user's module inside DistributedDataParallel or torch.compile's wrapper."""
     inner = getattr(model, "_orig_mod", None)
-    if isinstance(inner, nn.Module):
-        return unwrapped(inner)
-    if type(model).__name__ in PARALLEL_WRAPPERS:
+    if inner is None and type(model).__name__ in PARALLEL_WRAPPERS:
         inner = getattr(model, "module", None)
-        return unwrapped(inner) if isinstance(inner, nn.Module) else model
-    return model
+    if not isinstance(inner, nn.Module):
+        return model
+    return unwrapped(inner)
 
 
 def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """A loss function may return a scalar, or named scalars that are added. Anything else is a
-    ConfigError.
-    """
+    """Return the scalar, or the sum of named scalars, that a loss function gave; else raise."""
     if not isinstance(output, Mapping):
         return _scalar(output)
     if not output:

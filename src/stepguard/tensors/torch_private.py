@@ -82,6 +82,13 @@ ATTRIBUTES = {
     "LRScheduler._last_lr": "the rates that a schedule has set last",
     "SequentialLR._schedulers": "schedules inside a schedule",
     "OpOverload._schema": "name and arguments of an operation in a dispatch mode",
+    "Optimizer._opt_called": "written by schedules, not a part of the state",
+    "GradScaler._get_scale_async": "the scale as a tensor: get_scale() waits for the device",
+    "UntypedStorage._cdata": "address of a storage: Python makes a new object on every call",
+    "DataLoader._iterator": "the one iterator of persistent workers",
+    "DataLoaderIter._index_sampler": "the sampler that an iterator keeps",
+    "DataLoaderIter._send_idx": "batches that were asked of the workers",
+    "DataLoaderIter._rcvd_idx": "batches that came back from the workers",
     "DataLoaderIter._shutdown_workers": "ends the workers of a loader after a few batches",
 }
 """Attributes that are read where they are needed: a function around them would cost hot loops."""

@@ -107,7 +107,7 @@ def _entry(name: str, facts: Any) -> HeaderEntry:
         raise unusable from None
     if not limits.is_shape(entry.shape) or not limits.is_shape((start, stop)):
         raise unusable
-    if min(start, *entry.shape) < 0 or start > stop or not isinstance(entry.dtype, str):
+    if min(start, stop, *entry.shape) < 0 or start > stop or not isinstance(entry.dtype, str):
         raise unusable
     return entry
 

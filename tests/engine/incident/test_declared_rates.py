@@ -85,13 +85,13 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 
 @pytest.mark.parametrize("how", LOOPS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_that_climbs_as_it_declares_is_no_jump(name: str, how: str) -> None:
+def test_schedule_that_climbs_as_it_declares_is_not_a_jump(name: str, how: str) -> None:
     model, optimizer = _sgd(1e-3 if name == "multiplicative" else 1e-2)
     assert _notes(model, optimizer, how, SCHEDULES[name](optimizer)) == []
 
 
 @pytest.mark.parametrize("how", ["step", "watch"])
-def test_warm_up_by_epoch_that_declares_its_rate_in_the_group_is_no_jump(how: str) -> None:
+def test_warm_up_by_epoch_that_declares_its_rate_in_the_group_is_not_a_jump(how: str) -> None:
     model, optimizer = _sgd(0.1)
     for group in optimizer.param_groups:  # what timm's Scheduler does
         group["initial_lr"], group["lr"] = group["lr"], 1e-6
@@ -104,7 +104,7 @@ def test_warm_up_by_epoch_that_declares_its_rate_in_the_group_is_no_jump(how: st
     assert _notes(model, optimizer, how, None, warm) == []
 
 
-def test_warm_up_by_hand_up_to_the_rate_the_optimizer_was_built_with_is_no_jump() -> None:
+def test_warm_up_by_hand_up_to_the_rate_the_optimizer_was_built_with_is_not_a_jump() -> None:
     model, optimizer = _sgd(0.1)
     optimizer.param_groups[0]["lr"] = 1e-6
 
@@ -166,7 +166,7 @@ def test_looking_ahead_leaves_scheduler_and_optimizer_untouched() -> None:
     assert (scheduler.state_dict(), optimizer.state_dict()) == before
 
 
-def test_schedule_that_raises_is_no_fault_of_the_run() -> None:
+def test_schedule_that_raises_is_not_a_fault_of_the_run() -> None:
     def explodes(step: int) -> float:
         if step > 3:
             raise RuntimeError("no such step")

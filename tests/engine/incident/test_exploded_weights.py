@@ -11,7 +11,7 @@ from stepguard.engine.incident.exploded_weights import (
     EXTREME,
     LOST,
     blamed_on_update,
-    ruined,
+    exploded,
     stored_culprit,
     surfaces_only,
     weights_ruined,
@@ -69,7 +69,7 @@ def test_stored_tensor_that_is_data_to_this_guard_is_not_a_culprit() -> None:
 def test_earlier_batch_that_fails_now_ruins_the_weights(
     now: float, then: float, expected: bool
 ) -> None:
-    assert ruined((now, then)) == expected
+    assert exploded((now, then)) == expected
 
 
 def test_blame_moves_to_the_update_and_keeps_where_it_surfaced() -> None:

@@ -14,7 +14,7 @@ from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.situation import SituationReader
-from stepguard.engine.recover.past_attempts import Past
+from stepguard.engine.recover.past_attempts import PastAttempts
 from stepguard.policy.decide import Situation
 from stepguard.records import Evidence, Incident, Origin, Reading, Verdict
 
@@ -100,5 +100,5 @@ def test_step_that_did_not_fail_again_is_retried_once(guard: Guard) -> None:
 
 def test_step_that_an_earlier_attempt_lost_is_known(guard: Guard) -> None:
     assert not _situation(guard).known
-    guard._rewinder.past = Past(lost_steps=frozenset({0}))
+    guard._rewinder.past = PastAttempts(lost_steps=frozenset({0}))
     assert _situation(guard).known

@@ -87,17 +87,15 @@ def _elsewhere(context: Context) -> set[int]:
     return context.ownership.elsewhere()
 
 
-def somebody_elses(context: Context, origin: Origin | None) -> Origin | None:
+def mark_foreign_parameter(context: Context, origin: Origin | None) -> Origin | None:
     """Mark an origin in a parameter that another optimizer trains: going back cures nothing."""
     if origin is None or origin.phase != "state" or not (origin.tensor or "").startswith("param:"):
         return origin
     elsewhere = _elsewhere(context)
-    names = {
-        f"param:{name}"
-        for p, name in parameter_names(context.roots, context.optimizer)
-        if id(p) in elsewhere
-    }
-    return with_evidence(origin, Evidence(as_data=origin.tensor in names))
+    for parameter, name in parameter_names(context.roots, context.optimizer):
+        if origin.tensor == f"param:{name}" and id(parameter) in elsewhere:
+            return with_evidence(origin, Evidence(as_data=True))
+    return origin
 
 
 def born_in_update(context: Context) -> list[str]:

@@ -39,7 +39,7 @@ SAME_RATE = 1e-9
 def group_rates(optimizer: Optimizer) -> tuple[float, ...]:
     """The learning rate of each group, 0 for one that lacks it; empty where all of them do."""
     rates = [_number(group.get("lr")) for group in optimizer.param_groups]
-    if all(rate is None for rate in rates):
+    if rates == [None] * len(rates):
         return ()
     return tuple(rate or 0.0 for rate in rates)
 
@@ -203,7 +203,8 @@ def _schedules_of(optimizer: Optimizer) -> list[Any]:
     ours = [one for one in found if vars(one).get("optimizer") is optimizer]
     nested: set[int] = set()
     for one in ours:
-        nested.update(id(inner) for inner in members(one)[1:])
+        # SequentialLR and ChainedScheduler step the ones they hold
+        nested.update(map(id, members(one)[1:]))
     return [one for one in ours if id(one) not in nested]
 
 

@@ -50,7 +50,7 @@ def weights_ruined(origin: Origin | None) -> bool:
     return origin is not None and origin.evidence.weights_ruined
 
 
-def ruined(again: tuple[float, float]) -> bool:
+def exploded(again: tuple[float, float]) -> bool:
     """Has the loss of an earlier healthy batch exploded? `again`: its loss now and when new."""
     now, then = again
     if not math.isfinite(now):

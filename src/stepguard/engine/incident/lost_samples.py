@@ -40,7 +40,7 @@ def note_lost(context: Context, step: Step, incident: Incident) -> None:
             context.outputs.note("ledger", summary, step=incident.step)
 
 
-def naming(
+def with_sample_names(
     context: Context, find: Callable[[Step, Reading], Origin]
 ) -> Callable[[Step, Reading], Origin]:
     """Wrap a search for the origin: the samples it proves are named by their place in the data."""
@@ -106,7 +106,9 @@ def _agreed(context: Context, entries: list[BadSamples]) -> list[BadSamples]:
     present = context.feed.epoch if context.feed is not None else -1
     own = [_moment(entry) for entry in entries if entry.epoch == present]
     told = context.agreement.together(lambda: {"lost": own})
-    common = set.intersection(*({tuple(moment) for moment in facts["lost"]} for facts in told))
+    common = set(map(tuple, own))
+    for facts in told:
+        common &= set(map(tuple, facts["lost"]))
     return [entry for entry in entries if tuple(_moment(entry)) in common]
 
 
@@ -159,15 +161,14 @@ def _guilty_samples(origin: Origin | None, number: int) -> tuple[int, ...]:
 
 def _shared_fields(context: Context, parts: list[Part], incident: Incident) -> dict[str, Any]:
     """What the entries of one step have in common."""
-    sizes = [part.size for part in parts]
-    known = [size for size in sizes if size is not None]
+    known = [part.size for part in parts if part.size is not None]
     return {
         "step": incident.step,
         "run": getattr(context, "run_id", None) or None,
         "attempt": getattr(context, "attempt", 1),
         "rank": context.agreement.rank,
         "time": time.time(),
-        "of": sum(known) if len(known) == len(sizes) else 0,
+        "of": sum(known) if len(known) == len(parts) else 0,
         "left_out": _extent(incident),
         "cause": incident.findings[0].code if incident.findings else incident.verdict.kind,
         "place": _place(incident),

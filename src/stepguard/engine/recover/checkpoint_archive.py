@@ -32,11 +32,13 @@ class Archive:
 
     def own_good(self) -> list[Entry]:
         """Good checkpoints of this run, newest first."""
-        entries = [entry for entry in self.store.list() if entry.good]
-        if self._context.agreement.rank:
+        own: list[Entry] = []
+        for entry in self.store.list():
             # ranks share a folder, and only the first one knows the run's name
-            return entries
-        return [entry for entry in entries if entry.health.run == self._context.run_id]
+            ours = self._context.agreement.rank > 0 or entry.health.run == self._context.run_id
+            if entry.good and ours:
+                own.append(entry)
+        return own
 
     def steps(self) -> list[int]:
         """Steps of the good checkpoints that a rewind can go back to."""

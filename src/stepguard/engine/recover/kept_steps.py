@@ -85,10 +85,15 @@ class KeptSteps:
 
     def since(self, step: int) -> list[KeptStep] | None:
         """The steps from this one on; None where some of them are missing or were written to."""
-        kept = [kept for kept in self._kept if kept.step.index >= step]
-        if self._complete_from > step or not all(each.intact for each in kept):
+        if self._complete_from > step:
             return None
-        return kept
+        found: list[KeptStep] = []
+        for kept in self._kept:
+            if kept.step.index >= step:
+                if not kept.intact:
+                    return None
+                found.append(kept)
+        return found
 
     def take_since(self, step: int) -> list[KeptStep]:
         """Take out the steps from this one on: the run has gone back before them."""

@@ -32,7 +32,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PastAttempts:
     """What earlier attempts of this run came to."""
 
     lost_steps: frozenset[int] = frozenset()
@@ -41,7 +41,7 @@ class Past:
     """Steps at which the policy stopped them."""
 
 
-def past_of(attempts: list[Attempt]) -> Past:
+def past_of(attempts: list[Attempt]) -> PastAttempts:
     """Sum up all attempts."""
     lost: set[int] = set()
     stopped: set[int] = set()
@@ -49,7 +49,7 @@ def past_of(attempts: list[Attempt]) -> Past:
         lost |= attempt.lost_steps
         if attempt.stopped_at is not None:
             stopped.add(attempt.stopped_at)
-    return Past(frozenset(lost), frozenset(stopped))
+    return PastAttempts(frozenset(lost), frozenset(stopped))
 
 
 def attempts_in(journal: Path) -> list[Attempt]:
@@ -65,8 +65,11 @@ def attempts_in(journal: Path) -> list[Attempt]:
 
 def failed_starts(attempts: list[Attempt], checkpoint: str) -> int:
     """How many attempts began with this checkpoint and were stopped by the policy."""
-    started = [attempt for attempt in attempts if attempt.restored == checkpoint]
-    return sum(attempt.stopped_at is not None for attempt in started)
+    failed = 0
+    for attempt in attempts:
+        if attempt.restored == checkpoint and attempt.stopped_at is not None:
+            failed += 1
+    return failed
 
 
 def _add(attempt: Attempt, line: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ class Probation:
                     snapshot.standing = "bad"
 
     def rewound(self, snapshot: Snapshot) -> None:
-        """The run goes on from this snapshot."""
+        """Continue from this snapshot: put it to the test again."""
         self.hurt_at = None
         self.incident_at = min(self.incident_at, snapshot.step - 1)
         if snapshot.standing == "bad":

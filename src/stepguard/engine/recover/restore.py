@@ -113,7 +113,7 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     context.loss_scale = own["loss_scale"]
     context.history = history_from(own["history"])
     context.history.configured_lr = configured
-    # whoever starts the run again accepts what was lost: each attempt may lose its own share
+    # a restart by the user accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
     context.resumed = True
     random_numbers = run_state.random_numbers(state)
@@ -153,8 +153,11 @@ class RateDifference:
     @property
     def factors(self) -> list[float]:
         """What the restored rates have to be multiplied by."""
-        pairs = zip(self.configured, self.restored, strict=True)
-        return [configured / restored if restored else 1.0 for configured, restored in pairs]
+        factors: list[float] = []
+        for configured, restored in zip(self.configured, self.restored, strict=True):
+            # a rate of 0 cannot be scaled
+            factors.append(configured / restored if restored else 1.0)
+        return factors
 
     def groups(self) -> list[int]:
         """The groups whose rates differ."""

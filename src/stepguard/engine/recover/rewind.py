@@ -13,7 +13,7 @@ from torch import Tensor
 from stepguard.detect.history import LR_JUMP, history_from
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptStep
-from stepguard.engine.recover.past_attempts import Past
+from stepguard.engine.recover.past_attempts import PastAttempts
 from stepguard.engine.recover.probation import wait_for_copies
 from stepguard.engine.recover.rewind_planner import RewindPlanner
 from stepguard.engine.recover.snapshots import Snapshots
@@ -38,7 +38,7 @@ class Rewinder:
         """The steps that the last rewind took back."""
         self.retried = -1
         """The last step that was run a second time."""
-        self.past = Past()
+        self.past = PastAttempts()
         """What earlier attempts of this run came to."""
         self.after_commit: list[Callable[[int], None]] = []
         self.after_rewind: list[Callable[[], None]] = []
@@ -86,7 +86,7 @@ class Rewinder:
         self._restarted()
 
     def _bound_rates(self) -> None:
-        """Lower a rate far above everything configured, whoever put it there."""
+        """Lower a learning rate that is far above everything configured or seen."""
         context = self._context
         context.expect_declared_rates(context.lr)
         for group, ceiling in zip(context.optimizer.param_groups, context.lr_ceiling, strict=True):
@@ -121,8 +121,12 @@ class Rewinder:
 
     def leave(self, incident: Incident) -> Path | None:
         """Save the newest good state before the run stops; where it lies, None if nowhere."""
-        saved = [save(incident) for save in self.before_stop]
-        return next((path for path in saved if path is not None), None)
+        left: Path | None = None
+        for save in self.before_stop:
+            path = save(incident)
+            if left is None:
+                left = path
+        return left
 
     def leave_good_in_memory(self) -> int | None:
         """Put the newest undamaged state back before the run stops, and say its step."""

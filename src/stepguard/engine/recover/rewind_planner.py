@@ -144,8 +144,8 @@ def _offer_of(snapshot: Snapshot) -> Offer:
 
 def _offered_by_all(offers: Iterable[list[Offer]]) -> list[RewindTarget]:
     """The states that every rank has, newest first."""
-    common = set.intersection(*({tuple(offer) for offer in rank} for rank in offers))
-    newest_first = sorted(common, reverse=True)
+    first, *others = [set(map(tuple, offered)) for offered in offers]
+    newest_first = sorted(first.intersection(*others), reverse=True)
     return [RewindTarget(step=s, kind=kind, timeline=t) for s, kind, t in newest_first]
 
 

@@ -122,7 +122,7 @@ class Snapshots:
             state = self.present()
             why = self.ring.too_small(state)
         except Exception as fault:
-            # the user's objects, or a state that cannot be kept: training goes on without
+            # the user's objects, or a state that cannot be kept: training continues without
             why = str(fault) or type(fault).__name__
         if why:
             self.turn_off(why)

@@ -157,7 +157,7 @@ def test_teacher_that_no_optimizer_holds_goes_back_with_its_student() -> None:
     assert difference(dict(model.state_dict()), dict(then)) == ""
 
 
-def test_only_own_parameters_are_lent() -> None:
+def test_only_own_parameters_are_exchanged() -> None:
     gan = Gan()
     optimizer = torch.optim.SGD(gan.maker.parameters(), 0.1)
     whole = RunState({"": gan}, optimizer)
@@ -169,7 +169,7 @@ def test_only_own_parameters_are_lent() -> None:
     assert gan.maker[0].weight.any()
 
 
-def test_parameter_of_another_guarded_optimizer_is_somebody_else_s_even_while_frozen() -> None:
+def test_parameter_of_another_guarded_optimizer_is_not_own_even_while_frozen() -> None:
     gan = Gan()
     gan.judge.requires_grad_(False)
     mine, theirs = (
