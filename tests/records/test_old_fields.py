@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from stepguard.records import Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.records.old_fields import upgrade_incident
@@ -39,3 +41,12 @@ def test_the_old_word_for_a_noted_decision_is_read() -> None:
 def test_a_present_incident_is_not_changed() -> None:
     fields = to_jsonable(INCIDENT)
     assert upgrade_incident(fields) == fields
+
+
+@pytest.mark.parametrize(
+    ("confidence", "certainty"), [(0.97, "certain"), (0.75, "likely"), (0.5, "possible")]
+)
+def test_an_old_confidence_becomes_a_certainty(confidence: float, certainty: str) -> None:
+    findings = [{"code": "SG204", "title": "a masked row", "confidence": confidence}]
+    fields = upgrade_incident({**to_jsonable(INCIDENT), "findings": findings})
+    assert from_jsonable(Incident, fields).findings[0].certainty == certainty
