@@ -19,7 +19,11 @@ def saved(value: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def test_the_same_tensors_and_containers_are_refilled() -> None:
-    live = {"a": [torch.zeros(2)], "b": deque([1, 2], maxlen=4), "c": (torch.ones(1),)}
+    live: dict[str, Any] = {
+        "a": [torch.zeros(2)],
+        "b": deque([1, 2], maxlen=4),
+        "c": (torch.ones(1),),
+    }
     inner = live["a"][0]
     structure, tensors = saved(live)
     inner.fill_(7.0)
