@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stepguard.journal import Follower
     from stepguard.report.health import Concern
     from stepguard.report.live_view import Verdict
-    from stepguard.report.stages import Outcome, Stage
+    from stepguard.report.stages import Stage, StageOutcome
 
 EVERY = 0.5
 """Seconds between two reads of the journal."""
@@ -87,7 +87,7 @@ class Seen(NamedTuple):
     """What was read of a run at one moment, and judged."""
 
     verdict: Verdict
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[StageOutcome, ...] = ()
     concerns: tuple[Concern, ...] = ()
 
 

@@ -31,7 +31,7 @@ TESTS = aten("isnan isinf isfinite _local_scalar_dense equal")
 """Operators whose answer is never a bad value."""
 
 
-class Entry(NamedTuple):
+class OperatorEntry(NamedTuple):
     """One tensor or number handed to an operator, under its name in the schema."""
 
     name: str
@@ -61,9 +61,9 @@ class Operator:
         """True if it does the same to every tensor of its lists, one by one."""
         return self.name.startswith("aten._foreach_")
 
-    def entries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
+    def entries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OperatorEntry]:
         """List the tensors and numbers that go in, lists taken apart."""
-        found: list[Entry] = []
+        found: list[OperatorEntry] = []
         for name, value in zip(self.arguments, args, strict=False):
             _collect(name, value, found)
         for name, value in kwargs.items():
@@ -92,7 +92,7 @@ class Operator:
                 return name, value
         return None
 
-    def selects(self, entries: list[Entry]) -> bool:
+    def selects(self, entries: list[OperatorEntry]) -> bool:
         """True if it chooses elements by a condition; indexing by positions does not."""
         if self.name in MASKED:
             return True
@@ -107,11 +107,11 @@ def _root(name: str) -> str:
     return name.partition("[")[0]
 
 
-def _collect(name: str, value: Any, found: list[Entry]) -> None:
+def _collect(name: str, value: Any, found: list[OperatorEntry]) -> None:
     if isinstance(value, Tensor) or (
         isinstance(value, int | float) and not isinstance(value, bool)
     ):
-        found.append(Entry(name, value))
+        found.append(OperatorEntry(name, value))
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
             # Lists of integers are shapes and axes.

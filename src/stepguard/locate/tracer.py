@@ -20,7 +20,7 @@ from stepguard.locate.calls import MOVES, Call, Stage
 from stepguard.locate.evidence import measure
 from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
 from stepguard.locate.modules import ModuleSpans
-from stepguard.locate.operators import TESTS, UNINITIALISED, Entry, Operator, describe
+from stepguard.locate.operators import TESTS, UNINITIALISED, Operator, OperatorEntry, describe
 from stepguard.locate.source import Line, backward_caller, user_line
 from stepguard.records.evidence import Evidence
 from stepguard.state import faked_collectives
@@ -137,7 +137,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if maker is not None and maker.out and numeric(tensor) and flaws(tensor):
             self._bad_number = maker
 
-    def _read(self, entry: Entry, operator: Operator) -> Read:
+    def _read(self, entry: OperatorEntry, operator: Operator) -> Read:
         tensor = entry.value
         maker = self.maker_of(tensor)
         if maker is None:

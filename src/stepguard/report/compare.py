@@ -34,7 +34,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """What `stepguard compare` shows."""
 
     first: str
@@ -75,7 +75,7 @@ class _Side:
         return fmean(losses[-max(1, int(len(losses) * TAIL)) :])
 
 
-def compare(first: Record, second: Record) -> Comparison:
+def compare(first: Record, second: Record) -> RunComparison:
     """Compare two journals. Pure: the same two records give the same table."""
     sides = (_Side(first, summarize(first)), _Side(second, summarize(second)))
 
@@ -111,7 +111,7 @@ def compare(first: Record, second: Record) -> Comparison:
     )
     a, b = (side.summary for side in sides)
     settings = _differing(a.changed_settings, b.changed_settings)
-    return Comparison(first=a.journal, second=b.journal, rows=rows, settings=settings)
+    return RunComparison(first=a.journal, second=b.journal, rows=rows, settings=settings)
 
 
 def _smaller(a: float | None, b: float | None) -> Better:
@@ -122,12 +122,12 @@ def _smaller(a: float | None, b: float | None) -> Better:
     return "first" if a < b else "second"
 
 
-def render_json(comparison: Comparison) -> str:
+def render_json(comparison: RunComparison) -> str:
     """One line of strict JSON."""
     return dumps(to_jsonable(comparison))
 
 
-def render_terminal(comparison: Comparison, *, width: int = 100, colour: bool = False) -> str:
+def render_terminal(comparison: RunComparison, *, width: int = 100, colour: bool = False) -> str:
     """The table as text; what is better off is green."""
     console = screen.paper(width=width, colour=colour)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)

@@ -27,7 +27,7 @@ Symbol = Literal["triangle", "diamond", "circle"]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FigureLine:
     """One curve, with no more points than a screen can show."""
 
     name: str
@@ -42,7 +42,7 @@ class Panel:
 
     name: str
     scale: Scale
-    lines: list[Line]
+    lines: list[FigureLine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class RunFigure:
     title: str
     panels: list[Panel]
     """The loss, and below it the gradient norm where there is one."""
-    rate: Line | None
+    rate: FigureLine | None
     """The learning rate where it changes, over an axis of its own in the lowest panel."""
     marks: list[Marks]
     spans: list[tuple[int, int]]
@@ -112,16 +112,16 @@ def _panel(
     if not series[0]:
         return Panel(name, scale, [])
     if not smooth[0]:
-        return Panel(name, scale, [Line(name, decimate(series), colour, 1.1)])
-    raw = Line(name, decimate(series), pale, 0.8)
-    median = Line(f"{name}, running median", decimate(smooth), colour, 1.8)
+        return Panel(name, scale, [FigureLine(name, decimate(series), colour, 1.1)])
+    raw = FigureLine(name, decimate(series), pale, 0.8)
+    median = FigureLine(f"{name}, running median", decimate(smooth), colour, 1.8)
     return Panel(name, scale, [raw, median])
 
 
-def _rate(curves: Curves) -> Line | None:
+def _rate(curves: Curves) -> FigureLine | None:
     if len(set(curves.rate[1])) < 2:
         return None
-    return Line("learning rate", decimate(curves.rate), AMBER, 0.9)
+    return FigureLine("learning rate", decimate(curves.rate), AMBER, 0.9)
 
 
 def _marks(curves: Curves) -> list[Marks]:

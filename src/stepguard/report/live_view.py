@@ -13,7 +13,7 @@ from rich.text import Text
 from stepguard.report import phrases
 from stepguard.report.decision_words import ACTION_WORDS
 from stepguard.report.health import Concern, concerns, ended
-from stepguard.report.stages import Outcome, State
+from stepguard.report.stages import StageOutcome, State
 from stepguard.report.step_lines import finite_values
 from stepguard.report.summary import Record, RunSummary
 from stepguard.report.unbroken import Unbroken
@@ -35,7 +35,7 @@ WEIGHTS = {"attention": "yellow", "unhealthy": "bold red"}
 
 def judge_run(
     record: Record,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[StageOutcome],
     wanted: int | None,
     told: Sequence[Concern] | None = None,
     *,
@@ -86,7 +86,7 @@ def _stopped(record: Record) -> bool:
 def screenful(
     record: Record,
     summary: RunSummary,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[StageOutcome],
     verdict: Verdict,
     told: Sequence[Concern] = (),
 ) -> RenderableType:
@@ -129,7 +129,7 @@ def _numbers(record: Record, summary: RunSummary) -> RenderableType:
     return grid
 
 
-def _stages(outcomes: Sequence[Outcome]) -> RenderableType:
+def _stages(outcomes: Sequence[StageOutcome]) -> RenderableType:
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for heading in (" stage", "condition", "now", ""):
         table.add_column(heading)

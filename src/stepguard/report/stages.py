@@ -52,7 +52,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StageOutcome:
     """One condition of one stage, with the number that decided it."""
 
     stage: str
@@ -89,7 +89,7 @@ def _condition(part: str, text: str) -> Condition:
     return Condition(name=found[1], sign=found[2], limit=limit)
 
 
-def judge_stages(record: Record, stages: Sequence[Stage]) -> tuple[Outcome, ...]:
+def judge_stages(record: Record, stages: Sequence[Stage]) -> tuple[StageOutcome, ...]:
     """Judge every condition of every stage.
 
     Counts fail as soon as they are over their limit; levels are read when the stage is over.
@@ -102,7 +102,7 @@ def judge_stages(record: Record, stages: Sequence[Stage]) -> tuple[Outcome, ...]
     return tuple(outcomes)
 
 
-def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> Outcome:
+def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> StageOutcome:
     value = _value(record, stage, condition.name)
     state: State = "waiting"
     if last >= stage.last:
@@ -110,7 +110,9 @@ def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> O
     elif _lost_already(condition, value):
         state = "failed"
     note = _no_such_value(record, condition.name) if value is None else ""
-    return Outcome(stage=str(stage), condition=str(condition), state=state, value=value, note=note)
+    return StageOutcome(
+        stage=str(stage), condition=str(condition), state=state, value=value, note=note
+    )
 
 
 def _holds(condition: Condition, value: float | None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepguard.verification import crc, tensor_stats
 from stepguard.verification.bounded_file import FileSlice
-from stepguard.verification.chunks import Chunk, Part
+from stepguard.verification.chunks import Chunk, ChunkPart
 from stepguard.verification.damage import Damaged
 from stepguard.verification.dtype_names import SIZES
 from stepguard.verification.file_layout import Segment
@@ -29,7 +29,7 @@ class ChunkResult:
     chunk: Chunk
     values: list[tuple[Segment, int, PieceStatistics]] = field(default_factory=list)
     """Segment, offset of the piece in it, and the statistics of the piece."""
-    crcs: list[tuple[Part, int]] = field(default_factory=list)
+    crcs: list[tuple[ChunkPart, int]] = field(default_factory=list)
 
 
 def read_chunks(source: FileSlice, chunks: Sequence[Chunk]) -> list[ChunkResult]:
@@ -69,7 +69,7 @@ def _read_long(source: FileSlice, chunk: Chunk, buffer: bytearray) -> ChunkResul
     """Read a chunk of several pieces; every part covers all of it."""
     result = ChunkResult(chunk)
     segments: list[Segment] = []
-    summed: list[Part] = []
+    summed: list[ChunkPart] = []
     for part in chunk.parts:
         if isinstance(part.owner, Segment):
             segments.append(part.owner)

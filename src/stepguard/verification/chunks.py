@@ -17,7 +17,7 @@ OVERLAP = 4
 
 
 @dataclass(slots=True)
-class Part:
+class ChunkPart:
     """Bytes of a chunk that belong to one segment or checksum; `offset` counts in the chunk."""
 
     owner: Segment | ChecksumRange
@@ -31,7 +31,7 @@ class Chunk:
 
     start: int
     size: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ChunkPart] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ class _Cutter:
             start = self._next_start()
 
 
-def _part(owner: Segment | ChecksumRange, position: int, stop: int) -> Part:
+def _part(owner: Segment | ChecksumRange, position: int, stop: int) -> ChunkPart:
     first = max(owner.start, position)
     last = min(owner.start + owner.size, stop)
-    return Part(owner, first - position, last - first)
+    return ChunkPart(owner, first - position, last - first)

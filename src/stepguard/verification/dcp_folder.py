@@ -34,7 +34,7 @@ DATA_SUFFIX = ".distcp"
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DcpItem:
     """One stored item: a whole tensor, a part of one, or an object."""
 
     name: str
@@ -57,7 +57,7 @@ def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress)
             f"and it cannot be loaded"
         )
         return _refused(folder, "missing", detail)
-    items: list[Item] = []
+    items: list[DcpItem] = []
 
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
         layout.format = "DCP"
@@ -81,9 +81,9 @@ def _refused(folder: Path, kind: ProblemKind, detail: str) -> CheckedFolder:
 
 
 def _check_files(
-    folder: Path, items: Sequence[Item], problems: ProblemList, progress: Progress
+    folder: Path, items: Sequence[DcpItem], problems: ProblemList, progress: Progress
 ) -> list[FileLayout]:
-    by_file: dict[str, list[Item]] = {}
+    by_file: dict[str, list[DcpItem]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(item)
     layouts = []
@@ -103,14 +103,14 @@ def _check_files(
     return layouts
 
 
-def _report_unnamed(folder: Path, items: Sequence[Item], problems: ProblemList) -> None:
+def _report_unnamed(folder: Path, items: Sequence[DcpItem], problems: ProblemList) -> None:
     named = {item.file for item in items}
     for path in sorted(folder.glob(f"*{DATA_SUFFIX}")):
         if path.name not in named:
             problems.add("index", f"{path.name} is not named by {METADATA}", severity="warning")
 
 
-def _reader(items: list[Item]) -> Read:
+def _reader(items: list[DcpItem]) -> Read:
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
         layout.format = "DCP"
         end = 0
@@ -126,7 +126,7 @@ def _reader(items: list[Item]) -> Read:
     return read
 
 
-def _read_item(source: FileSlice, layout: FileLayout, item: Item) -> None:
+def _read_item(source: FileSlice, layout: FileLayout, item: DcpItem) -> None:
     if item.transformed or source.at(0, len(SIGNATURE)) != SIGNATURE:
         layout.problems.add(
             "format", "is stored in a form that is not read", tensor=item.name, severity="warning"
@@ -158,14 +158,14 @@ def _add_number(layout: FileLayout, name: str, role: Role, value: float) -> None
     layout.add_contents(contents)
 
 
-def _items(value: Any) -> list[Item]:
+def _items(value: Any) -> list[DcpItem]:
     stored = value.field("storage_data") if isinstance(value, PickledObject) else None
     if not isinstance(stored, dict):
         raise Damaged("malformed", f"{METADATA} holds no storage_data")
     return [_item(index, info) for index, info in stored.items()]
 
 
-def _item(index: Any, info: Any) -> Item:
+def _item(index: Any, info: Any) -> DcpItem:
     if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
         raise Damaged("malformed", f"{METADATA} names a piece by a {type(index).__name__}")
     name = index.field("fqn")
@@ -175,7 +175,7 @@ def _item(index: Any, info: Any) -> Item:
     is_named = isinstance(name, str) and isinstance(file, str)
     if not is_named or type(offset) is not int or type(length) is not int:
         raise Damaged("malformed", f"{METADATA} does not say where a piece lies")
-    return Item(name, file, offset, length, bool(info.field("transform_descriptors")))
+    return DcpItem(name, file, offset, length, bool(info.field("transform_descriptors")))
 
 
 def _check_completeness(value: Any, problems: ProblemList) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.parts import origin_of, step_of
-from stepguard.engine.incident.sample_identity import Part, name_samples, parts_of
+from stepguard.engine.incident.sample_identity import BatchPart, name_samples, parts_of
 from stepguard.state.delivered_batches import Delivered, FoundBatch
 
 WHOLE = torch.arange(24.0).reshape(8, 3)
@@ -35,7 +35,7 @@ def _delivered(tensor: Tensor, rows: tuple[int, ...] = ROWS) -> Delivered:
     return Delivered(2, 5, 0, list(rows), dataset, (weakref.ref(tensor),))
 
 
-def _parts(*batches: Any, loader: Any = None, key: str | None = None) -> list[Part]:
+def _parts(*batches: Any, loader: Any = None, key: str | None = None) -> list[BatchPart]:
     return parts_of(step_of(*batches), loader, key)
 
 

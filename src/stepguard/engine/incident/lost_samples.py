@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from stepguard.engine.context import Context
-from stepguard.engine.incident.sample_identity import Part, name_samples, parts_of
+from stepguard.engine.incident.sample_identity import BatchPart, name_samples, parts_of
 from stepguard.engine.interception import borrowing
 from stepguard.ledger import Ledger, read_ledger
 from stepguard.records import Incident, Origin, Reading
@@ -136,7 +136,7 @@ def _loses_samples(incident: Incident) -> bool:
 
 def _entries(context: Context, step: Step, incident: Incident) -> list[BadSamples]:
     """One entry for each micro-batch that was lost."""
-    parts = parts_of(step, context.feed, context.config.id_key) or [Part()]
+    parts = parts_of(step, context.feed, context.config.id_key) or [BatchPart()]
     guilty = _guilty(incident, len(parts))
     shared = _shared_fields(context, parts, incident)
     origin = incident.origin
@@ -159,7 +159,7 @@ def _guilty_samples(origin: Origin | None, number: int) -> tuple[int, ...]:
     return origin.samples
 
 
-def _shared_fields(context: Context, parts: list[Part], incident: Incident) -> dict[str, Any]:
+def _shared_fields(context: Context, parts: list[BatchPart], incident: Incident) -> dict[str, Any]:
     """What the entries of one step have in common."""
     known = [part.size for part in parts if part.size is not None]
     return {
@@ -177,7 +177,7 @@ def _shared_fields(context: Context, parts: list[Part], incident: Incident) -> d
 
 
 def _entry(
-    part: Part,
+    part: BatchPart,
     micro: int | None,
     samples: tuple[int, ...],
     innocent: bool,

@@ -19,7 +19,7 @@ from stepguard.state.step import Step
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """What is known about one micro-batch."""
 
     size: int | None = None
@@ -47,15 +47,15 @@ class Part:
         return _picked(self.ids, rows)
 
 
-def parts_of(step: Step, feed: ResumableLoader | None, id_key: str | None) -> list[Part]:
+def parts_of(step: Step, feed: ResumableLoader | None, id_key: str | None) -> list[BatchPart]:
     """One part for each micro-batch; for each delivered batch where micro-batches are not known."""
     delivered = [] if feed is None else feed.of_step(step.index)
     if not step.micro_batches:
         return [_whole_batch(each) for each in delivered]
-    parts: list[Part] = []
+    parts: list[BatchPart] = []
     for batch in step.micro_batches:
         size = samples_in(batch)
-        parts.append(Part(size=size, ids=_ids(batch, id_key, size)))
+        parts.append(BatchPart(size=size, ids=_ids(batch, id_key, size)))
     if feed is None:
         return parts
     found: list[FoundBatch] = []
@@ -103,18 +103,18 @@ def _picked(values: tuple[Identity, ...], rows: Sequence[int]) -> tuple[Identity
     return tuple(values[row] for row in rows)
 
 
-def _whole_batch(each: Delivered) -> Part:
+def _whole_batch(each: Delivered) -> BatchPart:
     indices = each.indices
     size = len(indices) if indices is not None and len(indices) > 1 else None
-    return Part(size=size, indices=indices, place=(each.epoch, each.number))
+    return BatchPart(size=size, indices=indices, place=(each.epoch, each.number))
 
 
-def _recognized(found: list[FoundBatch], parts: list[Part]) -> list[Part]:
+def _recognized(found: list[FoundBatch], parts: list[BatchPart]) -> list[BatchPart]:
     """Every micro-batch is one of those delivered, or a slice of one."""
     seen: dict[int, set[int]] = {}
     for each in found:
         seen.setdefault(id(each.delivered), set()).update(each.rows or ())
-    known: list[Part] = []
+    known: list[BatchPart] = []
     for each, part in zip(found, parts, strict=True):
         complete = each.rows is None or len(seen[id(each.delivered)]) == each.of
         place = (each.delivered.epoch, each.delivered.number) if complete else None
@@ -122,7 +122,9 @@ def _recognized(found: list[FoundBatch], parts: list[Part]) -> list[Part]:
     return known
 
 
-def _by_order(delivered: list[Delivered], parts: list[Part], batches: Sequence[Any]) -> list[Part]:
+def _by_order(
+    delivered: list[Delivered], parts: list[BatchPart], batches: Sequence[Any]
+) -> list[BatchPart]:
     """The loop made new tensors of them (moved to a device): go by order, checked by values."""
     if len(delivered) == len(parts):
         return _one_to_one(delivered, parts, batches)
@@ -132,9 +134,9 @@ def _by_order(delivered: list[Delivered], parts: list[Part], batches: Sequence[A
 
 
 def _one_to_one(
-    delivered: list[Delivered], parts: list[Part], batches: Sequence[Any]
-) -> list[Part]:
-    known: list[Part] = []
+    delivered: list[Delivered], parts: list[BatchPart], batches: Sequence[Any]
+) -> list[BatchPart]:
+    known: list[BatchPart] = []
     for each, part, batch in zip(delivered, parts, batches, strict=True):
         if _contradicts(each, batch):
             return parts
@@ -142,12 +144,12 @@ def _one_to_one(
     return known
 
 
-def _cut_from(whole: Delivered, parts: list[Part], batches: Sequence[Any]) -> list[Part]:
+def _cut_from(whole: Delivered, parts: list[BatchPart], batches: Sequence[Any]) -> list[BatchPart]:
     """The loop has cut one batch into all the micro-batches of the step, one after the other."""
     sizes = [part.size for part in parts if part.size is not None]
     if whole.indices is None or len(sizes) != len(parts) or sum(sizes) != len(whole.indices):
         return parts
-    known: list[Part] = []
+    known: list[BatchPart] = []
     start = 0
     for part, size, batch in zip(parts, sizes, batches, strict=True):
         if _contradicts(whole, batch, start):

@@ -17,7 +17,7 @@ SAME_PLACE = 2
 
 
 @dataclass(slots=True)
-class Attempt:
+class PastAttempt:
     """One process's part of a run."""
 
     run: str = ""
@@ -41,7 +41,7 @@ class PastAttempts:
     """Steps at which the policy stopped them."""
 
 
-def past_of(attempts: list[Attempt]) -> PastAttempts:
+def past_of(attempts: list[PastAttempt]) -> PastAttempts:
     """Sum up all attempts."""
     lost: set[int] = set()
     stopped: set[int] = set()
@@ -52,18 +52,18 @@ def past_of(attempts: list[Attempt]) -> PastAttempts:
     return PastAttempts(frozenset(lost), frozenset(stopped))
 
 
-def attempts_in(journal: Path) -> list[Attempt]:
+def attempts_in(journal: Path) -> list[PastAttempt]:
     """Every attempt in this journal, oldest first. Lines that cannot be read are passed over."""
-    found: list[Attempt] = []
+    found: list[PastAttempt] = []
     for line in _lines(journal):
         if line.get("type") == "run":
-            found.append(Attempt(run=str(line.get("run", ""))))
+            found.append(PastAttempt(run=str(line.get("run", ""))))
         elif found:
             _add(found[-1], line)
     return found
 
 
-def failed_starts(attempts: list[Attempt], checkpoint: str) -> int:
+def failed_starts(attempts: list[PastAttempt], checkpoint: str) -> int:
     """How many attempts began with this checkpoint and were stopped by the policy."""
     failed = 0
     for attempt in attempts:
@@ -72,7 +72,7 @@ def failed_starts(attempts: list[Attempt], checkpoint: str) -> int:
     return failed
 
 
-def _add(attempt: Attempt, line: dict[str, Any]) -> None:
+def _add(attempt: PastAttempt, line: dict[str, Any]) -> None:
     kind = line.get("type")
     if kind == "note" and line.get("kind") == "restored":
         attempt.restored = str(line.get("checkpoint") or "") or None
@@ -81,7 +81,7 @@ def _add(attempt: Attempt, line: dict[str, Any]) -> None:
         _add_incident(attempt, incident)
 
 
-def _add_incident(attempt: Attempt, incident: dict[str, Any]) -> None:
+def _add_incident(attempt: PastAttempt, incident: dict[str, Any]) -> None:
     decision = incident.get("decision") or {}
     verdict = incident.get("verdict") or {}
     attempt.kinds.append(str(verdict.get("kind", "")))

@@ -18,7 +18,7 @@ from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.incident.lost_samples import skip_lost_batches
 from stepguard.engine.recover.past_attempts import (
     SAME_PLACE,
-    Attempt,
+    PastAttempt,
     attempts_in,
     failed_starts,
     past_of,
@@ -36,7 +36,7 @@ def restore_checkpoint(
     context: Context, rewinder: Rewinder, store: Store, which: str | Path
 ) -> int:
     """Load a checkpoint into the live objects; returns the optimizer steps done."""
-    attempts: list[Attempt] = []
+    attempts: list[PastAttempt] = []
     if context.outputs.journal is not None:
         # the last one is this process's own
         attempts = attempts_in(context.outputs.journal.path)[:-1]
@@ -64,7 +64,7 @@ def restore_checkpoint(
 
 
 def _choose(
-    context: Context, store: Store, which: str | Path, attempts: list[Attempt]
+    context: Context, store: Store, which: str | Path, attempts: list[PastAttempt]
 ) -> str | Path:
     """What to open: an older checkpoint, where the last good one has led to a stop repeatedly."""
     if which == NEWEST:

@@ -17,7 +17,7 @@ Offer = list[Any]
 """Step, kind and timeline of a state: what one rank tells the others of a rewind target."""
 
 
-class Archive(Protocol):
+class StateArchive(Protocol):
     """States on disk."""
 
     def steps(self) -> list[int]: ...
@@ -32,7 +32,7 @@ class RewindPlanner:
         self._snapshots = snapshots
         self._ring = snapshots.ring
         self._whole = snapshots.run_state
-        self.archive: Archive | None = None
+        self.archive: StateArchive | None = None
         """Checkpoints, for going further back than memory does."""
         self._tried: list[RewindPlan] = []
         self._chosen: RewindPlan | None = None
