@@ -18,10 +18,6 @@ SAME_NAME_SAME_MEANING = {"TrainingStep"}
 """Classes of two frameworks that do the same thing for each of them."""
 
 
-CLASSES_LEFT = {"Archive", "Comparison", "Entry", "Item", "Line", "Outcome", "Part"}
-"""Still two things by one name. Take a name out once it means one thing; add none."""
-
-
 def test_no_module_is_named_by_an_adverb_or_a_metaphor() -> None:
     assert names.banned(FILES) == []
 
@@ -32,7 +28,7 @@ def test_module_name_occurs_once_in_a_package() -> None:
 
 def test_class_name_means_one_thing() -> None:
     found = names.classes_twice(FILES)
-    assert set(found) - CLASSES_LEFT - SAME_NAME_SAME_MEANING == set()
+    assert set(found) - SAME_NAME_SAME_MEANING == set()
 
 
 @pytest.mark.parametrize("name", ["again.py", "engine/_late.py", "state/suddenly.py", "utils.py"])
