@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import stepguard.engine.recover.rewind
+import stepguard.engine.transaction
 from guard.scenes import LOOPS, NAN, Scene, batches, calm_net, plain_net, poisoned, quiet
 from stepguard import Guard, GuardConfig, Policy, TrainingHalted
 from stepguard.engine.protect import GuardDisarmed
@@ -125,3 +127,22 @@ def test_decision_that_could_not_be_applied_is_recorded_as_a_skip(
     assert incident.decision is not None
     assert incident.decision.action == "skip"
     assert "fault of stepguard's own" in incident.decision.reason
+
+
+def test_steps_that_could_not_be_decided_on_count_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise ArithmeticError("a fault of the guard's own")
+
+    monkeypatch.setattr(stepguard.engine.transaction, "choose_remedy", broken)
+    model = plain_net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = quiet(policy=Policy(max_consecutive=3))
+        guard = Guard(model, _sgd(model), config=config)
+        with guard, pytest.raises(TrainingHalted, match="4 incidents in a row"):
+            for _ in range(10):
+                guard.step(Scene(model, guard.optimizer).loss_fn, poisoned(DATA[0]))
+    assert [incident.decision.action for incident in guard.incidents if incident.decision] == [
+        *["skip"] * 3,
+        "stop",
+    ]

@@ -145,11 +145,10 @@ class Transaction:
         """Add the decision. `committed`: the update was made before its verdict was read."""
         if self.context.agreement.size > 1:
             return replace(incident, decision=self._decided(incident, step, committed))
-        skip = Decision(action="skip", reason="stepguard could not decide by a fault of its own")
         decision = explain_or_warn(
-            skip, self._not_explained, self._decided, incident, step, committed
+            None, self._not_explained, self._decided, incident, step, committed
         )
-        return replace(incident, decision=decision)
+        return replace(incident, decision=decision or self._skipped_undecided(step))
 
     def apply(self, incident: Incident) -> Incident:
         """Do what was decided, and say in the decision what was really done."""
@@ -345,6 +344,20 @@ class Transaction:
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
         return decision
+
+    def _skipped_undecided(self, step: Step) -> Decision:
+        """The decision where deciding failed: skip the step, within the budget of lost steps."""
+        context = self.context
+        policy = context.config.policy
+        context.budget = context.budget.spend(step.index).lose(1.0, policy)
+        exceeded = context.budget.exceeded(policy)
+        why = "stepguard could not decide by a fault of its own"
+        return Decision(
+            action="stop" if exceeded else "skip",
+            reason=f"{why}; {exceeded}" if exceeded else why,
+            consecutive=context.budget.consecutive,
+            total=context.budget.total,
+        )
 
     def _rewound(self, decision: Decision) -> Decision:
         """A rewind that fails leaves an unknown state: then the run stops."""
