@@ -34,11 +34,6 @@ class StepBoundary:
         self._handle: RemovableHandle | None = None
 
     @property
-    def crossed(self) -> bool:
-        """Has this step been seen to begin?"""
-        return not self._open
-
-    @property
     def reliable(self) -> bool:
         """Does the root itself begin every step?"""
         return self._root_calls and not self._doubted
