@@ -18,7 +18,7 @@ from rich.progress import Progress
 import stepguard.report.terminal
 from report.literals import BARE, MASKED_ROW, FakeTerminal, masked_row, note
 from stepguard.records import Decision, Policy, Reading, Remedy
-from stepguard.report.terminal import Terminal, incident_svg
+from stepguard.report.terminal import Terminal
 
 EXIT = "stepguard-exit: step=52"
 FULL = """\
@@ -292,11 +292,6 @@ def test_no_exclamation_mark_and_no_emoji(out: io.StringIO) -> None:
     Terminal(out).halted(masked_row(52, "stop"), EXIT)
     assert "!" not in out.getvalue()
     assert all(ord(character) < 0x2600 for character in out.getvalue())
-
-
-def test_panel_can_be_exported_as_a_picture() -> None:
-    picture = incident_svg(MASKED_ROW, policy=Policy())
-    assert picture.startswith("<svg") and "SG204" in picture and picture.rstrip().endswith("</svg>")
 
 
 def test_bars_of_tqdm_are_cleared_while_writing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from stepguard.report import messages, phrases, screen
 from stepguard.report.decision_words import ACTION_WORDS, effect
 from stepguard.report.panel import next_commands, paint_incident
 
-SVG_WIDTH = 96
 THINNED_OUT = frozenset({*phrases.VERDICT_TITLES, "tracing", "outlier", "parameters", "filtered"})
 """Kinds of notes that may come with every step: the 1st, 2nd, 4th, 8th, ... are printed."""
 
@@ -118,12 +117,3 @@ class Terminal(Sink):
 
     def _paint(self, paint: screen.Paint) -> None:
         screen.put(screen.draw(self._target, paint), self._target)
-
-
-def incident_svg(
-    incident: Incident, *, policy: Policy | None = None, width: int = SVG_WIDTH
-) -> str:
-    """The panel as an SVG picture, for documents."""
-    console = screen.paper(width=width, colour=True, record=True)
-    paint_incident(console, incident, policy=policy)
-    return console.export_svg(title="stepguard")
