@@ -89,4 +89,4 @@ def test_ranges_of_numbers_and_of_nothing() -> None:
 
 def test_place_names_operation_node_module_and_line() -> None:
     where = origin("backward", "aten.div", node="SqrtBackward0", module="act", source="a.py:3")
-    assert case(where).place == "aten.div (SqrtBackward0) in `act` at a.py:3"
+    assert case(where).place == "aten.div (SqrtBackward0) in act at a.py:3"

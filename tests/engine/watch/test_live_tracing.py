@@ -34,7 +34,7 @@ def log_loss(model: nn.Module, x: Tensor, factor: float) -> Tensor:
     return model(x).sigmoid().mul(factor).log().mean()
 
 
-LOG_LINE = f"test_traced_loops.py:{inspect.getsourcelines(log_loss)[1] + 1}"
+LOG_LINE = f"test_live_tracing.py:{inspect.getsourcelines(log_loss)[1] + 1}"
 
 
 class Several:
