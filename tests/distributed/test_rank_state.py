@@ -1,0 +1,80 @@
+"""Two real processes with weights of their own: each gets back what it had, or all are refused."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.launch import launch
+from guard.scenes import difference
+
+WORKER = Path(__file__).with_name("rank_state_worker.py")
+APART = [
+    "-".join(p) for p in product(["expert", "stage"], ["step", "watch"], ["asked", "scheduled"])
+]
+NAMES = [
+    *(f"saved-{how}" for how in (*APART, "replica-step-asked", "replica-watch-scheduled")),
+    "too_much",
+    "nothing",
+    "misfit",
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Every scenario, run by one pair of processes."""
+    out = tmp_path_factory.mktemp("ranks")
+    code, said = launch(WORKER, out, NAMES, 120)
+    assert code == 0, said[-4000:]
+    found: dict[str, list[Any]] = {}
+    for name in NAMES:
+        found[name] = [torch.load(out / f"{name}.{r}.pt", weights_only=False) for r in (0, 1)]
+    return found
+
+
+@pytest.mark.parametrize("how", APART)
+def test_every_rank_gets_its_own_weights_back(how: str, outcomes: dict[str, list[Any]]) -> None:
+    for rank in outcomes[f"saved-{how}"]:
+        assert rank["armed"] and rank["done"] == 4
+        assert difference(rank["then"], rank["back"]) == ""
+    first, second = outcomes[f"saved-{how}"]
+    assert difference(first["back"], second["back"]) != ""
+    told = [note for note in first["notes"] if "the ranks hold different values" in note]
+    assert len(told) == 1 and "model/" in told[0]
+
+
+@pytest.mark.parametrize("how", ["replica-step-asked", "replica-watch-scheduled"])
+def test_checkpoint_of_replicas_holds_their_weights_once(
+    how: str, outcomes: dict[str, list[Any]]
+) -> None:
+    first, second = outcomes[f"saved-{how}"]
+    assert first["done"] == second["done"] == 4
+    assert difference(first["then"], first["back"]) == ""
+    assert not [name for name in first["names"] if name.startswith("rank/")]
+
+
+def test_weights_that_are_too_many_are_refused_by_name(outcomes: dict[str, list[Any]]) -> None:
+    for rank in outcomes["too_much"]:
+        assert rank["armed"] and rank["path"] is None
+        refused = [note for note in rank["notes"] if note.startswith("NOT saved")]
+        assert len(refused) == 1
+        assert "model/0.bias on rank 1" in refused[0] and "torch.save" in refused[0]
+
+
+def test_nothing_to_restore_is_the_documented_error_on_every_rank(
+    outcomes: dict[str, list[Any]],
+) -> None:
+    first, second = outcomes["nothing"]
+    assert first["armed"] and second["armed"]
+    assert first["raised"] is not None and first["raised"] == second["raised"]
+
+
+def test_state_that_fits_one_rank_only_is_loaded_by_none(outcomes: dict[str, list[Any]]) -> None:
+    first, second = outcomes["misfit"]
+    assert first["raised"] == f"rank 1: {second['raised']}"
+    for rank in (first, second):
+        assert difference(rank["before"], rank["after"]) == ""
