@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import stepguard
 from process_group import gloo
@@ -186,8 +187,45 @@ def misfit(out: Path) -> dict[str, Any]:
     return {"raised": raised, "before": before, "after": state_now(other, optimizer)}
 
 
+def loader_of(rank: int, size: int) -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(24.0))
+    sampler: Any = DistributedSampler(data, size, rank, shuffle=False)
+    return DataLoader(data, batch_size=2, sampler=sampler)
+
+
+def rows(folder: Path, rank: int, size: int, delivered: list[int], *, save: bool) -> list[Any]:
+    """Train on the rows of this rank, from where the checkpoint left off; save on the way."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)  # the ranks stay equal
+    config = GuardConfig(**SETTINGS, run_dir=folder)
+    seen: list[Any] = []
+    with Guard(model, optimizer, config=config, loader=loader_of(rank, size)) as guard:
+        if not save:
+            guard.restore()
+        for (batch,) in guard.loader:
+            guard.step(lambda x: model(x[:, None]).square().mean(), batch)
+            seen.append(batch.tolist())
+            if save and len(seen) == delivered[rank]:
+                break
+        if save:
+            guard.save()
+    return seen
+
+
+def data(name: str, out: Path) -> dict[str, Any]:
+    """A checkpoint of one process, continued by two; one of two is continued by one later."""
+    rank = dist.get_rank()
+    if name == "written":
+        return {"seen": rows(out / "of_two", rank, 2, [3, 3], save=True)}
+    folder = out / "of_one"
+    seen = rows(folder, rank, 2, [], save=False)
+    dist.barrier()
+    return {"seen": seen, "notes": notes(folder)}
+
+
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (saved, too_much, nothing, misfit)
+    function.__name__: function for function in (saved, too_much, nothing, misfit, data)
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distributed.launch import launch
+from distributed.rank_state_worker import notes, rows
 from guard.scenes import difference
 
 WORKER = Path(__file__).with_name("rank_state_worker.py")
@@ -21,6 +22,8 @@ NAMES = [
     "too_much",
     "nothing",
     "misfit",
+    "data-written",
+    "data-grown",
 ]
 
 
@@ -28,11 +31,13 @@ NAMES = [
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every scenario, run by one pair of processes."""
     out = tmp_path_factory.mktemp("ranks")
+    rows(out / "of_one", 0, 1, [3], save=True)
     code, said = launch(WORKER, out, NAMES, 120)
     assert code == 0, said[-4000:]
     found: dict[str, list[Any]] = {}
     for name in NAMES:
         found[name] = [torch.load(out / f"{name}.{r}.pt", weights_only=False) for r in (0, 1)]
+    found["data-shrunk"] = [rows(out / "of_two", 0, 1, [], save=False), notes(out / "of_two")]
     return found
 
 
@@ -78,3 +83,20 @@ def test_state_that_fits_one_rank_only_is_loaded_by_none(outcomes: dict[str, lis
     assert first["raised"] == f"rank 1: {second['raised']}"
     for rank in (first, second):
         assert difference(rank["before"], rank["after"]) == ""
+
+
+def test_rank_without_a_place_in_the_data_goes_on_where_the_others_do(
+    outcomes: dict[str, list[Any]],
+) -> None:
+    first, second = outcomes["data-grown"]
+    assert first["seen"][0] == [12.0, 14.0] and second["seen"][0] == [13.0, 15.0]
+    assert len(first["seen"]) == len(second["seen"]) == 3
+    told = [note for note in first["notes"] if "places in the data for 1 ranks" in note]
+    assert len(told) == 1 and "ranks 1 go on at batch 3 of pass 0" in told[0]
+
+
+def test_fewer_ranks_than_places_in_the_data_are_told(outcomes: dict[str, list[Any]]) -> None:
+    seen, said = outcomes["data-shrunk"]
+    assert seen[0] == [6.0, 7.0]
+    told = [note for note in said if "places in the data for 2 ranks, this run has 1" in note]
+    assert len(told) == 1 and "some samples come twice" in told[0]

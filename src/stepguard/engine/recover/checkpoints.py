@@ -167,7 +167,7 @@ class Checkpoints:
         """Write a state that is complete and finite; `last-good` names it only if it is good."""
         archive = self._archive
         assert archive is not None
-        proved = isinstance(pending, Snapshot) and pending.standing == "good"
+        proved = _proved(pending)
         state = self._state_worth_keeping(pending)
         told = self._context.agreement.together(
             lambda: {"kept": state is not None, "good": proved, "own": archive.rank_part(state)}
@@ -252,6 +252,10 @@ def _step(pending: Snapshot | int) -> int:
     if isinstance(pending, Snapshot):
         return pending.step
     return pending
+
+
+def _proved(pending: Snapshot | int) -> bool:
+    return isinstance(pending, Snapshot) and pending.standing == "good"
 
 
 def _first_refusal(told: list[dict[str, Any]]) -> str:

@@ -25,6 +25,7 @@ from stepguard.engine.recover.past_attempts import (
     past_of,
 )
 from stepguard.engine.recover.rank_weights import refuse_other_size, state_of_rank
+from stepguard.engine.recover.resumed_data import resume_data
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
 from stepguard.state.run_state import SavedState, StateError
@@ -149,9 +150,8 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     context.resumed = True
     random_numbers = run_state.random_numbers(state)
     run_state.put_back_random_numbers(state)
-    position = state.facts.get("loader", {}).get(str(context.agreement.rank))
-    if context.feed is not None and position is not None:
-        context.feed.go_to(tree_from_json(position, state.tensors), random_numbers)
+    if context.feed is not None:
+        resume_data(context, context.feed, state, random_numbers)
     rewinder.forget()
 
 
