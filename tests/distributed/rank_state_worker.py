@@ -224,8 +224,41 @@ def data(name: str, out: Path) -> dict[str, Any]:
     return {"seen": seen, "notes": notes(folder)}
 
 
+def origin(trouble: str, loop: str, out: Path) -> dict[str, Any]:
+    """One rank's input is bad, or its gradient once, before the reduction: whom is it put on?"""
+    folder = out / f"origin-{trouble}-{loop}"
+    bad_here = dist.get_rank() == 1
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)))
+    spoilt = [trouble == "transient" and bad_here]
+
+    def spoil(grad: Any) -> Any:
+        # a hook of the tensor acts before the reduction; once: a replay does not show it
+        now = spoilt[0] and guard._context.step == 3
+        spoilt[0] = spoilt[0] and not now
+        return grad * torch.nan if now else grad
+
+    hook = model.module[0].weight.register_hook(spoil)
+    guard, optimizer = guarded(model, folder, loop, locate=True, capsule="full")
+    with guard:
+        for step in range(6):
+            data = torch.randn(6, 4, generator=torch.Generator().manual_seed(2 * step + bad_here))
+            if trouble == "input" and bad_here and step == 3:
+                data[2] = torch.nan
+            if loop == "step":
+                guard.step(lambda x: run_of(model, x), data)
+            else:
+                optimizer.zero_grad()
+                run_of(model, data).backward()
+                optimizer.step()
+        found = list(guard.incidents)
+    hook.remove()
+    dist.barrier()
+    return {"incidents": found, "armed": guard.armed, "weights": state_now(model, optimizer)}
+
+
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (saved, too_much, nothing, misfit, data)
+    function.__name__: function for function in (saved, too_much, nothing, misfit, data, origin)
 }
 
 

@@ -12,11 +12,11 @@ import torch
 from distributed.launch import launch
 from distributed.rank_state_worker import notes, rows
 from guard.scenes import difference
+from stepguard.report.panel import next_commands
 
 WORKER = Path(__file__).with_name("rank_state_worker.py")
-APART = [
-    "-".join(p) for p in product(["expert", "stage"], ["step", "watch"], ["asked", "scheduled"])
-]
+LOOPS = ["step", "watch"]
+APART = ["-".join(p) for p in product(["expert", "stage"], LOOPS, ["asked", "scheduled"])]
 NAMES = [
     *(f"saved-{how}" for how in (*APART, "replica-step-asked", "replica-watch-scheduled")),
     "too_much",
@@ -24,6 +24,7 @@ NAMES = [
     "misfit",
     "data-written",
     "data-grown",
+    *(f"origin-{trouble}-{loop}" for trouble in ("input", "transient") for loop in LOOPS),
 ]
 
 
@@ -100,3 +101,28 @@ def test_fewer_ranks_than_places_in_the_data_are_told(outcomes: dict[str, list[A
     assert seen[0] == [6.0, 7.0]
     told = [note for note in said if "places in the data for 2 ranks, this run has 1" in note]
     assert len(told) == 1 and "some samples come twice" in told[0]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_replay_is_offered_of_the_rank_to_blame(loop: str, outcomes: dict[str, list[Any]]) -> None:
+    for rank in outcomes[f"origin-input-{loop}"]:
+        (incident,) = rank["incidents"]
+        assert rank["armed"] and incident.origin.rank == 1 and incident.reading.bad_ranks == (1,)
+        if loop == "watch":
+            continue  # no capsule: the guard does not run the step
+        command = next_commands(incident)[0]
+        assert command.startswith("stepguard replay ") and command.endswith("-rank1/capsule")
+        assert Path(command.removeprefix("stepguard replay ")).is_dir()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_fault_that_no_rank_shows_again_is_put_on_no_rank(
+    loop: str, outcomes: dict[str, list[Any]]
+) -> None:
+    for rank in outcomes[f"origin-transient-{loop}"]:
+        (incident,) = rank["incidents"]
+        assert rank["armed"] and incident.origin.rank is None
+        assert incident.reading.bad_ranks == ()
+        assert any("the rank it came from is not known" in text for text in incident.origin.remarks)
+    first, second = outcomes[f"origin-transient-{loop}"]
+    assert difference(first["weights"], second["weights"]) == ""
