@@ -98,7 +98,7 @@ class Guard:
         self._error: BaseException | None = None
         self._make_known()
         if self._saving.has_store and self._context.config.on_signal == "save":
-            self._signals.listen()
+            self._signals.listen(ranks=self._context.agreement.size)
             self._context.resources.callback(self._signals.stop_listening)
 
     def _make_known(self) -> None:

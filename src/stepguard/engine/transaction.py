@@ -31,7 +31,7 @@ from stepguard.engine.incident.halting import halt
 from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.outcome import not_applied
 from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
-from stepguard.engine.incident.rank_reading import agreed_reading
+from stepguard.engine.incident.rank_reading import agreed_reading, with_rank
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
 from stepguard.engine.protect import Protection, explain_or_warn
@@ -285,7 +285,7 @@ class Transaction:
         def look() -> dict[str, Any]:
             if agreement.rank != leader:
                 return {}
-            return to_jsonable(replace(self._find(step, reading), rank=leader))
+            return to_jsonable(with_rank(self._find(step, reading), reading))
 
         told = agreement.together(look)[leader]
         return from_jsonable(Origin, told) if told else None

@@ -79,12 +79,22 @@ def next_commands(incident: Incident) -> list[str]:
     """What to type next, most telling first; only what this incident has files for."""
     commands = []
     if incident.run and incident.capsule:
-        commands.append(f"stepguard replay {shlex.quote(f'{incident.run}/{incident.capsule}')}")
+        capsule = f"{incident.run}/{_capsule_of_origin(incident)}"
+        commands.append(f"stepguard replay {shlex.quote(capsule)}")
     if incident.findings:
         commands.append(f"stepguard explain {incident.findings[0].code}")
     if incident.run:
         commands.append(f"stepguard report {shlex.quote(incident.run)}")
     return commands
+
+
+def _capsule_of_origin(incident: Incident) -> str:
+    """The capsule of the rank to blame: this rank's own holds a step that was healthy here."""
+    origin = incident.origin
+    if origin is None or origin.rank in (None, incident.rank):
+        return incident.capsule or ""
+    suffix = f"-rank{origin.rank}" if origin.rank else ""
+    return f"incidents/{incident.id}{suffix}/capsule"
 
 
 def _sections(incident: Incident, policy: Policy | None, unicode: bool) -> Iterator[Section]:

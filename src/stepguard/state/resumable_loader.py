@@ -143,13 +143,22 @@ class ResumableLoader:
         if position["begun"] is not None:
             self._goal = (position, random_numbers)
 
+    def go_to_number(self, epoch: int, delivered: int) -> None:
+        """Start the next iteration at this batch of this pass, in an order drawn anew."""
+        begun = self._start_now() if delivered else None
+        place = {"epoch": epoch, "delivered": delivered, "begun": begun, "state": None}
+        self.go_to(place, None)
+
     def _from_start(self) -> IndexObserver:
         self.delivered = 0
-        self._begun = {
+        self._begun = self._start_now()
+        return IndexObserver(self._loader)
+
+    def _start_now(self) -> dict[str, Any]:
+        return {
             "rng": _rng_as_facts(capture_rng()),
             "generators": [g.get_state() for g in self._generators()],
         }
-        return IndexObserver(self._loader)
 
     def _from_position(
         self, position: dict[str, Any], random_numbers: RngState | None

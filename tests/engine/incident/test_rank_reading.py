@@ -24,8 +24,8 @@ BAD_GRADIENT = Reading(step=0, loss=1.0, grads_finite=False)
     [
         ({}, 0),
         ({"loss": math.nan, "micro_losses": (math.nan,)}, 2),
-        ({"bad_state": ("param:w",)}, 2),
-        ({"bad_inputs": ("batch:0",)}, 2),
+        ({"bad_state": ("param:w",)}, 3),
+        ({"bad_inputs": ("batch:0",)}, 3),
         ({"grads_finite": False, "overflow": True}, 0),
     ],
 )
@@ -42,7 +42,15 @@ def test_replay_tells_whose_gradients_were_exchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("troubles", "bad", "chosen"), [((0, 2, 1), (1,), 1), ((0, 0, 0), (), 0), ((1, 1), (0, 1), 0)]
+    ("troubles", "bad", "chosen"),
+    [
+        ((0, 2, 1), (1,), 1),
+        ((0, 0, 0), (), 0),
+        ((1, 1), (), 0),  # averaged gradients: any rank may have made them
+        ((0, 1), (1,), 1),
+        ((2, 2), (0, 1), 0),
+        ((2, 3, 0), (1, 0), 1),  # a bad stage makes the losses of other ranks bad
+    ],
 )
 def test_worst_rank_speaks_for_all(
     troubles: tuple[int, ...],

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import examine
-from stepguard.records import Reading
+from stepguard.records import Origin, Reading
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
 from stepguard.state.step import Step
+
+EXCHANGED = 1
+"""The gradients are bad, and may be another rank's."""
+HERE = 2
+"""The loss is bad, or a replay on this rank alone is."""
+HELD = 3
+"""A stored tensor or an input is bad. A loss can be bad by what a pipeline or a gather brought."""
+
+NO_RANK = (
+    "the rank it came from is not known: no rank shows it again by itself, and the gradients were "
+    "already exchanged"
+)
 
 
 def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
@@ -21,19 +34,29 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
         return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
 
     told_by_rank = context.agreement.together(look)
-    worst = max(told["trouble"] for told in told_by_rank)
-    bad: list[int] = []
-    if worst > 0:
-        bad = [rank for rank, told in enumerate(told_by_rank) if told["trouble"] == worst]
+    bad = blamed_ranks([told["trouble"] for told in told_by_rank])
     leader = bad[0] if bad else 0
     agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
     return replace(agreed, bad_ranks=tuple(bad))
 
 
+def blamed_ranks(troubles: Sequence[int]) -> list[int]:
+    """The ranks that made the bad value, the surest first; empty where that is not known."""
+    worst = max(troubles)
+    if worst == EXCHANGED and min(troubles) == worst:
+        # averaged gradients are the same everywhere, and tell of no rank
+        return []
+    least = HERE if worst >= HERE else EXCHANGED
+    bad = [rank for rank, trouble in enumerate(troubles) if trouble >= least]
+    return sorted(bad, key=lambda rank: -troubles[rank])
+
+
 def own_trouble(step: Step, reading: Reading) -> int:
-    """How surely this rank made the bad value: 2 by itself, 1 by exchanged gradients, 0 not."""
-    if reading.bad_micro_batches or reading.bad_state or reading.bad_inputs:
-        return 2
+    """How surely this rank made the bad value: in what it holds, by itself, by exchange, not."""
+    if reading.bad_state or reading.bad_inputs:
+        return HELD
+    if reading.bad_micro_batches:
+        return HERE
     if reading.grads_finite or reading.overflow:
         return 0
     # DDP has averaged the gradients already, so only a replay tells whose they were
@@ -42,5 +65,12 @@ def own_trouble(step: Step, reading: Reading) -> int:
     elif step.model_only:
         clean = gradients_came_back_finite(step) and model_finite(step)
     else:
-        return 1
-    return 0 if clean else 2
+        return EXCHANGED
+    return 0 if clean else HERE
+
+
+def with_rank(origin: Origin, reading: Reading) -> Origin:
+    """Name the rank of an origin; where no rank is known, say so."""
+    if reading.bad_ranks:
+        return replace(origin, rank=reading.bad_ranks[0])
+    return replace(origin, rank=None, remarks=(*origin.remarks, NO_RANK))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,9 @@ from stepguard._errors import StepguardError
 from stepguard.checkpoints import Background, Entry, Health, Store
 from stepguard.engine.context import Context
 from stepguard.engine.recover.probation import Probation
+from stepguard.engine.recover.rank_weights import APART, RankWeights, add_parts, state_of_rank
 from stepguard.state.run_state import SavedState
 from stepguard.tensors.values import is_finite
-
-RANKED = ("rng", "loader")
-"""Facts that every rank has its own of."""
 
 
 class Archive:
@@ -23,6 +22,7 @@ class Archive:
         config = context.config
         self._context = context
         self._probation = probation
+        self._rank_weights = RankWeights(context)
         self.store = Store(folder, keep=config.keep, keep_every=config.keep_every)
         self.background = Background(self.store, self._say)
         context.resources.callback(self.store.close)
@@ -56,7 +56,8 @@ class Archive:
                 self._say(str(fault))
                 return None
             if opened.step == step:
-                return SavedState(opened.tensors, opened.facts)
+                rank = self._context.agreement.rank
+                return state_of_rank(opened.tensors, opened.facts, rank)
             return None
         return None
 
@@ -67,13 +68,28 @@ class Archive:
         if state is None or self._context.agreement.size == 1:
             return {}
         rank = str(self._context.agreement.rank)
-        prefixes = tuple(f"{kind}/" for kind in RANKED)
+        prefixes = tuple(f"{kind}/" for kind in APART)
         tensors = {name: t for name, t in state.tensors.items() if name.startswith(prefixes)}
-        facts = {kind: state.facts.get(kind, {}).get(rank) for kind in RANKED}
-        return {"facts": facts, "tensors": tensors}
+        facts = {kind: state.facts.get(kind, {}).get(rank) for kind in APART}
+        summary = self._rank_weights.summary(state)
+        return {"facts": facts, "tensors": tensors, "summary": summary}
 
-    def complete(self, state: SavedState, parts: list[dict[str, Any]]) -> None:
+    def own_weights(
+        self, state: SavedState, parts: list[dict[str, Any]]
+    ) -> tuple[dict[str, Any], str]:
+        """What ranks hold that rank 0 does not, by rank; or why it cannot be written. All call."""
+        if len({part.get("summary") for part in parts}) == 1:
+            return {}, ""
+        return self._rank_weights.collect(state)
+
+    def complete(
+        self,
+        state: SavedState,
+        parts: list[dict[str, Any]],
+        weights: Mapping[str, Any] | None = None,
+    ) -> None:
         """Add the parts of all ranks, and the names of tensors that are non-finite on purpose."""
+        add_parts(state, weights or {})
         for rank, part in enumerate(part for part in parts if part):
             state.tensors.update(part["tensors"])
             for kind, facts in part["facts"].items():

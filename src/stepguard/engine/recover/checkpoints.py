@@ -69,17 +69,26 @@ class Checkpoints:
         if refused or state is None:
             self._say(f"NOT saved, the state is not good: {refused.removesuffix('.')}")
             return None
-        return self._write_now(archive, state, [facts["own"] for facts in told])
+        parts = [facts["own"] for facts in told]
+        weights, why = archive.own_weights(state, parts)
+        if why:
+            self._say(f"NOT saved: {why}")
+            return None
+        return self._write_now(archive, state, parts, weights)
 
     def _write_now(
-        self, archive: Archive, state: SavedState, parts: list[dict[str, Any]]
+        self,
+        archive: Archive,
+        state: SavedState,
+        parts: list[dict[str, Any]],
+        weights: dict[str, Any],
     ) -> Path | None:
         """Rank 0 writes, and every rank learns where."""
 
         def write() -> dict[str, Any]:
             if self._context.agreement.rank:
                 return {}
-            archive.complete(state, parts)
+            archive.complete(state, parts, weights)
             path = archive.save(state)
             return {"path": None if path is None else str(path)}
 
@@ -158,22 +167,29 @@ class Checkpoints:
         """Write a state that is complete and finite; `last-good` names it only if it is good."""
         archive = self._archive
         assert archive is not None
-        proved = isinstance(pending, Snapshot) and pending.standing == "good"
+        proved = _proved(pending)
         state = self._state_worth_keeping(pending)
         told = self._context.agreement.together(
             lambda: {"kept": state is not None, "good": proved, "own": archive.rank_part(state)}
         )
-        if not all(facts["kept"] for facts in told):
+        if state is None or not all(facts["kept"] for facts in told):
             step = _step(pending)
             self._say(f"the state of step {step} has not proved good: no checkpoint of it")
             return
-        if self._context.agreement.rank == 0 and isinstance(pending, Snapshot):
-            archive.complete(pending.state, [facts["own"] for facts in told])
-            good = all(facts["good"] for facts in told)
-            if archive.offer(pending.step, pending.state, good=good):
-                pending.lent = True
-                self._lent = pending
-            # else an earlier one is still being written, and stays lent until it is
+        parts = [facts["own"] for facts in told]
+        weights, why = archive.own_weights(state, parts)
+        if why:
+            self._say(f"no checkpoint of step {_step(pending)}: {why}")
+        elif self._context.agreement.rank == 0 and isinstance(pending, Snapshot):
+            archive.complete(state, parts, weights)
+            self._lend(archive, pending, good=all(facts["good"] for facts in told))
+
+    def _lend(self, archive: Archive, snapshot: Snapshot, *, good: bool) -> None:
+        """Have a snapshot written; its memory is not used again before it is."""
+        if archive.offer(snapshot.step, snapshot.state, good=good):
+            snapshot.lent = True
+            self._lent = snapshot
+        # else an earlier one is still being written, and stays lent until it is
 
     def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
         if not isinstance(pending, Snapshot):
@@ -236,6 +252,10 @@ def _step(pending: Snapshot | int) -> int:
     if isinstance(pending, Snapshot):
         return pending.step
     return pending
+
+
+def _proved(pending: Snapshot | int) -> bool:
+    return isinstance(pending, Snapshot) and pending.standing == "good"
 
 
 def _first_refusal(told: list[dict[str, Any]]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stepguard._errors import StepguardError, StoreError
 from stepguard.checkpoints import Opened, Store
 from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
@@ -23,9 +24,11 @@ from stepguard.engine.recover.past_attempts import (
     failed_starts,
     past_of,
 )
+from stepguard.engine.recover.rank_weights import refuse_other_size, state_of_rank
+from stepguard.engine.recover.resumed_data import resume_data
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
-from stepguard.state.run_state import SavedState
+from stepguard.state.run_state import SavedState, StateError
 from stepguard.state.tree_json import tree_from_json
 
 LAST_GOOD = "last-good"
@@ -43,8 +46,9 @@ def restore_checkpoint(
     opened = _open_together(context, store, _choose(context, store, which, attempts))
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
-    difference = compare_rates(context.optimizer, opened.facts["groups"], opened.tensors)
-    _load(context, rewinder, SavedState(opened.tensors, opened.facts))
+    state = _state_that_fits(context, rewinder, opened)
+    difference = compare_rates(context.optimizer, state.facts["groups"], state.tensors)
+    _load(context, rewinder, state)
     context.run_id = opened.health.run or context.run_id
     skip_lost_batches(context)
     rewinder.past = past_of(attempts)
@@ -87,20 +91,48 @@ def _choose(
 
 
 def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
-    """Open the same checkpoint on every rank: the first one chooses."""
+    """Open the same checkpoint on every rank: the first one chooses. All raise, or none does."""
+    rank = context.agreement.rank
+    opened = None if rank else _opened(store, which)
+    mine = {"why": "", "path": ""}
+    if isinstance(opened, StoreError):
+        mine["why"] = str(opened)
+    elif opened is not None:
+        mine["path"] = str(opened.path)
+    first = context.agreement.together(lambda: mine)[0]
+    if not first["why"] and rank:
+        opened = _opened(store, Path(first["path"]))
+    why = str(opened) if isinstance(opened, StoreError) else ""
+    _raise_together(context, first["why"] or why, StoreError)
+    assert isinstance(opened, Opened)
+    return opened
+
+
+def _opened(store: Store, which: str | Path) -> Opened | StoreError:
+    """Open a checkpoint; the error is returned, for the other ranks have to hear of it first."""
+    try:
+        return store.open(which)
+    except StoreError as why:
+        return why
+
+
+def _state_that_fits(context: Context, rewinder: Rewinder, opened: Opened) -> SavedState:
+    """This rank's state, once every rank has found that its own fits: nothing is loaded before."""
     agreement = context.agreement
-    chosen: list[Opened] = []
+    refuse_other_size(opened.tensors, opened.facts, agreement.size)
+    state = state_of_rank(opened.tensors, opened.facts, agreement.rank)
+    why = rewinder.snapshots.run_state.misfit(state)
+    _raise_together(context, why and f"the saved state does not fit: {why}.", StateError)
+    return state
 
-    def choose() -> dict[str, Any]:
-        if agreement.rank:
-            return {}
-        chosen.append(store.open(which))
-        return {"path": str(chosen[0].path)}
 
-    path = agreement.together(choose)[0]["path"]
-    if agreement.rank:
-        chosen.append(store.open(Path(path)))
-    return chosen[0]
+def _raise_together(context: Context, why: str, kind: type[StepguardError]) -> None:
+    """Raise on all ranks what one of them has against going on."""
+    told = context.agreement.together(lambda: {"why": why})
+    for rank, facts in enumerate(told):
+        if facts["why"]:
+            same = why == facts["why"] or len(told) == 1
+            raise kind(facts["why"] if same else f"rank {rank}: {facts['why']}")
 
 
 def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
@@ -118,9 +150,8 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     context.resumed = True
     random_numbers = run_state.random_numbers(state)
     run_state.put_back_random_numbers(state)
-    position = state.facts.get("loader", {}).get(str(context.agreement.rank))
-    if context.feed is not None and position is not None:
-        context.feed.go_to(tree_from_json(position, state.tensors), random_numbers)
+    if context.feed is not None:
+        resume_data(context, context.feed, state, random_numbers)
     rewinder.forget()
 
 

@@ -12,11 +12,15 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from stepguard.engine.recover.stuck_process import StuckProcess
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 _listening: list[Signals] = []
 _before: dict[int, Any] = {}
+_stuck: list[StuckProcess] = []
+"""At most one: with several ranks a process may wait for another where no handler is run."""
 
 
 class Signals:
@@ -31,13 +35,15 @@ class Signals:
         self.waiting: int | None = None
         """The signal that this guard has not acted upon yet."""
 
-    def listen(self) -> None:
+    def listen(self, *, ranks: int = 1) -> None:
         """Install the handler, if this is the first guard."""
         # Python allows signal handlers in the main thread only
         if threading.current_thread() is not threading.main_thread():
             return
         if not _listening:
             _install()
+        if ranks > 1 and not _stuck:
+            _stuck.append(StuckProcess(_ends_process))
         _listening.append(self)
 
     def stop_listening(self) -> None:
@@ -54,6 +60,8 @@ class Signals:
         number = self.waiting
         assert number is not None
         self.waiting = None
+        for process in _stuck:
+            process.acted()
         self._save(number)
         if any(other.waiting is not None for other in _listening):
             return
@@ -86,6 +94,11 @@ def _usual_effect(number: int, before: Any, frame: FrameType | None = None) -> N
         raise SystemExit(EXIT_TERMINATED)
 
 
+def _ends_process(number: int) -> bool:
+    """Would the signal end this process at once if there were no guard?"""
+    return number in _before and _before[number] is signal.SIG_DFL
+
+
 def _install() -> None:
     for number in SIGNALS:
         before = signal.getsignal(number)
@@ -96,6 +109,8 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
+    while _stuck:
+        _stuck.pop().close()
     for number, before in _before.items():
         # another handler that was installed after this one is left alone
         if signal.getsignal(number) is _handle:
