@@ -33,6 +33,7 @@ from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
+from stepguard.state.sharded import sharded_part
 from stepguard.state.step import unwrapped
 from stepguard.tensors.values import elements
 
@@ -67,6 +68,7 @@ def build_context(
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
+        sharded=bool(sharded_part(roots.values())),
         loss_scale=config.loss_scale or 1.0,
         effort=LocateBudget(config.locate_budget),
     )

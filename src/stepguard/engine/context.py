@@ -63,6 +63,8 @@ class Context:
     declared: DeclaredRates
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    sharded: bool = False
+    """No rank holds all parameters, so no step can be replayed by one rank alone."""
     name: str = ""
     """Which guard this is, where a process has several."""
     outputs: Outputs = field(default_factory=Outputs)
@@ -196,7 +198,10 @@ class Context:
 def bare_step(context: Context) -> Step:
     """The last step, when nothing of it can be run again."""
     index = max(context.step - 1, 0)
-    return Step(index, context.model, context.optimizer, context.modules, context.buffers)
+    return Step(
+        *(index, context.model, context.optimizer, context.modules, context.buffers),
+        sharded=context.sharded,
+    )
 
 
 def real_optimizer(optimizer: Optimizer) -> Optimizer:

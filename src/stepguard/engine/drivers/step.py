@@ -115,6 +115,7 @@ class StepDriver:
                 loss_fn=loss_fn,
                 micro_batches=micro_batches,
                 clip_norm=context.config.clip_norm,
+                sharded=context.sharded,
             )
         return None
 
