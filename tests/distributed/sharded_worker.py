@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -26,11 +27,12 @@ from torch.distributed.tensor.parallel import (
 
 import stepguard
 from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard.engine.drivers import step_end
 
 FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
 LONG = 40
 """Steps after which the usual level of the loss is known."""
-CLIP = 0.5
+CLIP = 0.7
 """Below the norm of most steps."""
 CONFIG = GuardConfig(terminal="quiet")
 Batch = tuple[Tensor, Tensor, str]
@@ -218,11 +220,39 @@ def spike(loop: str, engine: str, anomalies: Any) -> dict[str, Any]:
 
 
 def damage(loop: str, engine: str, kind: str) -> dict[str, Any]:
-    return {"guarded": guarded(loop, engine, {3: kind}, CONFIG)}
+    return {"guarded": guarded(loop, engine, {BAD_STEP: kind}, CONFIG)}
+
+
+def fault(loop: str, engine: str, clipping: str) -> dict[str, Any]:
+    """The guard of one rank fails in the middle of a healthy run."""
+    original, calls = step_end.add_to_history, Counter[str]()
+
+    def failing(*args: Any) -> None:
+        calls["committed"] += 1
+        if dist.get_rank() == BAD_RANK and calls["committed"] == 2:
+            raise OSError("the disk of one rank is full")
+        original(*args)
+
+    step_end.add_to_history = failing
+    try:
+        return healthy(loop, engine, clipping)
+    finally:
+        step_end.add_to_history = original
+
+
+def refused() -> dict[str, Any]:
+    """FSDP1 can only clip through a root, and here it has two."""
+    parts = [FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")) for _ in "ab"]
+    model = nn.Sequential(*parts)
+    try:
+        Guard(model, torch.optim.SGD(model.parameters()), config=replace(CONFIG, clip_norm=CLIP))
+    except stepguard.ConfigError as error:
+        return {"why": str(error)}
+    return {"why": ""}
 
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (trouble, healthy, spike, damage)
+    function.__name__: function for function in (trouble, healthy, spike, damage, fault, refused)
 }
 
 

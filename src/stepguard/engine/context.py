@@ -25,6 +25,7 @@ from stepguard.ledger import Ledger
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
+from stepguard.sentinel.gradients import GradientNorm
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
@@ -104,6 +105,8 @@ class Context:
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     effort: LocateBudget = field(default_factory=LocateBudget)
     """What placing an incident may cost."""
+    norm_of_ranks: tuple[int, GradientNorm | None] | None = None
+    """The step that gradients of all ranks were last measured in, and their norm."""
     last_read: float = field(default_factory=time.perf_counter)
     _told_waiting: bool = False
     _given: list[Tensor] = field(default_factory=list)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-SHARDING_MODULES = ("FullyShardedDataParallel", "FSDPModule")
-"""FSDP1 wraps a module; `fully_shard` (FSDP2) makes its class a subclass of FSDPModule."""
+from stepguard.tensors.sharding import is_distributed, sharding_class
+
 SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
 WAY_OUT = (
     "snapshots, guard.save() and rewinding are off for this run; save with "
@@ -35,24 +35,10 @@ def sharded_part(modules: Iterable[nn.Module]) -> str:
     """
     for root in modules:
         for module in root.modules():
-            kind = _sharding_class(module)
+            kind = sharding_class(module)
             if kind:
                 return f"the model is wrapped in {kind}"
         for name, parameter in root.named_parameters():
             if is_distributed(parameter):
                 return f"parameter {name} is a DTensor"
-    return ""
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """True for a DTensor. Only these have placements; importing their class is slow."""
-    return hasattr(tensor, "placements")
-
-
-def _sharding_class(module: nn.Module) -> str:
-    # While a module of FSDP2 computes, its parameters are whole, plain tensors: only its class
-    # tells.
-    for kind in type(module).__mro__:
-        if kind.__name__ in SHARDING_MODULES:
-            return kind.__name__
     return ""

@@ -239,7 +239,8 @@ class StepDriver:
         context = self.context
         norm = pending.norm
         known = reading.grad_norm
-        if outliers_kept_out:
+        if outliers_kept_out and not context.sharded:
+            # sharded: other ranks may have kept none out, and would not take part in a new norm
             norm = gradient_norm([p.grad for p in context.parameters if p.grad is not None])
             known = None
         if context.config.clip_norm is not None and norm is not None:
