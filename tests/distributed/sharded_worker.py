@@ -240,6 +240,28 @@ def fault(loop: str, engine: str, clipping: str) -> dict[str, Any]:
         step_end.add_to_history = original
 
 
+def midway(engine: str) -> dict[str, Any]:
+    """The guard is attached while the model computes, when FSDP2 has plain, whole parameters."""
+    model, optimizer = build(engine)
+    guards: list[Guard] = []
+
+    def attach(*_: Any) -> None:
+        if not guards:
+            guards.append(stepguard.watch(model, optimizer, config=CONFIG))
+
+    handle = model.get_submodule("0").register_forward_hook(attach)
+    said = [
+        bare_step(model, optimizer, batch(engine, step, ""), clips=True) for step in range(STEPS)
+    ]
+    handle.remove()
+    with guards[0] as guard:
+        seen = {"armed": guard.armed, "incidents": guard.incidents, "said": said}
+    return {
+        "guarded": {**seen, **end(model, optimizer)},
+        "reference": reference(engine, {}, skip=False, clips=True),
+    }
+
+
 def refused() -> dict[str, Any]:
     """FSDP1 can only clip through a root, and here it has two."""
     parts = [FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")) for _ in "ab"]
@@ -252,7 +274,8 @@ def refused() -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (trouble, healthy, spike, damage, fault, refused)
+    function.__name__: function
+    for function in (trouble, healthy, spike, damage, fault, midway, refused)
 }
 
 

@@ -30,6 +30,7 @@ HEALTHY = [
 ]
 FAULTS = ["-".join(("fault", "step", engine, "clip")) for engine in ENGINES]
 DAMAGED = ["-".join(("damage", *parts)) for parts in product(LOOPS, ENGINES, ["weight", "slot"])]
+MIDWAY = ["midway-fsdp2", "midway-fsdp1"]
 SPIKES = ["-".join(("spike", "step", engine, "act")) for engine in ENGINES]
 BAD_STEPS = [2, 3]
 
@@ -38,7 +39,7 @@ BAD_STEPS = [2, 3]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every scenario, run by one pair of processes; what each rank ended with."""
     out = tmp_path_factory.mktemp("sharded")
-    names = [*HEALTHY, *TROUBLED, *SPIKES, *DAMAGED, *FAULTS, "refused"]
+    names = [*HEALTHY, *TROUBLED, *SPIKES, *DAMAGED, *FAULTS, *MIDWAY, "refused"]
     code, log = launch(WORKER, out, names, 150)
     assert code == 0, log[-3000:]
     return {
@@ -125,3 +126,14 @@ def test_clipping_that_fsdp1_cannot_do_is_refused_with_the_way_out(
 ) -> None:
     for rank in outcomes["refused"]:
         assert "wrap it, or use stepguard.watch and clip in your loop" in rank["why"]
+
+
+@pytest.mark.parametrize("name", MIDWAY)
+def test_guard_attached_while_the_parameters_are_whole_stays_armed(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    for rank in outcomes[name]:
+        guarded, bare = rank["guarded"], rank["reference"]
+        assert guarded["armed"] and guarded["incidents"] == ()
+        assert guarded["said"] == bare["said"]
+        assert difference(_parts(guarded), _parts(bare)) == ""
