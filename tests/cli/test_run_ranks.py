@@ -65,6 +65,33 @@ IN_THE_LOSS = """
 """
 
 
+SHARDED = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+mesh = init_device_mesh("cpu", (2,))
+fully_shard(model[0], mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+torch.manual_seed(rank)
+for step in range(6):
+    x, y = torch.randn(4, 6), torch.randint(3, (4,))
+    if BAD and step == 3 and rank == 1:
+        x[2, 0] = torch.nan
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+total = sum(p.to_local().double().sum() for p in model.parameters()).item()
+os.write(1, f"rank{rank} end {total!r}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
 def torchrun(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     return python(folder, *launcher, *words, timeout=280, **variables)
@@ -142,3 +169,29 @@ def test_a_rank_that_traces_takes_part_in_every_collective(tmp_path: Path) -> No
         1,
         f"train.py:{line_of(script, '# IN THE LOSS')}",
     )
+
+
+def test_a_healthy_script_with_fsdp2_stays_guarded_and_prints_what_it_prints_alone(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, HEAD + SHARDED.replace("BAD", "False"))
+    bare = torchrun(tmp_path, "train.py")
+    under_guard = torchrun(tmp_path, "-m", "stepguard", "run", "train.py")
+    assert under_guard.returncode == 0, under_guard.stderr
+    for rank in (0, 1):
+        assert by_rank(under_guard, rank) == by_rank(bare, rank) != []
+    assert "6 steps guarded, 0 incidents" in under_guard.stderr
+    assert "disarmed" not in under_guard.stderr
+
+
+def test_a_nan_on_one_rank_of_fsdp2_is_skipped_by_both(tmp_path: Path) -> None:
+    write(tmp_path, HEAD + SHARDED.replace("BAD", "True"))
+    done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert by_rank(done, rank)[-1].split()[-1] != "nan"
+        record = read_run(tmp_path / "run", rank)
+        (incident,) = record.incidents
+        assert [line["committed"] for line in record.steps] == [True, True, True, False, True, True]
+        assert (incident.step, incident.reading.bad_ranks, origin_of(incident).rank) == (3, (1,), 1)
+    assert "disarmed" not in done.stderr

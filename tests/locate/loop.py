@@ -31,6 +31,7 @@ class Loop:
     lr: float | None = None
     last: tuple[Step, Reading] | None = None
     losses: tuple[float, ...] = ()
+    sharded: bool = False
 
     def step(self, index: int, micro_batches: Sequence[Any]) -> Origin | None:
         """None for a healthy step, which is then committed."""
@@ -47,6 +48,7 @@ class Loop:
             self.loss_fn,
             tuple(micro_batches),
             scale=scale,
+            sharded=self.sharded,
         )
         record.clip_norm = self.clip
         bad = bad_state(record)

@@ -169,15 +169,11 @@ def test_bad_target_is_found_inside_nested_batches() -> None:
 
 
 def test_sharded_parameters_are_not_replayed_alone() -> None:
-    class DTensor(torch.Tensor):
-        """Stands for torch.distributed's class of the same name."""
-
     model = nn.Linear(3, 1)
-    model.weight = nn.Parameter(model.weight.detach().as_subclass(DTensor))
-    model.weight.data = model.weight.detach().as_subclass(DTensor)
     loop = Loop(
         model, torch.optim.SGD(model.parameters(), lr=0.01), lambda b: mse(model, b) * math.nan
     )
+    loop.sharded = True
     origin = loop.step(0, [{"x": noise(4, 3), "y": noise(4, 1)}])
     assert isinstance(origin, Origin) and origin.reproduced is None
     assert origin.evidence.no_replay == "parameters are sharded over ranks"

@@ -33,7 +33,9 @@ from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
+from stepguard.state.sharded import sharded_part
 from stepguard.state.step import unwrapped
+from stepguard.tensors.sharding import wrapped_by_fsdp1
 from stepguard.tensors.values import elements
 
 T = TypeVar("T")
@@ -54,6 +56,8 @@ def build_context(
     scheduler = _checked_schedule(scheduler)
     automatic_guards.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
+    if config.clip_norm is not None:
+        _check_clipping(roots)
     agreement = Agreement(model)
     context = Context(
         *(model, optimizer, scheduler, scaler),
@@ -67,6 +71,7 @@ def build_context(
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
+        sharded=bool(sharded_part(roots.values())),
         loss_scale=config.loss_scale or 1.0,
         effort=LocateBudget(config.locate_budget),
     )
@@ -192,6 +197,18 @@ def _check(model: object, optimizer: object, modules: object, extra: object) -> 
             "{'criterion': loss_module}."
         )
     _check_extra(extra)
+
+
+def _check_clipping(roots: dict[str, nn.Module]) -> None:
+    """Gradients of FSDP1 can be clipped through its root only."""
+    if wrapped_by_fsdp1(roots[""]) and len(roots) == 1:
+        return
+    parts = (module for root in roots.values() for module in root.modules())
+    if any(map(wrapped_by_fsdp1, parts)):
+        raise ConfigError(
+            "clip_norm needs the whole model to be wrapped in one FullyShardedDataParallel, which "
+            "clips for all its parts; wrap it, or use stepguard.watch and clip in your loop."
+        )
 
 
 def _are_named_modules(modules: object) -> bool:

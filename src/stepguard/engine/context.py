@@ -25,6 +25,7 @@ from stepguard.ledger import Ledger
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
+from stepguard.sentinel.gradients import GradientNorm
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
@@ -63,6 +64,8 @@ class Context:
     declared: DeclaredRates
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    sharded: bool = False
+    """No rank holds all parameters, so no step can be replayed by one rank alone."""
     name: str = ""
     """Which guard this is, where a process has several."""
     outputs: Outputs = field(default_factory=Outputs)
@@ -102,6 +105,8 @@ class Context:
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     effort: LocateBudget = field(default_factory=LocateBudget)
     """What placing an incident may cost."""
+    norm_of_ranks: tuple[int, GradientNorm | None] | None = None
+    """The step that gradients of all ranks were last measured in, and their norm."""
     last_read: float = field(default_factory=time.perf_counter)
     _told_waiting: bool = False
     _given: list[Tensor] = field(default_factory=list)
@@ -196,7 +201,10 @@ class Context:
 def bare_step(context: Context) -> Step:
     """The last step, when nothing of it can be run again."""
     index = max(context.step - 1, 0)
-    return Step(index, context.model, context.optimizer, context.modules, context.buffers)
+    return Step(
+        *(index, context.model, context.optimizer, context.modules, context.buffers),
+        sharded=context.sharded,
+    )
 
 
 def real_optimizer(optimizer: Optimizer) -> Optimizer:

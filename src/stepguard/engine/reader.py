@@ -17,6 +17,7 @@ from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.packet import Packet
 from stepguard.sentinel.risky_update import is_custom
+from stepguard.sentinel.sharded_gradients import norm_over_ranks
 from stepguard.sentinel.stored_tensors import (
     RotatingScan,
     extremes,
@@ -174,7 +175,7 @@ class Reader:
         context.agreement.announced()
         self._leave_out_accepted()
         if norm is None:
-            norm = gradient_norm(_gradients(context), each=is_custom(context.optimizer))
+            norm = own_norm(context)
         parts = _parts(losses)
         named = self._named_values(losses, norm, others)
         followed = _followed_now(context)
@@ -309,6 +310,18 @@ class Reader:
         if grads_gone:
             return False
         return all(is_finite(gradient) for gradient in _gradients(self._context))
+
+
+def own_norm(context: Context) -> GradientNorm | None:
+    """Return the norm of the gradients; where sharded ones are clipped, that of all ranks."""
+    each = is_custom(context.optimizer)
+    max_norm = context.config.clip_norm
+    if not context.sharded or max_norm is None:
+        # what is only read stays this rank's own: the flags of all ranks travel together anyway
+        return gradient_norm(_gradients(context), each=each)
+    norm = norm_over_ranks(context.roots[""], context.parameters, max_norm, each=each)
+    context.norm_of_ranks = (context.step, norm)
+    return norm
 
 
 def _gradients(context: Context) -> list[Tensor]:

@@ -16,7 +16,7 @@ from stepguard.records.origin import Operand, Origin
 from stepguard.records.reading import Reading
 from stepguard.state.step import Step
 from stepguard.tensors.names import named_buffers, named_parameters, names_by_id
-from stepguard.tensors.values import is_finite
+from stepguard.tensors.values import is_finite, local_part
 
 
 def stored_tensor(step: Step, name: str) -> Tensor | None:
@@ -47,7 +47,7 @@ def optimizer_slots(step: Step) -> Iterator[tuple[str, str, Tensor]]:
 def bad_elements(tensor: Tensor, operand: Operand) -> Evidence:
     """Count the bad elements of a stored tensor."""
     bad = operand.nan + operand.posinf + operand.neginf
-    return Evidence(bad_elements=bad, elements=tensor.numel())
+    return Evidence(bad_elements=bad, elements=local_part(tensor).numel())
 
 
 def state_origin(step: Step, reading: Reading) -> Origin:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepguard.tensors.values import local_part
+
 MASK_SHARE = 0.2
 """A tensor with this share of -inf is a mask even if other values differ (position biases)."""
 
@@ -39,7 +41,7 @@ def plain(tensor: Tensor) -> Tensor:
     """
     if tensor.is_meta or (tensor.is_nested and tensor.layout is torch.strided):
         return torch.empty(0)
-    dense = tensor.detach()
+    dense = local_part(tensor).detach()
     if dense.layout is not torch.strided:
         # Not coalesce(), which would give new memory: a tensor's maker is known by its memory.
         dense = dense._values() if dense.layout is torch.sparse_coo else dense.values()

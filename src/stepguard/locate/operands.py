@@ -11,7 +11,7 @@ from torch import Tensor
 from stepguard.locate.finite import broken, numeric, plain
 from stepguard.records.origin import Operand
 from stepguard.tensors.dtypes import dtype_name
-from stepguard.tensors.values import is_finite
+from stepguard.tensors.values import is_finite, local_part
 
 Index = tuple[int, ...]
 
@@ -20,6 +20,8 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     """Count and bound the elements; `index` is shown, by default the first non-finite one."""
     if not numeric(tensor):
         return _summarise_integers(name, tensor, index)
+    # An operation on a DTensor would wait for ranks that do not look.
+    tensor = local_part(tensor)
     values = plain(tensor)
     clean = is_finite(tensor)
     finite = values

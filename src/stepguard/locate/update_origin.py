@@ -214,7 +214,7 @@ def _learning_rate(reading: Reading) -> Evidence:
 def _gradients(step: Step) -> Gradients:
     """Return the gradients that are there, else those of a replay (unscaled), by parameter."""
     present = _present_gradients(step)
-    if present or step.loss_fn is None or not step.rng:
+    if present or not step.replayable or not step.rng:
         return present
     with untouched(step) as keeper:
         replayer = Replayer(step, keeper)

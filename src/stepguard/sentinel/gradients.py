@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from stepguard.tensors.torch_private import foreach_mul_, foreach_norm
-from stepguard.tensors.values import HALVES, dense_values
+from stepguard.tensors.values import HALVES, dense_values, local_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,10 @@ class GradientNorm:
     """What torch's own clipping would have used."""
     least: Tensor | None = None
     """The smallest norm of one parameter's gradient, where it was asked for."""
+    clipped: bool = False
+    """The gradients were clipped when the norm was taken."""
+    shards: bool = False
+    """The norm of all ranks, of gradients of which each rank holds a part."""
 
 
 @torch.no_grad()
@@ -77,9 +81,9 @@ def clip(
     params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None
 ) -> None:
     """Clip as torch does. With the norm known on the host, a factor of 1 costs nothing."""
-    if known is not None and _clearly_below(known, max_norm):
+    if norm.clipped or (known is not None and _clearly_below(known, max_norm)):
         return
-    if norm.clip is norm.total:
+    if norm.clip is norm.total and not norm.shards:
         clip_grads_with_norm_(params, max_norm, norm.total)
         return
     wide = _factor(max_norm, norm.total)
@@ -87,15 +91,24 @@ def clip(
     # Where the half-precision norm overflows, the fp32 one does not. Chosen on the device, so that
     # the host does not wait.
     factor = torch.where(torch.isfinite(norm.clip), rounded, wide)
-    for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
+    for group in _by_device_and_dtype(_local_gradients(params)):
         foreach_mul_(group, factor.to(group[0].device))
 
 
 @torch.no_grad()
 def scale_gradients(params: Iterable[Tensor], factor: float) -> None:
     """Multiply every gradient in place."""
-    for group in _by_device_and_dtype([p.grad for p in params if p.grad is not None]):
+    for group in _by_device_and_dtype(_local_gradients(params)):
         foreach_mul_(group, factor)
+
+
+def _local_gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients, of a DTensor the part on this rank: no foreach kernel mixes both."""
+    found: list[Tensor] = []
+    for parameter in params:
+        if parameter.grad is not None:
+            found.append(local_part(parameter.grad))
+    return found
 
 
 def _clearly_below(norm: float, max_norm: float) -> bool:

@@ -1,4 +1,4 @@
-"""Refuse state that is sharded over ranks: one rank cannot keep it."""
+"""Know state that is sharded over ranks: one rank can neither keep it nor run the model alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import Optimizer
 
-SHARDING_MODULES = ("FullyShardedDataParallel", "FullyShardedDataParallelV2")
+from stepguard.tensors.sharding import is_distributed, sharding_class
+
 SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
 WAY_OUT = (
     "snapshots, guard.save() and rewinding are off for this run; save with "
@@ -18,15 +19,26 @@ WAY_OUT = (
 
 def why_sharded(modules: Iterable[nn.Module], optimizer: Optimizer) -> str:
     """Say what is sharded and what to use instead; empty if every rank has all of the state."""
-    for root in modules:
-        for module in root.modules():
-            kind = type(module).__name__
-            if kind in SHARDING_MODULES:
-                return f"the model is wrapped in {kind}, every rank holds a part of it: {WAY_OUT}"
-        for name, parameter in root.named_parameters():
-            # Only DTensors have placements; importing their class is slow.
-            if hasattr(parameter, "placements"):
-                return f"parameter {name} is a DTensor, every rank holds a part of it: {WAY_OUT}"
+    what = sharded_part(modules)
+    if what:
+        return f"{what}, every rank holds a part of it: {WAY_OUT}"
     if type(optimizer).__name__ in SHARDING_OPTIMIZERS:
         return f"{type(optimizer).__name__} keeps a part of its state on every rank: {WAY_OUT}"
+    return ""
+
+
+def sharded_part(modules: Iterable[nn.Module]) -> str:
+    """Say which part of the model no rank holds whole; empty if every rank has all parameters.
+
+    Where there is one, a forward pass needs all ranks: run by one of them alone it raises, or
+    leaves wrong values in the memory that FSDP gathers parameters into.
+    """
+    for root in modules:
+        for module in root.modules():
+            kind = sharding_class(module)
+            if kind:
+                return f"the model is wrapped in {kind}"
+        for name, parameter in root.named_parameters():
+            if is_distributed(parameter):
+                return f"parameter {name} is a DTensor"
     return ""

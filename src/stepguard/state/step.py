@@ -47,18 +47,22 @@ class Step:
     """The loop has dropped or replaced this step's gradients; those present are of another step."""
     model_fn: ModelFn | None = None
     """`watch` mode: the model's part of the step; `micro_batches` are then calls of the model."""
+    sharded: bool = False
+    """The model's parameters are spread over ranks: no rank can run any of it alone."""
     lines: tuple[tuple[str, int] | None, ...] = ()
     """`watch` mode: file and line that called the model, for each call."""
 
     @property
     def replayable(self) -> bool:
         """Can the step be run again from batch to loss?"""
-        return self.loss_fn is not None
+        return self.loss_fn is not None and not self.sharded
 
     @property
     def model_only(self) -> bool:
         """Can only the model's part be run again?"""
-        return self.loss_fn is None and self.model_fn is not None and bool(self.micro_batches)
+        if self.sharded or self.loss_fn is not None:
+            return False
+        return self.model_fn is not None and bool(self.micro_batches)
 
     @property
     def start(self) -> RngState | None:

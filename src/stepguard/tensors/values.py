@@ -36,11 +36,18 @@ def is_expanded(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in sizes)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that is on this rank; any other tensor as it is."""
+    local = getattr(tensor, "to_local", None)
+    if local is None:
+        return tensor
+    part: Tensor = local()
+    return part
+
+
 def dense_values(tensor: Tensor) -> Tensor:
     """Return the stored values as a plain tensor: sparse values, the local shard of a DTensor."""
-    local = getattr(tensor, "to_local", None)
-    if local is not None:
-        tensor = local()
+    tensor = local_part(tensor)
     if tensor.layout is torch.sparse_coo:
         return tensor.coalesce().values()
     if tensor.layout is not torch.strided:

@@ -115,6 +115,7 @@ class StepDriver:
                 loss_fn=loss_fn,
                 micro_batches=micro_batches,
                 clip_norm=context.config.clip_norm,
+                sharded=context.sharded,
             )
         return None
 
@@ -238,7 +239,8 @@ class StepDriver:
         context = self.context
         norm = pending.norm
         known = reading.grad_norm
-        if outliers_kept_out:
+        if outliers_kept_out and not context.sharded:
+            # sharded: other ranks may have kept none out, and would not take part in a new norm
             norm = gradient_norm([p.grad for p in context.parameters if p.grad is not None])
             known = None
         if context.config.clip_norm is not None and norm is not None:

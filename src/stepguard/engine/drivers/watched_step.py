@@ -163,7 +163,8 @@ class WatchedStep:
         """The step at hand, as far as it can be run again."""
         context = self.context
         step = Step(
-            context.step, context.model, context.optimizer, context.modules, context.buffers
+            *(context.step, context.model, context.optimizer, context.modules, context.buffers),
+            sharded=context.sharded,
         )
         scale = (reading.scale if reading is not None else None) or 1.0
         if self.micro_batches.complete(step, len(self.observed.losses)):

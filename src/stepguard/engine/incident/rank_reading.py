@@ -53,20 +53,29 @@ def blamed_ranks(troubles: Sequence[int]) -> list[int]:
 
 def own_trouble(step: Step, reading: Reading) -> int:
     """How surely this rank made the bad value: in what it holds, by itself, by exchange, not."""
-    if reading.bad_state or reading.bad_inputs:
+    if reading.bad_inputs or (reading.bad_state and not reading.state_born):
+        # a bad shard spoils the loss of every rank that gathers it, so it outranks a bad loss
         return HELD
-    if reading.bad_micro_batches:
+    if reading.bad_micro_batches or reading.bad_state:
         return HERE
     if reading.grads_finite or reading.overflow:
         return 0
-    # DDP has averaged the gradients already, so only a replay tells whose they were
-    if step.replayable:
-        clean = rerun(step).grads_finite
-    elif step.model_only:
-        clean = gradients_came_back_finite(step) and model_finite(step)
-    else:
+    clean = _finite_alone(step)
+    if clean is None:
         return EXCHANGED
     return 0 if clean else HERE
+
+
+def _finite_alone(step: Step) -> bool | None:
+    """Are this rank's own gradients finite? None if no replay can tell.
+
+    DDP has averaged the gradients already, so only a replay tells whose they were.
+    """
+    if step.replayable:
+        return rerun(step).grads_finite
+    if step.model_only:
+        return gradients_came_back_finite(step) and model_finite(step)
+    return None
 
 
 def with_rank(origin: Origin, reading: Reading) -> Origin:

@@ -79,6 +79,8 @@ class LiveTracing:
     def _why_not(self, unheard: bool) -> str:
         if needs_closure(self._context.optimizer):
             return "the optimizer evaluates the loss several times a step"
+        if self._context.sharded:
+            return "parameters are sharded over ranks"
         if graphs_compiled():
             return COMPILED + (WATCH_THE_COMPILED if unheard else "")
         if self._futile >= MOST_FUTILE:

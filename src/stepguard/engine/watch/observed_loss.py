@@ -11,7 +11,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.reader import MicroLoss
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.risky_update import is_custom
-from stepguard.tensors.values import HALVES
+from stepguard.tensors.values import HALVES, dense_values
 
 Marks = list[tuple[int, int]]
 
@@ -80,7 +80,9 @@ class ObservedLoss:
             return
         if not all(mine is theirs for mine, theirs in zip(ours, tensors, strict=True)):
             return
-        self._norm = norm
+        # Of sharded gradients each rank keeps its part: the whole would take a collective, which a
+        # rank without a guard does not join. A NaN of one rank travels with what ranks exchange.
+        self._norm = dense_values(norm)
         if any(tensor.dtype in HALVES for tensor in tensors):
             # torch takes it in half precision, where it overflows early
             self._norm = None

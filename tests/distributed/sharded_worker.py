@@ -1,0 +1,296 @@
+"""What two ranks do whose model is sharded: torch's own FSDP2, FSDP1 and tensor parallelism.
+
+torchrun --standalone --nproc-per-node 2 sharded_worker.py OUT scenario-loop-engine-trouble ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import stepguard
+from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard.engine.drivers import step_end
+
+FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
+LONG = 40
+"""Steps after which the usual level of the loss is known."""
+CLIP = 0.7
+"""Below the norm of most steps."""
+CONFIG = GuardConfig(terminal="quiet")
+Batch = tuple[Tensor, Tensor, str]
+
+
+def batch(engine: str, step: int, trouble: str) -> Batch:
+    """Each rank has its own data, but for tensor parallelism, where all compute one batch."""
+    rank = 0 if engine == "tp" else dist.get_rank()
+    source = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(4, FEATURES, generator=source)
+    targets = torch.randint(CLASSES, (4,), generator=source)
+    if dist.get_rank() != BAD_RANK:
+        return inputs, targets, ""
+    if trouble == "input":
+        inputs[2, 0] = torch.nan
+    if trouble == "labels":
+        targets.fill_(-100)
+    return inputs, targets, trouble
+
+
+def loss_of(model: nn.Module, data: Batch) -> Tensor:
+    inputs, targets, trouble = data
+    out = model(inputs)
+    loss = nn.functional.cross_entropy(out, targets)
+    if trouble == "backward":
+        return loss + torch.sqrt((out * 0.0).sum())
+    return loss + 50.0 if trouble == "spike" else loss
+
+
+def build(engine: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    if engine == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    elif engine == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy()
+        if engine == "mixed":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in model:
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def clip_by_torch(model: nn.Module) -> float:
+    """What a loop of this engine calls."""
+    if isinstance(model, FullyShardedDataParallel):
+        return float(model.clip_grad_norm_(CLIP))
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def local(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return part.detach().clone()
+
+
+def end(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """This rank's part of it all."""
+    slots = [
+        {name: local(value) for name, value in optimizer.state[parameter].items()}
+        for parameter in model.parameters()
+        if parameter in optimizer.state
+    ]
+    return {"model": [local(p) for p in model.parameters()], "optimizer": slots}
+
+
+def bare_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Batch, *, clips: bool
+) -> tuple[float, float | None]:
+    optimizer.zero_grad()
+    loss = loss_of(model, data)
+    loss.backward()
+    norm = clip_by_torch(model) if clips else None
+    optimizer.step()
+    return float(loss.detach()), norm
+
+
+def reference(
+    engine: str, troubles: dict[int, str], *, skip: bool, clips: bool, steps: int = STEPS
+) -> dict[str, Any]:
+    """Bare; with `skip` no rank sees a troubled step."""
+    model, optimizer = build(engine)
+    said = []
+    for step in range(steps):
+        if step not in troubles or not skip:
+            data = batch(engine, step, troubles.get(step, ""))
+            said.append(bare_step(model, optimizer, data, clips=clips))
+    return {"said": said, **end(model, optimizer)}
+
+
+def spoil(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a NaN into one rank's shard."""
+    if dist.get_rank() != BAD_RANK:
+        return
+    for parameter in model.parameters():
+        if not parameter.numel():
+            continue
+        held: Any = (
+            parameter.detach() if kind == "weight" else optimizer.state[parameter]["exp_avg"]
+        )
+        part = held.to_local() if hasattr(held, "to_local") else held
+        if part.numel():
+            part.view(-1)[0] = torch.nan
+            return
+
+
+def guarded(
+    loop: str,
+    engine: str,
+    troubles: dict[int, str],
+    config: GuardConfig,
+    *,
+    clips: bool = False,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """The same under a guard; only one rank has the trouble."""
+    model, optimizer = build(engine)
+    out: dict[str, Any] = {"halted": None, "said": []}
+    by_guard = clips and loop == "step"
+    config = replace(config, clip_norm=CLIP if by_guard else None)
+    make = stepguard.watch if loop == "watch" else Guard
+    guard = make(model, optimizer, config=config)
+    try:
+        with guard:
+            for step in range(steps):
+                trouble = troubles.get(step, "")
+                if trouble in ("weight", "slot"):
+                    spoil(trouble, model, optimizer)
+                data = batch(engine, step, trouble)
+                if loop == "watch":
+                    out["said"].append(bare_step(model, optimizer, data, clips=clips))
+                else:
+                    result = guard.step(lambda b: loss_of(model, b), data)
+                    out["said"].append((result.loss, result.grad_norm))
+    except TrainingHalted as halt:
+        out["halted"] = halt.incident.step
+    out["armed"] = guard.armed
+    out["incidents"] = [
+        {
+            "step": i.step,
+            "kind": i.verdict.kind,
+            "ranks": i.reading.bad_ranks,
+            "action": i.decision.action if i.decision else None,
+            "state": i.reading.bad_state,
+            "tensor": i.origin.tensor if i.origin else None,
+            "rank": i.origin.rank if i.origin else None,
+        }
+        for i in guard._context.incidents
+    ]
+    return {**out, **end(model, optimizer)}
+
+
+def trouble(loop: str, engine: str, kind: str) -> dict[str, Any]:
+    # a second bad step in a row asks whether the weights are to blame
+    troubles = dict.fromkeys((BAD_STEP, BAD_STEP + 1), kind)
+    return {
+        "guarded": guarded(loop, engine, troubles, CONFIG),
+        "reference": reference(engine, troubles, skip=True, clips=False),
+    }
+
+
+def healthy(loop: str, engine: str, clipping: str) -> dict[str, Any]:
+    clips = clipping == "clip"
+    return {
+        "guarded": guarded(loop, engine, {}, CONFIG, clips=clips),
+        "reference": reference(engine, {}, skip=False, clips=clips),
+    }
+
+
+def spike(loop: str, engine: str, anomalies: Any) -> dict[str, Any]:
+    """The loss jumps on one rank, with finite gradients: the run goes on as it would have."""
+    troubles = dict.fromkeys((LONG - 5, LONG - 4), "spike")
+    config = replace(CONFIG, anomalies=anomalies)
+    return {
+        "guarded": guarded(loop, engine, troubles, config, steps=LONG),
+        "reference": reference(engine, troubles, skip=False, clips=False, steps=LONG),
+    }
+
+
+def damage(loop: str, engine: str, kind: str) -> dict[str, Any]:
+    return {"guarded": guarded(loop, engine, {BAD_STEP: kind}, CONFIG)}
+
+
+def fault(loop: str, engine: str, clipping: str) -> dict[str, Any]:
+    """The guard of one rank fails in the middle of a healthy run."""
+    original, calls = step_end.add_to_history, Counter[str]()
+
+    def failing(*args: Any) -> None:
+        calls["committed"] += 1
+        if dist.get_rank() == BAD_RANK and calls["committed"] == 2:
+            raise OSError("the disk of one rank is full")
+        original(*args)
+
+    step_end.add_to_history = failing
+    try:
+        return healthy(loop, engine, clipping)
+    finally:
+        step_end.add_to_history = original
+
+
+def midway(engine: str) -> dict[str, Any]:
+    """The guard is attached while the model computes, when FSDP2 has plain, whole parameters."""
+    model, optimizer = build(engine)
+    guards: list[Guard] = []
+
+    def attach(*_: Any) -> None:
+        if not guards:
+            guards.append(stepguard.watch(model, optimizer, config=CONFIG))
+
+    handle = model.get_submodule("0").register_forward_hook(attach)
+    said = [
+        bare_step(model, optimizer, batch(engine, step, ""), clips=True) for step in range(STEPS)
+    ]
+    handle.remove()
+    with guards[0] as guard:
+        seen = {"armed": guard.armed, "incidents": guard.incidents, "said": said}
+    return {
+        "guarded": {**seen, **end(model, optimizer)},
+        "reference": reference(engine, {}, skip=False, clips=True),
+    }
+
+
+def refused() -> dict[str, Any]:
+    """FSDP1 can only clip through a root, and here it has two."""
+    parts = [FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")) for _ in "ab"]
+    model = nn.Sequential(*parts)
+    try:
+        Guard(model, torch.optim.SGD(model.parameters()), config=replace(CONFIG, clip_norm=CLIP))
+    except stepguard.ConfigError as error:
+        return {"why": str(error)}
+    return {"why": ""}
+
+
+SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
+    function.__name__: function
+    for function in (trouble, healthy, spike, damage, fault, midway, refused)
+}
+
+
+def main(out: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    for name in names:
+        kind, *arguments = name.split("-")
+        torch.save(SCENARIOS[kind](*arguments), out / f"{name}.{dist.get_rank()}.pt")
+        dist.barrier()
+    # torch keeps meshes, and through them the group, in caches of DTensor; a thread of gloo that
+    # outlives Python may abort it (process_group.py)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

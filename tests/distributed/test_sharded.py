@@ -1,0 +1,139 @@
+"""Two real processes over gloo whose model is sharded by torch itself: FSDP2, FSDP1, tensor
+parallelism. No rank replays anything alone, and one rank's trouble poisons nobody.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.launch import launch
+from guard.scenes import difference
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+LOOPS = ["step", "watch"]
+ENGINES = ["fsdp2", "fsdp1", "tp"]
+TROUBLED = [
+    "-".join(("trouble", *parts))
+    for parts in [
+        *product(LOOPS, ENGINES, ["input", "backward", "labels"]),
+        *product(LOOPS, ["mixed"], ["input"]),
+    ]
+]
+HEALTHY = [
+    "-".join(("healthy", *parts))
+    for parts in product(LOOPS, [*ENGINES, "mixed"], ["clip", "unclipped"])
+]
+FAULTS = ["-".join(("fault", "step", engine, "clip")) for engine in ENGINES]
+DAMAGED = ["-".join(("damage", *parts)) for parts in product(LOOPS, ENGINES, ["weight", "slot"])]
+MIDWAY = ["midway-fsdp2", "midway-fsdp1"]
+SPIKES = ["-".join(("spike", "step", engine, "act")) for engine in ENGINES]
+BAD_STEPS = [2, 3]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Every scenario, run by one pair of processes; what each rank ended with."""
+    out = tmp_path_factory.mktemp("sharded")
+    names = [*HEALTHY, *TROUBLED, *SPIKES, *DAMAGED, *FAULTS, *MIDWAY, "refused"]
+    code, log = launch(WORKER, out, names, 150)
+    assert code == 0, log[-3000:]
+    return {
+        name: [torch.load(out / f"{name}.{rank}.pt", weights_only=False) for rank in (0, 1)]
+        for name in names
+    }
+
+
+def _parts(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: run[key] for key in ("model", "optimizer")}
+
+
+@pytest.mark.parametrize("name", TROUBLED)
+def test_trouble_of_one_rank_is_vetoed_on_all_and_poisons_none(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    for rank in outcomes[name]:
+        guarded = rank["guarded"]
+        assert guarded["armed"] and guarded["halted"] is None
+        assert difference(_parts(guarded), _parts(rank["reference"])) == ""
+        told = [(incident["step"], incident["action"]) for incident in guarded["incidents"]]
+        assert told == [(step, "skip") for step in BAD_STEPS]
+
+
+@pytest.mark.parametrize("name", [n for n in TROUBLED if n.endswith("input") and "tp" not in n])
+def test_rank_with_the_bad_input_is_named(name: str, outcomes: dict[str, list[Any]]) -> None:
+    for rank in outcomes[name]:
+        for incident in rank["guarded"]["incidents"]:
+            assert (incident["kind"], incident["rank"]) == ("nonfinite_input", 1)
+
+
+@pytest.mark.parametrize("name", SPIKES)
+def test_jump_of_the_loss_leaves_a_healthy_run_as_it_is(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    for rank in outcomes[name]:
+        guarded, bare = rank["guarded"], rank["reference"]
+        assert guarded["armed"]
+        assert difference(_parts(guarded), _parts(bare)) == ""
+        assert [loss for loss, _ in guarded["said"]] == [loss for loss, _ in bare["said"]]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_ranks_are_the_same_as_bare_ones_also_where_the_guard_clips(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    for rank in outcomes[name]:
+        guarded, bare = rank["guarded"], rank["reference"]
+        assert guarded["armed"] and guarded["incidents"] == []
+        assert difference(_parts(guarded), _parts(bare)) == ""
+        if name.endswith("-clip"):
+            # the norm of all ranks, on every rank
+            assert guarded["said"] == bare["said"]
+            assert min(norm for _, norm in bare["said"]) < 0.7 < bare["said"][1][1]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_rank_whose_guard_fails_clips_on_with_the_others(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    assert not outcomes[name][1]["guarded"]["armed"]
+    for rank in outcomes[name]:
+        assert difference(_parts(rank["guarded"]), _parts(rank["reference"])) == ""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_bad_shard_of_one_rank_is_named_with_its_rank_and_stops_all(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    parameter = "_fsdp_wrapped_module._flat_param" if "fsdp1" in name else "0.weight"
+    # a bad slot shows in the parameter after the next update
+    step = 3 if name.endswith("slot") else 2
+    for rank in outcomes[name]:
+        guarded = rank["guarded"]
+        assert guarded["armed"] and guarded["halted"] == step
+        (incident,) = guarded["incidents"]
+        assert (incident["rank"], incident["ranks"]) == (1, (1,))
+        assert incident["tensor"] == f"param:{parameter}"
+        assert incident["action"] == "stop"
+
+
+def test_clipping_that_fsdp1_cannot_do_is_refused_with_the_way_out(
+    outcomes: dict[str, list[Any]],
+) -> None:
+    for rank in outcomes["refused"]:
+        assert "wrap it, or use stepguard.watch and clip in your loop" in rank["why"]
+
+
+@pytest.mark.parametrize("name", MIDWAY)
+def test_guard_attached_while_the_parameters_are_whole_stays_armed(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    for rank in outcomes[name]:
+        guarded, bare = rank["guarded"], rank["reference"]
+        assert guarded["armed"] and guarded["incidents"] == ()
+        assert guarded["said"] == bare["said"]
+        assert difference(_parts(guarded), _parts(bare)) == ""
