@@ -54,7 +54,7 @@ def build_context(
     scheduler = _checked_schedule(scheduler)
     automatic_guards.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
-    agreement = Agreement(model)
+    agreement = Agreement(model, config.agree_timeout)
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -70,6 +70,7 @@ def build_context(
         loss_scale=config.loss_scale or 1.0,
         effort=LocateBudget(config.locate_budget),
     )
+    agreement.now = lambda: context.step
     _configure_rates(context)
     _register(context)
     if config.outliers is not None:
@@ -109,7 +110,7 @@ def _open_files(context: Context) -> None:
 
 def _open(context: Context) -> None:
     config = context.config
-    rank = context.agreement.rank
+    rank = context.agreement.world_rank
     name = context.name
     outputs = context.outputs = Outputs(lambda: context.step)
     context.resources.callback(outputs.close)
@@ -128,7 +129,7 @@ def _open(context: Context) -> None:
 
 
 def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
-    rank = context.agreement.rank
+    rank = context.agreement.world_rank
     journal = _made("GuardConfig.run_dir", run_dir, lambda folder: Journal(folder, rank))
     context.attempt = 1 + starts_in(Path(run_dir), rank)
     context.outputs.add_journal(journal)
@@ -159,7 +160,7 @@ def _header(context: Context) -> dict[str, Any]:
         "stepguard": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "rank": context.agreement.rank,
+        "rank": context.agreement.world_rank,
         "world": context.agreement.size,
         "agreement": context.agreement.mode,
         "optimizer": type(context.optimizer).__name__,

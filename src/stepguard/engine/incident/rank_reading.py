@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,19 +21,19 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
         own = examine(context, step, reading)
         return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
 
-    told_by_rank = context.agreement.together(look)
+    told_by_rank = context.agreement.together(look, "the reading")
     worst = max(told["trouble"] for told in told_by_rank)
     bad: list[int] = []
     if worst > 0:
-        bad = [rank for rank, told in enumerate(told_by_rank) if told["trouble"] == worst]
+        bad = [place for place, told in enumerate(told_by_rank) if told["trouble"] == worst]
     leader = bad[0] if bad else 0
     agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
-    return replace(agreed, bad_ranks=tuple(bad))
+    return replace(agreed, bad_ranks=tuple(context.agreement.members[place] for place in bad))
 
 
 def own_trouble(step: Step, reading: Reading) -> int:
     """How surely this rank made the bad value: 2 by itself, 1 by exchanged gradients, 0 not."""
-    if reading.bad_micro_batches or reading.bad_state or reading.bad_inputs:
+    if _trouble_of_its_own(reading):
         return 2
     if reading.grads_finite or reading.overflow:
         return 0
@@ -44,3 +45,9 @@ def own_trouble(step: Step, reading: Reading) -> int:
     else:
         return 1
     return 0 if clean else 2
+
+
+def _trouble_of_its_own(reading: Reading) -> bool:
+    if reading.bad_micro_batches or reading.bad_state or reading.bad_inputs:
+        return True
+    return not all(map(math.isfinite, reading.lr))

@@ -97,7 +97,7 @@ def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
         chosen.append(store.open(which))
         return {"path": str(chosen[0].path)}
 
-    path = agreement.together(choose)[0]["path"]
+    path = agreement.together(choose, "guard.restore()", asked=True)[0]["path"]
     if agreement.rank:
         chosen.append(store.open(Path(path)))
     return chosen[0]
