@@ -26,6 +26,8 @@ from stepguard import Guard, GuardConfig
 from stepguard.engine.protect import GuardDisarmed
 
 FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
+WRITING = ("rank0_save", "joined_checkpoint")
+"""Scenarios that need a folder."""
 ALL_COME = GuardConfig(terminal="quiet", agree_timeout=30.0)
 NOT_ALL_COME = GuardConfig(terminal="quiet", agree_timeout=0.5)
 
@@ -234,6 +236,18 @@ def joined(loop: str) -> dict[str, Any]:
     return running.end()
 
 
+def joined_checkpoint(out: Path) -> dict[str, Any]:
+    """Rank 1 has more batches, and a checkpoint is due after rank 0 has none left."""
+    model, optimizer = built()
+    config = replace(NOT_ALL_COME, run_dir=out / "joined", checkpoint_every=4, probation=1)
+    running = Loop("step", model, optimizer, config)
+    steps = STEPS if dist.get_rank() == BAD_RANK else 3
+    with Join([model]):
+        for step in range(steps):
+            running.step(data(step))
+    return running.end()
+
+
 def local_sgd(loop: str) -> dict[str, Any]:
     """No exchange in backward; one rank has a bad step."""
     model, optimizer = built()
@@ -262,7 +276,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
     for function in (
         *(own_trouble, last_look, born, rank0, rank0_save, rank0_reads),
-        *(joined, local_sgd, subgroup),
+        *(joined, joined_checkpoint, local_sgd, subgroup),
     )
 }
 
@@ -272,7 +286,7 @@ def main(out: Path, names: list[str]) -> None:
     with gloo(60):
         for name in names:
             kind, *arguments = name.split("-")
-            given: list[Any] = [out, *arguments] if kind == "rank0_save" else list(arguments)
+            given: list[Any] = [out, *arguments] if kind in WRITING else list(arguments)
             began = time.monotonic()
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")

@@ -22,7 +22,7 @@ LAST_ALL = ["last_look-step-ddp-all"]
 BORN = ["born-step", "born-watch"]
 RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
 UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
-SINGLE = ["rank0_save", "rank0_reads"]
+SINGLE = ["rank0_save", "rank0_reads", "joined_checkpoint"]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
 # A guard that only rank 0 builds shifts the numbers of those after it: last.
 NAMES = [*HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *UNEVEN, *SINGLE, *RANK0]
@@ -115,6 +115,13 @@ def test_save_on_one_rank_is_refused_and_shifts_nothing(outcomes: Outcomes) -> N
         assert rank["alone"] is None
         assert rank["saved"]
         assert rank["armed"]
+
+
+def test_checkpoint_that_not_all_ranks_come_to_is_left_out(outcomes: Outcomes) -> None:
+    for rank in outcomes["joined_checkpoint"]:
+        assert rank["armed"]
+        assert rank["told"] == []
+    assert [rank["steps"] for rank in outcomes["joined_checkpoint"]] == [3, STEPS]
 
 
 def test_result_of_a_fused_step_may_be_read_on_one_rank(outcomes: Outcomes) -> None:
