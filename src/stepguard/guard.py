@@ -175,7 +175,9 @@ class Guard:
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """Every incident so far, oldest first."""
-        self._driver.settle()
+        if self._context.agreement.size == 1:
+            # ranks settle together: the others may not be asking
+            self._driver.settle()
         return tuple(self._context.incidents)
 
     @property
@@ -190,7 +192,7 @@ class Guard:
 
     @property
     def rank(self) -> int:
-        return self._context.agreement.rank
+        return self._context.agreement.world_rank
 
     @property
     def model(self) -> nn.Module:

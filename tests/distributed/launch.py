@@ -1,4 +1,4 @@
-"""Two real processes over gloo, and what they said; killed when they take too long."""
+"""Real processes over gloo, and what they said; killed when they take too long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import stepguard
 PATHS = [str(Path(stepguard.__file__).parents[1]), str(Path(__file__).parents[1])]
 
 
-def launch(worker: Path, out: Path, arguments: list[str], seconds: int) -> tuple[int | None, str]:
+def launch(
+    worker: Path, out: Path, arguments: list[str], seconds: int, ranks: int = 2
+) -> tuple[int | None, str]:
     """Exit code and what was said; None when the ranks had to be killed."""
     command = [
         sys.executable,
@@ -21,7 +23,7 @@ def launch(worker: Path, out: Path, arguments: list[str], seconds: int) -> tuple
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(ranks),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
     log = out / "log"

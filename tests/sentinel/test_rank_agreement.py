@@ -19,7 +19,9 @@ def test_one_process_is_alone_and_installs_nothing() -> None:
 def test_one_process_needs_no_reduction_and_asks_itself() -> None:
     agreement = Agreement(nn.Linear(2, 1))
     assert agreement.reduce(torch.ones(4), step=0) is None
-    assert agreement.together(lambda: {"bad": ["param:weight"]}) == [{"bad": ["param:weight"]}]
+    assert agreement.together(lambda: {"bad": ["param:weight"]}, "a look") == [
+        {"bad": ["param:weight"]}
+    ]
 
 
 def test_a_disarmed_process_alone_never_refuses() -> None:

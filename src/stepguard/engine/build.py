@@ -58,7 +58,7 @@ def build_context(
     roots = {"": unwrapped(model), **(modules or {})}
     if config.clip_norm is not None:
         _check_clipping(roots)
-    agreement = Agreement(model)
+    agreement = Agreement(model, config.agree_timeout)
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -75,6 +75,7 @@ def build_context(
         loss_scale=config.loss_scale or 1.0,
         effort=LocateBudget(config.locate_budget),
     )
+    agreement.now = lambda: context.step
     _configure_rates(context)
     _register(context)
     if config.outliers is not None:
@@ -114,7 +115,7 @@ def _open_files(context: Context) -> None:
 
 def _open(context: Context) -> None:
     config = context.config
-    rank = context.agreement.rank
+    rank = context.agreement.world_rank
     name = context.name
     outputs = context.outputs = Outputs(lambda: context.step)
     context.resources.callback(outputs.close)
@@ -133,7 +134,7 @@ def _open(context: Context) -> None:
 
 
 def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
-    rank = context.agreement.rank
+    rank = context.agreement.world_rank
     journal = _made("GuardConfig.run_dir", run_dir, lambda folder: Journal(folder, rank))
     context.attempt = 1 + starts_in(Path(run_dir), rank)
     context.outputs.add_journal(journal)
@@ -164,7 +165,7 @@ def _header(context: Context) -> dict[str, Any]:
         "stepguard": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "rank": context.agreement.rank,
+        "rank": context.agreement.world_rank,
         "world": context.agreement.size,
         "agreement": context.agreement.mode,
         "optimizer": type(context.optimizer).__name__,

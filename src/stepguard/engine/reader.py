@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
+from stepguard.engine.seen_alone import SeenAlone
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.packet import Packet
+from stepguard.sentinel.rank_agreement import RISK
 from stepguard.sentinel.risky_update import is_custom
 from stepguard.sentinel.sharded_gradients import norm_over_ranks
 from stepguard.sentinel.stored_tensors import (
@@ -61,6 +63,8 @@ class Pending:
     """What the user follows makes no step bad."""
     tensors: int = 0
     """Norms of single gradients, where outliers are looked for."""
+    at_risk: bool = False
+    """Once read: the update could make NaN by itself on some rank, and all ranks know."""
     others_bad: bool = False
     """Once read: another optimizer of the same backward has non-finite gradients."""
 
@@ -106,6 +110,7 @@ class Reader:
         self._checked = False
         self._left_out = 0
         self._scan = RotatingScan()
+        self._alone = SeenAlone(context)
         loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
         context.resources.callback(loading.remove)
 
@@ -120,6 +125,7 @@ class Reader:
         self._started = True
         statistics = {id(buffer) for buffer in norm_statistics(context.roots)}
         context.first_buffers = []
+        self._alone.start()
         for name, buffer in named_buffers(context.roots):
             if id(buffer) in statistics:
                 continue
@@ -145,7 +151,8 @@ class Reader:
         agreement = self._context.agreement
         if agreement.mode != "spread":
             return
-        seen = (loss, self._state, self._largest(self._context.buffers.statistics()))
+        statistics = self._largest(self._context.buffers.statistics())
+        seen = (loss, self._state, statistics, *self._alone.written_buffers(), self._alone.rate())
         agreement.announce([value for value in seen if value is not None])
 
     def _largest(self, tensors: list[Tensor]) -> Tensor | None:
@@ -233,7 +240,10 @@ class Reader:
         if self._context.agreement.mode != "collective":
             return []
         loss = _added([micro.total for micro in losses]) if losses else None
-        local = [loss, named.get("norm"), named.get("buffers"), named.get("state")]
+        state = self._alone.rate()
+        if state is None:
+            state = named.get("state")
+        local = [loss, named.get("norm"), named.get("buffers"), state]
         device = torch.device("cpu")
         for value in local:
             if value is not None:
@@ -241,7 +251,9 @@ class Reader:
                 break
         zero = torch.zeros((), device=device)
         line = [zero if v is None else v.detach().reshape(()).to(zero) for v in local]
-        shared = self._context.agreement.reduce(torch.stack(line), self._context.step)
+        values = torch.stack(line)
+        risk = self._alone.risk(values, named.get("least"))
+        shared = self._context.agreement.reduce(values, self._context.step, risk)
         if shared is None:
             return []
         return list(shared.unbind())
@@ -265,6 +277,7 @@ class Reader:
         if scale is None and context.config.loss_scale:
             scale = context.loss_scale
         pending.others_bad = not math.isfinite(named.get("others", 0.0))
+        pending.at_risk = bool(shared) and shared[RISK] > 0
         return Reading(
             step=pending.index,
             loss=sum(micro) if micro else None,

@@ -63,7 +63,10 @@ class StepResult:
 
     @property
     def incident(self) -> Incident | None:
-        """What was wrong with this step; None when it was healthy."""
+        """What was wrong with this step; None when it was healthy.
+
+        With several ranks and a fused optimizer it is there once the next step has begun.
+        """
         self._read()
         return self._incident
 

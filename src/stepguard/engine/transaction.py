@@ -47,6 +47,7 @@ from stepguard.state.step import Step
 BORN_IN_THE_STEP = ("nonfinite_loss", "nonfinite_gradient", "infinite_norm")
 VERIFY_FROM = 2
 """Bad steps in a row from which on the weights are verified on an earlier batch."""
+OTHERS_HAVE_NOT_SEEN = "only this rank has seen it, after the last step: nothing is put back"
 
 Find = Callable[[Step, Reading], Origin]
 
@@ -242,7 +243,15 @@ class Transaction:
         verdict = judge_reading(reading, context.history, context.config)
         if not verdict.bad or set(bad) <= set(told):
             return None
+        if not context.agreement.all_here("the last look"):
+            return self._told_alone(step, reading, verdict)
         return self.respond(step, reading, verdict, None, committed=True)
+
+    def _told_alone(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
+        """What only this rank has seen, at a moment when no other rank may come any more."""
+        incident = self.open_incident(step, reading, verdict)
+        incident = replace(incident, decision=Decision(action="note", reason=OTHERS_HAVE_NOT_SEEN))
+        return self.record(self.diagnose(incident), step)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
         """Tell a verdict that is worth a line, not an action."""
@@ -263,7 +272,7 @@ class Transaction:
             verdict=verdict,
             reading=reading,
             run=str(run_dir) if run_dir is not None else None,
-            rank=context.agreement.rank,
+            rank=context.agreement.world_rank,
         )
 
     # --- locate and diagnose --------------------------------------------------------------------
@@ -280,14 +289,14 @@ class Transaction:
         agreement = self.context.agreement
         if agreement.size == 1:
             return self._find(step, reading)
-        leader = reading.bad_ranks[0] if reading.bad_ranks else 0
+        leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.members[0]
 
         def look() -> dict[str, Any]:
-            if agreement.rank != leader:
+            if agreement.world_rank != leader:
                 return {}
             return to_jsonable(with_rank(self._find(step, reading), reading))
 
-        told = agreement.together(look)[leader]
+        told = agreement.together(look, "the origin")[agreement.members.index(leader)]
         return from_jsonable(Origin, told) if told else None
 
     def _suspect_update(self, incident: Incident) -> Incident:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stepguard.locate import bad_state
 from stepguard.locate.blame import FirstBad, blame_loss
+from stepguard.locate.model_replay import ModelReplayer
 from stepguard.locate.operands import summarise
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
@@ -29,7 +30,8 @@ def buffer_origin(step: Step, reading: Reading) -> Origin:
         method="scan",
     )
     with untouched(step) as keeper:
-        replayer = Replayer(step, keeper)
+        # under `watch` only the calls of the model can be run again
+        replayer = ModelReplayer(step, keeper) if step.model_only else Replayer(step, keeper)
         for micro in range(len(step.micro_batches)):
             try:
                 traced = replayer.trace(micro, backward=False)

@@ -174,6 +174,10 @@ class GuardConfig:
     """How long placing one incident may take, in steps of the bare run; then what is known by then
     is told.
     """
+    agree_timeout: float = 60.0
+    """Seconds that a rank waits for the others once a step is bad; ten times as many in `save` and
+    `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
+    """
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
     capsule_limit: int = 2**30
@@ -221,6 +225,7 @@ class GuardConfig:
         if self.scheduler_every is not None:
             _one_of("GuardConfig.scheduler_every", self.scheduler_every, ("step", "epoch"))
         _positive("GuardConfig.locate_budget", self.locate_budget)
+        _positive("GuardConfig.agree_timeout", self.agree_timeout)
         if self.build is not None and self.build.count(":") != 1:
             raise ConfigError(
                 f"GuardConfig.build={self.build!r} must look like 'package.module:function'."

@@ -5,12 +5,16 @@ spread      DistributedDataParallel: its own gradient reduction carries a NaN to
             collective is added. What only one rank can see (its loss, its norm statistics) is put
             into a gradient before the reduction.
 collective  anything else: one small MAX reduction a step.
+
+Ranks are those of the wrapper's own process group. Everything beyond the reduction is exchanged
+only after all ranks have met (rank_meeting.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,16 +22,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepguard.tensors.torch_private import default_store
+from stepguard.sentinel.rank_meeting import Meeting, RankAbsent, RankFault
 from stepguard.tensors.values import is_finite
+
+__all__ = ["Agreement", "RankAbsent", "RankFault", "world"]
 
 Mode = Literal["alone", "spread", "collective"]
 CARRIERS = 3
 """Parameters that carry a rank's own trouble into the reduction; one may get no gradient."""
 REDUCED = 4
 """Numbers a rank contributes to the reduction of a step."""
-_numbers = itertools.count()
-"""Guards are built in the same order on every rank: their number means the same on all."""
+RISK = 3
+"""Which of the reduced numbers tells that an update may make NaN by itself on some rank."""
+AGREE_TIMEOUT = 60.0
+"""Seconds that a rank waits for the others."""
+PATIENCE = 10.0
+"""To a call of the user's own (save, restore) ranks may come from an evaluation, say."""
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+"""Guards of the same ranks are built in the same order on each: a number means the same on all."""
 
 
 def world() -> tuple[int, int]:
@@ -37,22 +49,37 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-class RankFault(RuntimeError):  # noqa: N818 (a fault of the guard, told to the other ranks)
-    """The guard failed on one rank, so no rank can continue to guard."""
-
-
 class Agreement:
     """Lets the ranks of one guard come to the same reading."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.rank, self.size = world()
+    def __init__(self, model: nn.Module, seconds: float = AGREE_TIMEOUT) -> None:
+        """`seconds` is how long a rank waits for the others."""
+        self.world_rank, self.size = world()
+        self.rank = self.world_rank
+        """Position among the ranks that decide together; the first one writes."""
+        self.members = tuple(range(self.size))
+        """Those ranks, as the user counts them."""
+        self._group: Any = None
+        if self.size > 1 and isinstance(model, DistributedDataParallel):
+            group = model.process_group
+            # None stands for all ranks: a reference would keep torch's group alive past its end.
+            self._group = None if group is dist.group.WORLD else group
+            self.members = tuple(dist.get_process_group_ranks(group))
+            self.rank = self.members.index(self.world_rank)
+            self.size = len(self.members)
         self.mode: Mode = "alone"
         if self.size > 1:
             self.mode = "spread" if isinstance(model, DistributedDataParallel) else "collective"
+        self.now: Callable[[], int] = lambda: 0
+        """The step at hand."""
         self._reduced = -1
         self._shared: Tensor | None = None
         """The last reduction, equal on all ranks."""
-        self._left = f"stepguard/disarmed/{next(_numbers)}"
+        number = next(_numbers[self.members])
+        name = f"stepguard/{'-'.join(map(str, _span(self.members)))}/{number}"
+        self._meeting = Meeting(name, self.members, self.world_rank, seconds)
+        self._met: bool | None = None
+        """Do all ranks take part in the reductions? None before the first one."""
         self._cell: Tensor | None = None
         self._hooks = self._carry(model) if self.mode == "spread" else []
 
@@ -70,43 +97,76 @@ class Agreement:
             self._cell.fill_(1.0)
 
     @torch.no_grad()
-    def reduce(self, values: Tensor, step: int) -> Tensor | None:
-        """Return largest finite values and non-finite flags over all ranks; None if not needed."""
+    def reduce(self, values: Tensor, step: int, risk: Tensor | None = None) -> Tensor | None:
+        """Return largest finite values and non-finite flags over all ranks; None if not needed.
+
+        Of the last value only the flag is of use; in the place of its number travels `risk`.
+        """
         if self.mode != "collective":
             return None
+        self._enter(step)
         self._reduced = step
         flags = (~torch.isfinite(values)).to(values.dtype)
         numbers = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        numbers[RISK] = 0.0 if risk is None else risk
         # Not every backend has MAX for float64; float32 is enough for flags and to compare losses.
         both = torch.cat([numbers, flags]).to(torch.float32)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
         self._shared = both
         return both
 
-    def together(self, look: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what every rank found, by rank. Called only when all ranks know of a bad step.
+    def _enter(self, step: int) -> None:
+        """Raise RankAbsent instead of entering a reduction that not all ranks will join."""
+        met = self._met
+        self._met = False
+        if met is None:
+            # A rank without a guard would never come.
+            self._meeting.all_came("the first reduction", step, PATIENCE)
+        elif met:
+            # One that has closed its guard did so before its part of these gradients was made.
+            self._meeting.refuse_if_closed(step)
+        else:
+            raise RankAbsent(f"not all ranks take part in the reduction of step {step}")
+        self._met = True
+
+    def together(
+        self, look: Callable[[], dict[str, Any]], what: str, *, asked: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return what every rank found, by rank; RankAbsent where not all of them ask.
 
         A rank whose `look` fails still takes part, so that no rank waits for it; then all raise.
+        `what` names the exchange in words. `asked`: by a call of the user's own.
         """
         if self.size == 1:
             return [look()]
-        self._refuse_if_left()
+        # Before the look, which may take long on one rank: once all are here, all will answer.
+        self._meeting.all_came(what, self.now(), PATIENCE if asked else 1.0)
         try:
             mine: tuple[str, dict[str, Any]] = "", look()
         except Exception as fault:
             mine = f"{type(fault).__name__}: {fault}", {}
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, mine)
-        for rank, (why, _) in enumerate(gathered):
+        dist.all_gather_object(gathered, mine, group=self._group)
+        for rank, (why, _) in zip(self.members, gathered, strict=True):
             if why:
                 raise RankFault(f"rank {rank}: {why}")
         return [facts for _, facts in gathered]
 
+    def all_here(self, what: str) -> bool:
+        """Do all ranks ask this now?"""
+        if self.size == 1:
+            return True
+        try:
+            self._meeting.all_came(what, self.now())
+        except RankAbsent:
+            return False
+        return True
+
     def leave(self) -> None:
         """Tell the other ranks that this one is disarmed, so that they do not wait for it."""
-        self.close()
+        self._remove_hooks()
         if self.size > 1:
-            default_store().set(self._left, str(self.rank))
+            self._meeting.leave("has disarmed itself")
 
     def stay(self, step: int, parameters: Sequence[Tensor]) -> bool:
         """Take part in a step as a disarmed rank. True if no rank may update.
@@ -117,8 +177,8 @@ class Agreement:
         if self.mode == "alone":
             return False
         bad = not all(p.grad is None or is_finite(p.grad) for p in parameters)
-        if self.mode == "spread":
-            # Reduced already: every rank has the same gradients.
+        if self.mode == "spread" or self._met is False:
+            # Reduced already: every rank has the same gradients. Or there is nobody to ask.
             return bad
         # After a rewind the last reduced step may be a later one.
         if self._reduced != step:
@@ -126,13 +186,14 @@ class Agreement:
             self.reduce(torch.full((REDUCED,), own, device=parameters[0].device), step)
         return self._shared is not None and bool(self._shared[REDUCED:].any())
 
-    def _refuse_if_left(self) -> None:
-        store = default_store()
-        if store.check([self._left]):
-            raise RankFault(f"rank {store.get(self._left).decode()} has disarmed itself")
-
     def close(self) -> None:
-        """Remove the hooks from the model's parameters."""
+        """Remove the hooks from the model's parameters, and let no rank wait for this one."""
+        self._remove_hooks()
+        if self.size > 1:
+            self._meeting.leave("has closed its guard", for_good=True)
+        self._group = None
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -153,3 +214,12 @@ class Agreement:
         # So that saving the parameter does not warn of the hook.
         carry.__torch_unserializable__ = True  # type: ignore[attr-defined]
         return [p.register_hook(carry) for p in trainable[:CARRIERS]]  # type: ignore[no-untyped-call]
+
+
+def _span(members: tuple[int, ...]) -> tuple[int, ...]:
+    """Name the ranks of a group shortly: first, last and step where they are evenly spaced."""
+    if len(members) < 3:
+        return members
+    by = members[1] - members[0]
+    evenly = by != 0 and members == tuple(range(members[0], members[-1] + by // abs(by), by))
+    return (members[0], members[-1], by) if evenly else members

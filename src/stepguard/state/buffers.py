@@ -124,11 +124,31 @@ class BufferKeeper:
         it. Does not walk the model.
         """
         changed = [copy.live for copy in self._copies if copy.moved and not copy.silent]
+        changed += [buffer for _, buffer in self._replaced()]
+        return [buffer for buffer in changed if buffer.is_floating_point()]
+
+    def written_at(self) -> list[tuple[tuple[int, str], Tensor]]:
+        """Return what `written` does, with the place of each: its module's id and its name."""
+        moved = {id(copy.live) for copy in self._copies if copy.moved and not copy.silent}
+        changed = self._replaced()
+        if moved:
+            for place in self._places:
+                if place.buffer is not None and id(place.buffer) in moved:
+                    changed.append((place, place.buffer))
+        return [
+            ((id(place.owner), place.key), buffer)
+            for place, buffer in changed
+            if buffer.is_floating_point()
+        ]
+
+    def _replaced(self) -> list[tuple[_Place, Tensor]]:
+        """Buffers that are another tensor than the one that was remembered."""
+        found: list[tuple[_Place, Tensor]] = []
         for place in self._places:
             present = place.owner._buffers.get(place.key)
             if present is not None and present is not place.buffer:
-                changed.append(present)
-        return [buffer for buffer in changed if buffer.is_floating_point()]
+                found.append((place, present))
+        return found
 
     def changing(self) -> bool:
         """Has a forward pass changed anything since `remember`? Norm layers are presumed to."""

@@ -321,7 +321,9 @@ class TwoRanks:
 
     size, rank = 2, 0
 
-    def together(self, tell: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    def together(
+        self, tell: Callable[[], dict[str, Any]], what: str, *, asked: bool
+    ) -> list[dict[str, Any]]:
         return [tell(), {"lost": [[1, 2, 0, 2]]}]
 
 

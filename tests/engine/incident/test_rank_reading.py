@@ -63,13 +63,15 @@ def test_worst_rank_speaks_for_all(
         for rank, trouble in enumerate(troubles)
     ]
 
-    def together(look: Any) -> list[dict[str, Any]]:
+    def together(look: Any, what: str) -> list[dict[str, Any]]:
         own = look()
         assert set(own) == {"trouble", "reading"}
         return told
 
     monkeypatch.setattr(module, "examine", lambda context, step, reading: reading)
-    context: Any = SimpleNamespace(agreement=SimpleNamespace(together=together))
+    context: Any = SimpleNamespace(
+        agreement=SimpleNamespace(together=together, members=tuple(range(len(troubles))))
+    )
     agreed = agreed_reading(context, step_of(DATA[0]), Reading(step=0, loss=9.0))
     assert agreed.bad_ranks == bad
     assert agreed.loss == float(chosen)

@@ -45,6 +45,8 @@ class FusedUpdate:
         if len(state) < len(context.parameters):
             self._without_state = [p for p in context.parameters if p not in state]
         self._gradients: GradientMark | None = None
+        self._reading: Reading | None = None
+        """The numbers, once they have been waited for."""
 
     def update(self, optimizer: Optimizer) -> None:
         """Step, unless the device finds something non-finite."""
@@ -62,11 +64,14 @@ class FusedUpdate:
         """Wait for the numbers of this update; None where the guard is disarmed."""
         if not transaction.protect.armed:
             return None
+        if self._reading is not None:
+            return self._reading
         with transaction.protect.region:
             gone = self._gradients is not None and self._gradients.gone()
             self.step.grads_gone |= gone
             reading = transaction.read(self.pending, grads_gone=gone)
             self.step.scale = reading.scale or transaction.context.loss_scale
+            self._reading = reading
             return reading
         return None
 

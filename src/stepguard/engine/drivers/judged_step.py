@@ -75,7 +75,7 @@ class JudgedStep(FusedWatchedStep):
             self._judge(self._step(reading), reading, self, again=again)
         self._decide_together(sharing, pending, damaged)
         if not self.vetoing and self._check.undo is None:
-            self._check.prepare(reading)
+            self._check.prepare(reading, at_risk=pending.at_risk)
             self._veto.give_back_later(self._check.give_back)
 
     def _issue_with(self, sharing: list[Sharing]) -> Pending:

@@ -221,7 +221,7 @@ class StepDriver:
         """Clip and update. An update that makes something non-finite is undone and refused."""
         context = self.context
         check = UpdateCheck(context, self.protect)
-        check.prepare(reading)
+        check.prepare(reading, at_risk=pending.at_risk)
         self._clip(pending, reading, outliers_kept_out=check.give_back is not None)
         context.optimizer.step()
         if check.give_back is not None:
@@ -325,7 +325,8 @@ class StepDriver:
     def _update_fused(self, step: Step, pending: Pending) -> StepResult:
         """The kernel takes the verdict from the device; the host reads it one step later."""
         context = self.context
-        result = StepResult(settle=self.settle)
+        several = context.agreement.size > 1
+        result = StepResult(settle=self._show_numbers if several else self.settle)
         fused = FusedUpdate(context, step, pending, result)
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm)
@@ -337,6 +338,17 @@ class StepDriver:
         self.after_update()
         context.step += 1
         return result
+
+    def _show_numbers(self) -> None:
+        """Fill in the result of a fused step. The other ranks may not be asking for theirs, so
+        what all ranks do about a bad step waits for the next one.
+        """
+        fused = self._fused
+        if fused is None:
+            return
+        reading = fused.read(self.transaction)
+        vetoed = fused.vetoed(reading) if reading is not None else bool(fused.flag)
+        fused.result.resolve(reading, committed=not vetoed)
 
     def settle(self) -> None:
         """Read a fused step whose verdict is still on the device."""

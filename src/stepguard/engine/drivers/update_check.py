@@ -23,9 +23,15 @@ class UpdateCheck:
         """Everything the update may touch, from before it."""
         self.give_back: Callable[[], None] | None = None
         """Gives back the gradients that were kept out of this update as outliers."""
+        self._at_risk = False
+        """Every rank checks this update, so that all of them undo it or none does."""
 
-    def prepare(self, reading: Reading) -> None:
-        """Keep outliers out where that is asked for, and copy what a risky update may touch."""
+    def prepare(self, reading: Reading, *, at_risk: bool = False) -> None:
+        """Keep outliers out where that is asked for, and copy what a risky update may touch.
+
+        `at_risk`: so it is on some rank, and all of them know.
+        """
+        self._at_risk = at_risk
         if not self._protect.armed:
             return
         context = self._context
@@ -34,7 +40,7 @@ class UpdateCheck:
         if self.undo is not None:
             return
         with self._protect.part("check of risky updates"):
-            if risky_update(context.optimizer, context.lr_ceiling, reading.least_norm):
+            if at_risk or risky_update(context.optimizer, context.lr_ceiling, reading.least_norm):
                 self.undo = UndoCopy(context.optimizer)
 
     def _keep_out_outliers(self) -> Callable[[], None] | None:
@@ -60,7 +66,23 @@ class UpdateCheck:
         born: list[str] = []
         with self._protect.part("check of risky updates"):
             born = born_in_update(self._context)
-        if not born:
+        by_rank = {self._context.agreement.world_rank: born} if born else {}
+        if self._at_risk:
+            with self._protect.region:
+                by_rank = self._of_all_ranks(born)
+        if not by_rank:
             return None
         self.undo.restore()
-        return replace(reading, bad_state=tuple(born), state_born=True)
+        names = next(iter(by_rank.values()))
+        ranks = tuple(by_rank) if self._at_risk else reading.bad_ranks
+        return replace(reading, bad_state=tuple(names), state_born=True, bad_ranks=ranks)
+
+    def _of_all_ranks(self, born: list[str]) -> dict[int, list[str]]:
+        """What the update has made non-finite, by rank: all of them undo it or none does."""
+        agreement = self._context.agreement
+        told = agreement.together(lambda: {"born": born}, "the check of a risky update")
+        found: dict[int, list[str]] = {}
+        for rank, facts in zip(agreement.members, told, strict=True):
+            if facts["born"]:
+                found[rank] = facts["born"]
+        return found

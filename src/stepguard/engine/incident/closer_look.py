@@ -40,6 +40,8 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     if reading.state_born:
         # found after the update, which has been undone since
         return reading
+    if _only_rate(context, reading):
+        reading = replace(reading, grads_finite=True, grad_norm=None)
     by_gradient = not reading.grads_finite and _losses_finite(reading)
     if by_gradient and overflows_by_scale(context, step, reading):
         return replace(reading, overflow=True, bad_state=())
@@ -129,7 +131,9 @@ def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
     if not together:
         return tuple(stored_trouble(context))
     try:
-        told = context.agreement.together(lambda: {"bad": stored_trouble(context)})
+        told = context.agreement.together(
+            lambda: {"bad": stored_trouble(context)}, "a look at the weights", asked=True
+        )
     except RankFault:
         # a rank whose guard has disarmed itself does not take part
         return tuple(stored_trouble(context))
@@ -211,6 +215,13 @@ def _only_buffers(context: Context, reading: Reading) -> bool:
     # where gradients carry a rank's own trouble to the others, theirs are non-finite because of it
     grads_fine = reading.grads_finite or context.agreement.mode == "spread"
     return grads_fine and _losses_finite(reading) and "buffers" in reading.bad_state
+
+
+def _only_rate(context: Context, reading: Reading) -> bool:
+    """Is this rank's learning rate what made the gradients of all ranks non-finite?"""
+    if context.agreement.mode != "spread" or reading.bad_state or not _losses_finite(reading):
+        return False
+    return not all(map(math.isfinite, reading.lr))
 
 
 def _bad_gradients(context: Context, step: Step) -> list[str]:

@@ -105,7 +105,7 @@ def _agreed(context: Context, entries: list[BadSamples]) -> list[BadSamples]:
         return entries
     present = context.feed.epoch if context.feed is not None else -1
     own = [_moment(entry) for entry in entries if entry.epoch == present]
-    told = context.agreement.together(lambda: {"lost": own})
+    told = context.agreement.together(lambda: {"lost": own}, "the lost samples", asked=True)
     common = set(map(tuple, own))
     for facts in told:
         common &= set(map(tuple, facts["lost"]))

@@ -43,6 +43,11 @@ def presumed_verdict(context: Context, reading: Reading) -> Verdict:
         return _bad("infinite_norm", "the norm of the gradients overflows")
     if seen.bad_state:
         return _bad("nonfinite_parameter", "stored state is not finite")
+    if seen.alarm:
+        # all ranks have the same alarm: if one let the step pass, their weights would part
+        return _bad("nonfinite_gradient", "a rank has read something that is not finite")
+    if not all(map(math.isfinite, seen.lr)):
+        return _bad("lr_mismatch", f"the learning rate is {seen.lr}")
     return OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,11 +34,11 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
         own = examine(context, step, reading)
         return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
 
-    told_by_rank = context.agreement.together(look)
+    told_by_rank = context.agreement.together(look, "the reading")
     bad = blamed_ranks([told["trouble"] for told in told_by_rank])
     leader = bad[0] if bad else 0
     agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
-    return replace(agreed, bad_ranks=tuple(bad))
+    return replace(agreed, bad_ranks=tuple(context.agreement.members[place] for place in bad))
 
 
 def blamed_ranks(troubles: Sequence[int]) -> list[int]:
@@ -56,7 +57,7 @@ def own_trouble(step: Step, reading: Reading) -> int:
     if reading.bad_inputs or (reading.bad_state and not reading.state_born):
         # a bad shard spoils the loss of every rank that gathers it, so it outranks a bad loss
         return HELD
-    if reading.bad_micro_batches or reading.bad_state:
+    if _made_here(reading):
         return HERE
     if reading.grads_finite or reading.overflow:
         return 0
@@ -83,3 +84,9 @@ def with_rank(origin: Origin, reading: Reading) -> Origin:
     if reading.bad_ranks:
         return replace(origin, rank=reading.bad_ranks[0])
     return replace(origin, rank=None, remarks=(*origin.remarks, NO_RANK))
+
+
+def _made_here(reading: Reading) -> bool:
+    if reading.bad_micro_batches or reading.bad_state:
+        return True
+    return not all(map(math.isfinite, reading.lr))

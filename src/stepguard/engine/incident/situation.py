@@ -122,5 +122,7 @@ class SituationReader:
         """A static loss scale that works on every rank, where the present one overflows."""
         if not reading.overflow or not self._context.config.loss_scale:
             return None
-        of_ranks = self._context.agreement.together(lambda: {"scale": working_scale(step)})
+        of_ranks = self._context.agreement.together(
+            lambda: {"scale": working_scale(step)}, "the loss scale"
+        )
         return min(float(told["scale"]) for told in of_ranks)

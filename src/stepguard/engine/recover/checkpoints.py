@@ -13,6 +13,7 @@ from stepguard.engine.recover.checkpoint_archive import Archive
 from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Incident
+from stepguard.sentinel.rank_agreement import RankAbsent
 from stepguard.state.run_state import SavedState, StateError
 from stepguard.state.snapshot import Snapshot
 
@@ -62,9 +63,13 @@ class Checkpoints:
                 state = self._snapshots.present()
             except StateError as fault:
                 why = str(fault)
-        told = self._context.agreement.together(
-            lambda: {"why": why, "own": archive.rank_part(state)}
-        )
+        try:
+            told = self._context.agreement.together(
+                lambda: {"why": why, "own": archive.rank_part(state)}, "guard.save()", asked=True
+            )
+        except RankAbsent as absent:
+            self._say(f"NOT saved, all ranks have to call guard.save(): {absent}")
+            return None
         refused = _first_refusal(told)
         if refused or state is None:
             self._say(f"NOT saved, the state is not good: {refused.removesuffix('.')}")
@@ -92,7 +97,7 @@ class Checkpoints:
             path = archive.save(state)
             return {"path": None if path is None else str(path)}
 
-        path = self._context.agreement.together(write)[0]["path"]
+        path = self._context.agreement.together(write, "writing", asked=True)[0]["path"]
         return None if path is None else Path(path)
 
     def _why_not_good(self) -> str:
@@ -167,20 +172,21 @@ class Checkpoints:
         """Write a state that is complete and finite; `last-good` names it only if it is good."""
         archive = self._archive
         assert archive is not None
-        proved = _proved(pending)
         state = self._state_worth_keeping(pending)
-        told = self._context.agreement.together(
-            lambda: {"kept": state is not None, "good": proved, "own": archive.rank_part(state)}
-        )
+        told = self._told_by_all(archive, pending, state)
+        if not told:
+            return
         if state is None or not all(facts["kept"] for facts in told):
             step = _step(pending)
             self._say(f"the state of step {step} has not proved good: no checkpoint of it")
             return
+        assert isinstance(pending, Snapshot)
         parts = [facts["own"] for facts in told]
         weights, why = archive.own_weights(state, parts)
         if why:
-            self._say(f"no checkpoint of step {_step(pending)}: {why}")
-        elif self._context.agreement.rank == 0 and isinstance(pending, Snapshot):
+            self._say(f"no checkpoint of step {pending.step}: {why}")
+            return
+        if self._context.agreement.rank == 0:
             archive.complete(state, parts, weights)
             self._lend(archive, pending, good=all(facts["good"] for facts in told))
 
@@ -190,6 +196,22 @@ class Checkpoints:
             snapshot.lent = True
             self._lent = snapshot
         # else an earlier one is still being written, and stays lent until it is
+
+    def _told_by_all(
+        self, archive: Archive, pending: Snapshot | int, state: SavedState | None
+    ) -> list[dict[str, Any]]:
+        """What every rank has of this checkpoint; nothing, and a line, where not all came."""
+        proved = _proved(pending)
+
+        def own() -> dict[str, Any]:
+            kept = state is not None
+            return {"kept": kept, "good": proved, "own": archive.rank_part(state)}
+
+        try:
+            return self._context.agreement.together(own, "a checkpoint")
+        except RankAbsent as absent:
+            self._say(f"no checkpoint of step {_step(pending)}: {absent}")
+            return []
 
     def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
         if not isinstance(pending, Snapshot):

@@ -24,6 +24,9 @@ MOST = 4 * 2**30
 """Bytes of other ranks' weights that pass through rank 0's memory at most."""
 WAY_OUT = "save each rank's own weights with torch.save, or all with torch.distributed.checkpoint"
 
+WHAT = "the weights of a checkpoint"
+"""What ranks meet for, as a message about a missing one says."""
+
 
 class RankWeights:
     """Compares the states of the ranks before one is written, and collects what differs."""
@@ -44,15 +47,17 @@ class RankWeights:
         Called by all ranks, once their summaries have been seen to differ.
         """
         agreement = self._context.agreement
-        prints = [told["prints"] for told in agreement.together(lambda: self._told_prints(state))]
+        prints = [
+            told["prints"] for told in agreement.together(lambda: self._told_prints(state), WHAT)
+        ]
         first = _first_difference(prints)
         mine = _own_part(state, prints[0], prints[agreement.rank])
         size = sum(_bytes(tensor) for tensor in mine["tensors"].values())
-        sizes = [told["size"] for told in agreement.together(lambda: {"size": size})]
+        sizes = [told["size"] for told in agreement.together(lambda: {"size": size}, WHAT)]
         if sum(sizes) > MOST:
             amount = f"{sum(sizes) / 2**30:.1f} GiB of them"
             return {}, f"the ranks hold different weights ({first}), {amount}: {WAY_OUT}"
-        parts = agreement.together(lambda: {"part": _portable(mine)})
+        parts = agreement.together(lambda: {"part": _portable(mine)}, WHAT)
         self._say_once(first)
         return {str(rank): told["part"] for rank, told in enumerate(parts) if rank}, ""
 

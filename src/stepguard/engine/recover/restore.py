@@ -99,7 +99,7 @@ def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
         mine["why"] = str(opened)
     elif opened is not None:
         mine["path"] = str(opened.path)
-    first = context.agreement.together(lambda: mine)[0]
+    first = context.agreement.together(lambda: mine, "guard.restore()", asked=True)[0]
     if not first["why"] and rank:
         opened = _opened(store, Path(first["path"]))
     why = str(opened) if isinstance(opened, StoreError) else ""
@@ -128,7 +128,7 @@ def _state_that_fits(context: Context, rewinder: Rewinder, opened: Opened) -> Sa
 
 def _raise_together(context: Context, why: str, kind: type[StepguardError]) -> None:
     """Raise on all ranks what one of them has against going on."""
-    told = context.agreement.together(lambda: {"why": why})
+    told = context.agreement.together(lambda: {"why": why}, "guard.restore()", asked=True)
     for rank, facts in enumerate(told):
         if facts["why"]:
             same = why == facts["why"] or len(told) == 1

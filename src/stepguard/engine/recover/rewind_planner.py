@@ -46,7 +46,9 @@ class RewindPlanner:
         them loses least. Damage that cannot be seen asks for one that has proved good, else for one
         on probation from a good level.
         """
-        told = self._context.agreement.together(partial(self._offer, visible))
+        told = self._context.agreement.together(
+            partial(self._offer, visible), "the choice of a rewind"
+        )
         tried: list[RewindTarget] = []
         for standing in ("good", "young"):
             targets = _offered_by_all(facts[standing] for facts in told)
@@ -87,7 +89,9 @@ class RewindPlanner:
             plan = next_rewind(targets, self._tried, policy, repeatable=exact, rewinds=rewinds)
             if plan is None or plan.target.kind == "snapshot":
                 return plan
-            told = self._context.agreement.together(partial(self._fetch, plan.target.step))
+            told = self._context.agreement.together(
+                partial(self._fetch, plan.target.step), "reading a checkpoint"
+            )
             if all(facts["there"] for facts in told):
                 return plan
             self._tried.append(plan)

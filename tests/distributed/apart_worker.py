@@ -1,0 +1,301 @@
+"""What ranks do that do not all come: one sees what the others do not, or one alone asks.
+
+torchrun --standalone --nproc-per-node N apart_worker.py OUT scenario ...
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import stepguard
+from process_group import gloo
+from stepguard import Guard, GuardConfig
+from stepguard.engine.protect import GuardDisarmed
+
+FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
+WRITING = ("rank0_save", "joined_checkpoint")
+"""Scenarios that need a folder."""
+ALL_COME = GuardConfig(terminal="quiet", agree_timeout=30.0)
+NOT_ALL_COME = GuardConfig(terminal="quiet", agree_timeout=0.5)
+
+
+class Noted(nn.Module):
+    """A linear layer that keeps a plain buffer of what it has seen, and perhaps a sentinel."""
+
+    def __init__(self, *, sentinel: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("least", torch.full((), torch.inf if sentinel else 1.0))
+        self.spoil = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.mul_(torch.nan if self.spoil else 0.5)  # type: ignore[operator]
+            self.least.mul_(1.0)  # type: ignore[operator]
+        out: Tensor = self.linear(inputs)
+        return out
+
+
+def data(step: int, *, bad: bool = False) -> Tensor:
+    source = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    inputs = torch.randn(3, FEATURES, generator=source)
+    if bad:
+        inputs[0, 0] = torch.nan
+    return inputs
+
+
+def here(step: int) -> bool:
+    return dist.get_rank() == BAD_RANK and step == BAD_STEP
+
+
+def built(
+    *, wrap: str = "ddp", fused: bool = False, group: Any = None, sentinel: bool = False
+) -> Any:
+    torch.manual_seed(0)
+    model = Noted(sentinel=sentinel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    if wrap == "ddp":
+        return DistributedDataParallel(
+            model, broadcast_buffers=False, process_group=group
+        ), optimizer
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_average)
+    return model, optimizer
+
+
+def _average(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+
+
+class Loop:
+    """The same few steps by `guard.step`, by `watch`, or without a guard."""
+
+    def __init__(self, loop: str, model: nn.Module, optimizer: Any, config: GuardConfig) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.guard: Guard | None = None
+        self.loop = loop
+        if loop != "bare":
+            make = stepguard.watch if loop == "watch" else Guard
+            self.guard = make(model, optimizer, config=config)
+
+    def step(self, inputs: Tensor) -> Any:
+        if self.loop == "step" and self.guard is not None:
+            return self.guard.step(lambda batch: self.model(batch).square().mean(), inputs)
+        self.optimizer.zero_grad()
+        self.model(inputs).square().mean().backward()
+        self.optimizer.step()
+        return None
+
+    def end(self) -> dict[str, Any]:
+        if self.guard is not None:
+            self.guard.close()
+        return self.outcome()
+
+    def outcome(self) -> dict[str, Any]:
+        weights = [p.detach().clone() for p in self.model.parameters()]
+        out: dict[str, Any] = {"weights": weights, "steps": int(_steps(self.optimizer))}
+        if self.guard is not None:
+            found = self.guard._context.incidents
+            out["armed"] = self.guard.armed
+            out["incidents"] = [
+                (i.step, i.verdict.kind, i.reading.bad_ranks, i.decision and i.decision.action)
+                for i in found
+            ]
+        return out
+
+
+def _steps(optimizer: Any) -> float:
+    counts = [float(state["step"]) for state in optimizer.state.values()]
+    return max(counts, default=0.0)
+
+
+def own_trouble(kind: str, loop: str, wrap: str) -> dict[str, Any]:
+    """A plain buffer or a learning rate turns NaN on one rank; nothing, as a control."""
+    model, optimizer = built(wrap=wrap, sentinel=True)
+    running = Loop(loop, model, optimizer, ALL_COME)
+    inner = model.module if wrap == "ddp" else model
+    for step in range(STEPS):
+        if kind == "buffer":
+            inner.spoil = here(step)
+        if kind == "rate" and here(step):
+            optimizer.param_groups[0]["lr"] = torch.nan
+        running.step(data(step))
+        optimizer.param_groups[0]["lr"] = 0.01
+    return running.end()
+
+
+def last_look(loop: str, wrap: str, who: str) -> dict[str, Any]:
+    """The weights turn NaN after the last step."""
+    model, optimizer = built(wrap=wrap)
+    running = Loop(loop, model, optimizer, ALL_COME if who == "all" else NOT_ALL_COME)
+    for step in range(STEPS):
+        running.step(data(step))
+    if who == "all" or dist.get_rank() == BAD_RANK:
+        with torch.no_grad():
+            next(model.parameters()).fill_(torch.nan)
+    return running.end()
+
+
+def born(loop: str) -> dict[str, Any]:
+    """A half-precision weight of one rank overflows in the update, as one shard of many may."""
+    torch.manual_seed(0)
+    model = nn.Linear(FEATURES, 1, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    running = Loop(loop, model, optimizer, ALL_COME)
+    before: list[Tensor] = []
+    for step in range(STEPS):
+        if here(step):
+            with torch.no_grad():
+                model.weight.fill_(65504.0)
+        if step == BAD_STEP:
+            before = [p.detach().clone() for p in model.parameters()]
+        scale = -60000.0 if here(step) else 0.0
+
+        def loss_of(batch: Tensor, scale: float = scale) -> Tensor:
+            return (model.weight.float() * scale).sum()
+
+        if loop == "step":
+            assert running.guard is not None
+            running.guard.step(loss_of, data(step))
+        else:
+            optimizer.zero_grad()
+            loss_of(data(step)).backward()
+            optimizer.step()
+    out = running.end()
+    return {**out, "before": before}
+
+
+def rank0(what: str, wrap: str) -> dict[str, Any]:
+    """Only rank 0 has a guard, or keeps it, and a step is bad."""
+    model, optimizer = built(wrap=wrap)
+    guarded = what == "closed" or dist.get_rank() == 0
+    running = Loop("watch" if guarded else "bare", model, optimizer, NOT_ALL_COME)
+    for step in range(STEPS):
+        if what == "closed" and step == 1 and dist.get_rank() == BAD_RANK:
+            assert running.guard is not None
+            running.guard.close()
+        bad = step == BAD_STEP and dist.get_rank() == 0
+        running.step(data(step, bad=bad))
+    return running.end()
+
+
+def rank0_save(out: Path) -> dict[str, Any]:
+    """`if rank == 0: guard.save()`, then all ranks save."""
+    model, optimizer = built()
+    config = replace(NOT_ALL_COME, run_dir=out / "run")
+    running = Loop("step", model, optimizer, config)
+    guard = running.guard
+    assert guard is not None
+    running.step(data(0))
+    alone = guard.save() if dist.get_rank() == 0 else None
+    for step in range(1, STEPS):
+        running.step(data(step))
+    saved = guard.save()
+    return {**running.end(), "alone": alone, "saved": saved is not None}
+
+
+def rank0_reads() -> dict[str, Any]:
+    """A fused step is bad, and only rank 0 looks at its result; then all reduce a metric."""
+    model, optimizer = built(fused=True)
+    running = Loop("step", model, optimizer, ALL_COME)
+    assert running.guard is not None
+    seen = []
+    for step in range(STEPS):
+        result = running.step(data(step, bad=here(step)))
+        if dist.get_rank() == 0:
+            seen.append((result.committed, len(running.guard.incidents)))
+        dist.all_reduce(torch.ones(()))
+    return {**running.end(), "seen": seen}
+
+
+def joined(loop: str) -> dict[str, Any]:
+    """Rank 1 has more batches than rank 0, and the last of them is bad."""
+    model, optimizer = built()
+    running = Loop(loop, model, optimizer, NOT_ALL_COME)
+    steps = STEPS if dist.get_rank() == BAD_RANK else 3
+    with Join([model]):
+        for step in range(steps):
+            running.step(data(step, bad=step == 4))
+    return running.end()
+
+
+def joined_checkpoint(out: Path) -> dict[str, Any]:
+    """Rank 1 has more batches, and a checkpoint is due after rank 0 has none left."""
+    model, optimizer = built()
+    config = replace(NOT_ALL_COME, run_dir=out / "joined", checkpoint_every=4, probation=1)
+    running = Loop("step", model, optimizer, config)
+    steps = STEPS if dist.get_rank() == BAD_RANK else 3
+    with Join([model]):
+        for step in range(steps):
+            running.step(data(step))
+    return running.end()
+
+
+def local_sgd(loop: str) -> dict[str, Any]:
+    """No exchange in backward; one rank has a bad step."""
+    model, optimizer = built()
+    running = Loop(loop, model, optimizer, NOT_ALL_COME)
+    for step in range(STEPS):
+        with model.no_sync() if step else nullcontext():
+            running.step(data(step, bad=here(step)))
+    return running.end()
+
+
+def subgroup(loop: str) -> dict[str, Any]:
+    """Two pairs of ranks train two models; a step of the second pair is bad."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    model, optimizer = built(group=pairs[mine])
+    running = Loop(loop, model, optimizer, ALL_COME)
+    for step in range(STEPS):
+        bad = dist.get_rank() == 3 and step == BAD_STEP
+        running.step(data(step, bad=bad))
+    out = running.end()
+    del model, running, pairs
+    return out
+
+
+SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
+    function.__name__: function
+    for function in (
+        *(own_trouble, last_look, born, rank0, rank0_save, rank0_reads),
+        *(joined, joined_checkpoint, local_sgd, subgroup),
+    )
+}
+
+
+def main(out: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    with gloo(60):
+        for name in names:
+            kind, *arguments = name.split("-")
+            given: list[Any] = [out, *arguments] if kind in WRITING else list(arguments)
+            began = time.monotonic()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                found = SCENARIOS[kind](*given)
+            found["told"] = [str(w.message) for w in said if issubclass(w.category, GuardDisarmed)]
+            found["seconds"] = time.monotonic() - began
+            torch.save(found, out / f"{name}.{dist.get_rank()}.pt")
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

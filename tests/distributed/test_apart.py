@@ -1,0 +1,152 @@
+"""Real processes over gloo that do not all come: nobody hangs, and guarded weights stay finite."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.launch import launch
+
+WORKER = Path(__file__).with_name("apart_worker.py")
+LOOPS = ["step", "watch"]
+WRAPS = ["ddp", "manual"]
+BAD_STEP, STEPS = 2, 6
+TROUBLE = ["-".join(("own_trouble", *p)) for p in product(["buffer", "rate"], LOOPS, WRAPS)]
+HEALTHY = ["-".join(("own_trouble", "none", *p)) for p in product(LOOPS, WRAPS)]
+LAST_ONE = ["-".join(("last_look", *p, "one")) for p in product(LOOPS, WRAPS)]
+LAST_ALL = ["last_look-step-ddp-all"]
+BORN = ["born-step", "born-watch"]
+RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
+UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
+SINGLE = ["rank0_save", "rank0_reads", "joined_checkpoint"]
+SUBGROUPS = ["subgroup-step", "subgroup-watch"]
+# A guard that only rank 0 builds shifts the numbers of those after it: last.
+NAMES = [*HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *UNEVEN, *SINGLE, *RANK0]
+Outcomes = dict[str, list[Any]]
+
+
+def _run(out: Path, names: list[str], ranks: int) -> Outcomes:
+    code, log = launch(WORKER, out, names, 150, ranks)
+    files = {name: [out / f"{name}.{rank}.pt" for rank in range(ranks)] for name in names}
+    ended = [name for name in names if all(file.exists() for file in files[name])]
+    assert code == 0, f"ended {len(ended)} of {len(names)}, last {ended[-1:]}\n{log[-3000:]}"
+    return {name: [torch.load(file, weights_only=False) for file in files[name]] for name in names}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return _run(tmp_path_factory.mktemp("apart"), NAMES, 2)
+
+
+def _finite(rank: dict[str, Any]) -> bool:
+    return all(bool(weight.isfinite().all()) for weight in rank["weights"])
+
+
+def _same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all(map(torch.equal, first["weights"], second["weights"]))
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_buffer_that_is_infinite_on_purpose_costs_no_step(name: str, outcomes: Outcomes) -> None:
+    for rank in outcomes[name]:
+        assert rank["steps"] == STEPS
+        assert rank["incidents"] == []
+        assert rank["armed"]
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_what_one_rank_sees_is_an_incident_on_all(name: str, outcomes: Outcomes) -> None:
+    kind = "nonfinite_buffer" if "buffer" in name else "lr_mismatch"
+    for rank in outcomes[name]:
+        assert [incident[:3] for incident in rank["incidents"]] == [(BAD_STEP, kind, (1,))]
+        assert rank["steps"] == STEPS - 1
+        assert rank["armed"]
+    assert _same(*outcomes[name])
+
+
+@pytest.mark.parametrize("name", LAST_ONE)
+def test_last_look_of_one_rank_is_told_by_it_alone(name: str, outcomes: Outcomes) -> None:
+    healthy, hurt = outcomes[name]
+    assert healthy["incidents"] == []
+    assert [incident[1] for incident in hurt["incidents"]] == ["nonfinite_parameter"]
+    assert healthy["armed"] and hurt["armed"]
+
+
+@pytest.mark.parametrize("name", LAST_ALL)
+def test_last_look_of_all_ranks_goes_back_together(name: str, outcomes: Outcomes) -> None:
+    for rank in outcomes[name]:
+        assert [incident[3] for incident in rank["incidents"]] == ["rewind"]
+        assert _finite(rank)
+
+
+@pytest.mark.parametrize("name", BORN)
+def test_update_that_makes_nan_on_one_rank_is_undone_on_all(name: str, outcomes: Outcomes) -> None:
+    for rank in outcomes[name]:
+        assert rank["incidents"] == [(BAD_STEP, "nonfinite_parameter", (1,), "undo")]
+        assert rank["armed"]
+        assert all(map(torch.equal, rank["weights"], rank["before"]))
+
+
+@pytest.mark.parametrize("name", RANK0)
+def test_guard_that_is_left_alone_says_so_and_takes_no_nan(name: str, outcomes: Outcomes) -> None:
+    guarded = outcomes[name][0]
+    assert _finite(guarded)
+    assert not guarded["armed"]
+    assert len(guarded["told"]) == 1
+    assert "rank 1" in guarded["told"][0]
+    assert "did not come" in guarded["told"][0] or "has closed its guard" in guarded["told"][0]
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_bad_step_of_a_rank_that_runs_on_its_own_is_vetoed(name: str, outcomes: Outcomes) -> None:
+    other, hurt = outcomes[name]
+    assert _finite(other)
+    assert _finite(hurt)
+    assert hurt["steps"] == STEPS - 1
+    assert ["rank 0" in said for said in hurt["told"]] == [True]
+
+
+def test_save_on_one_rank_is_refused_and_shifts_nothing(outcomes: Outcomes) -> None:
+    for rank in outcomes["rank0_save"]:
+        assert rank["alone"] is None
+        assert rank["saved"]
+        assert rank["armed"]
+
+
+def test_checkpoint_that_not_all_ranks_come_to_is_left_out(outcomes: Outcomes) -> None:
+    for rank in outcomes["joined_checkpoint"]:
+        assert rank["armed"]
+        assert rank["told"] == []
+    assert [rank["steps"] for rank in outcomes["joined_checkpoint"]] == [3, STEPS]
+
+
+def test_result_of_a_fused_step_may_be_read_on_one_rank(outcomes: Outcomes) -> None:
+    first, second = outcomes["rank0_reads"]
+    assert [committed for committed, _ in first["seen"]] == [
+        step != BAD_STEP for step in range(STEPS)
+    ]
+    for rank in (first, second):
+        assert [incident[:3] for incident in rank["incidents"]] == [
+            (BAD_STEP, "nonfinite_input", (1,))
+        ]
+        assert rank["armed"]
+    assert _same(first, second)
+
+
+def test_pairs_of_ranks_decide_for_themselves(tmp_path: Path) -> None:
+    outcomes = _run(tmp_path, SUBGROUPS, 4)
+    for name in SUBGROUPS:
+        *first, third, fourth = outcomes[name]
+        for rank in first:
+            assert (rank["steps"], rank["incidents"]) == (STEPS, [])
+        for rank in (third, fourth):
+            assert [incident[:3] for incident in rank["incidents"]] == [
+                (BAD_STEP, "nonfinite_input", (3,))
+            ]
+            assert rank["armed"]
+        assert _same(*first)
+        assert _same(third, fourth)
