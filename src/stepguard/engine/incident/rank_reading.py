@@ -35,19 +35,26 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
         return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
 
     told_by_rank = context.agreement.together(look, "the reading")
-    bad = blamed_ranks([told["trouble"] for told in told_by_rank])
+    troubles = [told["trouble"] for told in told_by_rank]
+    bad = blamed_ranks(troubles, sharded=context.sharded)
     leader = bad[0] if bad else 0
     agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
     return replace(agreed, bad_ranks=tuple(context.agreement.members[place] for place in bad))
 
 
-def blamed_ranks(troubles: Sequence[int]) -> list[int]:
-    """The ranks that made the bad value, the surest first; empty where that is not known."""
+def blamed_ranks(troubles: Sequence[int], *, sharded: bool = False) -> list[int]:
+    """The ranks that made the bad value, the surest first; empty where that is not known.
+
+    `sharded`: a bad shard spoils the loss of every rank that gathers it, so only the surest count.
+    """
     worst = max(troubles)
     if worst == EXCHANGED and min(troubles) == worst:
         # averaged gradients are the same everywhere, and tell of no rank
         return []
-    least = HERE if worst >= HERE else EXCHANGED
+    least = min(worst, HERE)
+    if sharded:
+        least = worst
+    least = max(least, EXCHANGED)
     bad = [rank for rank, trouble in enumerate(troubles) if trouble >= least]
     return sorted(bad, key=lambda rank: -troubles[rank])
 

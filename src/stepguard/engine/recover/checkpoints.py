@@ -181,13 +181,18 @@ class Checkpoints:
             self._say(f"the state of step {step} has not proved good: no checkpoint of it")
             return
         assert isinstance(pending, Snapshot)
+        self._complete_and_lend(archive, pending, told)
+
+    def _complete_and_lend(
+        self, archive: Archive, pending: Snapshot, told: list[dict[str, Any]]
+    ) -> None:
+        """Add what other ranks have of their own, and have the first rank write it all."""
         parts = [facts["own"] for facts in told]
-        weights, why = archive.own_weights(state, parts)
+        weights, why = archive.own_weights(pending.state, parts)
         if why:
             self._say(f"no checkpoint of step {pending.step}: {why}")
-            return
-        if self._context.agreement.rank == 0:
-            archive.complete(state, parts, weights)
+        elif self._context.agreement.rank == 0:
+            archive.complete(pending.state, parts, weights)
             self._lend(archive, pending, good=all(facts["good"] for facts in told))
 
     def _lend(self, archive: Archive, snapshot: Snapshot, *, good: bool) -> None:
