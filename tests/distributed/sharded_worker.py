@@ -75,7 +75,7 @@ def build(engine: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         policy = MixedPrecisionPolicy()
         if engine == "mixed":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for part in model:
+        for part in model.children():
             fully_shard(part, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -70,7 +70,8 @@ def test_worst_rank_speaks_for_all(
 
     monkeypatch.setattr(module, "examine", lambda context, step, reading: reading)
     context: Any = SimpleNamespace(
-        agreement=SimpleNamespace(together=together, members=tuple(range(len(troubles))))
+        sharded=False,
+        agreement=SimpleNamespace(together=together, members=tuple(range(len(troubles)))),
     )
     agreed = agreed_reading(context, step_of(DATA[0]), Reading(step=0, loss=9.0))
     assert agreed.bad_ranks == bad
