@@ -47,3 +47,8 @@ def test_a_number_that_is_nan_counts_as_measured() -> None:
 
 def test_every_fact_can_be_left_out() -> None:
     assert all(field.default in (None, False, ()) for field in fields(NO_EVIDENCE))
+
+
+def test_repr_shows_what_was_measured_only() -> None:
+    assert repr(Evidence()) == "Evidence()"
+    assert repr(Evidence(masked_rows=2, rows=24)) == "Evidence(masked_rows=2, rows=24)"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evidence:
     """One record for one origin. `first | second` holds the facts of both."""
 
@@ -167,6 +167,11 @@ class Evidence:
     def __or__(self, other: Evidence) -> Evidence:
         """The facts of both; where both hold one, that of the left record."""
         return replace(other, **self.stated())
+
+    def __repr__(self) -> str:
+        """Only what was measured: there are some sixty fields."""
+        facts = ", ".join(f"{name}={value!r}" for name, value in self.stated().items())
+        return f"Evidence({facts})"
 
     def stated(self) -> dict[str, Any]:
         """The facts that were measured, by name."""
