@@ -16,6 +16,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import rich
@@ -275,7 +276,10 @@ def _verdict(console: Console, guarded: Outcome, run_dir: Path) -> int:
 
 def next_commands(guarded: Outcome, run_dir: Path) -> list[str]:
     """What to type next."""
-    commands = [f"stepguard report {run_dir}", f"stepguard plot {run_dir}"]
+    commands = [f"stepguard report {run_dir}"]
+    if find_spec("matplotlib") is not None:
+        # `make demo` installs the core only; plots need the extra `plot`
+        commands.append(f"stepguard plot {run_dir}")
     capsules = [i.capsule for i in guarded.incidents if i.capsule]
     if capsules:
         commands.append(f"stepguard replay {run_dir}/{capsules[0]}")
