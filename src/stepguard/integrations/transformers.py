@@ -220,6 +220,9 @@ class TrainerGuard:
 
     def _correct(self, logs: dict[str, Any]) -> None:
         step, known = self._logged
+        if "learning_rate" in logs and self._guard is not None:
+            # the Trainer's own line, which every rank writes: they read a fused step together
+            self._guard.port.settle()
         incidents = self.incidents
         now = self._trainer.state.global_step
         losses = [i.reading.loss for i in incidents[known:] if i.reading.loss is not None]
