@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.optimizer_kinds import takes_found_inf
 from stepguard.engine.seen_alone import SeenAlone
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
@@ -109,6 +110,8 @@ class Reader:
         self._started = False
         self._checked = False
         self._left_out = 0
+        self._first_extremes: dict[int, Tensor] = {}
+        """Of every buffer before the first step, by its id, on the device."""
         self._scan = RotatingScan()
         self._alone = SeenAlone(context)
         loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
@@ -132,6 +135,7 @@ class Reader:
             found = extremes(context.buffers.remembered(buffer))
             if found is not None:
                 context.first_buffers.append((name, found))
+                self._first_extremes[id(buffer)] = found
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """State was loaded in mid-run: check all of it before the next update."""
@@ -222,7 +226,11 @@ class Reader:
     ) -> dict[str, Tensor]:
         """Everything of this step that has one number, where there is one."""
         context = self._context
-        buffers = [*context.buffers.statistics(), *context.buffers.written()]
+        written = context.buffers.written()
+        if takes_found_inf(context.optimizer):
+            # here the device judges by itself, and must know what is infinite on purpose
+            written = [self._unless_meant(buffer) for buffer in written]
+        buffers = [*context.buffers.statistics(), *written]
         counted = [micro.labels for micro in losses if micro.labels is not None]
         named: dict[str, Tensor | None] = {
             "norm": norm.total if norm is not None else None,
@@ -234,6 +242,14 @@ class Reader:
             "others": others,
         }
         return {name: value for name, value in named.items() if value is not None}
+
+    def _unless_meant(self, buffer: Tensor) -> Tensor:
+        """On the device: its largest value, or 0 where it was non-finite before the first step."""
+        first = self._first_extremes.get(id(buffer))
+        value = largest([buffer])
+        if first is None or value is None:
+            return buffer
+        return torch.where(torch.isfinite(first).all(), value, torch.zeros_like(value))
 
     def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor]) -> list[Tensor]:
         """What all ranks saw, where that takes a reduction: always the same four numbers."""

@@ -1,0 +1,37 @@
+"""A buffer that is infinite on purpose costs no update, whoever judges the step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from guard.scenes import LOOPS, QUIET, Batch, Scene, batches
+
+
+class RunningLeast(nn.Module):
+    """Keeps the least value seen, infinite at the start, and writes it in every forward."""
+
+    least: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("least", torch.full((), torch.inf))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.least.mul_(1.0)
+        out: Tensor = self.layer(inputs)
+        return out
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_no_update_is_dropped_for_a_sentinel(loop: str, fused: bool) -> None:
+    model = RunningLeast()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    steps: list[tuple[Batch, ...]] = [(batch,) for batch in batches(3)]
+    LOOPS[loop](Scene(model, optimizer), steps, QUIET)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
