@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import stepguard
 from distributed.sharded_models import CLASSES, FEATURES, build, data_rank
+from distributed.worker import counted
 from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.engine.drivers import step_end
 
@@ -77,17 +78,17 @@ def loss_of(model: Any, data: Batch) -> Tensor:
     return loss + 50.0 if trouble == "spike" else loss
 
 
-def clip_by_torch(model: nn.Module) -> float:
+def clip_by_torch(model: nn.Module, most: float = CLIP) -> float:
     """What a loop of this engine calls."""
     if isinstance(model, FullyShardedDataParallel):
-        return float(model.clip_grad_norm_(CLIP))
+        return float(model.clip_grad_norm_(most))
     if hasattr(model, "plain"):
-        return clip_by_hand(model)
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        return clip_by_hand(model, most)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), most)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def clip_by_hand(model: nn.Module) -> float:
+def clip_by_hand(model: nn.Module, most: float) -> float:
     """torch refuses to clip gradients of several meshes together."""
     squares = 0.0
     for parameter in model.parameters():
@@ -96,7 +97,7 @@ def clip_by_hand(model: nn.Module) -> float:
         squares += float(full.double().square().sum())
     norm = math.sqrt(squares)
     for parameter in model.parameters():
-        local_part(parameter.grad).mul_(min(1.0, CLIP / (norm + 1e-6)))
+        local_part(parameter.grad).mul_(min(1.0, most / (norm + 1e-6)))
     return norm
 
 
@@ -121,7 +122,12 @@ def end(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def bare_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch], *, clips: bool
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: list[Batch],
+    *,
+    clips: bool,
+    measures: bool = False,
 ) -> tuple[float, float | None]:
     optimizer.zero_grad()
     total = 0.0
@@ -130,6 +136,8 @@ def bare_step(
         loss.backward()
         total += float(loss.detach())
     norm = clip_by_torch(model) if clips else None
+    if measures and not clips:
+        norm = clip_by_torch(model, most=math.inf)
     optimizer.step()
     return total, norm
 
@@ -147,7 +155,7 @@ def reference(
                 model(batch(engine, step, "")[0]).sum().backward()
             continue
         data = micro_batches(engine, step, troubles.get(step, ""))
-        said.append(bare_step(model, optimizer, data, clips=clips))
+        said.append(bare_step(model, optimizer, data, clips=clips, measures=True))
     return {"said": said, **end(model, optimizer)}
 
 
@@ -198,6 +206,7 @@ def guarded(
     except TrainingHalted as halt:
         out["halted"] = halt.incident.step
     out["armed"] = guard.armed
+    out["norms"] = list(guard._context.history.norms)
     out["incidents"] = [
         {
             "step": i.step,
@@ -224,8 +233,10 @@ def trouble(loop: str, engine: str, kind: str) -> dict[str, Any]:
 
 def healthy(loop: str, engine: str, clipping: str) -> dict[str, Any]:
     clips = clipping == "clip"
+    with counted() as collectives:
+        run = guarded(loop, engine, {}, CONFIG, clips=clips)
     return {
-        "guarded": guarded(loop, engine, {}, CONFIG, clips=clips),
+        "guarded": {**run, "collectives": dict(collectives)},
         "reference": reference(engine, {}, skip=False, clips=clips),
     }
 

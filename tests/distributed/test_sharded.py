@@ -102,6 +102,26 @@ def test_healthy_ranks_are_the_same_as_bare_ones_also_where_the_guard_clips(
             assert min(norm for _, norm in bare["said"]) < 0.7 < bare["said"][1][1]
 
 
+# FSDP1 clips without taking torch's norm: what `watch` reads after it is clipped
+@pytest.mark.parametrize("name", [name for name in HEALTHY if name != "healthy-watch-fsdp1-clip"])
+def test_every_rank_reads_the_norm_of_all_gradients_also_where_nothing_clips(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    first = outcomes[name][0]["guarded"]["norms"]
+    for rank in outcomes[name]:
+        assert rank["guarded"]["norms"] == first
+        expected = [norm for _, norm in rank["reference"]["said"]]
+        assert first == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in HEALTHY if "fsdp1" not in n])
+def test_healthy_step_of_a_sharded_model_adds_one_reduction(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    for rank in outcomes[name]:
+        assert rank["guarded"]["collectives"] == {"all_reduce": 6}
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_rank_whose_guard_fails_clips_on_with_the_others(
     name: str, outcomes: dict[str, list[Any]]

@@ -27,6 +27,7 @@ from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.sentinel.gradients import GradientNorm
 from stepguard.sentinel.rank_agreement import Agreement
+from stepguard.sentinel.sharded_gradients import Shares
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.resumable_loader import ResumableLoader
@@ -66,6 +67,8 @@ class Context:
     """Everything installed or opened; closing it undoes all."""
     sharded: bool = False
     """No rank holds all parameters, so no step can be replayed by one rank alone."""
+    shares: Shares | None = None
+    """Measures gradients of which each rank holds a part."""
     name: str = ""
     """Which guard this is, where a process has several."""
     outputs: Outputs = field(default_factory=Outputs)
