@@ -25,6 +25,7 @@ from distributed.sharded_models import CLASSES, FEATURES, build, data_rank
 from distributed.worker import counted
 from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.engine.drivers import step_end
+from stepguard.records import Origin
 
 STEPS, BAD_STEP, BAD_RANK = 6, 2, 1
 LONG = 40
@@ -216,10 +217,23 @@ def guarded(
             "state": i.reading.bad_state,
             "tensor": i.origin.tensor if i.origin else None,
             "rank": i.origin.rank if i.origin else None,
+            "place": place(i.origin) if i.origin else None,
         }
         for i in guard._context.incidents
     ]
     return {**out, **end(model, optimizer)}
+
+
+def place(origin: Origin) -> dict[str, Any]:
+    """What a replay says of it."""
+    return {
+        "phase": origin.phase,
+        "op": origin.op,
+        "module": origin.module,
+        "samples": origin.samples,
+        "reproduced": origin.reproduced,
+        "remarks": origin.remarks,
+    }
 
 
 def trouble(loop: str, engine: str, kind: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from stepguard.engine.outputs import Outputs
 from stepguard.ledger import Ledger
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
-from stepguard.records import GuardConfig, Incident
+from stepguard.records import GuardConfig, Incident, Reading
 from stepguard.sentinel.gradients import GradientNorm
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.sentinel.sharded_gradients import Shares
@@ -108,6 +108,8 @@ class Context:
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     effort: LocateBudget = field(default_factory=LocateBudget)
     """What placing an incident may cost."""
+    own_reading: Reading | None = None
+    """What this rank itself saw of the last bad step, where ranks have agreed on another's."""
     norm_of_ranks: tuple[int, GradientNorm | None] | None = None
     """The step that gradients of all ranks were last measured in, and their norm."""
     last_read: float = field(default_factory=time.perf_counter)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 FSDP1 = "FullyShardedDataParallel"
-SHARDING_MODULES = (FSDP1, "FSDPModule")
+FSDP2 = "FSDPModule"
+SHARDING_MODULES = (FSDP1, FSDP2)
 """FSDP1 wraps a module; `fully_shard` (FSDP2) makes its class a subclass of FSDPModule."""
 
 
