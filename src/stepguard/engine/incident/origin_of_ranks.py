@@ -70,7 +70,9 @@ def _own_reading(context: Context, agreed: Reading, *, leads: bool) -> Reading:
     own = context.own_reading
     if leads or own is None or own.step != agreed.step:
         return agreed
-    return replace(own, bad_ranks=agreed.bad_ranks)
+    # of a sharded gradient this rank's part may be finite though it made the bad one
+    finite = own.grads_finite and agreed.grads_finite
+    return replace(own, bad_ranks=agreed.bad_ranks, grads_finite=finite)
 
 
 def _with_others(origin: Origin, others: list[Origin]) -> Origin:

@@ -45,17 +45,25 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
         troubles = _troubles_before_exchange(context, step) or troubles
     spreads = context.sharded and spreads_in_forward(context.roots.values())
     bad = blamed_ranks(troubles, sharded=context.sharded, spreads=spreads)
-    leader = bad[0] if bad else _first_with_bad_gradients(told_by_rank)
-    agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
+    readings = [from_jsonable(Reading, told["reading"]) for told in told_by_rank]
+    agreed = readings[bad[0] if bad else 0]
+    if context.sharded:
+        agreed = _with_bad_parts(agreed, readings)
     return replace(agreed, bad_ranks=tuple(context.agreement.members[place] for place in bad))
 
 
-def _first_with_bad_gradients(told_by_rank: Sequence[dict[str, Any]]) -> int:
-    """Where no rank is to blame: one whose reading shows the trouble. Of a sharded gradient the
-    bad elements may be in one rank's part only.
+def _with_bad_parts(agreed: Reading, readings: Sequence[Reading]) -> Reading:
+    """Add what others have seen in their parts of the gradients.
+
+    The rank that made a bad gradient may hold a part of it in which all is finite.
     """
-    troubles = [told["trouble"] for told in told_by_rank]
-    return troubles.index(max(troubles))
+    bad = [reading for reading in readings if not reading.grads_finite and not reading.overflow]
+    if not agreed.grads_finite or not bad:
+        return agreed
+    names: dict[str, None] = {}
+    for reading in bad:
+        names.update(dict.fromkeys(reading.bad_grads))
+    return replace(agreed, grads_finite=False, grad_norm=bad[0].grad_norm, bad_grads=tuple(names))
 
 
 def _troubles_before_exchange(context: Context, step: Step) -> list[int]:
