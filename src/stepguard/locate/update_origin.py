@@ -112,10 +112,10 @@ class _Twin:
     """An independent optimizer on copied parameters, gradients and state, without any hooks."""
 
     def __init__(self, step: Step, gradients: Gradients) -> None:
-        memo: dict[int, Any] = {}
+        # what a deep copy finds here it takes for the copy
+        memo = _own_parts(step.optimizer)
         self.optimizer = copy.deepcopy(step.optimizer, memo)
         _copy_attributes(step.optimizer, self.optimizer, memo)
-        _keep_own_parts(self.optimizer)
         self._parameters = optimizer_parameters(self.optimizer)
         self._names: list[str] = []
         names = names_by_id(named_parameters(step.named_roots()))
@@ -153,21 +153,19 @@ def _copy_attributes(optimizer: Optimizer, twin: Optimizer, memo: dict[int, Any]
             setattr(twin, name, copy.deepcopy(value, memo))
 
 
-def _keep_own_parts(optimizer: Optimizer) -> None:
-    """Put plain tensors in the place of sharded ones: no rank joins what this one computes."""
-    plain: dict[Tensor, Tensor] = {}
-    for group in optimizer.param_groups:
-        for position, parameter in enumerate(group["params"]):
-            if is_distributed(parameter):
-                plain[parameter] = nn.Parameter(local_part(parameter.detach()))
-                group["params"][position] = plain[parameter]
-    for parameter, own in plain.items():
-        slots = optimizer.state.pop(parameter, None)
-        if slots is None:
-            continue
-        for slot, value in slots.items():
-            slots[slot] = local_part(value) if isinstance(value, Tensor) else value
-        optimizer.state[own] = slots
+def _own_parts(optimizer: Optimizer) -> dict[int, Any]:
+    """Copies of what this rank holds of sharded tensors, to stand for them, by their ids.
+
+    No other rank joins what this one computes.
+    """
+    parts: dict[int, Any] = {}
+    for parameter in optimizer_parameters(optimizer):
+        if is_distributed(parameter):
+            parts[id(parameter)] = nn.Parameter(local_part(parameter.detach()).clone())
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and is_distributed(value):
+                parts[id(value)] = local_part(value.detach()).clone()
+    return parts
 
 
 def _epsilon(optimizer: Optimizer, parameter: Tensor) -> Evidence:

@@ -49,7 +49,7 @@ def find_together(
 
     try:
         holders: tuple[int, ...] = ()
-        if not finite_step(reading) and not reading.state_born:
+        if _asks_for_replay(reading):
             holders = agree_on_holders(context, step, finders)
         told = agreement.together(look, "the origin")
     except RankAbsent:
@@ -63,6 +63,15 @@ def find_together(
     if not found:
         return None
     return _with_others(found[0], found[1:])
+
+
+def _asks_for_replay(reading: Reading) -> bool:
+    """Can running the model again tell something? Not of what an optimizer made or keeps."""
+    if reading.state_born:
+        return reading.bad_state[0].startswith("buffer:")
+    if not finite_step(reading):
+        return True
+    return bool(reading.bad_state) and not reading.bad_state[0].startswith("opt:")
 
 
 def _own_reading(context: Context, agreed: Reading, *, leads: bool) -> Reading:
