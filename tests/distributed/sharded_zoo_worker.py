@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
 from benchmarks.zoo.case import Case, Scene
 from benchmarks.zoo.catalogue import load
 from benchmarks.zoo.guarded import run_guarded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
 from stepguard import Incident
 
 
