@@ -29,7 +29,7 @@ _TAIL = b"}\n"
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 DigestText = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]
+FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}$")]
 """One name, no path: nothing in a seal can lead out of its folder."""
 
 

@@ -11,6 +11,7 @@ from stepguard.records.verification import Problem, Role
 from stepguard.verification import dtype_names
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged, ProblemList
+from stepguard.verification.dcp_folder import METADATA
 from stepguard.verification.file_check import check_file
 from stepguard.verification.file_layout import ChecksumRange, FileLayout
 from stepguard.verification.format_entry import (
@@ -106,7 +107,9 @@ def check_store(folder: Path) -> list[Problem]:
 
 
 def _is_sealed(files: list[Path]) -> bool:
-    return any(path.name == SEAL for path in files)
+    names = {path.name for path in files}
+    # a folder of torch.distributed.checkpoint may have a seal, too
+    return SEAL in names and METADATA not in names
 
 
 SEALED = FolderFormat(
