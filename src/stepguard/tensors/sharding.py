@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor, nn
 
 FSDP1 = "FullyShardedDataParallel"
 SHARDING_MODULES = (FSDP1, "FSDPModule")
 """FSDP1 wraps a module; `fully_shard` (FSDP2) makes its class a subclass of FSDPModule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where the part of a tensor that one rank holds lies in the whole of it."""
+
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    first: bool = True
+    """No rank before this one holds the same part: this one writes it to disk."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.size)
+
+
+def whole_part(shape: tuple[int, ...]) -> Part:
+    """The part that is all of it."""
+    return Part(whole=tuple(shape), offset=(0,) * len(shape), size=tuple(shape))
+
+
+def part_of(tensor: Any) -> Part:
+    """Which part of a DTensor this rank holds. Asks no other rank."""
+    # the protocol by which torch.distributed.checkpoint asks a DTensor for its part
+    (chunk,) = tensor.__create_chunk_list__()
+    place = tensor.device_mesh.get_coordinate() or []
+    first = True
+    for number, placement in zip(place, tensor.placements, strict=False):
+        # along this dimension of the mesh all ranks hold the same
+        if placement.is_replicate() and number:
+            first = False
+    return Part(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes), first)
 
 
 def is_distributed(tensor: Tensor) -> bool:
