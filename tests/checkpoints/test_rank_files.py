@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import stepguard
 from stepguard._errors import StoreError
 from stepguard.checkpoints import Health, Store
-from stepguard.tensors.sharding import Part
+from stepguard.tensors.sharding import TensorPart
 
 HEALTHY = Health(loss=1.0, level=1.1, steps_watched=50, incidents=0, good=True)
 WEIGHT = torch.arange(42.0).reshape(7, 6)
@@ -19,9 +20,9 @@ ROWS = {2: [(0, 4), (4, 3)], 4: [(0, 2), (2, 2), (4, 2), (6, 1)], 1: [(0, 7)]}
 """First row and number of rows of every rank, as FSDP2 divides seven of them."""
 
 
-def part(rank: int, ranks: int) -> Part:
+def part(rank: int, ranks: int) -> TensorPart:
     at, size = ROWS[ranks][rank]
-    return Part(whole=(7, 6), offset=(at, 0), size=(size, 6))
+    return TensorPart(whole=(7, 6), offset=(at, 0), size=(size, 6))
 
 
 def held(rank: int, ranks: int, weight: Tensor = WEIGHT) -> dict[str, Tensor]:
@@ -61,7 +62,9 @@ def test_every_rank_of_another_number_reads_its_own_part(
     for rank in range(opened):
         wanted = part(rank, opened)
 
-        def select(name: str, shape: tuple[int, ...], wanted: Part = wanted) -> Part | None:
+        def select(
+            name: str, shape: tuple[int, ...], wanted: TensorPart = wanted
+        ) -> TensorPart | None:
             assert name != "model/w" or shape == (7, 6)
             return wanted if name == "model/w" else None
 
@@ -74,9 +77,9 @@ def test_every_rank_of_another_number_reads_its_own_part(
 def test_copy_that_another_rank_writes_and_an_empty_part_are_left_out(store: Store) -> None:
     folder = store.begin(1)
     ones = torch.ones(2)
-    whole = Part(whole=(2,), offset=(0,), size=(2,))
-    copy = Part(whole=(2,), offset=(0,), size=(2,), first=False)
-    none = Part(whole=(2,), offset=(2,), size=(0,))
+    whole = TensorPart(whole=(2,), offset=(0,), size=(2,))
+    copy = TensorPart(whole=(2,), offset=(0,), size=(2,), first=False)
+    none = TensorPart(whole=(2,), offset=(2,), size=(0,))
     digests = [
         store.write_part(folder, 0, {"model/w": ones}, {"model/w": whole}),
         store.write_part(folder, 1, {"model/w": ones}, {"model/w": copy}),

@@ -22,7 +22,7 @@ from stepguard.checkpoints.seal import (
 )
 from stepguard.checkpoints.writing import WrittenFiles, read_back, write_json, write_tensors
 from stepguard.state.atomic import Disk
-from stepguard.tensors.sharding import Part
+from stepguard.tensors.sharding import TensorPart
 
 UNKNOWN = Health(loss=None, level=None, steps_watched=0, incidents=0, good=False)
 """One rank cannot say whether the state of all is good."""
@@ -32,7 +32,7 @@ def write_rank(
     folder: Path,
     rank: int,
     tensors: Mapping[str, Tensor],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, TensorPart],
     may_be_nonfinite: Collection[str],
     disk: Disk,
     *,

@@ -45,7 +45,7 @@ from stepguard.checkpoints.writer_lock import WriterLock
 from stepguard.checkpoints.writing import WrittenFiles, read_back, write_json, write_tensors
 from stepguard.records.codec import dumps
 from stepguard.state.atomic import DISK, Disk, sibling, write_file
-from stepguard.tensors.sharding import Part
+from stepguard.tensors.sharding import TensorPart
 
 MOST_KNOWN = 1000
 """Entries that are remembered, at most."""
@@ -171,7 +171,7 @@ class Store:
         folder: Path,
         rank: int,
         tensors: Mapping[str, Tensor],
-        parts: Mapping[str, Part],
+        parts: Mapping[str, TensorPart],
         may_be_nonfinite: Collection[str] = (),
     ) -> str:
         """Write and prove what one rank holds; returns the digest of its seal.

@@ -27,9 +27,9 @@ from stepguard.checkpoints.file_plan import (
 )
 from stepguard.checkpoints.pieces import PIECE, empty_tensor
 from stepguard.checkpoints.seal import FACTS, Seal, SealedPart, open_plain
-from stepguard.tensors.sharding import Part, whole_part
+from stepguard.tensors.sharding import TensorPart, whole_part
 
-Select = Callable[[str, tuple[int, ...]], Part | None]
+Select = Callable[[str, tuple[int, ...]], TensorPart | None]
 """Takes the name and the whole shape of a tensor; returns the part to read, None for nothing."""
 
 
@@ -45,7 +45,7 @@ def read_tensors(
     return _read_parts(path, seals, device, select or _all_of_it)
 
 
-def _all_of_it(name: str, shape: tuple[int, ...]) -> Part | None:
+def _all_of_it(name: str, shape: tuple[int, ...]) -> TensorPart | None:
     return whole_part(shape)
 
 
@@ -212,7 +212,7 @@ def _fits(part: SealedPart, shape: tuple[int, ...]) -> bool:
     return all(end <= most for end, most in zip(ends, part.whole, strict=True))
 
 
-def _read_part(path: Path, name: str, wanted: Part, parts: Sequence[_StoredPart]) -> Tensor:
+def _read_part(path: Path, name: str, wanted: TensorPart, parts: Sequence[_StoredPart]) -> Tensor:
     """Put the wanted part together from those that are stored."""
     held = sum(math.prod(part.form.shape) for part in parts)
     if held < wanted.elements:
@@ -236,7 +236,7 @@ def _read_part(path: Path, name: str, wanted: Part, parts: Sequence[_StoredPart]
     return tensor
 
 
-def _overlaps(name: str, wanted: Part, parts: Sequence[_StoredPart]) -> list[tuple[int, Any]]:
+def _overlaps(name: str, wanted: TensorPart, parts: Sequence[_StoredPart]) -> list[tuple[int, Any]]:
     """Number of each stored part that is needed, and what of it goes where."""
     if not wanted.elements:
         return []

@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 FSDP1 = "FullyShardedDataParallel"
-SHARDING_MODULES = (FSDP1, "FSDPModule")
+FSDP2 = "FSDPModule"
+SHARDING_MODULES = (FSDP1, FSDP2)
 """FSDP1 wraps a module; `fully_shard` (FSDP2) makes its class a subclass of FSDPModule."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Where the part of a tensor that one rank holds lies in the whole of it."""
 
     whole: tuple[int, ...]
@@ -28,12 +29,12 @@ class Part:
         return math.prod(self.size)
 
 
-def whole_part(shape: tuple[int, ...]) -> Part:
+def whole_part(shape: tuple[int, ...]) -> TensorPart:
     """The part that is all of it."""
-    return Part(whole=tuple(shape), offset=(0,) * len(shape), size=tuple(shape))
+    return TensorPart(whole=tuple(shape), offset=(0,) * len(shape), size=tuple(shape))
 
 
-def part_of(tensor: Any) -> Part:
+def part_of(tensor: Any) -> TensorPart:
     """Which part of a DTensor this rank holds. Asks no other rank."""
     # the protocol by which torch.distributed.checkpoint asks a DTensor for its part
     (chunk,) = tensor.__create_chunk_list__()
@@ -43,7 +44,22 @@ def part_of(tensor: Any) -> Part:
         # along this dimension of the mesh all ranks hold the same
         if placement.is_replicate() and number:
             first = False
-    return Part(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes), first)
+    return TensorPart(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes), first)
+
+
+def sharded_like(like: Any, part: Tensor) -> Tensor:
+    """A DTensor of which this rank holds `part`, divided as another one is."""
+    # imported late: only where there is a DTensor has it been imported already
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def is_distributed(tensor: Tensor) -> bool:
