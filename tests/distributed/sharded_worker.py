@@ -266,7 +266,10 @@ def spike(loop: str, engine: str, anomalies: Any) -> dict[str, Any]:
 
 
 def damage(loop: str, engine: str, kind: str) -> dict[str, Any]:
-    return {"guarded": guarded(loop, engine, {BAD_STEP: kind}, CONFIG)}
+    return {
+        "guarded": guarded(loop, engine, {BAD_STEP: kind}, CONFIG),
+        "reference": reference(engine, {}, skip=False, clips=False),
+    }
 
 
 def fault(loop: str, engine: str, clipping: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,54 @@ FSDP1 = "FullyShardedDataParallel"
 FSDP2 = "FSDPModule"
 SHARDING_MODULES = (FSDP1, FSDP2)
 """FSDP1 wraps a module; `fully_shard` (FSDP2) makes its class a subclass of FSDPModule."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Where the part of a tensor that one rank holds lies in the whole of it."""
+
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    first: bool = True
+    """No rank before this one holds the same part: this one writes it to disk."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.size)
+
+
+def whole_part(shape: tuple[int, ...]) -> TensorPart:
+    """The part that is all of it."""
+    return TensorPart(whole=tuple(shape), offset=(0,) * len(shape), size=tuple(shape))
+
+
+def part_of(tensor: Any) -> TensorPart:
+    """Which part of a DTensor this rank holds. Asks no other rank."""
+    # the protocol by which torch.distributed.checkpoint asks a DTensor for its part
+    (chunk,) = tensor.__create_chunk_list__()
+    place = tensor.device_mesh.get_coordinate() or []
+    first = True
+    for number, placement in zip(place, tensor.placements, strict=False):
+        # along this dimension of the mesh all ranks hold the same
+        if placement.is_replicate() and number:
+            first = False
+    return TensorPart(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes), first)
+
+
+def sharded_like(like: Any, part: Tensor) -> Tensor:
+    """A DTensor of which this rank holds `part`, divided as another one is."""
+    # imported late: only where there is a DTensor has it been imported already
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def is_distributed(tensor: Tensor) -> bool:
