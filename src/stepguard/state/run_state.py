@@ -116,6 +116,14 @@ class RunState:
             _refuse_odd(name, tensors[name])
         return saved
 
+    def parameter_parts(self) -> dict[str, TensorPart]:
+        """Which part of every sharded parameter this rank holds, by the optimizer's name for it."""
+        found: dict[str, TensorPart] = {}
+        for parameter, name in self._names.of(self._optimizer):
+            if is_distributed(parameter):
+                found[name] = part_of(parameter)
+        return found
+
     def gather_modules(self) -> SavedState:
         """Return parameters, buffers and plain counters of every module."""
         tensors: dict[str, Tensor] = {}
