@@ -21,9 +21,15 @@ NICENESS = 5
 class Background:
     """Runs each save in a thread of its own, for which an interpreter that ends waits."""
 
-    def __init__(self, store: Store, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        say: Callable[[str], None],
+        sealed: Callable[[int, Path, Health], None] | None = None,
+    ) -> None:
         self._store = store
         self._say = say
+        self._sealed = sealed
         store.say = say
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
@@ -66,6 +72,8 @@ class Background:
         _lower_priority()
         try:
             self._saved = self._store.save(step, tensors, facts, health)
+            if self._sealed is not None:
+                self._sealed(step, self._saved, health)
         except Exception as fault:
             self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
         if self._refused:

@@ -68,16 +68,16 @@ class Checkpoints:
                 lambda: {"why": why, "own": archive.rank_part(state)}, "guard.save()", asked=True
             )
         except RankAbsent as absent:
-            self._say(f"NOT saved, all ranks have to call guard.save(): {absent}")
+            self._refuse(f"NOT saved, all ranks have to call guard.save(): {absent}")
             return None
         refused = _first_refusal(told)
         if refused or state is None:
-            self._say(f"NOT saved, the state is not good: {refused.removesuffix('.')}")
+            self._refuse(f"NOT saved, the state is not good: {refused.removesuffix('.')}")
             return None
         parts = [facts["own"] for facts in told]
         weights, why = archive.own_weights(state, parts)
         if why:
-            self._say(f"NOT saved: {why}")
+            self._refuse(f"NOT saved: {why}")
             return None
         return self._write_now(archive, state, parts, weights)
 
@@ -178,7 +178,7 @@ class Checkpoints:
             return
         if state is None or not all(facts["kept"] for facts in told):
             step = _step(pending)
-            self._say(f"the state of step {step} has not proved good: no checkpoint of it")
+            self._refuse(f"the state of step {step} has not proved good: no checkpoint of it", step)
             return
         assert isinstance(pending, Snapshot)
         self._complete_and_lend(archive, pending, told)
@@ -190,7 +190,7 @@ class Checkpoints:
         parts = [facts["own"] for facts in told]
         weights, why = archive.own_weights(pending.state, parts)
         if why:
-            self._say(f"no checkpoint of step {pending.step}: {why}")
+            self._refuse(f"no checkpoint of step {pending.step}: {why}", pending.step)
         elif self._context.agreement.rank == 0:
             archive.complete(pending.state, parts, weights)
             self._lend(archive, pending, good=all(facts["good"] for facts in told))
@@ -215,7 +215,7 @@ class Checkpoints:
         try:
             return self._context.agreement.together(own, "a checkpoint")
         except RankAbsent as absent:
-            self._say(f"no checkpoint of step {_step(pending)}: {absent}")
+            self._refuse(f"no checkpoint of step {_step(pending)}: {absent}", _step(pending))
             return []
 
     def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
@@ -273,6 +273,11 @@ class Checkpoints:
 
     def _say(self, summary: str) -> None:
         self._context.outputs.note("checkpoint", summary)
+
+    def _refuse(self, summary: str, step: int | None = None) -> None:
+        """Say that there is no checkpoint of this step; without one, of the present step."""
+        refused = self._context.step if step is None else step
+        self._context.outputs.note("checkpoint", summary, refused=refused)
 
 
 def _step(pending: Snapshot | int) -> int:
