@@ -26,6 +26,7 @@ class Page {
     this.buildRest();
     this.bind();
     this.showRange();
+    this.tellState();
     if (documentData.live) this.live = new Live(this, documentData.live.events);
   }
 
@@ -221,6 +222,13 @@ class Page {
     }
     if (followed) this.view.reset();
     else this.view.apply();
+    this.tellState();
+  }
+
+  // For whoever looks from outside: which run is shown, and how much of it.
+  tellState() {
+    document.body.dataset.rows = String(this.runs[0].rowCount);
+    document.body.dataset.run = String(this.runs[0].number);
   }
 
   keepSelection() {
