@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from browser import OpenPage, opened, started
-from cli.journals import write_run
+from cli.journals import run_stepguard, write_run
 from report.hostile import hostile_run
 from report.real_runs import fixed, in_part, restarted, rewound
 from report.two_ranks import two_ranks
@@ -228,3 +228,16 @@ def test_theme_changes_by_key_and_follows_the_system(browser: Any, tmp_path: Pat
         light = seen.ask("getComputedStyle(document.body).backgroundColor")
         assert dark != light
         assert seen.troubles == []
+
+
+def test_two_runs_are_drawn_over_one_axis(browser: Any, rewound_run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other")
+    seen = run_stepguard("compare", str(other), str(rewound_run), "--html")
+    assert seen.returncode == 0, seen.stderr
+    with opened(browser, rewound_run / "compare.html") as page:
+        runs = {mark["run"] for mark in page.drawn("loss", "marks")}
+        assert runs == {0, 1}
+        assert [mark["step"] for mark in page.drawn("loss", "marks") if mark["run"] == 0] == [8]
+        table = page.page.locator("#comparison").inner_text()
+        assert "bad steps" in table and "other" in table and "rewound" in table
+        assert page.troubles == []

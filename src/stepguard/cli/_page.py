@@ -11,9 +11,11 @@ from stepguard._errors import ConfigError, JournalError
 from stepguard.cli._run_folder import GIVE, folder_of
 
 if TYPE_CHECKING:
+    from stepguard.report.compare import RunComparison
     from stepguard.report.story import Story
 
 PAGE = "report.html"
+COMPARISON = "compare.html"
 
 
 def write_page(text: str, out: Path) -> None:
@@ -41,6 +43,27 @@ def report_page(run: Path, rank: int) -> str:
     story = open_story(run, rank)
     document = story_document(story, run_name(run), page_extras(story, folder_of(run)))
     return render_page(document)
+
+
+def comparison_page(runs: tuple[Path, Path], rank: int, comparison: RunComparison) -> str:
+    """Two runs over the same axis, with the table of `stepguard compare` below."""
+    from stepguard.report.page_document import comparison_document, run_name
+    from stepguard.report.run_page import render_page
+
+    names = [run_name(run) for run in runs]
+    if names[0] == names[1]:
+        names = [str(run) for run in runs]
+    rows: list[list[str]] = [["", *names]]
+    for row in comparison.rows:
+        rows.append([row.aspect, row.first, row.second])
+    for setting, (mine, other) in comparison.settings.items():
+        rows.append([setting, _setting(mine), _setting(other)])
+    first, second = (open_story(run, rank).latest for run in runs)
+    return render_page(comparison_document((first, names[0]), (second, names[1]), rows))
+
+
+def _setting(value: object) -> str:
+    return "default" if value is None else str(value)
 
 
 def open_story(run: Path, rank: int) -> Story:

@@ -73,13 +73,16 @@ function keptRows(run) {
 // the value is not finite (the line breaks, and a mark at the edge says so).
 function along(run, series, rows) {
   const steps = run.columns.step.values;
+  const column = run.columns[series.column];
   const values = new Array(rows.length);
   const marks = [];
   let recorded = 0;
+  if (!column) return { values, marks, recorded };
+  // Read in place, without an object for each row: there may be a million of them.
   for (let i = 0; i < rows.length; i++) {
-    const { kind, value } = valueAt(run, series, rows[i]);
+    const kind = kindAt(column, rows[i]);
     if (kind === FINITE) {
-      values[i] = value;
+      values[i] = column.values[rows[i]];
       recorded += 1;
     } else if (kind === MISSING) {
       values[i] = undefined;
