@@ -2,8 +2,8 @@
 
     python -m benchmarks.page              # 100,000 steps of 8 series; 50 runs, 20 open pages
 
-Prints seconds and bytes beside what is promised: written in under 5 s, open in under 3 s, below 6 MB,
-and no row lost. Needs a Chromium for opening and for the open pages; without one it says so.
+Prints seconds and bytes beside what is promised: written in under 5 s, open in under 3 s, below
+6 MB, and no row lost. Needs a Chromium for opening and for the open pages; without one it says so.
 """
 
 from __future__ import annotations
