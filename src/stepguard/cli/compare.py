@@ -20,7 +20,7 @@ def compare(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of a table.")
     ] = False,
-    rank: RankOption = 0,
+    rank: RankOption = None,
 ) -> None:
     """Put two runs side by side: bad steps, what was done, causes, losses, settings that differ."""
     from stepguard.report import screen

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepguard._errors import ConfigError
-from stepguard.cli._run_folder import RankOption, RunArgument, open_run
+from stepguard.cli._run_folder import RankOption, RunArgument, WhichOption, chosen, open_story
 
 if TYPE_CHECKING:
     from stepguard.report.summary import RunSummary
@@ -26,7 +26,8 @@ def report(
             "--markdown", metavar="PATH", help="Write Markdown to this file; - is stdout."
         ),
     ] = None,
-    rank: RankOption = 0,
+    rank: RankOption = None,
+    which: WhichOption = None,
 ) -> None:
     """Show what happened in a run: counts, incidents by kind, what led to what."""
     from stepguard.report.run_markdown import render_markdown
@@ -34,7 +35,8 @@ def report(
 
     if as_json and markdown is not None:
         raise ConfigError("--json and --markdown exclude each other; give one of them.")
-    summary = summarize(open_run(run, rank))
+    story = open_story(run, rank)
+    summary = summarize(chosen(story, which), story)
     if as_json:
         typer.echo(render_json(summary))
     elif markdown is None:
