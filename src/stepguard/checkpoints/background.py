@@ -77,9 +77,10 @@ class Background:
         except Exception as fault:
             self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
         if self._refused:
-            self._say(
-                f"saving step {step} took so long that {self._refused} later saves were left out."
-            )
+            later = "1 later save was"
+            if self._refused > 1:
+                later = f"{self._refused} later saves were"
+            self._say(f"saving step {step} took so long that {later} left out.")
             self._refused = 0
 
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stepguard._errors import ConfigError, JournalError
-from stepguard.cli._run_folder import GIVE, folder_of
+from stepguard._errors import ConfigError
+from stepguard.cli._run_folder import folder_of, open_story
 
 if TYPE_CHECKING:
     from stepguard.report.compare import RunComparison
-    from stepguard.report.story import Story
 
 PAGE = "report.html"
 COMPARISON = "compare.html"
@@ -34,18 +33,18 @@ def write_page(text: str, out: Path) -> None:
     typer.echo(f"wrote {out}")
 
 
-def report_page(run: Path, rank: int) -> str:
+def report_page(run: Path, rank: int | None) -> str:
     """The page of a run folder, with what lies in the folders of its incidents."""
     from stepguard.report.page_document import run_name, story_document
     from stepguard.report.page_extras import page_extras
     from stepguard.report.run_page import render_page
 
-    story = open_story(run, rank)
+    story = open_story(run, rank, steps_of="all")
     document = story_document(story, run_name(run), page_extras(story, folder_of(run)))
     return render_page(document)
 
 
-def comparison_page(runs: tuple[Path, Path], rank: int, comparison: RunComparison) -> str:
+def comparison_page(runs: tuple[Path, Path], rank: int | None, comparison: RunComparison) -> str:
     """Two runs over the same axis, with the table of `stepguard compare` below."""
     from stepguard.report.page_document import comparison_document, run_name
     from stepguard.report.run_page import render_page
@@ -58,24 +57,9 @@ def comparison_page(runs: tuple[Path, Path], rank: int, comparison: RunCompariso
         rows.append([row.aspect, row.first, row.second])
     for setting, (mine, other) in comparison.settings.items():
         rows.append([setting, _setting(mine), _setting(other)])
-    first, second = (open_story(run, rank).latest for run in runs)
+    first, second = (open_story(run, rank, steps_of="all").latest for run in runs)
     return render_page(comparison_document((first, names[0]), (second, names[1]), rows))
 
 
 def _setting(value: object) -> str:
     return "default" if value is None else str(value)
-
-
-def open_story(run: Path, rank: int) -> Story:
-    """Every run of a folder; raises a JournalError of one line for whatever is wrong with it."""
-    from stepguard.report.story import read_story
-
-    try:
-        story = read_story(run, rank or None, steps_of="all")
-    except OSError as error:
-        raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
-    if story.empty:
-        raise JournalError(
-            f"{run} is not a run of stepguard: none of its lines can be read; {GIVE}."
-        )
-    return story

@@ -33,7 +33,7 @@ def compare(
             help="With --html: where to; - is stdout. Default: compare.html in RUN_B.",
         ),
     ] = None,
-    rank: RankOption = 0,
+    rank: RankOption = None,
 ) -> None:
     """Put two runs side by side: bad steps, what was done, causes, losses, settings that differ."""
     from stepguard.report import screen
@@ -52,7 +52,7 @@ def compare(
     if as_json:
         typer.echo(render_json(comparison))
         return
-    out = sys.stdout
-    width = screen.columns(out)
-    text = render_terminal(comparison, width=width, colour=screen.wants_colour(out))
-    screen.put(text, out)
+    stream = sys.stdout
+    width = screen.columns(stream)
+    text = render_terminal(comparison, width=width, colour=screen.wants_colour(stream))
+    screen.put(text, stream)

@@ -10,7 +10,14 @@ import typer
 
 from stepguard._errors import ConfigError
 from stepguard.cli._page import PAGE, report_page, write_page
-from stepguard.cli._run_folder import RankOption, RunArgument, folder_of, open_run
+from stepguard.cli._run_folder import (
+    RankOption,
+    RunArgument,
+    WhichOption,
+    chosen,
+    folder_of,
+    open_story,
+)
 
 if TYPE_CHECKING:
     from stepguard.report.summary import RunSummary
@@ -38,7 +45,8 @@ def report(
             help="With --html: where to; - is stdout. Default: report.html in the run directory.",
         ),
     ] = None,
-    rank: RankOption = 0,
+    rank: RankOption = None,
+    which: WhichOption = None,
 ) -> None:
     """Show what happened in a run: counts, incidents by kind, what led to what."""
     from stepguard.report.run_markdown import render_markdown
@@ -48,7 +56,8 @@ def report(
     if html:
         write_page(report_page(run, rank), out or folder_of(run) / PAGE)
         return
-    summary = summarize(open_run(run, rank))
+    story = open_story(run, rank)
+    summary = summarize(chosen(story, which), story)
     if as_json:
         typer.echo(render_json(summary))
     elif markdown is None:

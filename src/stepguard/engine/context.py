@@ -26,6 +26,7 @@ from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident
 from stepguard.sentinel.gradients import GradientNorm
+from stepguard.sentinel.kept_norms import GradientNorms
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
@@ -105,6 +106,8 @@ class Context:
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     effort: LocateBudget = field(default_factory=LocateBudget)
     """What placing an incident may cost."""
+    gradient_norms: GradientNorms = field(default_factory=GradientNorms)
+    """Norms of single gradients in the last steps, on the device until something is wrong."""
     norm_of_ranks: tuple[int, GradientNorm | None] | None = None
     """The step that gradients of all ranks were last measured in, and their norm."""
     last_read: float = field(default_factory=time.perf_counter)

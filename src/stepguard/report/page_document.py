@@ -12,7 +12,9 @@ import numpy as np
 from stepguard.records import Incident
 from stepguard.report.page_columns import packed_columns, update_states
 from stepguard.report.page_facts import (
+    chain_of_events,
     checkpoint_marks,
+    concern_words,
     fact_groups,
     quick_facts,
     rank_lanes,
@@ -42,7 +44,6 @@ class Extras:
     """What the document of a run takes from elsewhere."""
 
     enrich: Enrich | None = None
-    chain: Callable[[Run], list[dict[str, Any]]] | None = None
     difference: list[list[str]] | None = None
 
 
@@ -90,7 +91,8 @@ def run_facts(run: Run, name: str, extras: Extras) -> dict[str, Any]:
         "incidents": _cards(run, extras),
         "checkpoints": checkpoint_marks(run),
         "ranks": rank_lanes(run),
-        "chain": extras.chain(run) if extras.chain else [],
+        "chain": chain_of_events(run),
+        "concerns": concern_words(run),
         "groups": fact_groups(run, extras.difference),
         "unread": unread_words(run),
         "version": version(run),

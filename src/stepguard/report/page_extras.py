@@ -10,6 +10,7 @@ from stepguard._errors import JournalError
 from stepguard.records import Incident
 from stepguard.report.last_good_run import differences, last_good
 from stepguard.report.page_document import Extras
+from stepguard.report.page_gradients import gradient_heat
 from stepguard.report.page_sample import samples_of
 from stepguard.report.story import Run, Story, read_story
 
@@ -23,11 +24,12 @@ Known = Callable[[Incident, dict[str, Any]], bool]
 
 
 def page_extras(story: Story, folder: Path, known: Known | None = None) -> Extras:
-    """Samples of the incidents, and the difference to the last good run."""
+    """Samples and gradients of the incidents, and the difference to the last good run."""
 
     def enrich(incident: Incident, card: dict[str, Any]) -> None:
         if known is None or not known(incident, card):
             card["samples"] = samples_of(incident, folder)
+            card["heat"] = gradient_heat(incident, folder)
 
     good = last_good(story.latest, [*story.runs, *_neighbours(folder)])
     rows = None if good is None else differences(good, story.latest)

@@ -9,8 +9,10 @@ import numpy as np
 
 from stepguard.records import Incident
 from stepguard.report import phrases
+from stepguard.report.health import concerns
 from stepguard.report.page_incident import clipped
 from stepguard.report.story import Attempt, Run, Story
+from stepguard.report.timeline import timeline
 
 ENDINGS = {
     "running": ("running", "plain"),
@@ -21,6 +23,7 @@ ENDINGS = {
 }
 CHECKPOINT_STATES = {"rewound_to": "rewound to"}
 MOST_RANKS = 64
+MOST_LINKS = 1000
 
 
 def run_line(run: Run) -> str:
@@ -112,6 +115,22 @@ def _blamed(incident: Incident) -> tuple[int, ...]:
     if incident.origin is not None and incident.origin.rank is not None:
         return (incident.origin.rank,)
     return tuple(incident.reading.bad_ranks)
+
+
+def chain_of_events(run: Run) -> list[dict[str, Any]]:
+    """What led to what, each link with the steps it lasted."""
+    links = []
+    for event in timeline(run):
+        last = event.step if event.last_step is None else event.last_step
+        link = {"steps": event.steps, "first": min(event.step, last), "last": max(event.step, last)}
+        links.append({**link, "text": clipped(event.text), "weight": event.weight})
+    return links[:MOST_LINKS]
+
+
+def concern_words(run: Run) -> list[list[str]]:
+    """What `stepguard live` would hold against the run: how grave, and what."""
+    weights = {"unhealthy": "bad", "attention": "note"}
+    return [[weights[one.weight], clipped(one.text)] for one in concerns(run)]
 
 
 def unread_words(run: Run) -> str:

@@ -95,6 +95,8 @@ def _weight(incident: Incident) -> str:
 def _done(incident: Incident) -> str:
     if incident.decision is None:
         return "recorded; what was done is not known"
+    if incident.decision.action == "rewind" and incident.decision.rewound_to is not None:
+        return f"rewound to step {incident.decision.rewound_to}"
     return clipped(done(incident.decision))
 
 
@@ -143,7 +145,7 @@ def _operand(operand: Operand, name: str) -> dict[str, Any]:
         "nan": operand.nan,
         "posinf": operand.posinf,
         "neginf": operand.neginf,
-        "exponents": [list(pair) for pair in getattr(operand, "exponents", ())],
+        "exponents": [list(pair) for pair in operand.exponents],
         "range": dict(zip(("least", "normal", "most"), limits, strict=True)) if limits else None,
     }
 

@@ -43,7 +43,17 @@ class Page {
     const unread = byId("unread");
     unread.hidden = !this.runs.some((one) => one.unread);
     unread.textContent = this.runs.map((one) => one.unread).filter(Boolean).join(" ");
+    this.buildConcerns();
     this.buildChooser();
+  }
+
+  buildConcerns() {
+    const list = byId("concerns");
+    list.textContent = "";
+    for (const run of this.runs) {
+      const whose = this.compares ? `${run.name}: ` : "";
+      for (const [weight, text] of run.concerns) list.append(element("li", weight, whose + text));
+    }
   }
 
   buildTiles(run) {

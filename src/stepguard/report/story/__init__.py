@@ -25,7 +25,7 @@ of all ranks that were read. Incidents of all ranks are joined: one that several
 one `StoryIncident` with all of their `ranks`.
 
 `StoryReader` reads a run that is still being written: `read()` takes in what is new, `story()`
-gives the model of what was read so far.
+gives the model of what was read so far. `story_of(lines)` takes the lines of one journal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from stepguard.report.story.model import (
     Story,
     StoryIncident,
 )
-from stepguard.report.story.reader import StoryReader, read_story
+from stepguard.report.story.reader import StoryReader, read_story, story_of
 
 __all__ = [
     "Attempt",
@@ -59,4 +59,5 @@ __all__ = [
     "StoryIncident",
     "StoryReader",
     "read_story",
+    "story_of",
 ]

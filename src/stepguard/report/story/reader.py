@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +35,14 @@ def read_story(run: Path, rank: int | None = None, *, steps_of: StepsOf = "one")
         )
     reader.read(torn_end=True)
     return reader.story()
+
+
+def story_of(lines: Iterable[bytes], path: Path = Path("journal.jsonl")) -> Story:
+    """The story of the lines of one journal, as if they had been read from `path`."""
+    lane = Lane(path, 0)
+    for line in lines:
+        lane.take(line)
+    return build_story(path, {0: lane}, 0, path, ())
 
 
 class StoryReader:
