@@ -312,7 +312,12 @@ class Guard:
 
     def _end(self) -> None:
         context = self._context
-        fields = {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed}
+        fields = {
+            "attempt": context.attempt,
+            "steps": context.step,
+            "incidents": len(context.incidents),
+            "armed": self.armed,
+        }
         error = ending(self._error)
         context.outputs.line("end", {**fields, "error": error} if error else fields)
 

@@ -15,7 +15,9 @@ from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
 from stepguard.state.capsule import write_capsule
 from stepguard.state.step import Step
+from stepguard.tensors.names import parameter_names
 
+GRADIENTS = "gradients.json"
 MOST_CAPSULES = 20
 """Capsules a run keeps; later incidents of a run that fails all the time are recorded without."""
 
@@ -39,14 +41,27 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
 
 
 def _write_folder(context: Context, incident: Incident) -> None:
+    folder = _folder(context, incident)
     try:
-        write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
+        write_file(folder / "incident.json", dumps(to_plain(incident)).encode())
+        _write_gradients(context, folder)
     except Exception as fault:
         # a full disk must not cost the veto, nor what else is told of the incident
         why = f"{type(fault).__name__}: {fault}"
         context.outputs.note(
             "output", f"the folder of incident {incident.id} could not be written: {why}"
         )
+
+
+def _write_gradients(context: Context, folder: Path) -> None:
+    """Write the gradient norms of each module in the steps before, as far as they are known."""
+    if len(context.incidents) > MOST_CAPSULES:
+        return
+    named = parameter_names(context.roots, context.optimizer)
+    names = {id(parameter): name for parameter, name in named}
+    table = context.gradient_norms.table([names[id(one)] for one in context.parameters])
+    if table is not None:
+        write_file(folder / GRADIENTS, dumps(table).encode())
 
 
 def free_id(context: Context, name: str) -> str:
