@@ -1,5 +1,6 @@
-"""The public guard: `Guard.step` runs a step under protection, `watch` protects a loop that stays
-as it is.
+"""The public guard: `Guard.step` runs a step under protection.
+
+A loop that stays as it is gets its guard from `stepguard.watch` (watching.py).
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ import atexit
 import signal
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -40,20 +40,25 @@ from stepguard.engine.wiring import (
     building_for,
     check_config,
     check_optimizer,
-    check_watched,
     owners,
 )
 from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.resumable_loader import ResumableLoader
-from stepguard.state.step import LossFn
+from stepguard.state.step import LossFn, total_loss
 
-__all__ = ["Guard", "StepResult", "watch"]
+__all__ = ["Guard", "StepResult"]
 
 
 class Guard:
     """Protects one model and its optimizer. A context manager; `close` undoes everything it
     installed.
+
+    with stepguard.Guard(model, optimizer, scheduler=scheduler) as guard:
+        for batch in loader:
+            result = guard.step(loss_fn, batch)
+
+    `stepguard.watch` takes the same arguments and protects a loop that makes its own steps.
     """
 
     def __init__(
@@ -139,6 +144,26 @@ class Guard:
         finally:
             self._wiring.end_step(done=done)
 
+    def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
+        """`loss_fn(batch)`, remembered: a bad step of a watched loop is then replayed as a whole.
+
+        loss = guard.loss(loss_fn, batch)
+        loss.backward()
+
+        So its first incident has operation, line and sample, and a capsule, as with `guard.step`.
+        Call backward on what it returns, scaled or divided as you like; a term that the loop adds
+        to it is not part of the replay, and the guard then goes by the model's calls alone.
+        """
+        if self._closed:
+            return total_loss(loss_fn(batch))
+        if not isinstance(self._driver, WatchDriver):
+            raise ConfigError(
+                "guard.loss is for a loop that makes its own steps; build the guard with "
+                "stepguard.watch, or call guard.step(loss_fn, batch)."
+            )
+        offer(self._context, loss_fn)
+        return self._driver.loss_of(loss_fn, batch)
+
     def save(self) -> Path | None:
         """Seal the present state now. None: refused, because the state is not good; `last-good`
         stays as it is.
@@ -192,14 +217,17 @@ class Guard:
 
     @property
     def rank(self) -> int:
+        """Rank of this process, 0 without ranks."""
         return self._context.agreement.world_rank
 
     @property
     def model(self) -> nn.Module:
+        """The model, as it was given."""
         return self._context.model
 
     @property
     def optimizer(self) -> Optimizer:
+        """The optimizer, without a framework's wrapper around it."""
         return self._context.optimizer
 
     @property
@@ -363,30 +391,3 @@ def _died(guard: weakref.ref[Guard]) -> None:
         alive.ended_by(error)
         with alive._protect.part("end of the run"):
             alive._end()
-
-
-def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
-    """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`."""
-    check_watched(settings.get("config"))
-    return _watched(model, optimizer, **settings)
-
-
-def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
-    """For integrations: the guard is the framework's, and `clip_norm` tells its own clipping."""
-    token = building_for.set(framework)
-    try:
-        return _watched(model, optimizer, **settings)
-    finally:
-        building_for.reset(token)
-
-
-def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
-    config = settings.get("config")
-    if isinstance(config, GuardConfig):
-        # the loop advances its schedule itself
-        settings["config"] = replace(config, scheduler_every=None)
-    guard = Guard(model, optimizer, **settings)
-    guard._wiring.expect_own_steps()
-    guard._driver = WatchDriver(guard._context, guard._protect, guard._rewinder, guard._wiring)
-    guard.port.driver = guard._driver
-    return guard

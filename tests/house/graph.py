@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("port",),
     ("guard",),
+    ("watching",),
     ("run",),
     ("integrations", "cli"),
 )

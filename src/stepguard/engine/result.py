@@ -8,7 +8,12 @@ from stepguard.records import Incident, Reading
 
 
 class StepResult:
-    """The outcome of one step. Unread, it costs no host sync."""
+    """The outcome of one step. Unread, it costs no host sync.
+
+    result = guard.step(loss_fn, batch)
+    if not result.committed:
+        print(result.incident.summary)
+    """
 
     __slots__ = ("_committed", "_incident", "_reading", "_settle")
 

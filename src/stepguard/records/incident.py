@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepguard.records.decision import Decision
+from stepguard.records.field_docs import documented
 from stepguard.records.finding import Finding
 from stepguard.records.origin import Origin
 from stepguard.records.place import place_and_phase
@@ -12,22 +13,35 @@ from stepguard.records.reading import Reading
 from stepguard.records.verdict import Verdict
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Everything known about one bad step. Valid from the verdict on; the rest may stay empty."""
+    """Everything known about one bad step. Valid from the verdict on; the rest may stay empty.
+
+    for incident in guard.incidents:
+        print(incident.summary, incident.origin.source, incident.findings[0].code)
+    """
 
     id: str
+    """Step and kind, unique in its run: `00000048-nonfinite_loss`."""
     step: int
+    """Optimizer step, counted from 0."""
     verdict: Verdict
+    """What was seen: its kind, and a sentence in `verdict.summary`."""
     reading: Reading
+    """What was measured of the step: loss, gradient norm, learning rate, bad tensors."""
     origin: Origin | None = None
+    """Where the first harmful value was born; None where it was not looked for."""
     findings: tuple[Finding, ...] = ()
+    """Causes with evidence, the most certain first."""
     decision: Decision | None = None
+    """What was done about it, and why."""
     capsule: str | None = None
     """Folder of the bad step on disk, relative to the run directory."""
     run: str | None = None
     """Run directory, or None when nothing is written."""
     rank: int = 0
+    """Rank that recorded it; the rank of origin is `origin.rank`."""
 
     @property
     def stopped(self) -> bool:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
+from stepguard.records.field_docs import documented
 
 Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
     """One tensor or number that went into, or came out of, the operation."""
@@ -17,15 +19,21 @@ class Operand:
     name: str = ""
     """Argument name in the operator's schema, or a stored tensor's name."""
     dtype: str = ""
+    """Such as `float32`."""
     shape: tuple[int, ...] = ()
+    """Sizes, empty for a number."""
     min: float | None = None
     """Smallest finite element."""
     max: float | None = None
     """Largest finite element."""
     nan: int = 0
+    """How many elements are NaN."""
     posinf: int = 0
+    """How many are +Inf."""
     neginf: int = 0
+    """How many are -Inf."""
     zeros: int = 0
+    """How many are 0."""
     index: tuple[int, ...] | None = None
     """First non-finite element, or for an operand the element that broke the operation."""
     value: float | None = None
@@ -36,12 +44,21 @@ class Operand:
         return not (self.nan or self.posinf or self.neginf)
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The birth of the first harmful value, as exactly as it could be confirmed."""
+    """The birth of the first harmful value, as exactly as it could be confirmed.
+
+    origin = guard.incidents[0].origin
+    print(origin.source, origin.op, origin.module, origin.samples)
+    """
 
     step: int
+    """Optimizer step, counted from 0."""
     phase: Phase
+    """input, forward, loss, backward, optimizer, state or checkpoint. `state`: a parameter, buffer
+    or optimizer slot was bad before the step.
+    """
     module: str | None = None
     """Dotted path; "" is the root model's own forward, None is outside every module."""
     op: str | None = None
@@ -62,9 +79,14 @@ class Origin:
     empty: not known.
     """
     micro_batch: int | None = None
+    """Which micro-batch of the step, counted from 0; None where there is one, or it is not known.
+    """
     rank: int | None = None
+    """Rank that made it; None where that is not known."""
     inputs: tuple[Operand, ...] = ()
+    """What the operation was given."""
     output: Operand | None = None
+    """What it returned."""
     method: str = ""
     """How it was found: `replay`, `scan`, `output-gradient`, ..."""
     reproduced: bool | None = None

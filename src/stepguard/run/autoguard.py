@@ -29,11 +29,12 @@ from torch.optim.optimizer import (
 
 from stepguard._errors import StepguardError
 from stepguard.engine.context import automatic_guards, guarded
-from stepguard.guard import Guard, watch
+from stepguard.guard import Guard
 from stepguard.records import GuardConfig
 from stepguard.run.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
 from stepguard.state.faked_collectives import distributed
 from stepguard.tensors.wrapping import wrap
+from stepguard.watching import watch
 
 MOST_CALLS = 10_000
 """Module calls after which an optimizer without a model is left to its first step."""
