@@ -25,5 +25,5 @@ def test_the_loop_keeps_its_schedule_and_its_clipping() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with stepguard.watch(model, optimizer, scheduler=schedule, config=quiet()) as guard:
         assert guard._context.config.scheduler_every is None
-    with pytest.raises(ConfigError, match="clips inside guard.step only"):
+    with pytest.raises(ConfigError, match=r"clips inside guard\.step only"):
         stepguard.watch(model, optimizer, config=quiet(clip_norm=1.0))
