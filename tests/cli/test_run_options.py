@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.scripts import HEAD, NET, guarded, plain_script, python, write
+from report.endpoint import listening
 from stepguard.cli.app import app
 
 
@@ -42,6 +43,18 @@ def test_a_setting_that_a_watched_loop_cannot_have_is_refused_before_the_script_
     done = guarded(tmp_path, "--config", "guard.toml", "train.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert "loss_scale=8.0 scales inside guard.step only" in done.stderr
+
+
+def test_incidents_of_a_script_are_posted_to_the_address_of_the_environment(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, plain_script(steps=8, bad="(3,)"))
+    with listening() as endpoint:
+        done = guarded(tmp_path, "train.py", STEPGUARD_WEBHOOK=endpoint.url)
+        assert done.returncode == 0, done.stderr
+        (message,) = endpoint.got
+    assert message["text"].startswith("train.py: step 3 ")
+    assert endpoint.url not in done.stderr
 
 
 # --- words in the wrong place

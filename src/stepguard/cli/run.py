@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "STEPGUARD_CONFIG"
 SETTINGS = (".toml", ".yaml", ".yml", ".json")
-OPTIONS = ("--run-dir", "--human-log", "--config", "--restore", "-m")
+WEBHOOK = "STEPGUARD_WEBHOOK"
+OPTIONS = ("--run-dir", "--human-log", "--config", "--restore", "--webhook", "-m")
 
 
 def run(
@@ -45,13 +46,26 @@ def run(
         help="Go on from a checkpoint of the run folder: last-good, newest, auto (last-good if "
         "there is one) or a path.",
     ),
+    webhook: str | None = typer.Option(
+        None,
+        "--webhook",
+        envvar=WEBHOOK,
+        show_envvar=True,
+        metavar="URL",
+        help="Post incidents and a stop there, as Slack takes them.",
+    ),
 ) -> None:
     """Run a training script under the guard, without changing it.
 
     Also under torchrun: torchrun -m stepguard run train.py.
     """
     _refuse_no_script(script, context, module=module)
-    settings = _settings(context, config, _folders(run_dir, human_log))
+    given = _folders(run_dir, human_log)
+    if webhook:
+        from stepguard.report.webhook import WebhookSink
+
+        given["sinks"] = (WebhookSink(webhook, name=Path(script).name),)
+    settings = _settings(context, config, given)
     from stepguard.run.guarded_script import run_script, start_from
 
     resume = None
