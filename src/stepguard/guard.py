@@ -30,6 +30,7 @@ from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.interception import offer
+from stepguard.engine.notebook_view import guard_html, guard_line
 from stepguard.engine.protect import Protection, in_words
 from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.rewind import Rewinder
@@ -290,10 +291,8 @@ class Guard:
         if feed is None:
             raise ConfigError(
                 "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
-                "ends; give "
-                "stepguard.Guard(..., loader=loader) and iterate over guard.loader, or use "
-                "scheduler_every=None and "
-                "call scheduler.step() in your loop."
+                "ends; give stepguard.Guard(..., loader=loader) and iterate over guard.loader, or "
+                "use scheduler_every=None and call scheduler.step() in your loop."
             )
         self._epochs = EpochSchedule(self._context, feed)
         feed.after_pass.append(self._pass_ended)
@@ -314,19 +313,16 @@ class Guard:
 
     def _leave(self, number: int) -> None:
         """A signal is about to end the process."""
-        saved: Path | None = None
+        where = "no new checkpoint; the last good one stays"
         if self.armed:
             with self._protect.region:
                 saved = self._saving.leave()
-        where = "no new checkpoint; the last good one stays"
-        if saved is not None:
-            where = f"saved {saved}"
+                where = f"saved {saved}" if saved is not None else where
         self._context.outputs.note("signal", f"ending after {signal.Signals(number).name}: {where}")
 
     def _last_look(self) -> None:
         """Were the parameters still finite after the last update, which no step will read?"""
-        incidents = self._context.incidents
-        if incidents and incidents[-1].stopped:
+        if any(incident.stopped for incident in self._context.incidents[-1:]):
             return  # told already
         if not self._context.step or self.port.finite():
             return
@@ -347,7 +343,7 @@ class Guard:
         context.outputs.line("fault", {"step": context.step, "error": in_words(fault)})
 
     def in_use(self, framework: str) -> str:
-        """Why another guard cannot take the place of this one, in words; empty where it can."""
+        """Why another guard cannot take this one's place, in words; empty where it can."""
         if self._closed:
             return ""
         if self._wiring.stepping:
@@ -360,6 +356,12 @@ class Guard:
         """Another guard was made for the same optimizer: this one ends."""
         self.port.say("wiring", "this guard ends here: another one was made for the same optimizer")
         self.close()
+
+    def _repr_html_(self) -> str:
+        return guard_html(self._context, closed=self._closed, armed=self.armed)
+
+    def __repr__(self) -> str:
+        return f"<{guard_line(self._context, closed=self._closed, armed=self.armed)}>"
 
     def __enter__(self) -> Guard:
         self._entered = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from stepguard.records.decision import Decision
 from stepguard.records.field_docs import documented
 from stepguard.records.finding import Finding
+from stepguard.records.notebook_html import Row, box, stacked
 from stepguard.records.origin import Origin
 from stepguard.records.place import place_and_phase
 from stepguard.records.reading import Reading
@@ -14,7 +15,7 @@ from stepguard.records.verdict import Verdict
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Incident:
     """Everything known about one bad step. Valid from the verdict on; the rest may stay empty.
 
@@ -42,6 +43,10 @@ class Incident:
     """Run directory, or None when nothing is written."""
     rank: int = 0
     """Rank that recorded it; the rank of origin is `origin.rank`."""
+    replayable: bool = True
+    """Does the capsule name the program to run it with? Not in a notebook without
+    `GuardConfig.build`.
+    """
 
     @property
     def stopped(self) -> bool:
@@ -50,6 +55,24 @@ class Incident:
         if self.verdict.kind == "exception" or self.decision is None:
             return False
         return self.decision.action == "stop"
+
+    def html_rows(self) -> list[Row]:
+        """What a notebook shows of it."""
+        rows = [("what", self.verdict.summary or self.verdict.kind)]
+        if self.origin is not None:
+            rows += self.origin.html_rows()
+        for finding in self.findings[:1]:
+            cause = f"{finding.code} {finding.title} ({finding.certainty})"
+            rows.append(("why", stacked((cause, *finding.evidence))))
+        if self.decision is not None:
+            rows.append(("done", f"{self.decision.action}: {self.decision.reason}".rstrip(": ")))
+        return rows
+
+    def _repr_html_(self) -> str:
+        return box(f"Incident at step {self.step}", self.html_rows(), bad=True)
+
+    def __repr__(self) -> str:
+        return f"<Incident {self.id}: {self.summary}>"
 
     @property
     def summary(self) -> str:
@@ -68,8 +91,6 @@ class Incident:
 
 def _where(origin: Origin) -> str:
     where = place_and_phase(origin)
-    if origin.samples:
-        where += " sample " + ", ".join(map(str, origin.samples))
-    if origin.rows:
-        where += f" ({', '.join(origin.rows)})"
+    if origin.samples or origin.rows:
+        where += f" {origin.culprits}"
     return where

@@ -7,6 +7,7 @@ from typing import Literal
 
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
 from stepguard.records.field_docs import documented
+from stepguard.records.notebook_html import Row, box, code, stacked
 
 Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
 
@@ -45,7 +46,7 @@ class Operand:
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Origin:
     """The birth of the first harmful value, as exactly as it could be confirmed.
 
@@ -97,6 +98,57 @@ class Origin:
     """What was measured around the bad value; the rules that name a cause read it."""
     remarks: tuple[str, ...] = ()
     """Sentences for people: what was not seen, and what was left out for lack of time."""
+
+    @property
+    def place(self) -> str:
+        """`aten._softmax in layers.3.attn at model.py:88`, as far as it is known."""
+        words = [self.tensor or self.op or ""]
+        if self.node:
+            words.append(f"({self.node})" if words[0] else self.node)
+        if self.module is not None:
+            words.append(f"in {self.module or 'the model itself'}")
+        if self.source:
+            words.append(f"at {self.source}")
+        return " ".join(words).strip()
+
+    @property
+    def culprits(self) -> str:
+        """`sample 4 (row 48211)` of the batch; empty where none could be confirmed."""
+        said = ""
+        if self.samples:
+            said = "sample " + ", ".join(map(str, self.samples))
+        if self.rows:
+            said += f" ({', '.join(self.rows)})"
+        return said
+
+    def html_rows(self) -> list[Row]:
+        """What a notebook shows of it."""
+        return [
+            ("where", f"{self.phase}: {self.place}" if self.place else self.phase),
+            ("sample", self.culprits.removeprefix("sample ")),
+            ("source", code(self.context)),
+            ("values", stacked(_in_words(operand) for operand in self.inputs)),
+            ("note", stacked(self.remarks)),
+        ]
+
+    def _repr_html_(self) -> str:
+        return box(f"Origin of the bad value, step {self.step}", self.html_rows(), bad=True)
+
+    def __repr__(self) -> str:
+        said = " ".join(part for part in (self.place, self.culprits) if part)
+        return f"<Origin: {self.phase} of step {self.step}, {said or 'place not known'}>"
+
+
+def _in_words(operand: Operand) -> str:
+    shape = "x".join(map(str, operand.shape)) or "number"
+    said = f"{operand.name or 'input'}: {operand.dtype} {shape}"
+    if operand.min is not None and operand.max is not None:
+        said += f", {operand.min:.6g} to {operand.max:.6g}"
+    counts = (("NaN", operand.nan), ("Inf", operand.posinf + operand.neginf), ("0", operand.zeros))
+    for name, count in counts:
+        if count:
+            said += f", {count} x {name}"
+    return said
 
 
 def with_evidence(origin: Origin, more: Evidence) -> Origin:

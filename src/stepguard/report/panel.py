@@ -78,7 +78,7 @@ def _print_unwrapped(console: Console, line: Text) -> None:
 def next_commands(incident: Incident) -> list[str]:
     """What to type next, most telling first; only what this incident has files for."""
     commands = []
-    if incident.run and incident.capsule:
+    if incident.run and incident.capsule and incident.replayable:
         capsule = f"{incident.run}/{_capsule_of_origin(incident)}"
         commands.append(f"stepguard replay {shlex.quote(capsule)}")
     if incident.findings:
@@ -192,7 +192,8 @@ def _source(origin: Origin, unicode: bool) -> RenderableType:
         match = _NUMBERED.match(line)
         numbers.append(match[1] if match else "")
         code.append(match[2] if match else line)
-    culprit = (origin.source or "").rpartition(":")[2]
+    # `file.py:88`, or `cell [3], line 5` in a notebook
+    culprit = re.split(r"\D", origin.source or "")[-1]
     digits = max(map(len, numbers), default=0)
     lines = []
     for number, text in zip(numbers, highlighted(dedent("\n".join(code))), strict=False):

@@ -13,7 +13,7 @@ from stepguard.engine.protect import explain_or_warn
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
-from stepguard.state.capsule import write_capsule
+from stepguard.state.capsule import running_script, write_capsule
 from stepguard.state.step import Step
 
 MOST_CAPSULES = 20
@@ -106,4 +106,8 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
         limit = f"{config.capsule_limit} bytes (GuardConfig.capsule_limit)"
         context.outputs.note("capsule", f"no capsule: the step is larger than {limit}")
         return incident
-    return replace(incident, capsule=str(folder.relative_to(Path(config.run_dir))))
+    return replace(
+        incident,
+        capsule=str(folder.relative_to(Path(config.run_dir))),
+        replayable=config.build is not None or bool(running_script()),
+    )
