@@ -24,7 +24,7 @@ MIB = 2**20
 
 def requirements(name: str) -> list[str]:
     """Packages that a plain installation of `name` requires here."""
-    found = []
+    found: list[str] = []
     for text in metadata.requires(name) or ():
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):

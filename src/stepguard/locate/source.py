@@ -113,9 +113,10 @@ def cell_number(file: str) -> int | None:
         return None
     # What IPython's own tracebacks say: ("Cell", "In[3]"). A shell of another make may not.
     compiler = getattr(ipython.get_ipython(), "compile", None)
-    if not hasattr(compiler, "format_code_name"):
+    named_by = getattr(compiler, "format_code_name", None)
+    if named_by is None:
         return None
-    named = compiler.format_code_name(file)
+    named = named_by(file)
     digits = re.sub(r"\D", "", named[1]) if named else ""
     return int(digits) if digits else None
 
