@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stepguard._errors import ConfigError
+from stepguard._errors import ConfigError, StateError
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.interception import borrowing
@@ -14,7 +14,7 @@ from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Incident
 from stepguard.sentinel.rank_agreement import RankAbsent
-from stepguard.state.run_state import SavedState, StateError
+from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 
