@@ -291,14 +291,7 @@ class Guard:
             self._driver.settle()
 
     def _schedule_by_epoch(self, feed: ResumableLoader | None) -> None:
-        if feed is None:
-            raise ConfigError(
-                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
-                "ends; give stepguard.Guard(..., loader=loader) and iterate over guard.loader, or "
-                "use scheduler_every=None and call scheduler.step() in your loop."
-            )
-        self._epochs = EpochSchedule(self._context, feed)
-        feed.after_pass.append(self._pass_ended)
+        self._epochs = EpochSchedule(self._context, feed, self._pass_ended)
         self._rewinder.after_commit.append(self._epochs.committed)
         self._rewinder.after_rewind.append(self._epochs.rewound)
 
