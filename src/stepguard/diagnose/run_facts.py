@@ -45,5 +45,7 @@ class RunFacts:
     """Steps committed before this one."""
     resumed: bool = False
     """Optimizer or scheduler state was loaded in this process."""
+    just_loaded: bool = False
+    """No step was made since."""
     outlier: tuple[int, str, float] | None = None
     """The last outlier that went into an update: step, parameter, times its usual largest."""

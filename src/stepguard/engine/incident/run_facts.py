@@ -56,6 +56,7 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         world_size=context.agreement.size,
         committed=history.committed,
         resumed=context.resumed,
+        just_loaded=context.resumed and context.step == context.resumed_at,
         outlier=_outlier(context),
     )
 
