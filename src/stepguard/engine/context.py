@@ -97,6 +97,8 @@ class Context:
     """Where lost samples are written down; made with the first loss."""
     resumed: bool = False
     """A checkpoint was restored in this process."""
+    resumed_at: int = 0
+    """The step at which it was."""
     outliers: Outliers | None = None
     """Gradients of single tensors, where `GuardConfig.outliers` asks for it."""
     anchor: tuple[Step, float] | None = None

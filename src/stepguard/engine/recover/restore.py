@@ -185,6 +185,7 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     # a restart by the user accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
     context.resumed = True
+    context.resumed_at = context.step
     random_numbers = run_state.random_numbers(state)
     run_state.put_back_random_numbers(state)
     if context.feed is not None:
