@@ -20,7 +20,7 @@ from stepguard.state.step import Step
 from stepguard.tensors.values import is_finite
 
 
-def buffer_origin(step: Step, reading: Reading, no_replay: str | None) -> Origin:
+def buffer_origin(step: Step, reading: Reading, no_replay: str | None = None) -> Origin:
     """Name the operation that wrote the bad value into the first bad buffer.
 
     `no_replay`: why the step cannot be run again; then the buffer's name is all that is known.
