@@ -6,6 +6,7 @@ taken, and the header of a tensor file is not parsed but computed from the seal 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,13 @@ class Opened:
 
 
 def open_last_good(
-    folder: Path, device: torch.device | str | None = None, select: Select | None = None
+    folder: Path,
+    device: torch.device | str | None = None,
+    select: Select | None = None,
+    but_not: Sequence[PassedOver] = (),
 ) -> Opened:
     """Open last-good, else the newest good one that is undamaged; StoreError names them all."""
-    passed: dict[Path, PassedOver] = {}
+    passed = {each.path: each for each in but_not}
     while (path := _next_candidate(folder, passed)) is not None:
         try:
             return replace(open_one(path, device, select), passed_over=tuple(passed.values()))

@@ -20,6 +20,7 @@ from stepguard.checkpoints.entries import (
     LAST_GOOD,
     Entry,
     Known,
+    PassedOver,
     checkpoint_name,
     leftovers,
     list_entries,
@@ -107,15 +108,17 @@ class Store:
         *,
         device: torch.device | str | None = None,
         select: Select | None = None,
+        but_not: Sequence[PassedOver] = (),
     ) -> Opened:
         """Read a checkpoint, every byte proven against its seal.
 
         `"last-good"` falls back over damaged ones and says which (`Opened.passed_over`);
         `"step-100"` or a path means that checkpoint and no other. `select` takes the name and the
         whole shape of a tensor and returns the part of it to read; everything without it.
+        `but_not`: those that `"last-good"` passes over in any case.
         """
         if str(which) == LAST_GOOD:
-            return open_last_good(self.folder, device, select)
+            return open_last_good(self.folder, device, select, but_not)
         path = self._path_of(Path(which))
         try:
             return open_one(path, device, select)

@@ -26,6 +26,7 @@ from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident, Reading
 from stepguard.sentinel.gradients import GradientNorm
+from stepguard.sentinel.kept_norms import GradientNorms
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.sentinel.sharded_gradients import Shares
 from stepguard.state.buffers import BufferKeeper
@@ -110,6 +111,8 @@ class Context:
     """What placing an incident may cost."""
     own_reading: Reading | None = None
     """What this rank itself saw of the last bad step, where ranks have agreed on another's."""
+    gradient_norms: GradientNorms = field(default_factory=GradientNorms)
+    """Norms of single gradients in the last steps, on the device until something is wrong."""
     norm_of_ranks: tuple[int, GradientNorm | None] | None = None
     """The step that gradients of all ranks were last measured in, and their norm."""
     last_read: float = field(default_factory=time.perf_counter)

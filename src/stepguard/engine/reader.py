@@ -189,6 +189,7 @@ class Reader:
         self._leave_out_accepted()
         if norm is None:
             norm = own_norm(context)
+        context.gradient_norms.keep(context.step, norm)
         parts = _parts(losses)
         named = self._named_values(losses, norm, others)
         followed = _followed_now(context)

@@ -13,6 +13,7 @@ only after all ranks have met (rank_meeting.py).
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -78,8 +79,12 @@ class Agreement:
         self._shared: Tensor | None = None
         """The last reduction, equal on all ranks."""
         number = next(_numbers[self.members])
-        name = f"stepguard/{'-'.join(map(str, _span(self.members)))}/{number}"
-        self._meeting = Meeting(name, self.members, self.world_rank, seconds)
+        # torchrun keeps its store when it starts the ranks again, with all that was said before
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ranks = "-".join(map(str, _span(self.members)))
+        self.name = f"stepguard/{attempt}/{ranks}/{number}"
+        """The same on all ranks of this guard, and of no other guard."""
+        self._meeting = Meeting(self.name, self.members, self.world_rank, seconds)
         self._met: bool | None = None
         """Do all ranks take part in the reductions? None before the first one."""
         self._cell: Tensor | None = None
