@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 FEATURES, CLASSES = 6, 3
+RATE = 0.05
 TENSOR_PARALLEL = 2
 """Ranks that compute one batch together, where both ways of sharding are combined."""
 Built = tuple[nn.Module, torch.optim.Optimizer]
@@ -35,7 +36,9 @@ def network(*, dropout: float = 0.0) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)]
     if dropout:
         layers.insert(2, nn.Dropout(dropout))
-    return nn.Sequential(*layers)
+    model = nn.Sequential(*layers)
+    model.register_buffer("level", torch.zeros(1))
+    return model
 
 
 def every_rank() -> Any:
@@ -103,7 +106,7 @@ def build(engine: str) -> Built:
     """A model and its optimizer, the same weights on every rank before they are sharded."""
     model = MODELS[engine]()
     kernel = KERNELS.get(engine, {})
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, **kernel)
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE, **kernel)
 
 
 def data_rank(engine: str) -> int:

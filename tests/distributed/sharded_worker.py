@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import stepguard
-from distributed.sharded_models import CLASSES, FEATURES, build, data_rank
+from distributed.sharded_models import CLASSES, FEATURES, RATE, build, data_rank
 from distributed.worker import counted
 from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.engine.drivers import step_end
@@ -50,8 +50,11 @@ def batch(engine: str, step: int, trouble: str, last: bool | None = None) -> Bat
     source = torch.Generator().manual_seed(seed)
     inputs = torch.randn(4, FEATURES, generator=source)
     targets = torch.randint(CLASSES, (4,), generator=source)
-    if not has_trouble(engine):
-        return inputs, targets, "", last
+    if trouble == "two":
+        # each rank has a cause of its own
+        trouble = "input" if has_trouble(engine) else "labels"
+    elif not has_trouble(engine):
+        trouble = ""
     if trouble == "input":
         inputs[2, 0] = torch.nan
     if trouble == "labels":
@@ -76,7 +79,30 @@ def loss_of(model: Any, data: Batch) -> Tensor:
         loss = loss + (model.plain * model.plain).sum() / 10
     if trouble == "backward":
         return loss + torch.sqrt((out * 0.0).sum())
+    if trouble == "forward":
+        return loss + torch.log(-out.detach().abs().sum() - 1.0)
+    if trouble == "buffer":
+        for buffer in model.buffers():
+            buffer.fill_(torch.nan)
+    if trouble == "transient":
+        out.register_hook(hit_once)
     return loss + 50.0 if trouble == "spike" else loss
+
+
+FIRED = Counter[str]()
+
+
+def hit_once(grad: Tensor) -> Tensor:
+    """What a failing device would do: it does not happen again."""
+    FIRED["hits"] += 1
+    return grad * torch.nan if FIRED["hits"] == 1 else grad
+
+
+def set_rate(trouble: str, engine: str, optimizer: torch.optim.Optimizer) -> None:
+    """One rank's learning rate is NaN while there is this trouble."""
+    bad = trouble == "rate" and has_trouble(engine)
+    for group in optimizer.param_groups:
+        group["lr"] = math.nan if bad else RATE
 
 
 def clip_by_torch(model: nn.Module, most: float = CLIP) -> float:
@@ -198,6 +224,7 @@ def guarded(
                 trouble = troubles.get(step, "")
                 if trouble in ("weight", "slot"):
                     spoil(trouble, model, optimizer)
+                set_rate(trouble, engine, optimizer)
                 data = micro_batches(engine, step, trouble)
                 if loop == "watch":
                     out["said"].append(bare_step(model, optimizer, data, clips=clips))
@@ -242,6 +269,17 @@ def trouble(loop: str, engine: str, kind: str) -> dict[str, Any]:
     return {
         "guarded": guarded(loop, engine, troubles, CONFIG),
         "reference": reference(engine, troubles, skip=True, clips=False),
+    }
+
+
+def transient(loop: str, engine: str, kind: str) -> dict[str, Any]:
+    """A gradient of one rank is hit once, before ranks exchange it."""
+    FIRED.clear()
+    skipped = {BAD_STEP: kind}
+    return {
+        "guarded": guarded(loop, engine, skipped, CONFIG),
+        "reference": reference(engine, {}, skip=False, clips=False),
+        "without": reference(engine, skipped, skip=True, clips=False),
     }
 
 
@@ -324,7 +362,7 @@ def refused() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
-    for function in (trouble, healthy, spike, damage, fault, midway, refused)
+    for function in (trouble, transient, healthy, spike, damage, fault, midway, refused)
 }
 
 

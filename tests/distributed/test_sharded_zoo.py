@@ -1,6 +1,6 @@
 """Failures of the zoo under FSDP2 on two real processes: the place is that of one process.
 
-All ranks gather the model by one plan, and the rank to blame replays alone. Of the 211 failures 12
+All ranks gather the model by one plan, and the rank to blame replays alone. Of its failures 13
 cannot run under FSDP2 at all; `sharded_zoo_worker.py OUT all` runs the others.
 """
 

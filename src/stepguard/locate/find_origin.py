@@ -88,8 +88,8 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
 
 def _made_by_step(step: Step, reading: Reading) -> Origin:
     """Locate state that was fine before the step and is bad after it."""
-    if reading.bad_state[0].startswith("buffer:") and no_replay(step) is None:
-        return buffer_origin(step, reading)
+    if reading.bad_state[0].startswith("buffer:"):
+        return buffer_origin(step, reading, no_replay(step))
     return update_origin.update_origin(step, reading)
 
 

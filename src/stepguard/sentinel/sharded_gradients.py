@@ -79,6 +79,11 @@ def _of_several_meshes(grads: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def _least(norms: Sequence[GradientNorm]) -> Tensor | None:
+    leasts = [norm.least for norm in norms if norm.least is not None]
+    return torch.stack(leasts).min() if leasts else None
+
+
 class Shares:
     """Which share of the square of its own part of a gradient a rank adds to that of all ranks.
 
@@ -95,24 +100,35 @@ class Shares:
     def norm(self, params: Sequence[Tensor], *, each: bool = False) -> GradientNorm | None:
         """Measure this rank's part of the gradients; None if it has none."""
         shares = self._of(params)
-        groups: dict[float, list[Tensor]] = {}
-        for parameter in params:
-            if parameter.grad is not None:
-                share = 0.0 if shares is None else shares.get(id(parameter), 1.0 / self._ranks)
-                groups.setdefault(share, []).append(parameter.grad)
-        measured = [(share, gradient_norm(grads, each=each)) for share, grads in groups.items()]
-        found = [(share, norm) for share, norm in measured if norm is not None]
+        found: list[tuple[float, GradientNorm]] = []
+        for share, gradients in self._grouped(params, shares).items():
+            norm = gradient_norm(gradients, each=each)
+            if norm is not None:
+                found.append((share, norm))
         if not found:
             return None
         first = found[0][1].total
         totals = torch.stack([norm.total.to(first) for _, norm in found])
         total = first if len(found) == 1 else torch.linalg.vector_norm(totals)
-        leasts = [norm.least for _, norm in found if norm.least is not None]
-        least = torch.stack(leasts).min() if leasts else None
+        least = _least([norm for _, norm in found])
         if shares is None:
             return GradientNorm(total, total, least)
         weights = totals.new_tensor([share for share, _ in found])
         return GradientNorm(total, total, least, squares=self._squares(totals, weights))
+
+    def _grouped(
+        self, params: Sequence[Tensor], shares: dict[int, float] | None
+    ) -> dict[float, list[Tensor]]:
+        """Gradients by the share of their squares; a parameter that came later is a copy."""
+        groups: dict[float, list[Tensor]] = {}
+        for parameter in params:
+            if parameter.grad is None:
+                continue
+            share = 0.0
+            if shares is not None:
+                share = shares.get(id(parameter), 1.0 / self._ranks)
+            groups.setdefault(share, []).append(parameter.grad)
+        return groups
 
     def heard(self, norm: Any) -> GradientNorm:
         """The norm that the loop's own clipping took, of which this rank has a part."""

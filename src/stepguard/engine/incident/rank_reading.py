@@ -45,9 +45,10 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
         troubles = _troubles_before_exchange(context, step) or troubles
     spreads = context.sharded and spreads_in_forward(context.roots.values())
     bad = blamed_ranks(troubles, sharded=context.sharded, spreads=spreads)
-    readings = [from_jsonable(Reading, told["reading"]) for told in told_by_rank]
-    agreed = readings[bad[0] if bad else 0]
+    leader = bad[0] if bad else 0
+    agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
     if context.sharded:
+        readings = [from_jsonable(Reading, told["reading"]) for told in told_by_rank]
         agreed = _with_bad_parts(agreed, readings)
     return replace(agreed, bad_ranks=tuple(context.agreement.members[place] for place in bad))
 
