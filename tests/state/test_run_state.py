@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from guard.scenes import batches, difference, generators, noisy_net, plain_net
-from stepguard.state.run_state import RunState, SavedState, StateError
+from stepguard._errors import StateError
+from stepguard.state.run_state import RunState, SavedState
 
 DATA = batches(6)
 SCHEDULES: dict[str, Any] = {

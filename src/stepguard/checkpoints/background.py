@@ -21,9 +21,15 @@ NICENESS = 5
 class Background:
     """Runs each save in a thread of its own, for which an interpreter that ends waits."""
 
-    def __init__(self, store: Store, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        say: Callable[[str], None],
+        sealed: Callable[[int, Path, Health], None] | None = None,
+    ) -> None:
         self._store = store
         self._say = say
+        self._sealed = sealed
         store.say = say
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
@@ -38,7 +44,14 @@ class Background:
         """
         tensors = dict(tensors)
         facts = dict(facts)
-        return self.offer_job(step, lambda: self._store.save(step, tensors, facts, health))
+
+        def save() -> Path:
+            path = self._store.save(step, tensors, facts, health)
+            if self._sealed is not None:
+                self._sealed(step, path, health)
+            return path
+
+        return self.offer_job(step, save)
 
     def offer_job(self, step: int, job: Callable[[], Path | None]) -> bool:
         """Start a save of any kind, which returns the path of what it wrote; False as `offer`."""
@@ -78,9 +91,10 @@ class Background:
         except Exception as fault:
             self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
         if self._refused:
-            self._say(
-                f"saving step {step} took so long that {self._refused} later saves were left out."
-            )
+            later = "1 later save was"
+            if self._refused > 1:
+                later = f"{self._refused} later saves were"
+            self._say(f"saving step {step} took so long that {later} left out.")
             self._refused = 0
 
 

@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepguard._errors import StepguardError
+from stepguard._errors import StateError
 from stepguard.state.in_place import Refill, in_containers_of
 from stepguard.state.module_counters import ModuleCounters
 from stepguard.state.module_state import fill_module, module_misfit, module_tensors, why_not_kept
@@ -32,10 +32,6 @@ from stepguard.tensors.names import optimizer_parameter_ids
 from stepguard.tensors.sharding import TensorPart, is_distributed, part_of
 from stepguard.tensors.torch_private import scaler_tensors, start_scaler
 from stepguard.tensors.values import is_finite, local_part
-
-
-class StateError(StepguardError):
-    """The state cannot be kept, or does not fit the objects it should go into; says which part."""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,3 +82,36 @@ def sharding_class(module: nn.Module) -> str:
 def wrapped_by_fsdp1(module: nn.Module) -> bool:
     """True for a module whose own wrapper is FSDP1, which clips through its root only."""
     return sharding_class(module) == FSDP1
+
+
+def parts_of(tensor: Any, *, partial: bool = False) -> int | None:
+    """How many different parts of a DTensor the ranks hold; None where a part is only a summand.
+
+    `partial`: of a norm, which is a summand where its gradients are parts.
+    """
+    sizes: list[int] = []
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial() and not partial:
+            return None
+        if not placement.is_replicate():
+            sizes.append(tensor.device_mesh.size(axis))
+    return math.prod(sizes)
+
+
+def fsdp1_parts(roots: Iterable[nn.Module]) -> dict[int, int]:
+    """By the id of each parameter of FSDP1: over how many ranks its parts are spread."""
+    found: dict[int, int] = {}
+    for root in roots:
+        # From the outside in: a wrapper inside has the last word on its own parameters.
+        for module in root.modules():
+            if wrapped_by_fsdp1(module):
+                parts = _ranks_of_fsdp1(module)
+                found.update({id(parameter): parts for parameter in module.parameters()})
+    return found
+
+
+def _ranks_of_fsdp1(module: Any) -> int:
+    if module.sharding_strategy.name == "NO_SHARD":
+        return 1
+    ranks: int = module.process_group.size()
+    return ranks

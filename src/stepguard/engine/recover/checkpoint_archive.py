@@ -29,7 +29,7 @@ class Archive:
         self._run_state = run_state
         self._rank_weights = RankWeights(context)
         self.store = Store(folder, keep=config.keep, keep_every=config.keep_every)
-        self.background = Background(self.store, self._say)
+        self.background = Background(self.store, self._say, self._sealed)
         context.resources.callback(self.store.close)
         context.resources.callback(self.background.close)
 
@@ -126,8 +126,8 @@ class Archive:
             return None, why
         allowed = frozenset(state.facts["nonfinite_ok"])
         health = self.health(good=good)
-        save = SharedSave(self._context, self.store, folder, step, state, health, allowed)
-        return save, ""
+        where = (self._context, self.store, folder)
+        return SharedSave(*where, step, state, health, allowed, self._sealed), ""
 
     def health(self, *, good: bool = True) -> Health:
         """What the seal of a checkpoint says about the run."""
@@ -144,11 +144,14 @@ class Archive:
     def save(self, state: SavedState) -> Path | None:
         """Write a completed state now; None, and a line, where the disk refuses it."""
         step = self._context.step
+        health = self.health()
         try:
-            return self.store.save(step, state.tensors, state.facts, self.health())
+            path = self.store.save(step, state.tensors, state.facts, health)
         except Exception as fault:
             self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
             return None
+        self._sealed(step, path, health)
+        return path
 
     def offer(self, step: int, state: SavedState, *, good: bool = True) -> bool:
         """Write a completed state in the background; False while another one is being written."""
@@ -156,3 +159,9 @@ class Archive:
 
     def _say(self, summary: str) -> None:
         self._context.outputs.note("checkpoint", summary)
+
+    def _sealed(self, step: int, path: Path, health: Health) -> None:
+        """Put a written checkpoint on record; people are told of what is not written only."""
+        summary = f"sealed {path.name}" if health.good else f"kept {path.name}, not called good"
+        fields = {"step": step, "path": path.name, "good": health.good, "summary": summary}
+        self._context.outputs.line("checkpoint", fields)

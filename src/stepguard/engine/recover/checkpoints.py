@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stepguard._errors import ConfigError
+from stepguard._errors import ConfigError, StateError
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.interception import borrowing
@@ -14,7 +14,7 @@ from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Incident
 from stepguard.sentinel.rank_agreement import RankAbsent
-from stepguard.state.run_state import SavedState, StateError
+from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 
@@ -73,16 +73,16 @@ class Checkpoints:
                 lambda: {"why": why, "own": archive.rank_part(state)}, "guard.save()", asked=asked
             )
         except RankAbsent as absent:
-            self._say(f"NOT saved, all ranks have to call guard.save(): {absent}")
+            self._refuse(f"NOT saved, all ranks have to call guard.save(): {absent}")
             return None
         refused = _first_refusal(told)
         if refused or state is None:
-            self._say(f"NOT saved, the state is not good: {refused.removesuffix('.')}")
+            self._refuse(f"NOT saved, the state is not good: {refused.removesuffix('.')}")
             return None
         parts = [facts["own"] for facts in told]
         weights, why = archive.own_weights(state, parts)
         if why:
-            self._say(f"NOT saved: {why}")
+            self._refuse(f"NOT saved: {why}")
             return None
         return self._write_now(archive, state, parts, weights)
 
@@ -197,7 +197,7 @@ class Checkpoints:
             return
         if state is None or not all(facts["kept"] for facts in told):
             step = _step(pending)
-            self._say(f"the state of step {step} has not proved good: no checkpoint of it")
+            self._refuse(f"the state of step {step} has not proved good: no checkpoint of it", step)
             return
         assert isinstance(pending, Snapshot)
         if archive.shared and not all(facts["idle"] for facts in told):
@@ -216,7 +216,7 @@ class Checkpoints:
             state = SavedState(dict(state.tensors), dict(state.facts), state.parts)
         weights, why = archive.own_weights(state, parts)
         if why:
-            self._say(f"no checkpoint of step {pending.step}: {why}")
+            self._refuse(f"no checkpoint of step {pending.step}: {why}", pending.step)
             return
         good = all(facts["good"] for facts in told)
         if archive.shared:
@@ -232,7 +232,7 @@ class Checkpoints:
         """Have the shards of a snapshot written by all ranks."""
         save, why = archive.begin_shared(state, snapshot.step, good=good)
         if save is None:
-            self._say(f"no checkpoint of step {snapshot.step}: {why}")
+            self._refuse(f"no checkpoint of step {snapshot.step}: {why}", snapshot.step)
             return
         self._lend(snapshot, archive.background.offer_job(snapshot.step, save.run))
 
@@ -258,7 +258,7 @@ class Checkpoints:
         try:
             return self._context.agreement.together(own, "a checkpoint")
         except RankAbsent as absent:
-            self._say(f"no checkpoint of step {_step(pending)}: {absent}")
+            self._refuse(f"no checkpoint of step {_step(pending)}: {absent}", _step(pending))
             return []
 
     def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
@@ -319,6 +319,11 @@ class Checkpoints:
 
     def _say(self, summary: str) -> None:
         self._context.outputs.note("checkpoint", summary)
+
+    def _refuse(self, summary: str, step: int | None = None) -> None:
+        """Say that there is no checkpoint of this step; without one, of the present step."""
+        refused = self._context.step if step is None else step
+        self._context.outputs.note("checkpoint", summary, refused=refused)
 
 
 def _step(pending: Snapshot | int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stepguard._errors import StepguardError, StoreError
+from stepguard._errors import StateError, StepguardError, StoreError
 from stepguard.checkpoints import Opened, PassedOver, Store
 from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
@@ -30,7 +30,7 @@ from stepguard.engine.recover.rank_weights import refuse_other_size, state_of_ra
 from stepguard.engine.recover.resumed_data import resume_data
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
-from stepguard.state.run_state import SavedState, StateError
+from stepguard.state.run_state import SavedState
 from stepguard.state.tree_json import tree_from_json
 
 LAST_GOOD = "last-good"

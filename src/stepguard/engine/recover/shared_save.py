@@ -42,6 +42,8 @@ class SharedSave:
     health: Health
     allowed: frozenset[str]
     """Tensors of this rank that may be non-finite."""
+    on_sealed: Callable[[int, Path, Health], None]
+    """Told of the checkpoint once all ranks have written it."""
 
     def run(self) -> Path:
         """Write this rank's part, and return when all have; StoreError on every rank otherwise."""
@@ -52,7 +54,9 @@ class SharedSave:
         said = self._word(LAST_WORD, self._deadline(2.0), "the first rank has not sealed it")
         if not said.startswith(SEALED):
             raise StoreError(said.removeprefix(NOT_SEALED))
-        return Path(said.removeprefix(SEALED))
+        path = Path(said.removeprefix(SEALED))
+        self.on_sealed(self.step, path, self.health)
+        return path
 
     def _written(self) -> str:
         agreement = self.context.agreement
