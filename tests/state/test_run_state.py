@@ -289,5 +289,5 @@ def test_sharded_state_is_refused_with_what_to_use_instead() -> None:
         pass
 
     model = nn.Sequential(FullyShardedDataParallel(2, 2))
-    why = why_sharded([model], torch.optim.SGD(model.parameters(), 0.1))
+    why = why_sharded([model])
     assert "FullyShardedDataParallel" in why and "torch.distributed.checkpoint" in why

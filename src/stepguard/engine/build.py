@@ -20,17 +20,25 @@ from torch.optim import Optimizer
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
-from stepguard.engine.context import Context, automatic_guards, guarded, real_optimizer
+from stepguard.engine.context import (
+    Context,
+    automatic_guards,
+    guarded,
+    own_steps,
+    real_optimizer,
+)
 from stepguard.engine.drivers.schedule import members, one_schedule
 from stepguard.engine.incident.declared_rates import DeclaredRates
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.interception import borrowing
+from stepguard.engine.model_wrapper import data_parallel_wrapper
 from stepguard.engine.outputs import Outputs, add_people_outputs
 from stepguard.journal import Journal, starts_in
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.records import GuardConfig
 from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
+from stepguard.state.attached_state import AttachedState, communication_hooks
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.sharded import sharded_part
@@ -51,9 +59,11 @@ def build_context(
     config: GuardConfig,
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
+    outer = optimizer
     optimizer = real_optimizer(optimizer)
     _check(model, optimizer, modules, extra)
     scheduler = _checked_schedule(scheduler)
+    model = data_parallel_wrapper(model) or model
     automatic_guards.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     if config.clip_norm is not None:
@@ -71,6 +81,8 @@ def build_context(
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
+        outer=own_steps(outer, optimizer),
+        attached=AttachedState(lambda: communication_hooks(model)),
         sharded=bool(sharded_part(roots.values())),
         loss_scale=config.loss_scale or 1.0,
         effort=LocateBudget(config.locate_budget),

@@ -289,14 +289,17 @@ class Transaction:
         agreement = self.context.agreement
         if agreement.size == 1:
             return self._find(step, reading)
-        leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.members[0]
+        if agreement.apart and not reading.bad_ranks:
+            # another rank's doing, and that one tells of it: nothing would be found here
+            return None
+        leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.deciding[0]
 
         def look() -> dict[str, Any]:
             if agreement.world_rank != leader:
                 return {}
             return to_jsonable(with_rank(self._find(step, reading), reading))
 
-        told = agreement.together(look, "the origin")[agreement.members.index(leader)]
+        told = agreement.in_step(look, "the origin")[agreement.deciding.index(leader)]
         return from_jsonable(Origin, told) if told else None
 
     def _suspect_update(self, incident: Incident) -> Incident:

@@ -19,6 +19,7 @@ from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.context import Context, automatic_guards, real_optimizer
 from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
+from stepguard.engine.model_wrapper import data_parallel_wrapper
 from stepguard.records import GuardConfig
 from stepguard.state.step import unwrapped
 from stepguard.tensors.names import optimizer_parameter_ids
@@ -210,6 +211,13 @@ class Wiring:
             raise ConfigError(
                 f"{REPLACED}; build optimizer and guard after loading or replacing the weights."
             )
+        if self._context.agreement.mode == "collective":
+            wrapper = data_parallel_wrapper(self._context.model)
+            if wrapper is not None:
+                raise ConfigError(
+                    "the model was wrapped in DistributedDataParallel after its guard was built; "
+                    "wrap it first and give the wrapper to the guard."
+                )
         self._look_for_anomaly_mode()
 
     def _look_for_anomaly_mode(self) -> None:

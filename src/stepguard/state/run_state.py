@@ -89,7 +89,7 @@ class RunState:
 
     def gather(self) -> SavedState:
         """Return references to the live tensors, and the rest as plain values, without a sync."""
-        why = why_sharded(self._modules.values(), self._optimizer)
+        why = why_sharded(self._modules.values())
         if why:
             raise StateError(why)
         self._ownership.look()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.optim import Optimizer
 
 from stepguard.tensors.sharding import is_distributed, sharding_class
 
-SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
 WAY_OUT = (
     "snapshots, guard.save() and rewinding are off for this run; save with "
     "torch.distributed.checkpoint "
@@ -17,13 +15,11 @@ WAY_OUT = (
 )
 
 
-def why_sharded(modules: Iterable[nn.Module], optimizer: Optimizer) -> str:
+def why_sharded(modules: Iterable[nn.Module]) -> str:
     """Say what is sharded and what to use instead; empty if every rank has all of the state."""
     what = sharded_part(modules)
     if what:
         return f"{what}, every rank holds a part of it: {WAY_OUT}"
-    if type(optimizer).__name__ in SHARDING_OPTIMIZERS:
-        return f"{type(optimizer).__name__} keeps a part of its state on every rank: {WAY_OUT}"
     return ""
 
 

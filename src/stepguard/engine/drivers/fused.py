@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.optimizer_kinds import found_inf, takes_found_inf
@@ -48,11 +47,12 @@ class FusedUpdate:
         self._reading: Reading | None = None
         """The numbers, once they have been waited for."""
 
-    def update(self, optimizer: Optimizer) -> None:
+    def update(self, context: Context) -> None:
         """Step, unless the device finds something non-finite."""
+        optimizer = context.optimizer
         optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         try:
-            optimizer.step()
+            context.stepped.step()
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
@@ -95,4 +95,5 @@ class FusedUpdate:
             context.optimizer.state.pop(parameter, None)
         if not calibrating:
             self.step.buffers.restore()
+            context.attached.restore()
             restore_scaler(context, self._scaler)

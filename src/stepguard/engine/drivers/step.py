@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.fused import FusedUpdate, read_later
+from stepguard.engine.drivers.outer_optimizer import step_without_gradients
 from stepguard.engine.drivers.scaler import hold_scaler, scaled, unscale, update_scaler
 from stepguard.engine.drivers.step_end import StepEnd
 from stepguard.engine.drivers.unguarded import unguarded_step, unguarded_update
@@ -50,7 +51,7 @@ class UpdateNotCalled:
         """Nothing to stop: the guard does not call it."""
 
     def restore_buffers(self) -> None:
-        self._context.buffers.restore()
+        self._context.put_back()
 
 
 class StepDriver:
@@ -104,7 +105,7 @@ class StepDriver:
         with self.protect.part("snapshots and checkpoints"):
             self.rewinder.snapshots.between_steps()
         with self.protect.region:
-            context.buffers.remember()
+            context.remember()
             self.reader.start()
             return Step(
                 index=context.step,
@@ -123,7 +124,7 @@ class StepDriver:
         """Run the user's code; with `only`, some micro-batches with the random numbers they had."""
         context = self.context
         assert step.loss_fn is not None
-        context.optimizer.zero_grad(set_to_none=True)
+        context.stepped.zero_grad(set_to_none=True)
         losses = []
         for index, batch in enumerate(step.micro_batches):
             if only is None:
@@ -200,8 +201,9 @@ class StepDriver:
 
     def _drop(self, step: Step, reading: Reading, incident: Incident | None) -> StepResult:
         """Leave buffers, scaler and schedule as if this batch had never come."""
-        self.context.buffers.restore()
+        self.context.put_back()
         hold_scaler(self.context)
+        step_without_gradients(self.context)
         self.step_end.dropped(reading)
         self.context.step += 1
         incident = self.transaction.conclude(incident)
@@ -223,7 +225,7 @@ class StepDriver:
         check = UpdateCheck(context, self.protect)
         check.prepare(reading, at_risk=pending.at_risk)
         self._clip(pending, reading, outliers_kept_out=check.give_back is not None)
-        context.optimizer.step()
+        context.stepped.step()
         if check.give_back is not None:
             check.give_back()
         undone = check.undone(reading)
@@ -316,7 +318,7 @@ class StepDriver:
             return None
         reading, verdict = self.transaction.assess(step, reading)
         if verdict.bad or verdict.kind == "scale_calibration":
-            context.buffers.restore()
+            context.put_back()
             return None
         return self._commit(step, pending, reading, incident, result)
 
@@ -330,7 +332,7 @@ class StepDriver:
         fused = FusedUpdate(context, step, pending, result)
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm)
-        fused.update(context.optimizer)
+        fused.update(context)
         if self.protect.armed:
             with self.protect.region:
                 fused.issued(context)

@@ -34,12 +34,12 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
         own = examine(context, step, reading)
         return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
 
-    told_by_rank = context.agreement.together(look, "the reading")
+    told_by_rank = context.agreement.in_step(look, "the reading")
     troubles = [told["trouble"] for told in told_by_rank]
     bad = blamed_ranks(troubles, sharded=context.sharded)
     leader = bad[0] if bad else 0
     agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
-    return replace(agreed, bad_ranks=tuple(context.agreement.members[place] for place in bad))
+    return replace(agreed, bad_ranks=tuple(context.agreement.deciding[place] for place in bad))
 
 
 def blamed_ranks(troubles: Sequence[int], *, sharded: bool = False) -> list[int]:

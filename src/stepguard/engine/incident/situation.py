@@ -14,6 +14,8 @@ from stepguard.policy.rewind_choice import RewindPlan
 from stepguard.records import Incident, Reading
 from stepguard.state.step import Step
 
+APART = "the ranks exchange nothing in this step, so they cannot go back together"
+
 
 class SituationReader:
     """Gathers the facts that a decision needs. Ranks gather them together."""
@@ -32,7 +34,7 @@ class SituationReader:
         reading = incident.reading
         ruined = self._ruined(incident)
         fault = self._fault(incident, committed=committed, ruined=ruined)
-        repeatable = self._reruns and step.replayable
+        repeatable = self._repeatable(step)
         may_act = fault == "anomaly" and self._anomalies.proven
         rewind, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined, repeatable=repeatable
@@ -56,6 +58,10 @@ class SituationReader:
             known=step.index in self._rewinder.past.lost_steps,
             new_scale=self._new_scale(step, reading),
         )
+
+    def _repeatable(self, step: Step) -> bool:
+        """Can the step be run again? Ranks that decide alone would run its collectives alone."""
+        return self._reruns and step.replayable and not self._context.agreement.apart
 
     def _fault(self, incident: Incident, *, committed: bool, ruined: bool) -> Fault:
         """The fault decides the remedy: data, state, update or anomaly."""
@@ -95,6 +101,8 @@ class SituationReader:
         self, fault: Fault, *, may_act: bool, visible: bool, repeatable: bool
     ) -> tuple[RewindPlan | None, str]:
         """Return where a rewind would go, or why it cannot; only for faults a rewind answers."""
+        if self._context.agreement.apart:
+            return None, APART
         if fault == "anomaly":
             if not may_act:
                 return None, ""
@@ -122,7 +130,7 @@ class SituationReader:
         """A static loss scale that works on every rank, where the present one overflows."""
         if not reading.overflow or not self._context.config.loss_scale:
             return None
-        of_ranks = self._context.agreement.together(
+        of_ranks = self._context.agreement.in_step(
             lambda: {"scale": working_scale(step)}, "the loss scale"
         )
         return min(float(told["scale"]) for told in of_ranks)

@@ -1,0 +1,25 @@
+"""Wrappers and parallelisms beside what a guard does with them; a test declares its cell.
+
+`scripts/write_matrix.py` collects the cells from the tests into docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+COLUMNS = ("healthy", "NaN", "clip", "save", "restore", "rewind", "signal")
+Outcome = Literal["works", "alone", "stops", "refused"]
+MEANING = {
+    "works": "as in a run of one process: see the columns",
+    "alone": "each rank decides about its own steps; nobody waits",
+    "stops": "the run stops, with the reason and nothing bad in the weights",
+    "refused": "refused in one sentence when the guard is built",
+}
+
+
+def cell(wrapper: str, column: str, outcome: Outcome = "works") -> pytest.MarkDecorator:
+    """Mark a test as the one that shows what happens there."""
+    assert column in COLUMNS, column
+    return pytest.mark.matrix(wrapper, column, outcome)
