@@ -23,3 +23,8 @@ def cell(wrapper: str, column: str, outcome: Outcome = "works") -> pytest.MarkDe
     """Mark a test as the one that shows what happens there."""
     assert column in COLUMNS, column
     return pytest.mark.matrix(wrapper, column, outcome)
+
+
+def refused(wrapper: str) -> list[pytest.MarkDecorator]:
+    """Mark a test as the one that shows a whole row to be refused."""
+    return [cell(wrapper, column, "refused") for column in COLUMNS]

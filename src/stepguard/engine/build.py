@@ -47,6 +47,7 @@ from stepguard.tensors.sharding import wrapped_by_fsdp1
 from stepguard.tensors.values import elements
 
 T = TypeVar("T")
+ENGINES = {"deepspeed": "DeepSpeed", "megatron": "Megatron"}
 
 
 def build_context(
@@ -196,6 +197,7 @@ def _schedule(scheduler: Any) -> str:
 
 
 def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
+    _refuse_engines(model, optimizer)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give the torch.nn.Module that is trained."
@@ -210,6 +212,18 @@ def _check(model: object, optimizer: object, modules: object, extra: object) -> 
             "{'criterion': loss_module}."
         )
     _check_extra(extra)
+
+
+def _refuse_engines(model: object, optimizer: object) -> None:
+    """Engines with an update of their own, told by their package: torch's hooks never run there."""
+    for item in (model, optimizer):
+        packages = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
+        for package in packages & ENGINES.keys():
+            raise ConfigError(
+                f"{type(item).__name__} is {ENGINES[package]}'s: it keeps gradients and weights in "
+                "buffers of its own and updates them itself, where a guard cannot stop an update; "
+                "train without a guard, and look at its checkpoints with stepguard.verify(path)."
+            )
 
 
 def _check_clipping(roots: dict[str, nn.Module]) -> None:

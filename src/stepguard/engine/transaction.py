@@ -42,6 +42,7 @@ from stepguard.locate import locate
 from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
+from stepguard.state.faked_collectives import CollectiveInReplayError
 from stepguard.state.step import Step
 
 BORN_IN_THE_STEP = ("nonfinite_loss", "nonfinite_gradient", "infinite_norm")
@@ -297,10 +298,16 @@ class Transaction:
         def look() -> dict[str, Any]:
             if agreement.world_rank != leader:
                 return {}
-            return to_jsonable(with_rank(self._find(step, reading), reading))
+            return to_jsonable(with_rank(self._found_alone(step, reading), reading))
 
         told = agreement.in_step(look, "the origin")[agreement.deciding.index(leader)]
         return from_jsonable(Origin, told) if told else None
+
+    def _found_alone(self, step: Step, reading: Reading) -> Origin:
+        try:
+            return self._find(step, reading)
+        except CollectiveInReplayError:
+            return self._find(replace(step, sharded=True), reading)
 
     def _suspect_update(self, incident: Incident) -> Incident:
         """Blame the weights where an earlier batch, fine in its time, now fails on them as well.

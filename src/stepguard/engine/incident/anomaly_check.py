@@ -18,6 +18,7 @@ from stepguard.engine.incident.run_facts import update_ratio
 from stepguard.engine.recover.earlier_weights import compare_with_best
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Reading, Verdict
+from stepguard.state.faked_collectives import CollectiveInReplayError
 from stepguard.state.replay import reevaluate
 from stepguard.state.step import Step
 
@@ -139,7 +140,10 @@ class AnomalyCheck:
         if anchor is None:
             return {"again": None}
         step, then = anchor
-        now = reevaluate(step)
+        try:
+            now = reevaluate(step)
+        except CollectiveInReplayError:
+            return {"again": None}
         if self._context.maximizes:
             now = -now
         return {"again": (now, then)}

@@ -11,6 +11,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import examine
 from stepguard.records import Origin, Reading
 from stepguard.records.codec import from_jsonable, to_jsonable
+from stepguard.state.faked_collectives import CollectiveInReplayError
 from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
 from stepguard.state.step import Step
 
@@ -31,10 +32,19 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
     """Every rank takes its closer look, and all go on with the reading of the worst one."""
 
     def look() -> dict[str, Any]:
-        own = examine(context, step, reading)
-        return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
+        try:
+            own = examine(context, step, reading)
+            trouble = own_trouble(step, own)
+        except CollectiveInReplayError:
+            # its tokens go to experts on other ranks, say: no rank can run it again by itself
+            step.sharded = True
+            own = examine(context, step, reading)
+            trouble = own_trouble(step, own)
+        return {"trouble": trouble, "reading": to_jsonable(own), "needs_others": step.sharded}
 
     told_by_rank = context.agreement.in_step(look, "the reading")
+    # all or none: what is decided must not depend on who tried a replay
+    step.sharded = any(told["needs_others"] for told in told_by_rank)
     troubles = [told["trouble"] for told in told_by_rank]
     bad = blamed_ranks(troubles, sharded=context.sharded)
     leader = bad[0] if bad else 0
