@@ -367,7 +367,7 @@ def _died(guard: weakref.ref[Guard]) -> None:
 
 def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
     """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`."""
-    check_watched(settings.get("config"))
+    check_watched(settings.get("config"), optimizer)
     return _watched(model, optimizer, **settings)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.optimizer_kinds import found_inf, takes_found_inf
+from stepguard.engine.drivers.outer_optimizer import voting_manager
 from stepguard.engine.drivers.scaler import restore_scaler, scaler_copy
 from stepguard.engine.drivers.schedule import ScheduleCopy
 from stepguard.engine.reader import Pending
@@ -20,7 +21,7 @@ from stepguard.state.step import Step
 
 def read_later(context: Context) -> bool:
     """Is this update read one step later? Outliers must be known before the update."""
-    if not takes_found_inf(context.optimizer):
+    if not takes_found_inf(context.optimizer) or voting_manager(context.outer) is not None:
         return False
     # where a scaler has set its own flag, the kernel decides in any case
     return context.outliers is None or found_inf(context.optimizer) is not None

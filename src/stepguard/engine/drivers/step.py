@@ -10,9 +10,9 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.fused import FusedUpdate, read_later
-from stepguard.engine.drivers.outer_optimizer import step_without_gradients
+from stepguard.engine.drivers.outer_optimizer import step_without_gradients, update
 from stepguard.engine.drivers.scaler import hold_scaler, scaled, unscale, update_scaler
-from stepguard.engine.drivers.step_end import StepEnd
+from stepguard.engine.drivers.step_end import StepEnd, UpdateNotCalled
 from stepguard.engine.drivers.unguarded import unguarded_step, unguarded_update
 from stepguard.engine.drivers.update_check import UpdateCheck
 from stepguard.engine.incident.exceptions import Exceptions
@@ -39,19 +39,6 @@ from stepguard.records.verdict import Verdict
 from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import LossFn, Step
-
-
-class UpdateNotCalled:
-    """A step whose `optimizer.step()` the guard has not called: only buffers have moved."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def stop(self) -> None:
-        """Nothing to stop: the guard does not call it."""
-
-    def restore_buffers(self) -> None:
-        self._context.put_back()
 
 
 class StepDriver:
@@ -225,9 +212,11 @@ class StepDriver:
         check = UpdateCheck(context, self.protect)
         check.prepare(reading, at_risk=pending.at_risk)
         self._clip(pending, reading, outliers_kept_out=check.give_back is not None)
-        context.stepped.step()
+        updated = update(context)
         if check.give_back is not None:
             check.give_back()
+        if not updated:
+            return self._end_without_update(step, reading)
         undone = check.undone(reading)
         if undone is not None:
             reading, verdict = self.transaction.assess(step, undone)
@@ -236,6 +225,13 @@ class StepDriver:
         self._end(step, reading, committed=True, incident=incident)
         incident = self.transaction.conclude(incident)
         return (result or StepResult()).resolve(reading, committed=True, incident=incident)
+
+    def _end_without_update(self, step: Step, reading: Reading) -> StepResult:
+        """A wrapper around the optimizer has refused a step that is good here."""
+        self.context.put_back()
+        hold_scaler(self.context)
+        self._end(step, reading, committed=False)
+        return StepResult().resolve(reading, committed=False)
 
     def _clip(self, pending: Pending, reading: Reading, *, outliers_kept_out: bool) -> None:
         context = self.context

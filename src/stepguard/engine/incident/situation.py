@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stepguard.detect.anomalies import MOVED
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.outer_optimizer import voting_manager
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import working_scale
 from stepguard.engine.incident.exploded_weights import stored_culprit, weights_ruined
@@ -14,6 +15,7 @@ from stepguard.policy.rewind_choice import RewindPlan
 from stepguard.records import Incident, Reading
 from stepguard.state.step import Step
 
+HEALED = "torchft brings a replica back from its peers, and this one would part from them"
 APART = "the ranks exchange nothing in this step, so they cannot go back together"
 
 
@@ -61,7 +63,13 @@ class SituationReader:
 
     def _repeatable(self, step: Step) -> bool:
         """Can the step be run again? Ranks that decide alone would run its collectives alone."""
-        return self._reruns and step.replayable and not self._context.agreement.apart
+        return self._reruns and step.replayable and not self._why_alone()
+
+    def _why_alone(self) -> str:
+        """Why this process can neither run the step again nor go back; empty where it can."""
+        if voting_manager(self._context.outer) is not None:
+            return HEALED
+        return APART if self._context.agreement.apart else ""
 
     def _fault(self, incident: Incident, *, committed: bool, ruined: bool) -> Fault:
         """The fault decides the remedy: data, state, update or anomaly."""
@@ -101,8 +109,9 @@ class SituationReader:
         self, fault: Fault, *, may_act: bool, visible: bool, repeatable: bool
     ) -> tuple[RewindPlan | None, str]:
         """Return where a rewind would go, or why it cannot; only for faults a rewind answers."""
-        if self._context.agreement.apart:
-            return None, APART
+        alone = self._why_alone()
+        if alone:
+            return None, alone
         if fault == "anomaly":
             if not may_act:
                 return None, ""
