@@ -47,7 +47,7 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def main(out: Path) -> None:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     trainer = TorchTrainer(
         train,
         train_loop_config={"out": str(out)},

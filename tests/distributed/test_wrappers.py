@@ -42,7 +42,7 @@ def _names() -> list[str]:
         for column in BOTH_LOOPS:
             names += [f"{kind}-{column}-{loop}" for loop in ("bare", "step", "watch")]
         names += [f"{kind}-clip-bare", *(f"{kind}-{column}-step" for column in STEPPED)]
-    return names
+    return [*names, "plain-late-step"]
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +151,8 @@ def test_sigterm_ends_all_ranks_with_a_whole_checkpoint(
 ) -> None:
     for rank in outcomes[f"{kind}-signal-{loop}"]:
         assert rank["ended"] == 143 and rank["verified"]
+
+
+def test_model_that_is_wrapped_after_its_guard_was_built_is_refused(outcomes: Outcomes) -> None:
+    for rank in outcomes["plain-late-step"]:
+        assert "after its guard was built; wrap it first" in rank["refused"]

@@ -301,8 +301,23 @@ def signal(kind: str, loop: str, out: Path) -> dict[str, Any]:
     return {**run.outcome(), "ended": ended, "verified": checked.ok}
 
 
+def late(kind: str, loop: str, out: Path) -> dict[str, Any]:
+    """The model is wrapped after its guard was built."""
+    net = Net(unused=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    refused = ""
+    with Guard(net, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        wrapper = DistributedDataParallel(net)
+        try:
+            guard.step(lambda x: wrapper(x).square().mean(), torch.ones(2, WIDTH))
+        except stepguard.ConfigError as why:
+            refused = str(why)
+    return {"refused": refused}
+
+
 COLUMNS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (healthy, clip, nan, save, restore, rewind, signal)
+    function.__name__: function
+    for function in (healthy, clip, nan, save, restore, rewind, signal, late)
 }
 
 
