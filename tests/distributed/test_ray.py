@@ -12,15 +12,10 @@ import torch
 
 import stepguard
 from distributed.launch import PATHS
-from distributed.matrix import cell
 
 WORKER = Path(__file__).with_name("ray_worker.py")
-RAY = "Ray Train (`TorchTrainer`)"
 
 
-@cell(RAY, "healthy")
-@cell(RAY, "NaN")
-@cell(RAY, "save")
 @pytest.mark.process
 def test_bad_batch_of_one_worker_is_skipped_by_all(tmp_path: Path) -> None:
     pytest.importorskip("ray.train.torch", reason="ray[train] is not installed")

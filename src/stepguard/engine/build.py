@@ -38,6 +38,7 @@ from stepguard.locate.locate_budget import LocateBudget
 from stepguard.records import GuardConfig
 from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
+from stepguard.sentinel.sharded_gradients import Shares
 from stepguard.state.attached_state import AttachedState, communication_hooks
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
@@ -89,6 +90,9 @@ def build_context(
         effort=LocateBudget(config.locate_budget),
     )
     agreement.now = lambda: context.step
+    if context.sharded and agreement.mode == "collective":
+        agreement.adds = True
+        context.shares = Shares(roots.values(), agreement.size)
     _configure_rates(context)
     _register(context)
     if config.outliers is not None:

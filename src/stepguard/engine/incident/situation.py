@@ -63,7 +63,7 @@ class SituationReader:
 
     def _repeatable(self, step: Step) -> bool:
         """Can the step be run again? Ranks that decide alone would run its collectives alone."""
-        return self._reruns and step.replayable and not self._why_alone()
+        return self._reruns and step.repeatable and not self._why_alone()
 
     def _why_alone(self) -> str:
         """Why this process can neither run the step again nor go back; empty where it can."""
@@ -91,7 +91,7 @@ class SituationReader:
     ) -> tuple[str, float]:
         """What is proven guilty, in words, and its share of the samples; else the whole step."""
         # ranks have to drop the same
-        if repeatable and self._context.agreement.size == 1:
+        if repeatable and step.replayable and self._context.agreement.size == 1:
             words = proven_guilty(step, incident)
             if words:
                 return words, share_of(step, incident)
