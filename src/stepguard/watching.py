@@ -42,7 +42,7 @@ def watch(
         optimizer.step()
         scheduler.step()
     """
-    check_watched(config)
+    check_watched(config, optimizer)
     guard = Guard(
         model,
         optimizer,

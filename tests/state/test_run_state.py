@@ -282,13 +282,3 @@ def test_what_cannot_be_kept_is_named() -> None:
         RunState(
             {"": model}, torch.optim.SGD(model.parameters(), 0.1), extra={"odd": Odd()}
         ).gather()
-
-
-def test_state_that_an_optimizer_shards_is_refused_with_what_to_use_instead() -> None:
-    class ZeroRedundancyOptimizer(torch.optim.SGD):
-        pass
-
-    model = nn.Linear(2, 2)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), 0.1)
-    with pytest.raises(StateError, match=r"torch\.distributed\.checkpoint"):
-        RunState({"": model}, optimizer).gather()

@@ -353,6 +353,9 @@ def _put(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _writes_itself(optimizer: Optimizer) -> bool:
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        # says what all ranks hold once they have sent it to one; each keeps its own part here
+        return False
     return type(optimizer).state_dict is not Optimizer.state_dict
 
 

@@ -26,7 +26,7 @@ from stepguard.state.module_state import fill_module, module_misfit, module_tens
 from stepguard.state.optimizer_state import OptimizerState, ParameterNames
 from stepguard.state.ownership import Ownership
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
-from stepguard.state.sharded import show_shards, why_not_by_rank
+from stepguard.state.sharded import show_shards
 from stepguard.state.tree_json import NotPlainError, tree_from_json, tree_to_json
 from stepguard.tensors.names import optimizer_parameter_ids
 from stepguard.tensors.sharding import TensorPart, is_distributed, part_of
@@ -88,9 +88,6 @@ class RunState:
 
     def gather(self) -> SavedState:
         """Return references to the live tensors, and the rest as plain values, without a sync."""
-        why = why_not_by_rank(self._optimizer)
-        if why:
-            raise StateError(why)
         self._ownership.look()
         show_shards(self._modules.values())
         saved = self.gather_modules()

@@ -5,23 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.optim import Optimizer
 
 from stepguard.tensors.sharding import FSDP2, is_distributed, sharding_class
-
-SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
-WAY_OUT = (
-    "snapshots, guard.save() and rewinding are off for this run; save with "
-    "torch.distributed.checkpoint "
-    "(torch.distributed.checkpoint.state_dict.get_state_dict gathers model and optimizer)."
-)
-
-
-def why_not_by_rank(optimizer: Optimizer) -> str:
-    """Say why the parts that ranks hold are not enough to go on from; empty if they are."""
-    if type(optimizer).__name__ in SHARDING_OPTIMIZERS:
-        return f"{type(optimizer).__name__} keeps a part of its state on every rank: {WAY_OUT}"
-    return ""
 
 
 def show_shards(modules: Iterable[nn.Module]) -> None:

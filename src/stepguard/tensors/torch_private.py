@@ -82,6 +82,8 @@ ATTRIBUTES = {
     "Optimizer.step._wrapped_by_lr_sched": "a schedule counts the steps of this optimizer",
     "LRScheduler._last_lr": "the rates that a schedule has set last",
     "SequentialLR._schedulers": "schedules inside a schedule",
+    "DistributedDataParallel._comm_hooks": "the hooks of a model, with what they remember",
+    "Join._joinables": "the models that uneven inputs are for",
     "OpOverload._schema": "name and arguments of an operation in a dispatch mode",
     "Optimizer._opt_called": "written by schedules, not a part of the state",
     "GradScaler._get_scale_async": "the scale as a tensor: get_scale() waits for the device",

@@ -111,7 +111,7 @@ class WatchedStep:
         """Remember buffers and attributes of modules as they are now."""
         if self.protect.armed:
             with self.protect.region:
-                self.context.buffers.remember()
+                self.context.remember()
         self._remembered = self.protect.armed
 
     def settle(self, *, inside: bool = False) -> bool:
@@ -206,7 +206,7 @@ class WatchedStep:
         """Put back the buffers; in words where the beginning of the step was not seen."""
         if not self._remembered:
             return NOT_REMEMBERED
-        self.context.buffers.restore()
+        self.context.put_back()
         return ""
 
     # --- a step ends ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from stepguard.locate.find_origin import finite_step
 from stepguard.records import Origin, Reading
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.sentinel.rank_agreement import RankAbsent, RankFault
+from stepguard.state.faked_collectives import CollectiveInReplayError
 from stepguard.state.step import Step
 
 MOST_FINDERS = 8
@@ -35,7 +36,10 @@ def find_together(
     agreement = context.agreement
     if agreement.size == 1:
         return find(step, reading)
-    finders = reading.bad_ranks[:MOST_FINDERS] or agreement.members[:1]
+    if agreement.apart and not reading.bad_ranks:
+        # another rank's doing, and that one tells of it: nothing would be found here
+        return None
+    finders = reading.bad_ranks[:MOST_FINDERS] or agreement.deciding[:1]
     rank = agreement.world_rank
 
     def look() -> dict[str, Any]:
@@ -45,24 +49,32 @@ def find_together(
                 return {}
             known = rank if reading.bad_ranks else None
             own = _own_reading(context, reading, leads=rank == finders[0])
-            return to_jsonable(with_rank(find(step, own), known))
+            return to_jsonable(with_rank(_found(find, step, own), known))
 
     try:
         holders: tuple[int, ...] = ()
-        if _asks_for_replay(reading):
+        if _asks_for_replay(reading) and not agreement.apart:
             holders = agree_on_holders(context, step, finders)
-        told = agreement.together(look, "the origin")
+        told = agreement.in_step(look, "the origin")
     except RankAbsent:
         raise
     except RankFault as fault:
         # told to all ranks alike
         not_explained(f"a bad step is not located: {fault}")
         return None
-    places = [agreement.members.index(finder) for finder in finders]
+    places = [agreement.deciding.index(finder) for finder in finders]
     found = [from_jsonable(Origin, told[place]) for place in places if told[place]]
     if not found:
         return None
     return _with_others(found[0], found[1:])
+
+
+def _found(find: Find, step: Step, reading: Reading) -> Origin:
+    """Find the origin; without a replay where that would need the other ranks."""
+    try:
+        return find(step, reading)
+    except CollectiveInReplayError:
+        return find(replace(step, sharded=True), reading)
 
 
 def _asks_for_replay(reading: Reading) -> bool:

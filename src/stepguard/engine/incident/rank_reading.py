@@ -12,6 +12,7 @@ from stepguard.engine.incident.closer_look import examine
 from stepguard.engine.incident.joint_replay import agree_on_holders, gathered_on
 from stepguard.records import Origin, Reading
 from stepguard.records.codec import from_jsonable, to_jsonable
+from stepguard.state.faked_collectives import CollectiveInReplayError
 from stepguard.state.gathered_model import spreads_in_forward
 from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
 from stepguard.state.step import Step
@@ -35,11 +36,20 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
     """Every rank takes its closer look, and all go on with the reading of the worst one."""
 
     def look() -> dict[str, Any]:
-        own = examine(context, step, reading)
+        try:
+            own = examine(context, step, reading)
+            trouble = own_trouble(step, own)
+        except CollectiveInReplayError:
+            # its tokens go to experts on other ranks, say: no rank can run it again by itself
+            step.sharded = True
+            own = examine(context, step, reading)
+            trouble = own_trouble(step, own)
         context.own_reading = own
-        return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
+        return {"trouble": trouble, "reading": to_jsonable(own), "needs_others": step.sharded}
 
-    told_by_rank = context.agreement.together(look, "the reading")
+    told_by_rank = context.agreement.in_step(look, "the reading")
+    # all or none: what is decided must not depend on who tried a replay
+    step.sharded = any(told["needs_others"] for told in told_by_rank)
     troubles = [told["trouble"] for told in told_by_rank]
     if context.sharded and max(troubles) == EXCHANGED:
         troubles = _troubles_before_exchange(context, step) or troubles
@@ -50,7 +60,7 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
     if context.sharded:
         readings = [from_jsonable(Reading, told["reading"]) for told in told_by_rank]
         agreed = _with_bad_parts(agreed, readings)
-    return replace(agreed, bad_ranks=tuple(context.agreement.members[place] for place in bad))
+    return replace(agreed, bad_ranks=tuple(context.agreement.deciding[place] for place in bad))
 
 
 def _with_bad_parts(agreed: Reading, readings: Sequence[Reading]) -> Reading:

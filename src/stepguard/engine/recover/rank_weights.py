@@ -100,6 +100,8 @@ class RankWeights:
         model = self._context.model
         if not isinstance(model, DistributedDataParallel) or not model.broadcast_buffers:
             return set()
+        if not self._context.agreement.follows_first_rank:
+            return set()
         names = {name for name, _ in model.module.named_buffers()}
         return {f"model/{name}" for name in names} | {f"model/module.{name}" for name in names}
 
@@ -147,7 +149,7 @@ def state_of_rank(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], rank:
 
 
 def refuse_other_size(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], size: int) -> None:
-    """Refuse a checkpoint whose trained weights belong to another number of ranks."""
+    """Refuse a checkpoint whose weights or optimizer state belong to another number of ranks."""
     ranks = facts.get("ranks", {})
     if not ranks or len(ranks) + 1 == size:
         return
@@ -155,11 +157,18 @@ def refuse_other_size(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], s
     for own in ranks.values():
         trained |= _trained(own["facts"].get("groups", ()))
     for bare in _held_apart(tensors, ranks):
-        if bare.partition("/")[2] in trained or bare.partition(":")[2] in trained:
+        if _of_training(bare, trained):
             raise StoreError(
-                f"the checkpoint holds other weights for each of {len(ranks) + 1} ranks "
+                f"the checkpoint holds other values for each of {len(ranks) + 1} ranks "
                 f"(first {bare}) and this run has {size}: restore it with {len(ranks) + 1}."
             )
+
+
+def _of_training(name: str, trained: set[str]) -> bool:
+    """Is it a trained weight, or a slot of an optimizer that is spread over the ranks?"""
+    if name.startswith("optimizer"):
+        return True
+    return name.partition("/")[2] in trained or name.partition(":")[2] in trained
 
 
 def _trained(groups: Iterable[Mapping[str, Any]]) -> set[str]:
