@@ -10,7 +10,8 @@ BENCHES := overhead $(filter-out overhead crash table _%,$(patsubst benchmarks/%
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick test-newest coverage check format bench verify-recipes recipes-real \
+.PHONY: help venv demo test quick test-newest coverage browser check format bench verify-recipes \
+	recipes-real \
 	crash-campaign fuzz clean
 
 help: ## list the targets
@@ -52,6 +53,13 @@ test-newest: ## the core tests on the newest torch: a download of several gigaby
 
 coverage: venv ## every test again, with the share of lines of src/stepguard that ran
 	$(RUN) -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered
+
+# Debian's own; elsewhere put a chromium on the PATH, or name one in STEPGUARD_CHROMIUM
+browser: ## install Chromium for the browser tests, where it is missing and apt-get is there
+	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && \
+		{ apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }; }; } || \
+		echo "no Chromium: the browser tests will be left out" >&2
 
 check: venv ## lint, format, types, complexity, import direction
 	$(RUN) -m ruff check

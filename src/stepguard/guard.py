@@ -32,6 +32,7 @@ from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.interception import offer
 from stepguard.engine.notebook_view import guard_html, guard_line
 from stepguard.engine.protect import Protection, in_words
+from stepguard.engine.recover.agreed_stop import AgreedStop
 from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.recover.signals import Signals
@@ -96,15 +97,17 @@ class Guard:
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
         say = partial(self._context.outputs.note, "signal")
-        self._signals = Signals(self._leave, self.close, say)
-        self._rewinder.snapshots.duties += [self._saving, self._signals]
+        stop = AgreedStop(self._context) if self._context.agreement.size > 1 else None
+        self._signals = Signals(self._leave, self.close, say, stop)
+        self._rewinder.snapshots.duties.append(self._saving)
         self._closed = False
         self._entered = False
         self._framework = building_for.get()
         self._error: BaseException | None = None
         self._make_known()
         if self._saving.has_store and self._context.config.on_signal == "save":
-            self._signals.listen(ranks=self._context.agreement.size)
+            self._signals.listen(grace=self._context.config.signal_grace)
+            self._rewinder.snapshots.duties.append(self._signals)
             self._context.resources.callback(self._signals.stop_listening)
 
     def _make_known(self) -> None:
@@ -270,7 +273,7 @@ class Guard:
                     self._last_look()
             with self._protect.part("incident at the end of the run"):
                 self._driver.transaction.record_open_incident()
-            if self._signals.due():
+            if self._signals.waiting is not None:
                 self._signals.do()  # no further step will come
             if self.armed:
                 with self._protect.part("check of the wiring"):
@@ -288,14 +291,7 @@ class Guard:
             self._driver.settle()
 
     def _schedule_by_epoch(self, feed: ResumableLoader | None) -> None:
-        if feed is None:
-            raise ConfigError(
-                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
-                "ends; give stepguard.Guard(..., loader=loader) and iterate over guard.loader, or "
-                "use scheduler_every=None and call scheduler.step() in your loop."
-            )
-        self._epochs = EpochSchedule(self._context, feed)
-        feed.after_pass.append(self._pass_ended)
+        self._epochs = EpochSchedule(self._context, feed, self._pass_ended)
         self._rewinder.after_commit.append(self._epochs.committed)
         self._rewinder.after_rewind.append(self._epochs.rewound)
 
@@ -311,13 +307,15 @@ class Guard:
             with self._protect.region:
                 self._driver.between()
 
-    def _leave(self, number: int) -> None:
-        """A signal is about to end the process."""
-        where = "no new checkpoint; the last good one stays"
+    def _leave(self, number: int, together: bool) -> None:
+        """A signal is about to end the process. `together`: all ranks are at the same step."""
+        saved: Path | None = None
         if self.armed:
             with self._protect.region:
-                saved = self._saving.leave()
-                where = f"saved {saved}" if saved is not None else where
+                saved = self._saving.leave(together=together)
+        where = "no new checkpoint; the last good one stays"
+        if saved is not None:
+            where = f"saved {saved}"
         self._context.outputs.note("signal", f"ending after {signal.Signals(number).name}: {where}")
 
     def _last_look(self) -> None:
@@ -333,7 +331,12 @@ class Guard:
 
     def _end(self) -> None:
         context = self._context
-        fields = {"steps": context.step, "incidents": len(context.incidents), "armed": self.armed}
+        fields = {
+            "attempt": context.attempt,
+            "steps": context.step,
+            "incidents": len(context.incidents),
+            "armed": self.armed,
+        }
         error = ending(self._error)
         context.outputs.line("end", {**fields, "error": error} if error else fields)
 

@@ -39,14 +39,12 @@ class Incident:
     """What was done about it, and why."""
     capsule: str | None = None
     """Folder of the bad step on disk, relative to the run directory."""
+    replayable: bool = True
+    """The capsule names a script or a build function to run it with; a notebook has neither."""
     run: str | None = None
     """Run directory, or None when nothing is written."""
     rank: int = 0
     """Rank that recorded it; the rank of origin is `origin.rank`."""
-    replayable: bool = True
-    """Does the capsule name the program to run it with? Not in a notebook without
-    `GuardConfig.build`.
-    """
 
     @property
     def stopped(self) -> bool:

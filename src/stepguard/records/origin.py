@@ -39,6 +39,10 @@ class Operand:
     """First non-finite element, or for an operand the element that broke the operation."""
     value: float | None = None
     """The element at `index`, or the number itself for a Python scalar."""
+    exponents: tuple[tuple[int, int], ...] = ()
+    """How many elements lie from 2^n to below 2^(n+1), by n; zeros and non-finite ones are not in
+    it. Of a tensor of more than a million elements, a regular part of them.
+    """
 
     @property
     def finite(self) -> bool:

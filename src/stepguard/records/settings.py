@@ -147,6 +147,10 @@ class GuardConfig:
     """SIGTERM and Ctrl+C: `save` ends the step and saves a good state before they have their effect
     (where there is a `run_dir`); `off` leaves them alone.
     """
+    signal_grace: float = 5.0
+    """Seconds from a signal until all ranks have to be at the step they agree to stop at, about a
+    second and one step later. A rank that is not, because it waits for another, ends by the signal.
+    """
     loss_scale: float | None = None
     """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of
     the gradients.
@@ -244,6 +248,7 @@ class GuardConfig:
         _count_or_none("GuardConfig.keep_every", self.keep_every, least=1)
         _one_of("GuardConfig.resume_lr", self.resume_lr, ("checkpoint", "config"))
         _one_of("GuardConfig.on_signal", self.on_signal, ("save", "off"))
+        _positive("GuardConfig.signal_grace", self.signal_grace)
         if not isinstance(self.policy, Policy):
             raise ConfigError(
                 f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy; give Policy(...)."

@@ -100,7 +100,7 @@ def _capsule_of_origin(incident: Incident) -> str:
 def _sections(incident: Incident, policy: Policy | None, unicode: bool) -> Iterator[Section]:
     yield "WHAT", _what(incident)
     if incident.origin is not None:
-        yield "WHERE", _where(incident.origin, unicode)
+        yield "WHERE", _where(incident.origin, phrases.culprits_of(incident), unicode)
     if incident.findings:
         yield "WHY", _why(incident)
     if incident.decision is not None:
@@ -138,7 +138,7 @@ def _numbers(reading: Reading) -> str:
     return ", ".join(shown)
 
 
-def _where(origin: Origin, unicode: bool) -> RenderableType:
+def _where(origin: Origin, culprits: str, unicode: bool) -> RenderableType:
     lines: list[RenderableType] = [Unbroken(place_and_phase(origin))]
     if origin.context:
         lines.append(Padding(_source(origin, unicode), (0, 0, 0, 2)))
@@ -147,7 +147,6 @@ def _where(origin: Origin, unicode: bool) -> RenderableType:
         values.append(origin.output)
     if values:
         lines.append(Padding(_values(origin, values), (0, 0, 0, 2)))
-    culprits = phrases.culprits(origin)
     if culprits:
         lines.append(Unbroken(culprits))
     for sentence in _certainty(origin):
