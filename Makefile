@@ -47,7 +47,7 @@ CORE_TESTS := tests/engine tests/guard tests/locate tests/sentinel tests/state t
 test-newest: ## the core tests on the newest torch: a download of several gigabytes
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[data]' \
-		tqdm transformers pytest pytest-timeout pytest-xdist hypothesis
+		tqdm transformers ninja pytest pytest-timeout pytest-xdist hypothesis
 	$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' $(CORE_TESTS)
 

@@ -25,7 +25,10 @@ SOURCE = Path(stepguard.__file__).parents[1]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process told of all scenes; the first time on a machine it also compiles."""
-    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+    # torch's loader calls `ninja`, which pip puts beside the interpreter
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    search = f"{SOURCE}{os.pathsep}{TESTS}"
+    env = {**os.environ, "PATH": tools, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("device")
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("worker.py")), str(folder)],

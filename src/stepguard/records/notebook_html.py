@@ -14,6 +14,7 @@ Row: TypeAlias = tuple[str, str]
 BOX = "border-left:4px solid {color};padding:2px 0 2px 12px;margin:4px 0;line-height:1.4"
 LABEL = "text-align:left;vertical-align:top;padding:0 12px 2px 0;opacity:.65;font-weight:600"
 VALUE = "text-align:left;vertical-align:top;padding:0 0 2px 0"
+CODE = "margin:0;background:none;padding:0;font-family:monospace"
 BAD = "#c2410c"
 GOOD = "#15803d"
 
@@ -50,7 +51,7 @@ def code(lines: Iterable[str]) -> Html:
     if not shown:
         return Html("")
     inner = "\n".join(shown)
-    return Html(f'<pre style="margin:0;background:none;padding:0">{inner}</pre>')
+    return Html(f'<pre style="{CODE}">{inner}</pre>')
 
 
 def stacked(parts: Iterable[str]) -> Html:

@@ -148,10 +148,14 @@ def _in_words(operand: Operand) -> str:
     said = f"{operand.name or 'input'}: {operand.dtype} {shape}"
     if operand.min is not None and operand.max is not None:
         said += f", {operand.min:.6g} to {operand.max:.6g}"
-    counts = (("NaN", operand.nan), ("Inf", operand.posinf + operand.neginf), ("0", operand.zeros))
+    counts = (
+        ("NaN", operand.nan),
+        ("Inf", operand.posinf + operand.neginf),
+        ("zero", operand.zeros),
+    )
     for name, count in counts:
         if count:
-            said += f", {count} x {name}"
+            said += f", {count} {name}"
     return said
 
 
