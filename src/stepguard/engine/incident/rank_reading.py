@@ -36,14 +36,7 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
     """Every rank takes its closer look, and all go on with the reading of the worst one."""
 
     def look() -> dict[str, Any]:
-        try:
-            own = examine(context, step, reading)
-            trouble = own_trouble(step, own)
-        except CollectiveInReplayError:
-            # its tokens go to experts on other ranks, say: no rank can run it again by itself
-            step.sharded = True
-            own = examine(context, step, reading)
-            trouble = own_trouble(step, own)
+        own, trouble = _closer_look(context, step, reading)
         context.own_reading = own
         return {"trouble": trouble, "reading": to_jsonable(own), "needs_others": step.sharded}
 
@@ -61,6 +54,17 @@ def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
         readings = [from_jsonable(Reading, told["reading"]) for told in told_by_rank]
         agreed = _with_bad_parts(agreed, readings)
     return replace(agreed, bad_ranks=tuple(context.agreement.deciding[place] for place in bad))
+
+
+def _closer_look(context: Context, step: Step, reading: Reading) -> tuple[Reading, int]:
+    try:
+        own = examine(context, step, reading)
+        return own, own_trouble(step, own)
+    except CollectiveInReplayError:
+        # its tokens go to experts on other ranks, say: no rank can run it again by itself
+        step.sharded = True
+        own = examine(context, step, reading)
+        return own, own_trouble(step, own)
 
 
 def _with_bad_parts(agreed: Reading, readings: Sequence[Reading]) -> Reading:
