@@ -29,6 +29,7 @@ from stepguard.engine.drivers.optimizer_kinds import takes_closure
 from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.exceptions import ending, last_uncaught
+from stepguard.engine.incident.rank_comparison import RankComparison
 from stepguard.engine.interception import offer
 from stepguard.engine.protect import Protection, in_words
 from stepguard.engine.recover.checkpoints import Checkpoints
@@ -91,7 +92,8 @@ class Guard:
             self._schedule_by_epoch(self._context.feed)
         say = partial(self._context.outputs.note, "signal")
         self._signals = Signals(self._leave, self.close, say)
-        self._rewinder.snapshots.duties += [self._saving, self._signals]
+        comparison = RankComparison(self._context)
+        self._rewinder.snapshots.duties += [comparison, self._saving, self._signals]
         self._closed = False
         self._entered = False
         self._framework = building_for.get()

@@ -184,6 +184,8 @@ class Reader:
         """
         context = self._context
         context.agreement.announced()
+        for tell in context.gradient_hooks:
+            tell()
         self._leave_out_accepted()
         if norm is None:
             norm = own_norm(context)
@@ -260,11 +262,7 @@ class Reader:
         if state is None:
             state = named.get("state")
         local = [loss, named.get("norm"), named.get("buffers"), state]
-        device = torch.device("cpu")
-        for value in local:
-            if value is not None:
-                device = value.device
-                break
+        device = next((v.device for v in local if v is not None), torch.device("cpu"))
         zero = torch.zeros((), device=device)
         line = [zero if v is None else v.detach().reshape(()).to(zero) for v in local]
         values = torch.stack(line)

@@ -178,6 +178,10 @@ class GuardConfig:
     """Seconds that a rank waits for the others once a step is bad; ten times as many in `save` and
     `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
     """
+    compare_ranks_every: int | None = None
+    """Steps between two comparisons of the ranks: weights of copies of one model, learning rates
+    and data. Each costs one pass over the weights and a small exchange; None makes none.
+    """
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
     capsule_limit: int = 2**30
@@ -226,6 +230,7 @@ class GuardConfig:
             _one_of("GuardConfig.scheduler_every", self.scheduler_every, ("step", "epoch"))
         _positive("GuardConfig.locate_budget", self.locate_budget)
         _positive("GuardConfig.agree_timeout", self.agree_timeout)
+        _count_or_none("GuardConfig.compare_ranks_every", self.compare_ranks_every, least=1)
         if self.build is not None and self.build.count(":") != 1:
             raise ConfigError(
                 f"GuardConfig.build={self.build!r} must look like 'package.module:function'."
