@@ -92,7 +92,7 @@ class Guard:
             self._schedule_by_epoch(self._context.feed)
         say = partial(self._context.outputs.note, "signal")
         self._signals = Signals(self._leave, self.close, say)
-        comparison = RankComparison(self._context)
+        comparison = RankComparison(self._context, self._rewinder.healing)
         self._rewinder.snapshots.duties += [comparison, self._saving, self._signals]
         self._closed = False
         self._entered = False

@@ -18,10 +18,10 @@ ACTIONS: tuple[str, ...] = get_args(Action)
 class Policy:
     """What may be done about an incident, and how much may be lost. The fault decides the rest."""
 
-    actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "rewind", "stop")
+    actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "heal", "rewind", "stop")
     """What is allowed. A bad step on good weights is run again if it failed by chance, else what is
     proven guilty is left out, else the step is skipped, in the order given here. Damaged state is
-    rewound. `stop` is always allowed.
+    healed from a rank that holds a copy of it, else rewound. `stop` is always allowed.
     """
     max_consecutive: int | None = None
     """Incidents in a row after which the run stops; None does not count. A committed step resets
@@ -33,6 +33,8 @@ class Policy:
     """Incidents in the whole run after which it stops; None does not count."""
     max_rewinds: int = 3
     """Rewinds in the whole run."""
+    max_heals: int = 100
+    """Times in the whole run that a damaged rank is given the state of a healthy one."""
     rewind_data: Literal["skip", "reorder"] = "skip"
     """What a rewind does with the steps since the snapshot: `skip` leaves them behind and the loop
     goes on with what comes next; `reorder` runs them again in another order, without the bad one
@@ -72,6 +74,7 @@ class Policy:
         for name in ("max_consecutive", "max_per_1000", "max_total"):
             _count_or_none(f"Policy.{name}", getattr(self, name))
         _count("Policy.max_rewinds", self.max_rewinds)
+        _count("Policy.max_heals", self.max_heals)
         _number("Policy.lr_factor", self.lr_factor)
         if not 0.0 < self.lr_factor < 1.0:
             raise ConfigError(

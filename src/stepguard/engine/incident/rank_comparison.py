@@ -27,7 +27,9 @@ from stepguard.diagnose import diagnose as find_causes
 from stepguard.engine.context import Context, bare_step
 from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.run_facts import run_facts
+from stepguard.engine.recover.peer_healing import PeerHealing
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
+from stepguard.records.decision import Action
 from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.state.batch import named_tensors
 from stepguard.state.fingerprint import checksums, combined, read_checksums
@@ -42,8 +44,9 @@ TOLD_ONLY = "finite damage is told; nothing is changed"
 class RankComparison:
     """Compares weights, learning rates and data of the ranks every so many steps."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, healing: PeerHealing) -> None:
         self._context = context
+        self._healing = healing
         self._every = context.config.compare_ranks_every
         if context.agreement.size == 1:
             self._every = None
@@ -202,7 +205,30 @@ class RankComparison:
         if rates is not None:
             said["rates"] = rates.what
             sentences.append(f"the learning rates differ ({rates.what})")
-        self._record("replica_drift", "; ".join(sentences), said, _origin(self._context, found))
+        origin = _origin(self._context, found)
+        decision = self._healed(weights, rates)
+        self._record("replica_drift", "; ".join(sentences), said, origin, decision)
+
+    def _healed(self, weights: Odd | None, rates: Odd | None) -> Decision | None:
+        """Give a minority the weights of the majority, where that is allowed and stays so."""
+        context = self._context
+        policy = context.config.policy
+        allowed = context.config.anomalies == "act" and "heal" in policy.actions
+        if not allowed or context.budget.heals >= policy.max_heals or context.sharded:
+            return None
+        # another learning rate would drive them apart again
+        if weights is None or not weights.agree or rates is not None:
+            return None
+        self._healing.copy_everything(weights.agree[0])
+        context.budget = replace(context.budget, heals=context.budget.heals + 1)
+        self._told.discard("drift")
+        return self._decision("heal", f"by rank {weights.agree[0]}, one of the majority")
+
+    def _decision(self, action: Action, reason: str) -> Decision:
+        budget = self._context.budget
+        return Decision(
+            action=action, reason=reason, consecutive=budget.consecutive, total=budget.total
+        )
 
     def _tell_data(self, same: tuple[int, ...], samplers: Odd | None) -> None:
         if not same and samplers is None:
@@ -223,33 +249,28 @@ class RankComparison:
             summary = f"the samplers of the ranks divide the data differently ({samplers.what})"
         if samplers is not None:
             said["samplers"] = samplers.what
-        self._record("same_data", summary, said, None)
+        self._record("same_data", summary, said)
 
     def _record(
         self,
         kind: Any,
         summary: str,
         said: dict[str, float | int | str],
-        origin: Origin | None,
+        origin: Origin | None = None,
+        decision: Decision | None = None,
     ) -> None:
         context = self._context
         step = bare_step(context)
         verdict = Verdict(kind=kind, severity="incident", summary=summary, evidence=said)
         reading = Reading(step=step.index, lr=context.lr)
         run_dir = context.config.run_dir
-        budget = context.budget
         incident = Incident(
             id=incident_record.free_id(context, f"{step.index:08d}-{kind}"),
             step=step.index,
             verdict=verdict,
             reading=reading,
             origin=origin,
-            decision=Decision(
-                action="note",
-                reason=TOLD_ONLY,
-                consecutive=budget.consecutive,
-                total=budget.total,
-            ),
+            decision=decision or self._decision("note", TOLD_ONLY),
             run=str(run_dir) if run_dir is not None else None,
             rank=context.agreement.world_rank,
         )
