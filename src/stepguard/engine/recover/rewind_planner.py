@@ -77,6 +77,11 @@ class RewindPlanner:
                 return plan, snapshot
         raise LookupError(f"the snapshot of step {plan.target.step} is gone")
 
+    def worked(self) -> None:
+        """The last rewind led past the step that failed: its target may serve another time."""
+        if self._tried:
+            self._tried.pop()
+
     def forget(self) -> None:
         """Forget what was tried: another run begins."""
         self._tried.clear()
