@@ -70,11 +70,7 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
             if not kept.same(result.loss):
                 _undo_inexact(runs, kept, result, start)
                 return None
-        result = _once_more(runs, step)
-        if result.incident is None:
-            # the same steps went through, so it was neither the target nor the data
-            rewinder.planner.worked()
-        return result
+        return _once_more(runs, step)
 
 
 def _undo_inexact(runs: Runs, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
