@@ -10,7 +10,8 @@ BENCHES := overhead $(filter-out overhead crash soak table _%,$(patsubst benchma
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick coverage check format bench verify-recipes recipes-real \
+.PHONY: help venv demo test quick test-newest coverage browser check format bench verify-recipes \
+	recipes-real \
 	crash-campaign fuzz clean
 
 help: ## list the targets
@@ -40,8 +41,25 @@ test: venv ## every test
 quick: venv ## fast tests that start no process, in less than a minute
 	$(RUN) -m pytest -n 2 --dist worksteal -m 'not process and not slow'
 
+# parts that depend on torch's own behaviour; in a venv without the pin and without the frameworks
+NEWEST := .venv-newest
+CORE_TESTS := tests/engine tests/guard tests/locate tests/sentinel tests/state tests/tensors tests/numerics tests/device
+test-newest: ## the core tests on the newest torch: a download of several gigabytes
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[data]' \
+		tqdm transformers pytest pytest-timeout pytest-xdist hypothesis
+	$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' $(CORE_TESTS)
+
 coverage: venv ## every test again, with the share of lines of src/stepguard that ran
 	$(RUN) -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered
+
+# Debian's own; elsewhere put a chromium on the PATH, or name one in STEPGUARD_CHROMIUM
+browser: ## install Chromium for the browser tests, where it is missing and apt-get is there
+	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && \
+		{ apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }; }; } || \
+		echo "no Chromium: the browser tests will be left out" >&2
 
 check: venv ## lint, format, types, complexity, import direction
 	$(RUN) -m ruff check
@@ -73,5 +91,5 @@ crash-campaign: venv ## kill -9 a thousand times, stepguard's store beside the p
 	$(RUN) -m benchmarks.crash --runs 1000
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run
+	rm -rf $(VENV) $(NEWEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

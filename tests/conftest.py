@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 import processes
+from browser import NO_BROWSER
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
@@ -88,6 +89,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         folders = ", ".join(f"tests/{name}" for name in NOT_QUICK)
         said = f"LEFT OUT: {_left_out} tests that start a process or are slow, and {folders}"
         terminalreporter.write_line(f"{said}; `make test` runs them too", yellow=True)
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    without = sum(NO_BROWSER in reason for reason in skipped)
+    if without:
+        said = f"LEFT OUT: {without} browser tests, for {NO_BROWSER} was found"
+        terminalreporter.write_line(f"{said}; `make browser` installs it", red=True)
 
 
 @pytest.fixture(autouse=True)

@@ -120,33 +120,6 @@ def read_run(run: Path, rank: int = 0) -> RunRecord:
     return record
 
 
-class Follower:
-    """Reads a journal that is still being written, whole lines only."""
-
-    def __init__(self, run: Path, rank: int = 0) -> None:
-        # A run folder may not exist yet, so it is told from a file by its name.
-        is_folder = run.is_dir() or not run.suffix
-        self.record = RunRecord(path=journal_path(run, rank) if is_folder else run)
-        self._offset = 0
-        self._lines = 0
-
-    def read(self) -> bool:
-        """Take in what was written since; False if nothing, or if there is no journal yet."""
-        try:
-            with self.record.path.open("rb") as file:
-                file.seek(self._offset)
-                fresh = file.read()
-        except FileNotFoundError:
-            return False
-        whole = fresh[: fresh.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.decode("utf-8", "replace").splitlines():
-            self._lines += 1
-            if line.strip():
-                _take(self.record, line, self._lines)
-        return bool(whole)
-
-
 def _lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from filter(str.strip, file)

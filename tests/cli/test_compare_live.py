@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from cli.journals import run_stepguard, write_run
 from stepguard.cli.app import app
 from stepguard.cli.live import follow
-from stepguard.journal import Follower, Journal
+from stepguard.journal import Journal
 from stepguard.records import Reading
+from stepguard.report.story import StoryReader
 
 
 def _healthy(folder: Path, steps: int = 12) -> Path:
@@ -95,16 +96,16 @@ def test_live_follows_lines_that_come_later_and_takes_no_half_line(tmp_path: Pat
     line = json.dumps({"v": 1, "type": "step", "step": 3, "loss": 1.0, "committed": True})
     pieces = [line[:10], line[10:] + "\n"]
     seen: list[int] = []
-    follower = Follower(run)
+    follower = StoryReader(run)
 
     def wait(seconds: float) -> None:
-        seen.append(len(follower.record.steps))
+        seen.append(len(follower.story().latest.steps))
         with path.open("a") as file:
             file.write(pieces.pop(0))
 
     assert follow(follower, [], 4, once=False, quiet=True, wait=wait).verdict == "healthy"
     assert seen == [3, 3]
-    assert follower.record.torn == 0
+    assert follower.story().torn == 0
 
 
 def test_live_ends_quietly_on_ctrl_c(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_live_ends_quietly_on_ctrl_c(tmp_path: Path) -> None:
 
     assert (
         follow(
-            Follower(tmp_path / "run"), [], None, once=False, quiet=True, wait=interrupted
+            StoryReader(tmp_path / "run"), [], None, once=False, quiet=True, wait=interrupted
         ).verdict
         == "waiting"
     )

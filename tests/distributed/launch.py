@@ -10,7 +10,9 @@ from pathlib import Path
 
 import stepguard
 
-PATHS = [str(Path(stepguard.__file__).parents[1]), str(Path(__file__).parents[1])]
+TESTS = Path(__file__).parents[1]
+PATHS = [str(Path(stepguard.__file__).parents[1]), str(TESTS), str(TESTS.parent)]
+"""The package, the tests and the benchmarks, for processes of their own."""
 
 
 def launch(

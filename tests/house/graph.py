@@ -11,7 +11,9 @@ PACKAGE = "stepguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_errors",),
     ("records",),
-    ("detect", "diagnose", "policy", "report", "journal", "ledger"),
+    ("detect", "diagnose", "policy", "journal", "ledger"),
+    ("report",),
+    ("serve",),
     ("tensors",),
     ("sentinel", "state", "numerics"),
     ("checkpoints",),
@@ -20,11 +22,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("port",),
     ("guard",),
+    ("watching",),
     ("run",),
     ("integrations", "cli"),
 )
 """Lowest first. A unit imports units of lower layers only, never a sibling."""
-TORCH_FREE = frozenset(unit for layer in LAYERS[:3] for unit in layer)
+TORCH_FREE = frozenset(unit for layer in LAYERS[:5] for unit in layer)
 FRAMEWORKS = frozenset(
     {"transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "datasets"}
 )

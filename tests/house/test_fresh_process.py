@@ -82,7 +82,8 @@ def test_report_as_json_starts_without_torch(tmp_path: Path, run_dir: Path) -> N
     seen = run_cli(tmp_path, "report", str(run_dir), "--json")
     assert seen.code == 0, seen.stderr
     assert "SG204" in seen.stdout
-    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
+    # the columns of a story are numpy's
+    assert seen.modules & (FRAMEWORKS | HEAVY) <= {"numpy"}
 
 
 def test_import_of_torch_would_be_caught(tmp_path: Path) -> None:

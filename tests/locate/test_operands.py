@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from stepguard.locate import operands
 from stepguard.locate.operands import (
     broadcast_index,
     broadcasts,
@@ -78,3 +79,15 @@ def test_shape_that_does_not_broadcast() -> None:
 
 def test_python_numbers_keep_their_kind() -> None:
     assert (of_number("other", 2).dtype, of_number("other", 0.5).dtype) == ("int", "float")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_exponents_count_every_finite_element_but_zeros(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, 1.0, -1.5, 2.0, 0.25, math.inf, math.nan], dtype=dtype)
+    assert summarise("x", values).exponents == ((-2, 1), (0, 2), (1, 1))
+
+
+def test_exponents_of_a_large_tensor_are_those_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "MOST_COUNTED", 100)
+    ((exponent, count),) = summarise("x", torch.ones(1000)).exponents
+    assert exponent == 0 and count <= 100

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from stepguard.records import (
@@ -20,6 +21,8 @@ from stepguard.records import (
     Remedy,
     Verdict,
 )
+from stepguard.records.codec import dumps, to_plain
+from stepguard.report.story import Run, story_of
 
 NAN, INF = math.nan, math.inf
 
@@ -139,6 +142,30 @@ class Written:
     incidents: list[Incident] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     torn: int = 0
+
+
+def told(record: Any) -> Run:
+    """The story of a journal that holds these lines: each incident and note after its step."""
+    header = {key: value for key, value in record.header.items() if key not in ("v", "type")}
+    lines = [dumps({"v": 1, "type": "run", **header})]
+    incidents = list(record.incidents)
+    notes = list(record.notes)
+    for step in record.steps:
+        lines.append(dumps({**step, "v": 1, "type": "step"}))
+        for incident in [one for one in incidents if one.step == step["step"]]:
+            incidents.remove(incident)
+            lines.append(_incident_line(incident))
+        for note in [one for one in notes if one.get("step") == step["step"]]:
+            notes.remove(note)
+            lines.append(dumps({"v": 1, **note}))
+    lines += map(_incident_line, incidents)
+    lines += (dumps({"v": 1, **note}) for note in notes)
+    lines += ["{"] * record.torn
+    return story_of((line.encode() for line in lines), Path(str(record.path))).latest
+
+
+def _incident_line(incident: Incident) -> str:
+    return dumps({"v": 1, "type": "incident", "incident": to_plain(incident)})
 
 
 def troubled_run() -> Written:

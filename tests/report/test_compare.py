@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from report.literals import told
 from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
-from stepguard.report.compare import compare, render_json, render_terminal
+from stepguard.report.compare import RunComparison, render_json, render_terminal
+from stepguard.report.compare import compare as compare_runs
 
 NAN = float("nan")
 
@@ -22,6 +24,10 @@ class _Run:
     incidents: list[Incident] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     torn: int = 0
+
+
+def compare(first: _Run, second: _Run) -> RunComparison:
+    return compare_runs(told(first), told(second))
 
 
 def _steps(bad: int, *, committed: bool) -> list[dict[str, Any]]:

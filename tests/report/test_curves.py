@@ -6,22 +6,23 @@ import math
 
 import pytest
 
-from report.literals import masked_row, step_line, troubled_run
+from report.literals import Written, masked_row, step_line, told, troubled_run
 from stepguard.report.curves import decimate, gather, scale_for, stretches, thin
 
 
 def test_series_hold_finite_values_only() -> None:
     run = troubled_run()
-    curves = gather(run.steps, run.incidents)
-    assert all(math.isfinite(value) for value in (*curves.loss[1], *curves.norm[1]))
-    assert curves.vetoed == [48, 49, 50, 51]
-    assert curves.calibrations == [0, 1]
+    curves = gather(told(run))
+    assert all(math.isfinite(value) for value in (*curves.loss.points[1], *curves.norm.points[1]))
+    assert curves.vetoed == [(48, 51)]
+    assert curves.marks["update dropped"] == [48, 49, 50, 51]
+    assert curves.marks["loss-scale calibration"] == [0, 1]
     assert [label.text for label in curves.labels] == ["SG204 at step 48 (x4)"]
 
 
 def test_incident_that_was_let_through_is_not_a_veto() -> None:
-    curves = gather([step_line(48, 1.0)], [masked_row(48, "note")])
-    assert curves.let_through == [48] and curves.vetoed == []
+    curves = gather(told(Written(steps=[step_line(48, 1.0)], incidents=[masked_row(48, "note")])))
+    assert curves.marks == {"let through": [48]} and curves.vetoed == []
 
 
 @pytest.mark.parametrize(

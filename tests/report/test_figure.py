@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from report.literals import NAN, step_line, troubled_run
+from report.literals import NAN, Written, step_line, told, troubled_run
 from stepguard.report.figure import describe, replace_file
 
 
 def test_run_with_trouble_has_two_panels_and_a_mark_for_each_kind() -> None:
     run = troubled_run()
-    shown = describe(run.steps, run.incidents, "")
+    shown = describe(told(run), "")
     assert shown.title == "training loss"
     assert [panel.name for panel in shown.panels] == ["loss", "gradient norm"]
     assert [marks.name for marks in shown.marks] == [
@@ -21,16 +21,16 @@ def test_run_with_trouble_has_two_panels_and_a_mark_for_each_kind() -> None:
 
 
 def test_run_without_a_finite_number_has_an_empty_loss_panel_and_nothing_else() -> None:
-    shown = describe([step_line(0, NAN, lr=[1e-3], grad_norm=None)], [], "")
+    shown = describe(told(Written(steps=[step_line(0, NAN, lr=[1e-3], grad_norm=None)])), "")
     assert [(panel.name, panel.lines) for panel in shown.panels] == [("loss", [])]
-    assert shown.rate is None and shown.marks == []
+    assert shown.rate is None and [marks.name for marks in shown.marks] == ["not finite (1)"]
 
 
 def test_learning_rate_is_shown_only_where_it_changes() -> None:
     steps = [step_line(step, 1.0, lr=[1e-3]) for step in range(3)]
-    assert describe(steps, [], "").rate is None
+    assert describe(told(Written(steps=steps)), "").rate is None
     steps[1]["lr"] = [2e-3]
-    rate = describe(steps, [], "").rate
+    rate = describe(told(Written(steps=steps)), "").rate
     assert rate is not None and rate.series == ([0, 1, 2], [1e-3, 2e-3, 1e-3])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from report.literals import told
 from stepguard.journal import RunRecord
 from stepguard.records import Decision, Incident, Reading, Verdict
 from stepguard.report.health import concerns, silence
@@ -29,11 +30,11 @@ def journal(losses: Sequence[float], *, over: bool = True, **every: Any) -> RunR
 
 
 def verdict(record: RunRecord) -> str:
-    return judge_run(record, (), None)
+    return judge_run(told(record), (), None)
 
 
 def said(record: RunRecord) -> str:
-    return "; ".join(concern.text for concern in concerns(record))
+    return "; ".join(concern.text for concern in concerns(told(record)))
 
 
 def learning(steps: int, seed: int = 0, start: float = 2.3, floor: float = 0.3) -> list[float]:
@@ -220,19 +221,19 @@ def test_scaler_that_looks_for_its_scale_is_healthy() -> None:
 
 def test_silence_is_long_only_beside_what_the_run_is_used_to() -> None:
     running = journal(learning(60), over=False)
-    assert silence(running, 59) is None
-    concern = silence(running, 3600)
+    assert silence(told(running), 59) is None
+    concern = silence(told(running), 3600)
     assert concern is not None and "3,600 s" in concern.text and "0.1 s" in concern.text
     running.steps[30]["seconds"] = 1200.0  # an evaluation
-    assert silence(running, 3600) is None
-    assert silence(journal(learning(60)), 1e9) is None
+    assert silence(told(running), 3600) is None
+    assert silence(told(journal(learning(60))), 1e9) is None
 
 
 def test_run_that_goes_on_is_judged_only_to_its_disadvantage() -> None:
     bad, good = journal(exploding(60), over=False), journal(learning(60), over=False)
-    assert judge_run(bad, (), None) == "waiting"
-    assert judge_run(bad, (), None, now=True) == "unhealthy"
-    assert judge_run(good, (), None, now=True) == "waiting"
+    assert judge_run(told(bad), (), None) == "waiting"
+    assert judge_run(told(bad), (), None, now=True) == "unhealthy"
+    assert judge_run(told(good), (), None, now=True) == "waiting"
 
 
 def test_run_that_was_started_again_after_a_stop_is_not_stopped() -> None:

@@ -71,7 +71,7 @@ def test_many_samples_are_cut() -> None:
     origin = Origin(step=0, phase="input", samples=tuple(range(20)), micro_batch=1, rank=3)
     assert (
         phrases.culprits(origin)
-        == "samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more, micro-batch 1, rank 3"
+        == "samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more, micro-batch 2, rank 3"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from report.literals import NAN, step_line, troubled_run
+from report.literals import NAN, Written, step_line, told, troubled_run
 from stepguard._errors import ConfigError
 from stepguard.report.figure import describe
 from stepguard.report.plot_html import write_html
@@ -17,7 +17,7 @@ pytest.importorskip("plotly")
 
 def test_page_needs_no_network_and_has_every_mark(tmp_path: Path) -> None:
     run = troubled_run()
-    write_html(describe(run.steps, run.incidents, "training loss: demo"), tmp_path / "a.html")
+    write_html(describe(told(run), "training loss: demo"), tmp_path / "a.html")
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert 'src="http' not in page
     for text in (
@@ -39,7 +39,7 @@ def test_odd_runs_are_drawn(tmp_path: Path, losses: list[float | None], norm: fl
         step_line(step, loss, lr=[1e-4 * (step + 1)], grad_norm=norm)
         for step, loss in enumerate(losses)
     ]
-    write_html(describe(steps, [], ""), tmp_path / "a.html")
+    write_html(describe(told(Written(steps=steps)), ""), tmp_path / "a.html")
     assert (tmp_path / "a.html").stat().st_size > 1000
 
 
@@ -47,6 +47,6 @@ def test_missing_plotly_names_the_extra(tmp_path: Path, monkeypatch: pytest.Monk
     for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    shown = describe([step_line(0)], [], "")
+    shown = describe(told(Written(steps=[step_line(0)])), "")
     with pytest.raises(ConfigError, match=r"needs plotly.*pip install 'stepguard\[plot\]'"):
         write_html(shown, tmp_path / "a.html")

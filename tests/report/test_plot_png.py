@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from report.literals import NAN, step_line, troubled_run
+from report.literals import NAN, Written, step_line, told, troubled_run
 from stepguard._errors import ConfigError
 from stepguard.report.figure import describe
 from stepguard.report.plot_png import write_png
@@ -20,7 +20,7 @@ def test_png_is_written_whole_and_leaves_pyplot_alone(tmp_path: Path) -> None:
     run = troubled_run()
     path = tmp_path / "deep/loss_curve.png"
     before = "matplotlib.pyplot" in sys.modules  # a framework's tests may have brought it
-    write_png(describe(run.steps, run.incidents, ""), path)
+    write_png(describe(told(run), ""), path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and path.stat().st_size > 10_000
     assert [entry.name for entry in path.parent.iterdir()] == ["loss_curve.png"]
     assert ("matplotlib.pyplot" in sys.modules) == before
@@ -36,7 +36,7 @@ def test_odd_runs_are_drawn(tmp_path: Path, losses: list[float | None], norm: fl
         step_line(step, loss, lr=[1e-4 * (step + 1)], grad_norm=norm)
         for step, loss in enumerate(losses)
     ]
-    write_png(describe(steps, [], ""), tmp_path / "a.png")
+    write_png(describe(told(Written(steps=steps)), ""), tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
@@ -46,6 +46,6 @@ def test_missing_matplotlib_names_the_extra(
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    shown = describe([step_line(0)], [], "")
+    shown = describe(told(Written(steps=[step_line(0)])), "")
     with pytest.raises(ConfigError, match=r"needs matplotlib.*pip install 'stepguard\[plot\]'"):
         write_png(shown, tmp_path / "a.png")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from report.literals import told
 from stepguard._errors import ConfigError
 from stepguard.journal import RunRecord
 from stepguard.records import Decision, Incident, Reading, Verdict
@@ -34,7 +35,9 @@ def _record(steps: int, *, skipped: tuple[int, ...] = (), over: bool = False) ->
 
 
 def _states(record: RunRecord, *stages: str) -> list[str]:
-    return [outcome.state for outcome in judge_stages(record, [parse_stage(s) for s in stages])]
+    return [
+        outcome.state for outcome in judge_stages(told(record), [parse_stage(s) for s in stages])
+    ]
 
 
 def test_a_stage_waits_until_its_last_step_has_come() -> None:
@@ -72,21 +75,21 @@ def test_a_stage_that_cannot_be_read_is_named_with_an_example(text: str) -> None
 
 
 def test_a_run_is_healthy_once_the_wanted_steps_are_there() -> None:
-    assert judge_run(_record(9), (), 10) == "waiting"
-    assert judge_run(_record(10), (), 10) == "healthy"
-    assert judge_run(_record(9, over=True), (), 10) == "healthy"
+    assert judge_run(told(_record(9)), (), 10) == "waiting"
+    assert judge_run(told(_record(10)), (), 10) == "healthy"
+    assert judge_run(told(_record(9, over=True)), (), 10) == "healthy"
 
 
 def test_a_run_that_ends_before_its_stage_is_unhealthy() -> None:
-    outcomes = judge_stages(_record(9, over=True), [parse_stage("0-49: loss<100")])
-    assert judge_run(_record(9, over=True), outcomes, None) == "unhealthy"
+    outcomes = judge_stages(told(_record(9, over=True)), [parse_stage("0-49: loss<100")])
+    assert judge_run(told(_record(9, over=True)), outcomes, None) == "unhealthy"
 
 
 def test_a_run_that_drops_most_steps_is_unhealthy_without_any_stage() -> None:
-    assert judge_run(_record(20, skipped=tuple(range(5, 20))), (), 20) == "unhealthy"
+    assert judge_run(told(_record(20, skipped=tuple(range(5, 20)))), (), 20) == "unhealthy"
 
 
 def test_a_run_its_policy_stopped_is_stopped() -> None:
     record = _record(10, skipped=(9,))
     record.incidents[-1] = replace(record.incidents[-1], decision=Decision(action="stop"))
-    assert judge_run(record, (), None) == "stopped"
+    assert judge_run(told(record), (), None) == "stopped"

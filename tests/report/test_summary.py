@@ -7,11 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from report.literals import BARE, MASKED_ROW, NAN, Written, masked_row, step_line, troubled_run
+from report.literals import (
+    BARE,
+    MASKED_ROW,
+    NAN,
+    Written,
+    masked_row,
+    step_line,
+    told,
+    troubled_run,
+)
 from stepguard.records import Decision, Incident, Policy
 from stepguard.report.run_markdown import render_markdown
 from stepguard.report.run_terminal import render_terminal
-from stepguard.report.summary import longest_stretch, render_json, summarize
+from stepguard.report.story import story_of
+from stepguard.report.summary import RunSummary, longest_stretch, render_json, summarize
 from stepguard.report.timeline import Event
 
 SCREEN = """\
@@ -35,7 +45,7 @@ incidents by kind ────────────────────�
            sample 5
     cause  SG204 softmax over a fully masked row (certain)
            - row [5, 0, 0] of the scores is -inf in all 16 places
-    done   skipped 3, rewound 1
+    done   skipped (3), rewound (1)
     lr     4.92e-04 / 1.00e-04
     next   stepguard replay runs/demo/incidents/000000048-0/capsule
     next   stepguard explain SG204
@@ -45,7 +55,6 @@ before the first incident ──────────────────
 what led to what ───────────────────────────────────────────────────────────────
  step 0       •  the run began, loss 3
  steps 0-1    ↓  calibration (2 times)
- step 40      ↓  checkpoint: checkpoints/step-40
  steps 44-47  ↓  the gradient norm rose from its usual 0.5 to 10
  steps 48-50  ↓  loss is nan (text_loss); born in forward: aten._softmax in
                  encoder.layers.3.attn at model.py:88, sample 5; SG204 softmax
@@ -59,6 +68,10 @@ what led to what ─────────────────────
 """
 
 
+def summary_of(run: Written) -> RunSummary:
+    return summarize(told(run))
+
+
 def timeless(run: Written) -> Written:
     """Local time would differ from machine to machine."""
     run.header.pop("time", None)
@@ -66,27 +79,27 @@ def timeless(run: Written) -> Written:
 
 
 def test_screen_of_a_troubled_run() -> None:
-    assert render_terminal(summarize(timeless(troubled_run())), width=80) == SCREEN
+    assert render_terminal(summary_of(timeless(troubled_run())), width=80) == SCREEN
 
 
 @pytest.mark.parametrize("width", [60, 80, 110])
 def test_screen_keeps_within_the_window(width: int) -> None:
-    lines = render_terminal(summarize(troubled_run()), width=width).splitlines()
+    lines = render_terminal(summary_of(troubled_run()), width=width).splitlines()
     assert max(len(line) for line in lines if " next " not in line) <= width
 
 
 def test_screen_without_unicode_is_ascii() -> None:
-    assert render_terminal(summarize(troubled_run()), unicode=False).isascii()
+    assert render_terminal(summary_of(troubled_run()), unicode=False).isascii()
 
 
 def test_screen_is_plain_unless_colour_is_asked_for() -> None:
-    summary = summarize(troubled_run())
+    summary = summary_of(troubled_run())
     assert "\x1b" not in render_terminal(summary)
     assert "\x1b[" in render_terminal(summary, colour=True)
 
 
 def test_calibrations_are_not_counted_as_skipped() -> None:
-    summary = summarize(troubled_run())
+    summary = summary_of(troubled_run())
     assert (summary.steps, summary.committed, summary.skipped, summary.calibrations) == (
         60,
         54,
@@ -103,12 +116,12 @@ def test_calibrations_are_not_counted_as_skipped() -> None:
 
 def test_step_with_a_scale_and_an_incident_is_no_calibration() -> None:
     run = Written(steps=[step_line(48, NAN, committed=False, scale=2.0)], incidents=[MASKED_ROW])
-    assert summarize(run).calibrations == 0 and summarize(run).skipped == 1
+    assert summary_of(run).calibrations == 0 and summary_of(run).skipped == 1
 
 
 def test_long_silent_stretch_is_counted_even_without_incidents() -> None:
     run = Written(steps=[step_line(s, NAN, committed=False) for s in range(92261, 92461)])
-    summary = summarize(run)
+    summary = summary_of(run)
     assert (summary.first_bad, summary.last_bad, summary.longest_stretch) == (92261, 92460, 200)
 
 
@@ -122,7 +135,7 @@ def test_longest_stretch(steps: list[int], longest: int) -> None:
 def test_incidents_of_one_kind_are_one_group() -> None:
     other = replace(BARE, step=70, decision=Decision(action="note"))
     incidents = [masked_row(3), masked_row(9), other, masked_row(10)]
-    groups = summarize(Written(incidents=incidents)).groups
+    groups = summary_of(Written(incidents=incidents)).groups
     assert [(g.verdict, g.first_step, g.last_step, g.count, g.consecutive) for g in groups] == [
         ("nonfinite_loss", 3, 10, 3, 2),
         ("nonfinite_gradient", 70, 70, 1, 1),
@@ -138,67 +151,71 @@ def test_settings_are_shown_only_where_they_are_not_the_default() -> None:
             "policy": {"actions": list(Policy().actions)},
         }
     }
-    assert summarize(Written(header=header)).changed_settings == {"clip_norm": 1.0}
-    assert summarize(Written(header={"config": None})).changed_settings == {}
+    assert summary_of(Written(header=header)).changed_settings == {"clip_norm": 1.0}
+    assert summary_of(Written(header={"config": None})).changed_settings == {}
 
 
 def test_restart_is_counted() -> None:
-    run = Written(notes=[{"type": "run", "time": 5}], steps=[step_line(0)])
-    assert summarize(run).restarts == 1
-    assert "restarts" in render_terminal(summarize(run))
+    lines = [b'{"v":1,"type":"run"}', b'{"v":1,"type":"step","step":0}', b'{"v":1,"type":"run"}']
+    story = story_of([*lines, b'{"v":1,"type":"step","step":1}'])
+    summary = summarize(story.latest, story)
+    assert summary.restarts == 1
+    assert "restarts" in render_terminal(summary)
 
 
 def test_json_is_strict_and_complete() -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    value = json.loads(render_json(summarize(troubled_run())), parse_constant=refuse)
+    value = json.loads(render_json(summary_of(troubled_run())), parse_constant=refuse)
     assert value["first_bad"] == 48 and value["groups"][0]["code"] == "SG204"
     assert value["timeline"][0]["step"] == 0 and value["torn"] == 1
     assert value["clip"] == {"steps": 54, "clipped": 4, "mean_factor": 0.25}
 
 
 def test_markdown_has_the_table_the_chain_and_the_warning() -> None:
-    page = render_markdown(summarize(troubled_run()))
+    page = render_markdown(summary_of(troubled_run()))
     assert "| 1 | non-finite loss | 48 | 51 | 4 | 4 | forward: aten._softmax" in page
     assert "> Warning: 1 line of the journal could not be read." in page
-    assert "4. **steps 44-47**: the gradient norm rose from its usual 0.5 to 10" in page
+    assert "3. **steps 44-47**: the gradient norm rose from its usual 0.5 to 10" in page
     assert "   - `stepguard explain SG204`" in page
 
 
 def test_markdown_table_survives_a_bar_in_the_text() -> None:
     finding = replace(MASKED_ROW.findings[0], title="a | b")
-    page = render_markdown(summarize(Written(incidents=[replace(MASKED_ROW, findings=(finding,))])))
+    page = render_markdown(
+        summary_of(Written(incidents=[replace(MASKED_ROW, findings=(finding,))]))
+    )
     assert "SG204 a \\| b" in page
 
 
 def test_empty_journal_is_no_error() -> None:
-    summary = summarize(Written())
+    summary = summary_of(Written())
     assert "0 seen" in render_terminal(summary) and "none" in render_terminal(summary)
     assert render_markdown(summary).startswith("# stepguard report")
     assert json.loads(render_json(summary))["steps"] == 0
 
 
 def test_healthy_run_says_so() -> None:
-    events = summarize(Written(steps=[step_line(s) for s in range(3)])).timeline
+    events = summary_of(Written(steps=[step_line(s) for s in range(3)])).timeline
     assert events[-1].text == "3 steps committed, no incident" and events[-1].weight == "good"
 
 
 def test_run_that_ended_in_the_incident_says_so() -> None:
     steps = [step_line(0), step_line(1, NAN, committed=False)]
-    events = summarize(Written(steps=steps, incidents=[masked_row(1, "stop")])).timeline
+    events = summary_of(Written(steps=steps, incidents=[masked_row(1, "stop")])).timeline
     assert events[-1].text == "no step was committed after the last incident"
 
 
 def test_flat_norm_is_no_part_of_the_story() -> None:
     steps = [step_line(s, grad_norm=0.5) for s in range(48)]
-    events = summarize(Written(steps=steps, incidents=[MASKED_ROW])).timeline
+    events = summary_of(Written(steps=steps, incidents=[MASKED_ROW])).timeline
     assert not any("gradient norm" in event.text for event in events)
 
 
 def test_long_chain_is_cut_in_the_middle() -> None:
     incidents: list[Incident] = [masked_row(s) for s in range(0, 200, 2)]
-    text = render_terminal(summarize(Written(incidents=incidents)))
+    text = render_terminal(summary_of(Written(incidents=incidents)))
     assert "60 events left out" in text and "step 0 " in text and "step 198" in text
 
 

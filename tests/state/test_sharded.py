@@ -1,11 +1,11 @@
-"""State that is sharded over ranks is refused with the way out."""
+"""State that an optimizer shards over ranks is refused with the way out."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from stepguard.state.sharded import why_sharded
+from stepguard.state.sharded import sharded_part, why_not_by_rank
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -16,17 +16,15 @@ class ZeroRedundancyOptimizer(torch.optim.SGD):
     """Named like torch's, which needs a process group."""
 
 
-def test_an_ordinary_run_is_not_sharded() -> None:
+def test_ordinary_run_is_not_sharded() -> None:
     model = nn.Linear(1, 1)
-    assert why_sharded([model], torch.optim.SGD(model.parameters(), lr=0.1)) == ""
+    assert sharded_part([model]) == ""
+    assert why_not_by_rank(torch.optim.SGD(model.parameters(), lr=0.1)) == ""
 
 
-def test_wrapper_and_optimizer_are_named_with_what_to_use_instead() -> None:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = nn.Sequential(FullyShardedDataParallel())
-    why = why_sharded([wrapped], optimizer)
-    assert "wrapped in FullyShardedDataParallel" in why
+def test_wrapper_and_optimizer_are_named() -> None:
+    assert "FullyShardedDataParallel" in sharded_part([nn.Sequential(FullyShardedDataParallel())])
+    sharded = ZeroRedundancyOptimizer(nn.Linear(1, 1).parameters(), lr=0.1)
+    why = why_not_by_rank(sharded)
+    assert "ZeroRedundancyOptimizer keeps a part" in why
     assert "torch.distributed.checkpoint" in why
-    sharded = ZeroRedundancyOptimizer(model.parameters(), lr=0.1)
-    assert "ZeroRedundancyOptimizer keeps a part" in why_sharded([model], sharded)

@@ -21,9 +21,15 @@ NICENESS = 5
 class Background:
     """Runs each save in a thread of its own, for which an interpreter that ends waits."""
 
-    def __init__(self, store: Store, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        say: Callable[[str], None],
+        sealed: Callable[[int, Path, Health], None] | None = None,
+    ) -> None:
         self._store = store
         self._say = say
+        self._sealed = sealed
         store.say = say
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
@@ -36,14 +42,32 @@ class Background:
 
         The tensors are not copied; they must not be written to until `idle()`.
         """
+        tensors = dict(tensors)
+        facts = dict(facts)
+
+        def save() -> Path:
+            path = self._store.save(step, tensors, facts, health)
+            if self._sealed is not None:
+                self._sealed(step, path, health)
+            return path
+
+        return self.offer_job(step, save)
+
+    def offer_job(self, step: int, job: Callable[[], Path | None]) -> bool:
+        """Start a save of any kind, which returns the path of what it wrote; False as `offer`."""
         if not self.idle():
             self._refused += 1
             return False
         self._saved = None
-        work = (step, dict(tensors), dict(facts), health)
-        self._thread = threading.Thread(target=self._save, args=work, name=f"stepguard-save-{step}")
+        self._thread = threading.Thread(
+            target=self._save, args=(step, job), name=f"stepguard-save-{step}"
+        )
         self._thread.start()
         return True
+
+    def left_out(self) -> None:
+        """Count a save that could not begin because one is still being written."""
+        self._refused += 1
 
     def idle(self) -> bool:
         """Is nothing being written?"""
@@ -60,18 +84,17 @@ class Background:
         """Finish the running save."""
         self.wait()
 
-    def _save(
-        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
-    ) -> None:
+    def _save(self, step: int, job: Callable[[], Path | None]) -> None:
         _lower_priority()
         try:
-            self._saved = self._store.save(step, tensors, facts, health)
+            self._saved = job()
         except Exception as fault:
             self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
         if self._refused:
-            self._say(
-                f"saving step {step} took so long that {self._refused} later saves were left out."
-            )
+            later = "1 later save was"
+            if self._refused > 1:
+                later = f"{self._refused} later saves were"
+            self._say(f"saving step {step} took so long that {later} left out.")
             self._refused = 0
 
 

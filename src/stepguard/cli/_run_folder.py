@@ -7,44 +7,65 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepguard._errors import JournalError
+from stepguard._errors import ConfigError, JournalError
 
 if TYPE_CHECKING:
-    from stepguard.journal import RunRecord
+    from stepguard.report.story import Run, Story
+    from stepguard.report.story.reader import StepsOf
 
 GIVE = "give a run directory that holds a journal.jsonl, or the file itself"
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, or a journal.jsonl itself.")
 ]
 RankOption = Annotated[
-    int, typer.Option("--rank", min=0, help="Whose journal to read, in a run on several ranks.")
+    int | None,
+    typer.Option("--rank", min=0, help="Whose steps to show, in a run on several ranks."),
+]
+WhichOption = Annotated[
+    int | None,
+    typer.Option(
+        "--run",
+        min=1,
+        metavar="N",
+        help="Which run of a folder that was used for several, from 1; by default the last.",
+    ),
 ]
 
 
-def open_run(run: Path, rank: int = 0) -> RunRecord:
-    """Read the run's journal; raises a JournalError of one line for whatever is wrong with it."""
-    from stepguard.journal import read_run
+def open_story(run: Path, rank: int | None = None, *, steps_of: StepsOf = "one") -> Story:
+    """Read all journals of the folder; raises a JournalError of one line for what is wrong."""
+    from stepguard.report.story import read_story
 
     try:
-        record = read_run(run, rank)
+        story = read_story(run, rank, steps_of=steps_of)
     except OSError as error:
         raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
-    except (KeyError, ValueError) as error:
-        # pydantic's ValidationError is a ValueError of many lines; the first says what it is about.
-        first = str(error).splitlines()[0]
-        raise JournalError(f"{run} holds an incident this version cannot read: {first}.") from error
-    if not is_journal(record):
-        raise JournalError(
-            f"{record.path} is not a journal of stepguard: none of its lines can be read; {GIVE}."
-        )
-    return record
+    refuse_other_file(story)
+    return story
 
 
-def is_journal(record: RunRecord) -> bool:
-    """Was there a line that stepguard writes? Only a file named like a journal may be empty."""
-    if record.header or record.steps or record.incidents or record.notes:
-        return True
-    return not record.torn and record.path.name.startswith("journal")
+def refuse_other_file(story: Story) -> None:
+    """Raise where no line is one that stepguard writes; only a journal by its name may be empty."""
+    path = story.latest.path
+    if not story.empty or (not story.torn and path.name.startswith("journal")):
+        return
+    raise JournalError(
+        f"{path} is not a journal of stepguard: none of its lines can be read; {GIVE}."
+    )
+
+
+def open_run(run: Path, rank: int | None = None, which: int | None = None) -> Run:
+    """One run of the folder: the last, or the one asked for."""
+    return chosen(open_story(run, rank), which)
+
+
+def chosen(story: Story, which: int | None) -> Run:
+    """The run of this number; ConfigError says how many there are."""
+    if which is None:
+        return story.latest
+    if which > len(story.runs):
+        raise ConfigError(f"--run {which}: {story.path} holds {len(story.runs)}; give 1 to that.")
+    return story.runs[which - 1]
 
 
 def folder_of(run: Path) -> Path:

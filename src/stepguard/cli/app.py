@@ -24,6 +24,7 @@ from stepguard.cli.quarantine import quarantine
 from stepguard.cli.replay import replay
 from stepguard.cli.report import report
 from stepguard.cli.run import run
+from stepguard.cli.serve import serve
 from stepguard.cli.verify import verify
 
 COMMANDS: tuple[Callable[..., None], ...] = (
@@ -32,6 +33,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     plot,
     compare,
     live,
+    serve,
     explain,
     replay,
     verify,

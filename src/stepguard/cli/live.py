@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from stepguard._errors import EXIT_HALTED, EXIT_OK, EXIT_SCRIPT_FAILED, JournalError
-from stepguard.cli._run_folder import GIVE, RankOption, RunArgument, is_journal
+from stepguard.cli._run_folder import GIVE, RankOption, RunArgument, refuse_other_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from stepguard.journal import Follower
     from stepguard.report.health import Concern
     from stepguard.report.live_view import Verdict
     from stepguard.report.stages import Stage, StageOutcome
+    from stepguard.report.story import StoryReader
 
 EVERY = 0.5
 """Seconds between two reads of the journal."""
@@ -51,24 +51,21 @@ def live(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print only the verdict, as JSON, at the end.")
     ] = False,
-    rank: RankOption = 0,
+    rank: RankOption = None,
 ) -> None:
     """Follow a run: loss, norm, skips, incidents, stages.
 
     Exit code 0 healthy, 1 not, 3 stopped by its policy.
     """
-    from stepguard.journal import Follower
     from stepguard.report.stages import parse_stage
+    from stepguard.report.story import StoryReader
 
     stages = [parse_stage(text) for text in stage or ()]
-    follower = Follower(run, rank)
-    _refuse_no_journal(follower.record.path, once)
+    follower = StoryReader(run, rank)
+    _refuse_no_journal(follower.main_path, once)
     follower.read()
-    if once and not is_journal(follower.record):
-        raise JournalError(
-            f"{follower.record.path} is not a journal of stepguard: none of its lines can be read; "
-            f"{GIVE}."
-        )
+    if once:
+        refuse_other_file(follower.story())
     seen = follow(follower, stages, steps, once=once, quiet=as_json)
     if as_json:
         _print_json(follower, seen)
@@ -92,7 +89,7 @@ class Seen(NamedTuple):
 
 
 def follow(
-    follower: Follower,
+    follower: StoryReader,
     stages: list[Stage],
     wanted: int | None,
     *,
@@ -113,7 +110,7 @@ def follow(
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live_screen:
         while True:
             follower.read()
-            idle = _idle(follower.record.path, clock)
+            idle = _idle(follower.main_path, clock)
             seen = _look(follower, stages, wanted, once=once, idle=idle)
             if shows:
                 live_screen.update(_screenful(follower, seen), refresh=True)
@@ -127,21 +124,21 @@ def follow(
 
 
 def _look(
-    follower: Follower, stages: list[Stage], wanted: int | None, *, once: bool, idle: float
+    follower: StoryReader, stages: list[Stage], wanted: int | None, *, once: bool, idle: float
 ) -> Seen:
     from stepguard.report.health import concerns, silence
     from stepguard.report.live_view import judge_run
     from stepguard.report.stages import judge_stages
 
-    record = follower.record
-    outcomes = judge_stages(record, stages)
-    told = concerns(record)
-    verdict = judge_run(record, outcomes, wanted, told)
-    quiet_since = silence(record, idle) if verdict == "waiting" else None
+    latest = follower.story().latest
+    outcomes = judge_stages(latest, stages)
+    told = concerns(latest)
+    verdict = judge_run(latest, outcomes, wanted, told)
+    quiet_since = silence(latest, idle) if verdict == "waiting" else None
     if quiet_since is not None:
         told = (*told, quiet_since)
     if once:
-        verdict = judge_run(record, outcomes, wanted, told, now=True)
+        verdict = judge_run(latest, outcomes, wanted, told, now=True)
     return Seen(verdict, outcomes, told)
 
 
@@ -153,22 +150,22 @@ def _idle(path: Path, clock: Callable[[], float]) -> float:
         return 0.0
 
 
-def _screenful(follower: Follower, seen: Seen) -> RenderableType:
+def _screenful(follower: StoryReader, seen: Seen) -> RenderableType:
     from stepguard.report.live_view import screenful
     from stepguard.report.summary import summarize
 
-    record = follower.record
-    return screenful(record, summarize(record), seen.outcomes, seen.verdict, seen.concerns)
+    latest = follower.story().latest
+    return screenful(latest, summarize(latest), seen.outcomes, seen.verdict, seen.concerns)
 
 
-def _print_json(follower: Follower, seen: Seen) -> None:
+def _print_json(follower: StoryReader, seen: Seen) -> None:
     from stepguard.records.codec import dumps, to_jsonable
 
-    record = follower.record
+    latest = follower.story().latest
     fields = {
         "verdict": seen.verdict,
-        "steps": len(record.steps),
-        "incidents": len(record.incidents),
+        "steps": len(latest.steps),
+        "incidents": len(latest.incidents),
         "concerns": [to_jsonable(concern) for concern in seen.concerns],
         "stages": [to_jsonable(outcome) for outcome in seen.outcomes],
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepguard._errors import ConfigError
-from stepguard.cli._run_folder import RankOption, RunArgument, folder_of, open_run
+from stepguard.cli._run_folder import RankOption, RunArgument, WhichOption, folder_of, open_run
 
 if TYPE_CHECKING:
     from stepguard.report.figure import RunFigure
@@ -34,17 +34,18 @@ def plot(
         PlotFormat | None,
         typer.Option("--format", help="By default what --out ends with, else png."),
     ] = None,
-    rank: RankOption = 0,
+    rank: RankOption = None,
+    which: WhichOption = None,
 ) -> None:
     """Draw loss, gradient norm and learning rate over the steps, with every incident marked."""
     from stepguard.report.figure import describe
 
     chosen, path = choose_output(folder_of(run), out, kind)
-    record = open_run(run, rank)
-    if not record.steps:
-        raise ConfigError(f"{record.path} holds no step yet, so there is nothing to draw.")
+    told = open_run(run, rank, which)
+    if not len(told.steps):
+        raise ConfigError(f"{told.path} holds no step yet, so there is nothing to draw.")
     title = f"training loss: {folder_of(run).resolve().name}"
-    shown = describe(record.steps, record.incidents, title)
+    shown = describe(told, title)
     try:
         _write(shown, chosen, path)
     except OSError as error:

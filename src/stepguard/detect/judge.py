@@ -90,7 +90,8 @@ def _describe_loss(reading: Reading) -> str:
     if names:
         said += f" ({', '.join(names)})"
     if reading.bad_micro_batches and len(reading.micro_losses) > 1:
-        numbers = ", ".join(map(str, reading.bad_micro_batches))
+        # people count from 1
+        numbers = ", ".join(str(index + 1) for index in reading.bad_micro_batches)
         said += f" in micro-batch {numbers} of {len(reading.micro_losses)}"
     return said
 

@@ -196,7 +196,8 @@ class Case:
         which = ", ".join(map(str, self.origin.samples))
         batch = ""
         if self.origin.micro_batch:
-            batch = f" of micro-batch {self.origin.micro_batch}"
+            # people count from 1
+            batch = f" of micro-batch {self.origin.micro_batch + 1}"
         return f"sample {which}{batch} causes it: without it the step is finite"
 
 

@@ -31,6 +31,7 @@ from stepguard.locate.locate_budget import LocateBudget
 from stepguard.records import GuardConfig
 from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
+from stepguard.sentinel.sharded_gradients import Shares
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.sharded import sharded_part
@@ -76,6 +77,9 @@ def build_context(
         effort=LocateBudget(config.locate_budget),
     )
     agreement.now = lambda: context.step
+    if context.sharded and agreement.mode == "collective":
+        agreement.adds = True
+        context.shares = Shares(roots.values(), agreement.size)
     _configure_rates(context)
     _register(context)
     if config.outliers is not None:

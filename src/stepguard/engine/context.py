@@ -24,9 +24,11 @@ from stepguard.engine.outputs import Outputs
 from stepguard.ledger import Ledger
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
-from stepguard.records import GuardConfig, Incident
+from stepguard.records import GuardConfig, Incident, Reading
 from stepguard.sentinel.gradients import GradientNorm
+from stepguard.sentinel.kept_norms import GradientNorms
 from stepguard.sentinel.rank_agreement import Agreement
+from stepguard.sentinel.sharded_gradients import Shares
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.resumable_loader import ResumableLoader
@@ -66,6 +68,8 @@ class Context:
     """Everything installed or opened; closing it undoes all."""
     sharded: bool = False
     """No rank holds all parameters, so no step can be replayed by one rank alone."""
+    shares: Shares | None = None
+    """Measures gradients of which each rank holds a part."""
     name: str = ""
     """Which guard this is, where a process has several."""
     outputs: Outputs = field(default_factory=Outputs)
@@ -109,6 +113,10 @@ class Context:
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     effort: LocateBudget = field(default_factory=LocateBudget)
     """What placing an incident may cost."""
+    own_reading: Reading | None = None
+    """What this rank itself saw of the last bad step, where ranks have agreed on another's."""
+    gradient_norms: GradientNorms = field(default_factory=GradientNorms)
+    """Norms of single gradients in the last steps, on the device until something is wrong."""
     norm_of_ranks: tuple[int, GradientNorm | None] | None = None
     """The step that gradients of all ranks were last measured in, and their norm."""
     last_read: float = field(default_factory=time.perf_counter)

@@ -14,6 +14,8 @@ from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.values import is_finite, local_part
 
 Index = tuple[int, ...]
+MOST_COUNTED = 1 << 20
+"""Elements whose exponents are counted; of a larger tensor every second, third, ..."""
 
 
 def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
@@ -42,7 +44,22 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
         zeros=values.numel() - int(torch.count_nonzero(values)),
         index=index,
         value=element(tensor, index),
+        exponents=_exponents(finite),
     )
+
+
+def _exponents(finite: Tensor) -> tuple[tuple[int, int], ...]:
+    """Count elements by their binary exponent: which part of the dtype's range they use."""
+    flat = finite.flatten()
+    part = flat[:: 1 + flat.numel() // MOST_COUNTED]
+    if part.dtype is not torch.float64:
+        # frexp knows no half precision; single precision holds all of its numbers
+        part = part.float()
+    part = part[part != 0]
+    _, exponents = torch.frexp(part)
+    found, counts = torch.unique(exponents, return_counts=True)
+    # frexp's mantissas lie from 0.5 to 1
+    return tuple((n - 1, count) for n, count in zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def _summarise_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from stepguard._errors import JournalError
-from stepguard.journal import read_run
 from stepguard.preflight.answers import listed
 from stepguard.preflight.fresh_model import FreshModel
 from stepguard.preflight.inspection import CheckContext, Inspection
@@ -33,6 +32,7 @@ from stepguard.records.verification import Verification
 from stepguard.report.health import concerns
 from stepguard.report.live_view import judge_run
 from stepguard.report.phrases import count, size
+from stepguard.report.story import read_story
 from stepguard.verification import Plan
 from stepguard.verification import check_path as verify
 
@@ -207,22 +207,22 @@ def _with_journal(folder: Path, advice: Section) -> Section:
     if not (folder / "journal.jsonl").is_file():
         return advice
     try:
-        record = read_run(folder)
-    except (JournalError, OSError, KeyError, ValueError) as fault:
+        run = read_story(folder).latest
+    except (JournalError, OSError) as fault:
         said = f"the journal cannot be read: {str(fault).splitlines()[0]}"
         return replace(advice, status="warning", lines=(*advice.lines, said))
-    verdict = judge_run(record, (), None, now=True)
+    verdict = judge_run(run, (), None, now=True)
     # A killed run tears the last line; a file of which no line can be read is something else.
-    readable = bool(record.steps) or not record.torn
-    if verdict in ("healthy", "waiting") and not record.incidents and readable:
+    readable = len(run.steps) > 0 or not run.torn
+    if verdict in ("healthy", "waiting") and not run.incidents and readable:
         return advice
     said = (
-        f"its journal: {verdict}, {count(len(record.incidents), 'incident')} in "
-        f"{count(len(record.steps), 'step')}"
+        f"its journal: {verdict}, {count(len(run.incidents), 'incident')} in "
+        f"{count(len(run.steps), 'step')}"
     )
-    if record.torn:
-        said += f", {count(record.torn, 'line')} cannot be read"
-    told = [concern.text for concern in concerns(record)]
+    if run.torn:
+        said += f", {count(run.torn, 'line')} cannot be read"
+    told = [concern.text for concern in concerns(run)]
     return _with_command(advice, f"stepguard report {shlex.quote(str(folder))}", said, *told)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 from rich.table import Table
 
 from stepguard.records.codec import dumps, to_jsonable
 from stepguard.records.decision import Action
 from stepguard.report import phrases, screen
 from stepguard.report.decision_words import done_times
-from stepguard.report.step_lines import StepLine, committed, finite_values
-from stepguard.report.summary import Record, RunSummary, summarize
+from stepguard.report.story import Run, StepTable
+from stepguard.report.summary import RunSummary, summarize
 from stepguard.report.unbroken import Name, Unbroken
 
 Better = Literal["first", "second", "same", "unknown"]
@@ -48,35 +48,36 @@ class RunComparison:
 class _Side:
     """One of the two runs."""
 
-    record: Record
+    run: Run
     summary: RunSummary
 
     @property
     def hurt(self) -> int:
         """Steps that were committed although their loss or gradient norm was not finite."""
-        return sum(_not_finite(line) for line in committed(self.record.steps))
+        return int(_not_finite(self.run.steps)[self.run.steps.committed].sum())
 
     @property
     def checked(self) -> int:
         """Losses that a guard has read; an unguarded loop says `guarded: false` in its journal."""
-        if self.record.header.get("guarded") is False:
+        if self.run.header.get("guarded") is False:
             return 0
-        return sum("loss" in line for line in self.record.steps)
+        return len(self.run.steps.column("loss"))
 
     @property
     def bad_steps(self) -> int:
-        return self.summary.bad_steps + self.hurt
+        unknown = self.run.steps.committed & (self.run.steps.incident < 0)
+        return self.summary.bad_steps + int(_not_finite(self.run.steps)[unknown].sum())
 
     @property
     def ended_at(self) -> float | None:
-        losses = finite_values(committed(self.record.steps), "loss")
-        if not losses:
+        losses = self.run.steps.values("loss", self.run.steps.counts)
+        if not len(losses):
             return None
-        return fmean(losses[-max(1, int(len(losses) * TAIL)) :])
+        return float(losses[-max(1, int(len(losses) * TAIL)) :].mean())
 
 
-def compare(first: Record, second: Record) -> RunComparison:
-    """Compare two journals. Pure: the same two records give the same table."""
+def compare(first: Run, second: Run) -> RunComparison:
+    """Compare two runs. Pure: the same two stories give the same table."""
     sides = (_Side(first, summarize(first)), _Side(second, summarize(second)))
 
     def words(aspect: str, of: Callable[[_Side], str]) -> Row:
@@ -145,7 +146,10 @@ def render_terminal(comparison: RunComparison, *, width: int = 100, colour: bool
 
 
 def _steps(side: _Side) -> str:
-    return f"{side.summary.committed:,} of {side.summary.steps:,} committed"
+    text = f"{side.summary.committed:,} of {side.summary.steps:,} committed"
+    if side.summary.left:
+        text += f", {side.summary.left:,} of them left behind"
+    return text
 
 
 def _bad_steps(side: _Side) -> str:
@@ -208,6 +212,9 @@ def _short(journal: str) -> str:
     return parts[-1]
 
 
-def _not_finite(line: StepLine) -> bool:
-    seen = [line[name] for name in ("loss", "grad_norm") if name in line]
-    return not all(map(phrases.finite, seen))
+def _not_finite(table: StepTable) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    bad = np.zeros(len(table), np.bool_)
+    for name in ("loss", "grad_norm"):
+        series = table.column(name)
+        bad[series.rows[~series.finite]] = True
+    return bad

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from stepguard.records import Incident
-from stepguard.report.curves import Curves, Label, Scale, Series, decimate, gather, stretches, thin
+from stepguard.report.curves import Curve, Curves, Label, Points, Scale, decimate, gather, thin
+from stepguard.report.story import Run
 
 INK = "#1f2933"
 GRID = "#e4e7eb"
@@ -23,7 +23,17 @@ LOSS_SHARE = 0.68
 """Height of the loss panel; the gradient norm has the rest."""
 MOST_SPANS = 300
 
-Symbol = Literal["triangle", "diamond", "circle"]
+Symbol = Literal["triangle", "diamond", "circle", "square", "left", "cross"]
+MARKS: dict[str, tuple[Symbol, str]] = {
+    "update dropped": ("triangle", RED),
+    "made without a part of the batch": ("square", AMBER),
+    "let through": ("diamond", RED),
+    "not finite": ("cross", RED),
+    "rewound": ("left", BLUE),
+    "started again": ("left", GREY),
+    "loss-scale calibration": ("circle", GREY),
+}
+"""How each kind of mark looks: shapes differ, so that colours need not be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +41,11 @@ class FigureLine:
     """One curve, with no more points than a screen can show."""
 
     name: str
-    series: Series
+    series: Points
     colour: str
     width: float
+    left: bool = False
+    """Steps that no longer count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,45 +89,35 @@ class RunFigure:
         return (self.first_step + self.last_step) / 2
 
 
-def describe(
-    steps: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], title: str
-) -> RunFigure:
-    """Describe the plot of a run, from its step lines and incidents."""
-    curves = gather(steps, incidents)
-    panels = [_panel("loss", curves.loss, curves.smooth_loss, curves.loss_scale, BLUE, PALE_BLUE)]
-    if curves.norm[0]:
-        panels.append(
-            _panel(
-                "gradient norm",
-                curves.norm,
-                curves.smooth_norm,
-                curves.norm_scale,
-                TEAL,
-                PALE_TEAL,
-            )
-        )
+def describe(run: Run, title: str) -> RunFigure:
+    """Describe the plot of a run."""
+    curves = gather(run)
+    panels = [_panel("loss", curves.loss, BLUE, PALE_BLUE)]
+    if curves.norm.points[0] or curves.norm.left:
+        panels.append(_panel("gradient norm", curves.norm, TEAL, PALE_TEAL))
     return RunFigure(
         title=title or "training loss",
         panels=panels,
         rate=_rate(curves),
         marks=_marks(curves),
-        spans=stretches(curves.vetoed)[:MOST_SPANS],
+        spans=curves.vetoed[:MOST_SPANS],
         labels=curves.labels,
         first_step=curves.first_step,
         last_step=curves.last_step,
     )
 
 
-def _panel(
-    name: str, series: Series, smooth: Series, scale: Scale, colour: str, pale: str
-) -> Panel:
-    if not series[0]:
-        return Panel(name, scale, [])
-    if not smooth[0]:
-        return Panel(name, scale, [FigureLine(name, decimate(series), colour, 1.1)])
-    raw = FigureLine(name, decimate(series), pale, 0.8)
-    median = FigureLine(f"{name}, running median", decimate(smooth), colour, 1.8)
-    return Panel(name, scale, [raw, median])
+def _panel(name: str, curve: Curve, colour: str, pale: str) -> Panel:
+    lines = []
+    if curve.smooth[0]:
+        lines.append(FigureLine(name, decimate(curve.points), pale, 0.8))
+        median = f"{name}, running median"
+        lines.append(FigureLine(median, decimate(curve.smooth), colour, 1.8))
+    elif curve.points[0]:
+        lines.append(FigureLine(name, decimate(curve.points), colour, 1.1))
+    for left in curve.left:
+        lines.append(FigureLine(f"{name}, left behind", decimate(left), GREY, 0.9, left=True))
+    return Panel(name, curve.scale, lines)
 
 
 def _rate(curves: Curves) -> FigureLine | None:
@@ -125,15 +127,10 @@ def _rate(curves: Curves) -> FigureLine | None:
 
 
 def _marks(curves: Curves) -> list[Marks]:
-    kinds: list[tuple[str, list[int], Symbol, str]] = [
-        ("update dropped", curves.vetoed, "triangle", RED),
-        ("let through", curves.let_through, "diamond", RED),
-        ("loss-scale calibration", curves.calibrations, "circle", GREY),
-    ]
     marks = []
-    for name, steps, symbol, colour in kinds:
-        if steps:
-            marks.append(Marks(f"{name} ({len(steps):,})", thin(steps), symbol, colour))
+    for name, steps in curves.marks.items():
+        symbol, colour = MARKS[name]
+        marks.append(Marks(f"{name} ({len(steps):,})", thin(steps), symbol, colour))
     return marks
 
 

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
+
+import numpy as np
 
 from stepguard.report import phrases
-from stepguard.report.step_lines import committed, finite_values
-from stepguard.report.summary import Record, calibration_steps
+from stepguard.report.story import Note, Run
+from stepguard.report.story.model import Floats
 
 Weight = Literal["attention", "unhealthy"]
 RECENT = 48
@@ -55,24 +57,24 @@ class Concern:
     text: str
 
 
-def concerns(record: Record) -> tuple[Concern, ...]:
-    """Everything the journal holds against the run, worst first. Pure."""
+def concerns(run: Run) -> tuple[Concern, ...]:
+    """Everything the story holds against the run, worst first. Pure."""
     found: list[Concern] = []
     for check in CHECKS:
-        found += check(record)
+        found += check(run)
     return tuple(sorted(found, key=lambda concern: concern.weight != "unhealthy"))
 
 
-def silence(record: Record, idle: float) -> Concern | None:
+def silence(run: Run, idle: float) -> Concern | None:
     """A concern if the run is not over and has written nothing for `idle` seconds."""
-    if ended(record) is not None:
+    if run.ended:
         return None
     patience = PATIENCE
     known = " and no step was made yet"
-    taken = finite_values(record.steps, "seconds")
-    if taken:
-        usual = median(taken)
-        patience = max(patience, STEPS_MISSED * usual, PAUSES * max(taken))
+    taken = run.steps.values("seconds")
+    if len(taken):
+        usual = float(np.median(taken))
+        patience = max(patience, STEPS_MISSED * usual, PAUSES * float(taken.max()))
         known = f"; a step usually takes {phrases.number(usual)} s"
     if idle <= patience:
         return None
@@ -80,87 +82,85 @@ def silence(record: Record, idle: float) -> Concern | None:
     return Concern(weight="attention", text=text)
 
 
-def ended(record: Record) -> dict[str, Any] | None:
-    """The last line of a run that was closed."""
-    return _last_note(record, "end")
-
-
-def _last_note(record: Record, kind: str) -> dict[str, Any] | None:
-    for line in reversed(record.notes):
-        if line.get("type") == kind:
-            return dict(line)
+def _last_note(run: Run, kind: str) -> Note | None:
+    """The last line of this type that the last attempt has written."""
+    for note in reversed(run.notes):
+        if note.type == kind and note.attempt == len(run.attempts) - 1:
+            return note
     return None
 
 
-def _no_step(record: Record) -> Iterator[Concern]:
-    if not record.steps and ended(record) is not None:
+def _no_step(run: Run) -> Iterator[Concern]:
+    if not len(run.steps) and run.ended:
         yield Concern(weight="unhealthy", text="the run ended without a single step")
 
 
-def _exception(record: Record) -> Iterator[Concern]:
+def _exception(run: Run) -> Iterator[Concern]:
     """The program raised, in a step or outside of one, and nothing came after it."""
-    last = record.incidents[-1] if record.incidents else None
-    if last is not None and last.verdict.kind == "exception":
-        raised_last = not record.steps or record.steps[-1]["step"] <= last.step
+    last = run.incidents[-1] if run.incidents else None
+    if last is not None and last.incident.verdict.kind == "exception":
+        raised_last = last.at >= len(run.steps)
         if raised_last:
-            what = last.verdict.summary or "an exception"
-            text = f"step {last.step} ended with an exception: {what}"
+            what = last.incident.verdict.summary or "an exception"
+            text = f"step {last.incident.step} ended with an exception: {what}"
             yield Concern(weight="unhealthy", text=text)
         return
-    error = _error_at_the_end(record)
-    if error and not error.startswith(BY_HAND):
+    error = run.attempts[-1].error if run.attempts else ""
+    if error and not error.startswith(BY_HAND) and not is_stopped(run):
         text = f"an exception outside of a step ended the run: {error}"
         yield Concern(weight="unhealthy", text=text)
 
 
-def _error_at_the_end(record: Record) -> str:
-    end = ended(record)
-    if end is None:
-        return ""
-    return str(end.get("error") or "")
+def is_stopped(run: Run) -> bool:
+    """Did its policy stop the run, and was it not started again since?"""
+    return bool(run.attempts) and run.attempts[-1].ending == "stopped"
 
 
-def _disarmed(record: Record) -> Iterator[Concern]:
-    fault = _last_note(record, "fault")
-    end = ended(record)
+def _disarmed(run: Run) -> Iterator[Concern]:
+    fault = _last_note(run, "fault")
+    end = _last_note(run, "end")
     if fault is not None:
-        since = f" since step {fault['step']}" if "step" in fault else ""
-        text = f"the guard is disarmed{since}: {fault.get('error', 'it failed')}"
+        since = f" since step {fault.step}" if fault.step is not None else ""
+        text = f"the guard is disarmed{since}: {fault.text or 'it failed'}"
         yield Concern(weight="attention", text=text)
-    elif end is not None and end.get("armed") is False:
+    elif end is not None and end.fields.get("armed") is False:
         text = "the guard was disarmed when the run ended: its last steps are unchecked"
         yield Concern(weight="attention", text=text)
 
 
-def _dropped(record: Record) -> Iterator[Concern]:
+def _dropped(run: Run) -> Iterator[Concern]:
     """Steps were dropped; those of a GradScaler that searches its scale count if it finds none."""
-    tail = record.steps[-RECENT:]
-    if len(tail) == RECENT and not committed(tail):
+    committed = run.steps.committed[-RECENT:]
+    if len(committed) == RECENT and not committed.any():
         yield Concern(weight="unhealthy", text=f"no step was committed in the last {RECENT}")
         return
-    calibrations = calibration_steps(tail, record.incidents)
-    dropped = []
-    for line in tail:
-        dropped.append(not line.get("committed", True) and line["step"] not in calibrations)
-    if sum(dropped) > len(tail) // 2:
-        text = f"{sum(dropped)} of the last {len(tail)} steps were dropped"
+    dropped = run.steps.dropped[-RECENT:]
+    if dropped.sum() > len(dropped) // 2:
+        text = f"{dropped.sum()} of the last {len(dropped)} steps were dropped"
         yield Concern(weight="unhealthy", text=text)
-    elif len(tail) >= SEVERAL and all(dropped[-SEVERAL:]):
+    elif len(dropped) >= SEVERAL and dropped[-SEVERAL:].all():
         yield Concern(weight="unhealthy", text=f"no step was committed in the last {SEVERAL}")
 
 
-def _not_finite(record: Record) -> Iterator[Concern]:
+def _not_finite(run: Run) -> Iterator[Concern]:
     """Steps were committed although their loss was not finite."""
-    losses = [line["loss"] for line in committed(record.steps) if "loss" in line][-SEVERAL:]
-    bad = sum(not phrases.finite(loss) for loss in losses)
+    losses = run.steps.column("loss").where(run.steps.counts).values[-SEVERAL:]
+    bad = int((~np.isfinite(losses)).sum())
     if bad > len(losses) // 2:
         text = f"the loss of {bad} of the last {len(losses)} committed steps is not finite"
         yield Concern(weight="unhealthy", text=text)
 
 
-def _rate_zero(record: Record) -> Iterator[Concern]:
-    tail = [line["lr"] for line in record.steps if line.get("lr")][-SEVERAL:]
-    if len(tail) >= FEW and not any(map(_any_rate, tail)):
+def _rate_zero(run: Run) -> Iterator[Concern]:
+    rates: dict[int, float] = {}
+    for name, series in run.steps.series.items():
+        if name != "lr" and not name.startswith("lr/"):
+            continue
+        recent = zip(series.rows[-SEVERAL:].tolist(), series.values[-SEVERAL:], strict=True)
+        for row, rate in recent:
+            rates[row] = max(rates.get(row, 0.0), abs(float(rate)))
+    tail = [rates[row] for row in sorted(rates)][-SEVERAL:]
+    if len(tail) >= FEW and not any(tail):
         text = (
             f"the learning rate is 0 in every group, in the last {len(tail)} steps: nothing is "
             f"learned"
@@ -168,73 +168,69 @@ def _rate_zero(record: Record) -> Iterator[Concern]:
         yield Concern(weight="attention", text=text)
 
 
-def _any_rate(rates: Any) -> bool:
-    """Is the rate of any group above 0? Journals of other loops may hold a single number."""
-    return any(rates) if isinstance(rates, list | tuple) else bool(rates)
-
-
-def _stands_still(record: Record) -> Iterator[Concern]:
+def _stands_still(run: Run) -> Iterator[Concern]:
     """No gradient, or always the same loss.
 
     A loss of 0 is left alone: there may be nothing left to learn.
     """
-    tail = committed(record.steps)[-2 * MANY :]
-    norms = []
-    for line in tail[-MANY:]:
-        if line.get("grad_norm") is not None and line.get("loss") != 0:
-            norms.append(line["grad_norm"])
-    losses = [loss for loss in finite_values(tail, "loss") if loss != 0]
-    if len(norms) == MANY and not any(norms):
+    table = run.steps
+    losses = table.column("loss").where(table.counts)
+    tail = np.flatnonzero(table.counts)[-MANY:]
+    nothing_left = losses.rows[losses.values == 0]
+    norms = table.column("grad_norm")
+    judged = norms.values[np.isin(norms.rows, np.setdiff1d(tail, nothing_left))]
+    same = losses.values[losses.finite & (losses.values != 0)][-2 * MANY :]
+    if len(judged) == MANY and not judged.any():
         text = f"every gradient of the last {MANY} steps is 0: nothing is learned"
         yield Concern(weight="attention", text=text)
-    elif len(losses) == 2 * MANY and len(set(losses)) == 1:
-        same = phrases.number(losses[-1])
+    elif len(same) == 2 * MANY and (same == same[0]).all():
         text = (
-            f"the loss is {same} to the last bit in the last {len(losses)} steps: nothing is "
-            f"learned"
+            f"the loss is {phrases.number(float(same[-1]))} to the last bit in the last "
+            f"{len(same)} steps: nothing is learned"
         )
         yield Concern(weight="attention", text=text)
 
 
-def _clipped_away(record: Record) -> Iterator[Concern]:
-    tail = finite_values(record.steps, "clip_factor")[-MANY:]
-    if len(tail) == MANY and max(tail) < TINY_CLIP:
+def _clipped_away(run: Run) -> Iterator[Concern]:
+    tail = run.steps.values("clip_factor")[-MANY:]
+    if len(tail) == MANY and tail.max() < TINY_CLIP:
         text = (
-            f"clipping leaves {phrases.number(max(tail))} of the gradient or less, in the last "
-            f"{MANY} steps"
+            f"clipping leaves {phrases.number(float(tail.max()))} of the gradient or less, in the "
+            f"last {MANY} steps"
         )
         yield Concern(weight="attention", text=text)
 
 
-def _nothing_to_learn(record: Record) -> Iterator[Concern]:
-    tail = {line["step"] for line in record.steps[-RECENT:]}
-    empty = set()
-    for line in record.notes:
-        if line.get("kind") in NOTHING_TO_LEARN and line.get("step") in tail:
-            empty.add(line["step"])
-    if len(tail) >= SEVERAL and len(empty) > len(tail) // 2:
+def _nothing_to_learn(run: Run) -> Iterator[Concern]:
+    seen = len(run.steps.step[-RECENT:])
+    first = len(run.steps) - seen
+    empty = {note.at for note in run.notes if note.kind in NOTHING_TO_LEARN and note.at >= first}
+    if seen >= SEVERAL and len(empty) > seen // 2:
         text = (
-            f"{len(empty)} of the last {len(tail)} steps had no label, or a loss of 0 without a "
-            f"gradient"
+            f"{len(empty)} of the last {seen} steps had no label, or a loss of 0 without a gradient"
         )
         yield Concern(weight="attention", text=text)
 
 
-def _level(record: Record) -> Iterator[Concern]:
+def _level(run: Run) -> Iterator[Concern]:
     """The loss has risen, by the medians of equal parts of the run."""
-    losses = finite_values(committed(record.steps), "loss")
+    losses = run.steps.values("loss", run.steps.counts)
     blocks = _blocks(losses)
     if len(blocks) < 2:
         return
-    levels = list(map(median, blocks))
+    levels = [float(np.median(block)) for block in blocks]
     numbers = (
-        f"it is at {phrases.number(levels[-1])}, began at {phrases.number(losses[0])}, was "
-        f"at {phrases.number(min(losses))}"
+        f"it is at {phrases.number(levels[-1])}, began at {phrases.number(float(losses[0]))}, was "
+        f"at {phrases.number(float(losses.min()))}"
     )
-    began_at = max(abs(losses[0]), _spread(blocks[0]), LEAST_LEVEL)
+    began_at = max(abs(float(losses[0])), _spread(blocks[0]), LEAST_LEVEL)
     if levels[-1] > RUIN * began_at:
         yield Concern(weight="unhealthy", text=f"the loss has run away: {numbers}")
         return
+    yield from _risen(blocks, levels, numbers)
+
+
+def _risen(blocks: Sequence[Floats], levels: list[float], numbers: str) -> Iterator[Concern]:
     noise = _noise(blocks, levels)
     # The lower of the last two parts: a single high part may be a hard stretch of the data.
     now = min(levels[-2:])
@@ -252,7 +248,7 @@ def _level(record: Record) -> Iterator[Concern]:
         yield Concern(weight="attention", text=f"what was learned is gone again, {lost}: {numbers}")
 
 
-def _blocks(losses: Sequence[float]) -> list[Sequence[float]]:
+def _blocks(losses: Floats) -> list[Floats]:
     """Cut the losses into equal parts from the end; what is left over is at the beginning."""
     size = max(FEW, len(losses) // BLOCKS)
     first = len(losses) % size
@@ -271,7 +267,7 @@ def _largest_rise_made_good(levels: Sequence[float]) -> float:
     return largest
 
 
-def _noise(blocks: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
+def _noise(blocks: Sequence[Floats], levels: Sequence[float]) -> float:
     """How much the loss of this run usually differs between two parts, and within one."""
     # The last quarter is left out: it is what is being judged.
     known = max(2, len(levels) - max(2, len(levels) // 4))
@@ -281,12 +277,11 @@ def _noise(blocks: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
     return max(usual, median(map(_spread, blocks[:known])))
 
 
-def _spread(losses: Sequence[float]) -> float:
-    level = median(losses)
-    return median([abs(loss - level) for loss in losses])
+def _spread(losses: Floats) -> float:
+    return float(np.median(np.abs(losses - np.median(losses))))
 
 
-CHECKS: tuple[Callable[[Record], Iterator[Concern]], ...] = (
+CHECKS: tuple[Callable[[Run], Iterator[Concern]], ...] = (
     _no_step,
     _exception,
     _dropped,

@@ -135,7 +135,7 @@ def error_lines(incident: Incident) -> Iterator[str]:
     """Yield the lines about one bad step, at least one of which starts with ERROR."""
     yield from _headline(incident)
     if incident.origin is not None:
-        yield from _origin_lines(incident.origin)
+        yield from _origin_lines(incident.origin, len(incident.reading.micro_losses))
     if incident.findings:
         yield f"  cause: {incident.findings[0].code} {incident.findings[0].title}"
     if incident.reading.lr:
@@ -148,9 +148,9 @@ def error_lines(incident: Incident) -> Iterator[str]:
         yield used
 
 
-def _origin_lines(origin: Origin) -> Iterator[str]:
+def _origin_lines(origin: Origin, micro_batches: int) -> Iterator[str]:
     where = f"  origin: {origin.phase} {place(origin)}".rstrip()
-    culprits = phrases.culprits(origin)
+    culprits = phrases.culprits(origin, micro_batches)
     if culprits:
         where += f", {culprits}"
     yield where

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Literal
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from stepguard.report import phrases
-from stepguard.report.decision_words import ACTION_WORDS
-from stepguard.report.health import Concern, concerns, ended
+from stepguard.report.decision_words import done
+from stepguard.report.health import Concern, concerns, is_stopped
 from stepguard.report.stages import StageOutcome, State
-from stepguard.report.step_lines import finite_values
-from stepguard.report.summary import Record, RunSummary
+from stepguard.report.story import Run
+from stepguard.report.summary import RunSummary
 from stepguard.report.unbroken import Unbroken
 
 Verdict = Literal["waiting", "healthy", "attention", "unhealthy", "stopped"]
@@ -34,7 +35,7 @@ WEIGHTS = {"attention": "yellow", "unhealthy": "bold red"}
 
 
 def judge_run(
-    record: Record,
+    run: Run,
     outcomes: Sequence[StageOutcome],
     wanted: int | None,
     told: Sequence[Concern] | None = None,
@@ -46,13 +47,13 @@ def judge_run(
     `told` is what `health` holds against the run. With `now` an unfinished run is judged as well,
     if only to its disadvantage: whether it is healthy is not known before its end.
     """
-    told = concerns(record) if told is None else told
+    told = concerns(run) if told is None else told
     states = set(map(attrgetter("state"), outcomes))
-    if _stopped(record):
+    if is_stopped(run):
         return "stopped"
     if "failed" in states:
         return "unhealthy"
-    if ended(record) is None and not _enough_seen(record, states, wanted):
+    if not run.ended and not _enough_seen(run, states, wanted):
         return _worst(told, "waiting") if now else "waiting"
     if "waiting" in states:
         return "unhealthy"
@@ -61,10 +62,10 @@ def judge_run(
     return "healthy" if outcomes and verdict == "attention" else verdict
 
 
-def _enough_seen(record: Record, states: set[State], wanted: int | None) -> bool:
+def _enough_seen(run: Run, states: set[State], wanted: int | None) -> bool:
     if wanted is None or "waiting" in states:
         return False
-    return len(record.steps) >= wanted
+    return len(run.steps) >= wanted
 
 
 def _worst(told: Sequence[Concern], none: Verdict) -> Verdict:
@@ -75,32 +76,25 @@ def _worst(told: Sequence[Concern], none: Verdict) -> Verdict:
     return "attention" if weights else none
 
 
-def _stopped(record: Record) -> bool:
-    """Did its policy stop the run, and was it not started again since?"""
-    if not record.incidents or not record.incidents[-1].stopped:
-        return False
-    last = record.incidents[-1].step
-    return not record.steps or record.steps[-1]["step"] in (last - 1, last)
-
-
 def screenful(
-    record: Record,
+    run: Run,
     summary: RunSummary,
     outcomes: Sequence[StageOutcome],
     verdict: Verdict,
     told: Sequence[Concern] = (),
 ) -> RenderableType:
     """Everything, for a `rich.live.Live` or a plain print."""
-    parts: list[RenderableType] = [_numbers(record, summary)]
+    parts: list[RenderableType] = [_numbers(run, summary)]
     if outcomes:
         parts.append(_stages(outcomes))
     for outcome in outcomes:
         if outcome.note:
             parts.append(Unbroken(f" {outcome.note}", "yellow"))
-    for incident in record.incidents[-LAST_INCIDENTS:]:
+    for one in run.incidents[-LAST_INCIDENTS:]:
+        incident = one.incident
         text = f" step {incident.step}: {incident.verdict.summary}"
         if incident.decision is not None:
-            text += f", {ACTION_WORDS[incident.decision.action].done}"
+            text += f", {done(incident.decision)}"
         parts.append(Unbroken(text, "red"))
     for concern in told:
         parts.append(Unbroken(f" {concern.text}", WEIGHTS[concern.weight]))
@@ -108,22 +102,29 @@ def screenful(
     return Group(*parts)
 
 
-def _numbers(record: Record, summary: RunSummary) -> RenderableType:
+def _numbers(run: Run, summary: RunSummary) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="cyan", no_wrap=True, min_width=10)
     grid.add_column()
-    last = record.steps[-1] if record.steps else {}
-    steps = f"{summary.steps:,} seen, {summary.committed:,} committed, {summary.skipped:,} skipped"
-    rows = [("step", f"{last.get('step', '-')}  ({steps})")]
+    table = run.steps
+    seen = f"{summary.steps:,} seen, {summary.committed:,} committed, {summary.skipped:,} skipped"
+    if summary.left:
+        seen += f", {summary.left:,} left behind"
+    now = "-" if run.last_step is None else run.last_step
+    rows = [("step", f"{now}  ({seen})")]
+    recent = np.zeros(len(table), np.bool_)
+    recent[-SHOWN:] = True
     for name in ("loss", "grad_norm"):
-        values = finite_values(record.steps[-SHOWN:], name)
-        if values:
-            rows.append((name, f"{phrases.number(last.get(name))}  {phrases.sparkline(values)}"))
-    if last.get("lr"):
-        rows.append(("lr", phrases.rates(last["lr"])))
+        values = table.column(name).where(recent).values
+        if np.isfinite(values).any():
+            bars = phrases.sparkline(values.tolist())
+            rows.append((name, f"{phrases.number(table.last(name))}  {bars}"))
+    rates = table.rates(len(table) - 1)
+    if rates:
+        rows.append(("lr", phrases.rates(rates)))
     if summary.seconds_per_step is not None:
         rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step"))
-    rows.append(("incidents", str(len(record.incidents))))
+    rows.append(("incidents", str(len(run.incidents))))
     for name, value in rows:
         grid.add_row(f" {name}", Unbroken(value))
     return grid

@@ -35,7 +35,7 @@ def _gist(incident: Incident) -> str:
     parts = [incident.verdict.summary or phrases.verdict_title(incident.verdict.kind)]
     if incident.origin is not None:
         parts.append(place(incident.origin))
-        parts.append(phrases.culprits(incident.origin))
+        parts.append(phrases.culprits_of(incident))
     if incident.findings:
         parts.append(incident.findings[0].code)
     return phrases.joined(parts, "; ")

@@ -78,7 +78,7 @@ def _print_unwrapped(console: Console, line: Text) -> None:
 def next_commands(incident: Incident) -> list[str]:
     """What to type next, most telling first; only what this incident has files for."""
     commands = []
-    if incident.run and incident.capsule:
+    if incident.run and incident.capsule and incident.replayable:
         capsule = f"{incident.run}/{_capsule_of_origin(incident)}"
         commands.append(f"stepguard replay {shlex.quote(capsule)}")
     if incident.findings:
@@ -100,7 +100,7 @@ def _capsule_of_origin(incident: Incident) -> str:
 def _sections(incident: Incident, policy: Policy | None, unicode: bool) -> Iterator[Section]:
     yield "WHAT", _what(incident)
     if incident.origin is not None:
-        yield "WHERE", _where(incident.origin, unicode)
+        yield "WHERE", _where(incident.origin, phrases.culprits_of(incident), unicode)
     if incident.findings:
         yield "WHY", _why(incident)
     if incident.decision is not None:
@@ -138,7 +138,7 @@ def _numbers(reading: Reading) -> str:
     return ", ".join(shown)
 
 
-def _where(origin: Origin, unicode: bool) -> RenderableType:
+def _where(origin: Origin, culprits: str, unicode: bool) -> RenderableType:
     lines: list[RenderableType] = [Unbroken(place_and_phase(origin))]
     if origin.context:
         lines.append(Padding(_source(origin, unicode), (0, 0, 0, 2)))
@@ -147,7 +147,6 @@ def _where(origin: Origin, unicode: bool) -> RenderableType:
         values.append(origin.output)
     if values:
         lines.append(Padding(_values(origin, values), (0, 0, 0, 2)))
-    culprits = phrases.culprits(origin)
     if culprits:
         lines.append(Unbroken(culprits))
     for sentence in _certainty(origin):
@@ -192,7 +191,8 @@ def _source(origin: Origin, unicode: bool) -> RenderableType:
         match = _NUMBERED.match(line)
         numbers.append(match[1] if match else "")
         code.append(match[2] if match else line)
-    culprit = (origin.source or "").rpartition(":")[2]
+    # `file.py:88`, or `cell [3], line 5` in a notebook
+    culprit = re.split(r"\D", origin.source or "")[-1]
     digits = max(map(len, numbers), default=0)
     lines = []
     for number, text in zip(numbers, highlighted(dedent("\n".join(code))), strict=False):

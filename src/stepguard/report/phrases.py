@@ -138,14 +138,23 @@ def _range(value: Operand) -> str:
     return f"finite {number(value.min)} to {number(value.max)}"
 
 
-def culprits(origin: Origin) -> str:
-    """Sample, micro-batch and rank, where they could be confirmed."""
+def culprits_of(incident: Incident) -> str:
+    """Sample, micro-batch and rank of an incident, where they could be confirmed."""
+    if incident.origin is None:
+        return ""
+    return culprits(incident.origin, len(incident.reading.micro_losses))
+
+
+def culprits(origin: Origin, micro_batches: int = 0) -> str:
+    """The same, of a step with so many micro-batches; 0: not known."""
     parts = []
     if origin.samples:
         noun = "sample" if len(origin.samples) == 1 else "samples"
         parts.append(f"{noun} {first_few(origin.samples)}{_identities(origin)}")
-    if origin.micro_batch is not None:
-        parts.append(f"micro-batch {origin.micro_batch}")
+    if origin.micro_batch is not None and micro_batches != 1:
+        # People count from 1.
+        of = f" of {micro_batches}" if micro_batches else ""
+        parts.append(f"micro-batch {origin.micro_batch + 1}{of}")
     if origin.rank is not None:
         parts.append(f"rank {origin.rank}")
     return ", ".join(parts)

@@ -8,7 +8,14 @@ from typing import Any
 from stepguard._errors import ConfigError
 from stepguard.report.figure import AMBER, INK, LOSS_SHARE, RED, Panel, RunFigure, replace_file
 
-SYMBOLS = {"triangle": "triangle-down", "diamond": "diamond-open", "circle": "circle-open"}
+SYMBOLS = {
+    "triangle": "triangle-down",
+    "diamond": "diamond-open",
+    "circle": "circle-open",
+    "square": "square-open",
+    "left": "triangle-left",
+    "cross": "x",
+}
 
 
 def write_html(shown: RunFigure, path: Path) -> None:
@@ -45,6 +52,8 @@ def _add_panel(figure: Any, panel: Panel, row: int) -> None:
     for line in panel.lines:
         x, y = line.series
         look = {"color": line.colour, "width": 1.5 * line.width}
+        if line.left:
+            look["dash"] = "dot"
         figure.add_scatter(x=x, y=y, name=line.name, mode="lines", line=look, row=row, col=1)
     # plotly has no symlog axis; a linear one still shows every value.
     kind = "log" if panel.scale == "log" else "linear"
@@ -92,7 +101,7 @@ def _add_marks(figure: Any, shown: RunFigure) -> None:
 
 def _upper_edge(panel: Panel) -> float:
     """Just above the highest loss."""
-    values = panel.lines[0].series[1] if panel.lines else [1.0]
+    values = [value for line in panel.lines for value in line.series[1]] or [1.0]
     if panel.scale == "log":
         return max(values) * 1.2
     height = (max(values) - min(values)) or 1.0

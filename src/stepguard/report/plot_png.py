@@ -20,7 +20,15 @@ from stepguard.report.figure import (
     replace_file,
 )
 
-MARKERS = {"triangle": "v", "diamond": "D", "circle": "o"}
+MARKERS = {
+    "triangle": "v",
+    "diamond": "D",
+    "circle": "o",
+    "square": "s",
+    "left": "<",
+    "cross": "X",
+}
+FILLED = ("triangle", "left", "cross")
 
 
 def write_png(shown: RunFigure, path: Path) -> None:
@@ -54,7 +62,8 @@ def write_png(shown: RunFigure, path: Path) -> None:
 
 def _draw_panel(axes: Any, panel: Panel, spans: list[tuple[int, int]]) -> None:
     for line in panel.lines:
-        axes.plot(*line.series, color=line.colour, linewidth=line.width)
+        dots = ":" if line.left else "-"
+        axes.plot(*line.series, color=line.colour, linewidth=line.width, linestyle=dots)
     for first, last in spans:
         axes.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.08, linewidth=0.8, zorder=0)
     if not panel.lines:
@@ -99,7 +108,7 @@ def _draw_marks(axes: Any, shown: RunFigure) -> None:
     for marks in shown.marks:
         heights = [1.025] * len(marks.steps)
         look = {"marker": MARKERS[marks.symbol], "s": 42, "edgecolors": marks.colour}
-        look["facecolors"] = marks.colour if marks.symbol == "triangle" else "white"
+        look["facecolors"] = marks.colour if marks.symbol in FILLED else "white"
         axes.scatter(marks.steps, heights, label=marks.name, transform=edge, clip_on=False, **look)
     if shown.marks:
         corner = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.06), "ncols": 3}

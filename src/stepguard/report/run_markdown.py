@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepguard.report import phrases
-from stepguard.report.decision_words import done_times
 from stepguard.report.run_words import (
     counts,
     further_commands,
@@ -79,7 +78,7 @@ def _row(position: int, group: IncidentGroup) -> tuple[str, ...]:
         str(group.consecutive),
         where_and_who(group),
         f"{group.code} {group.title}".strip(),
-        done_times(group.actions),
+        group.done,
         phrases.rates(group.lr),
     )
 

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from stepguard.report import phrases, screen
-from stepguard.report.decision_words import done_times
 from stepguard.report.run_words import (
     counts,
     further_commands,
@@ -96,7 +95,7 @@ def _details(console: Console, position: int, group: IncidentGroup) -> None:
     rows = [("where", where_and_who(group)), ("cause", _cause(group))]
     for sentence in group.evidence:
         rows.append(("", f"- {sentence}"))
-    rows += [("done", done_times(group.actions)), ("lr", phrases.rates(group.lr))]
+    rows += [("done", group.done), ("lr", phrases.rates(group.lr))]
     console.print(Padding(_pairs([row for row in rows if row[1]]), (0, 0, 0, 3)))
     for command in further_commands(group):
         # Not in the table: a long path must stay on one line to be copied.

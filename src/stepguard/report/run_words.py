@@ -13,7 +13,7 @@ Row = tuple[str, str]
 MOST_EVENTS = 40
 _VERSIONS = ("stepguard", "torch", "python")
 _RUN_FACTS = ("optimizer", "parameters", "lr", "rank", "world", "agreement")
-_TOLD = (*_VERSIONS, *_RUN_FACTS, "versions", "time", "config", "settings")
+_TOLD = (*_VERSIONS, *_RUN_FACTS, "versions", "time", "config", "settings", "attempt")
 
 
 def heading(summary: RunSummary) -> list[Row]:
@@ -21,7 +21,8 @@ def heading(summary: RunSummary) -> list[Row]:
     header = summary.header
     rows = [
         ("began", phrases.moment(header.get("time"))),
-        ("restarts", f"{summary.restarts}, all in this report" if summary.restarts else ""),
+        ("folder", _folder(summary)),
+        ("restarts", _restarts(summary)),
         ("versions", _versions(header)),
         ("optimizer", _optimizer(header)),
         ("ranks", _ranks(header)),
@@ -31,6 +32,23 @@ def heading(summary: RunSummary) -> list[Row]:
         if name not in _TOLD:
             rows.append((str(name), _plain(value)))
     return [row for row in rows if row[1]]
+
+
+def _folder(summary: RunSummary) -> str:
+    """Where a folder holds more than this run."""
+    parts = []
+    if summary.runs > 1:
+        others = f"`--run 1` to `--run {summary.runs}` show each of them"
+        parts.append(f"used for {summary.runs} runs, this is number {summary.run}; {others}")
+    if summary.elsewhere:
+        parts.append(f"further guards wrote to {phrases.first_few(summary.elsewhere, 4)}")
+    return "; ".join(parts)
+
+
+def _restarts(summary: RunSummary) -> str:
+    if not summary.restarts:
+        return ""
+    return f"{summary.restarts}, all in this report"
 
 
 def _versions(header: Mapping[str, Any]) -> str:
@@ -88,9 +106,21 @@ def _steps(summary: RunSummary) -> str:
         f"{summary.committed:,} committed",
         f"{summary.skipped:,} skipped",
     ]
+    if summary.left:
+        parts[1] += f" ({summary.left:,} of them no longer count: {_left_by(summary)})"
     if summary.calibrations:
         parts.append(phrases.count(summary.calibrations, "loss-scale calibration"))
     return ", ".join(parts)
+
+
+def _left_by(summary: RunSummary) -> str:
+    """Why steps no longer count."""
+    ways = []
+    if summary.rewinds:
+        ways.append(phrases.count(summary.rewinds, "rewind"))
+    if summary.restarts:
+        ways.append(phrases.count(summary.restarts, "restart"))
+    return " and ".join(ways) or "the run went back"
 
 
 def _bad(summary: RunSummary) -> str:

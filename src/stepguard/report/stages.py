@@ -6,13 +6,14 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
+
+import numpy as np
 
 from stepguard._errors import ConfigError
 from stepguard.report import phrases
-from stepguard.report.step_lines import StepLine, committed
-from stepguard.report.summary import Record
+from stepguard.report.story import Run, StepTable
+from stepguard.report.story.model import Bools
 
 State = Literal["waiting", "passed", "failed"]
 COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -89,27 +90,27 @@ def _condition(part: str, text: str) -> Condition:
     return Condition(name=found[1], sign=found[2], limit=limit)
 
 
-def judge_stages(record: Record, stages: Sequence[Stage]) -> tuple[StageOutcome, ...]:
+def judge_stages(run: Run, stages: Sequence[Stage]) -> tuple[StageOutcome, ...]:
     """Judge every condition of every stage.
 
     Counts fail as soon as they are over their limit; levels are read when the stage is over.
     """
-    last = max((line["step"] for line in record.steps), default=-1)
+    last = int(run.steps.step.max()) if len(run.steps) else -1
     outcomes = []
     for stage in stages:
         for condition in stage.conditions:
-            outcomes.append(_outcome(record, stage, condition, last))
+            outcomes.append(_outcome(run, stage, condition, last))
     return tuple(outcomes)
 
 
-def _outcome(record: Record, stage: Stage, condition: Condition, last: int) -> StageOutcome:
-    value = _value(record, stage, condition.name)
+def _outcome(run: Run, stage: Stage, condition: Condition, last: int) -> StageOutcome:
+    value = _value(run, stage, condition.name)
     state: State = "waiting"
     if last >= stage.last:
         state = "passed" if _holds(condition, value) else "failed"
     elif _lost_already(condition, value):
         state = "failed"
-    note = _no_such_value(record, condition.name) if value is None else ""
+    note = _no_such_value(run.steps, condition.name) if value is None else ""
     return StageOutcome(
         stage=str(stage), condition=str(condition), state=state, value=value, note=note
     )
@@ -126,64 +127,77 @@ def _lost_already(condition: Condition, value: float | None) -> bool:
     return value > condition.limit
 
 
-def _no_such_value(record: Record, name: str) -> str:
+def _no_such_value(table: StepTable, name: str) -> str:
     """Say that no step has a value of this name; nothing before the first step."""
-    known: dict[str, None] = {}
-    for line in record.steps:
-        known.update(dict.fromkeys(_names(line)))
+    known = list(map(_own_name, filter(_can_be_asked, table.series)))
     if not known or name in known:
         return ""
     names = ", ".join([*known, *COUNTS, "fall"])
     return f"no step of this run has a value named {name!r}; it has {names}"
 
 
-def _names(line: StepLine) -> list[str]:
-    named = [*(line.get("components") or ()), *(line.get("followed") or ())]
-    return [name for name in LEVELS if line.get(name) is not None] + named
+def _own_name(series: str) -> str:
+    """Components and followed values go by the names the user gave them."""
+    for prefix in PREFIXES:
+        series = series.removeprefix(prefix)
+    return series
+
+
+def _can_be_asked(series: str) -> bool:
+    return series in LEVELS or series.startswith(PREFIXES)
 
 
 COUNTS = ("incidents", "skipped")
 LEVELS = ("loss", "grad_norm", "clip_factor", "scale", "lr", "seconds")
 """Numbers that a step's line may have, whatever the user names or follows."""
+PREFIXES = ("loss/", "followed/")
 
 
-def _value(record: Record, stage: Stage, name: str) -> float | None:
+def _value(run: Run, stage: Stage, name: str) -> float | None:
+    """A number of the stage; levels are those of the steps that count."""
     if name == "incidents":
-        inside = [i for i in record.incidents if stage.first <= i.step <= stage.last]
-        return float(len(inside))
-    lines = [line for line in record.steps if stage.first <= line["step"] <= stage.last]
+        steps = [one.incident.step for one in run.incidents]
+        return float(sum(stage.first <= step <= stage.last for step in steps))
+    table = run.steps
+    inside: Bools = (table.step >= stage.first) & (table.step <= stage.last)
     if name == "skipped":
-        return float(len(lines) - len(committed(lines)))
+        return float((inside & ~table.committed).sum())
     if name == "fall":
-        return _fall(lines)
-    return _level(_numbers(lines, name))
+        return _fall(_numbers(table, inside, "loss"))
+    return _level(_numbers(table, inside, name))
 
 
-def _fall(lines: Sequence[StepLine]) -> float | None:
+def _fall(losses: Sequence[float]) -> float | None:
     """How far the loss came down: its level in the stage's first tenth less that in its last."""
-    losses = _numbers(lines, "loss")
-    if not losses:
+    if not len(losses):
         return None
     tenth = max(1, len(losses) // 10)
-    return median(losses[:tenth]) - median(losses[-tenth:])
+    return float(np.median(losses[:tenth]) - np.median(losses[-tenth:]))
 
 
 def _level(numbers: Sequence[float]) -> float | None:
     """Where a stage ended: the median of its last tenth, which single spikes do not move."""
-    if not numbers:
+    if not len(numbers):
         return None
     tenth = max(1, len(numbers) // 10)
-    return median(numbers[-tenth:])
+    return float(np.median(numbers[-tenth:]))
 
 
-def _numbers(lines: Sequence[StepLine], name: str) -> list[float]:
-    found = []
-    for line in committed(lines):
-        parts = {**(line.get("followed") or {}), **(line.get("components") or {})}
-        value = line.get(name, parts.get(name))
-        # `lr` has one value for each parameter group.
-        if isinstance(value, list | tuple) and value:
-            value = max(value)
-        if phrases.finite(value):
-            found.append(float(value))
-    return found
+def _numbers(table: StepTable, inside: Bools, name: str) -> list[float]:
+    mask: Bools = inside & table.counts
+    if name == "lr":
+        return _highest_rates(table, mask)
+    for candidate in (name, *(prefix + name for prefix in PREFIXES)):
+        if candidate in table.series:
+            return list(map(float, table.values(candidate, mask)))
+    return []
+
+
+def _highest_rates(table: StepTable, mask: Bools) -> list[float]:
+    """`lr` has one value for each parameter group."""
+    highest = np.full(len(table), -np.inf)
+    for name, series in table.series.items():
+        if name == "lr" or name.startswith("lr/"):
+            np.maximum.at(highest, series.rows, series.values)
+    chosen = highest[mask]
+    return list(map(float, chosen[np.isfinite(chosen)]))

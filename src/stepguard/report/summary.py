@@ -5,39 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean, median
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from stepguard.records import Finding, GuardConfig, Incident
+import numpy as np
+
+from stepguard.records import Finding, GuardConfig
 from stepguard.records.codec import dumps, to_jsonable
 from stepguard.records.decision import Action
 from stepguard.records.place import place_and_phase
 from stepguard.report import phrases
+from stepguard.report.decision_words import done, done_times
 from stepguard.report.panel import next_commands
-from stepguard.report.step_lines import StepLine, committed, finite_values
+from stepguard.report.story import Run, Story, StoryIncident
 from stepguard.report.timeline import Event, timeline
 
 LEAD_UP = 32
 """Steps shown before the first incident."""
-
-T = TypeVar("T")
-
-
-class Record(Protocol):
-    """A journal read back, as `journal.read_run` gives it; anything with these fields will do."""
-
-    @property
-    def path(self) -> object: ...
-    @property
-    def header(self) -> Mapping[str, Any]: ...
-    @property
-    def steps(self) -> Sequence[StepLine]: ...
-    @property
-    def incidents(self) -> Sequence[Incident]: ...
-    @property
-    def notes(self) -> Sequence[Mapping[str, Any]]: ...
-    @property
-    def torn(self) -> int: ...
+MOST_ANSWERS = 3
+"""Different parts that were left out, each named; more are only counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +43,8 @@ class IncidentGroup:
     certainty: str = ""
     evidence: tuple[str, ...] = ()
     actions: dict[Action, int] = field(default_factory=dict)
+    done: str = ""
+    """What was done about them, in words."""
     lr: tuple[float, ...] = ()
     """Learning rate of each parameter group at the first of them."""
     commands: tuple[str, ...] = ()
@@ -81,8 +68,17 @@ class RunSummary:
     header: dict[str, Any]
     changed_settings: dict[str, Any]
     """Settings of the guard that are not the default."""
+    run: int
+    """Which run of its folder it is, from 1."""
+    runs: int
+    """How many there are."""
+    elsewhere: tuple[str, ...]
+    """Folders of further guards of the same process."""
     restarts: int
-    """How often the run was started again with the same journal."""
+    """How often the run was started again."""
+    rewinds: int
+    left: int
+    """Committed steps that no longer count: a rewind or a restart went back below them."""
     steps: int
     committed: int
     skipped: int
@@ -107,45 +103,78 @@ class RunSummary:
     torn: int
 
 
-def summarize(record: Record) -> RunSummary:
-    """Summarize a journal. Pure: the same record gives the same summary."""
-    calibrations = calibration_steps(record.steps, record.incidents)
-    made = committed(record.steps)
-    losses = finite_values(made, "loss")
-    seconds = finite_values(record.steps, "seconds")
-    bad = _bad_steps(record, calibrations)
-    before: list[StepLine] = []
-    if bad:
-        before = [line for line in made if line["step"] < bad[0]][-LEAD_UP:]
+def summarize(run: Run, story: Story | None = None) -> RunSummary:
+    """Summarize a run, and name what else is in its folder. Pure."""
+    table = run.steps
+    losses = table.values("loss", table.counts)
+    seconds = table.values("seconds")
+    bad_rows = np.flatnonzero(table.dropped | (table.incident >= 0))
+    header = {key: value for key, value in run.header.items() if key not in ("v", "type")}
     return RunSummary(
-        journal=str(record.path),
-        header={key: value for key, value in record.header.items() if key not in ("v", "type")},
-        changed_settings=changed_settings(record.header),
-        restarts=sum(line.get("type") == "run" for line in record.notes),
-        steps=len(record.steps),
-        committed=len(made),
-        skipped=len(record.steps) - len(made) - len(calibrations),
-        calibrations=len(calibrations),
-        bad_steps=len(bad),
-        first_bad=_first(bad),
-        last_bad=_first(bad[::-1]),
-        longest_stretch=longest_stretch(bad),
-        first_loss=_first(losses),
-        best_loss=min(losses, default=None),
-        last_loss=_first(losses[::-1]),
-        seconds_per_step=median(seconds) if seconds else None,
-        groups=group_incidents(record.incidents),
-        norms_before=_column(before, "grad_norm"),
-        losses_before=_column(before, "loss"),
-        followed_before=_followed(before),
-        clip=_clip_activity(record.steps),
-        timeline=timeline(record.header, record.steps, record.incidents, record.notes),
-        torn=record.torn,
+        journal=str(run.path),
+        header=header,
+        changed_settings=changed_settings(run.header),
+        **_place_in_folder(run, story),
+        restarts=max(len(run.attempts) - 1, 0),
+        rewinds=sum(left.by == "rewind" for left in run.goings_back),
+        left=int((table.committed & ~table.kept).sum()),
+        steps=len(table),
+        committed=int(table.committed.sum()),
+        skipped=int(table.dropped.sum()),
+        calibrations=int(table.calibration.sum()),
+        **_bad_steps(run, bad_rows),
+        first_loss=_at(losses, 0),
+        best_loss=_at(np.sort(losses), 0),
+        last_loss=_at(losses, -1),
+        seconds_per_step=_at(np.sort(seconds), len(seconds) // 2),
+        groups=group_incidents(run),
+        clip=_clip_activity(run),
+        timeline=timeline(run),
+        torn=run.torn,
+        **_before(run, bad_rows),
     )
 
 
-def _first(values: Sequence[T]) -> T | None:
-    return values[0] if values else None
+def _place_in_folder(run: Run, story: Story | None) -> dict[str, Any]:
+    if story is None:
+        return {"run": run.number, "runs": 1, "elsewhere": ()}
+    elsewhere = tuple(map(str, story.elsewhere))
+    return {"run": run.number, "runs": len(story.runs), "elsewhere": elsewhere}
+
+
+def _bad_steps(run: Run, bad_rows: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """First and last in the order of time, and how many came in a row."""
+    without_row = [one.incident.step for one in run.incidents if one.row is None]
+    steps = run.steps.step[bad_rows].tolist() or without_row
+    return {
+        "bad_steps": len(bad_rows) + len(without_row),
+        "first_bad": steps[0] if steps else None,
+        "last_bad": steps[-1] if steps else None,
+        "longest_stretch": longest_stretch(bad_rows.tolist()) or min(len(without_row), 1),
+    }
+
+
+def _at(values: Sequence[float] | np.ndarray[Any, Any], place: int) -> float | None:
+    return float(values[place]) if len(values) else None
+
+
+def _before(run: Run, bad_rows: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """What the committed steps just before the first bad one looked like."""
+    table = run.steps
+    chosen = np.zeros(len(table), np.bool_)
+    if len(bad_rows):
+        good = np.flatnonzero(table.committed[: bad_rows[0]])[-LEAD_UP:]
+        chosen[good] = True
+    followed = {}
+    for name, series in table.series.items():
+        values = series.where(chosen).values
+        if name.startswith("followed/") and len(values):
+            followed[name.removeprefix("followed/")] = tuple(map(float, values))
+    return {
+        "norms_before": tuple(map(float, table.column("grad_norm").where(chosen).values)),
+        "losses_before": tuple(map(float, table.column("loss").where(chosen).values)),
+        "followed_before": followed,
+    }
 
 
 def render_json(summary: RunSummary) -> str:
@@ -153,58 +182,72 @@ def render_json(summary: RunSummary) -> str:
     return dumps(to_jsonable(summary))
 
 
-def calibration_steps(steps: Iterable[StepLine], incidents: Iterable[Incident]) -> set[int]:
-    """Not committed, with a loss scale, and no incident: GradScaler was looking for its scale."""
-    dropped = set()
-    for line in steps:
-        if not line.get("committed", True) and "scale" in line:
-            dropped.add(line["step"])
-    return dropped - {incident.step for incident in incidents}
-
-
-def longest_stretch(steps: Sequence[int]) -> int:
-    """The most steps in a row; `steps` is sorted and without repeats."""
+def longest_stretch(rows: Sequence[int]) -> int:
+    """The most in a row; `rows` is sorted and without repeats."""
     longest = 0
     current = 0
     previous = None
-    for step in steps:
-        if previous is not None and step == previous + 1:
+    for row in rows:
+        if previous is not None and row == previous + 1:
             current += 1
         else:
             current = 1
         longest = max(longest, current)
-        previous = step
+        previous = row
     return longest
 
 
-def group_incidents(incidents: Iterable[Incident]) -> tuple[IncidentGroup, ...]:
-    """By kind, in the order of their first step."""
-    kinds: dict[tuple[str, ...], list[Incident]] = {}
-    for incident in incidents:
-        kinds.setdefault(phrases.kind_of(incident), []).append(incident)
-    return tuple(_group(members) for members in kinds.values())
+def group_incidents(run: Run) -> tuple[IncidentGroup, ...]:
+    """By kind, in the order of time."""
+    kinds: dict[tuple[str, ...], list[StoryIncident]] = {}
+    for one in run.incidents:
+        kinds.setdefault(phrases.kind_of(one.incident), []).append(one)
+    folder = run.path.parent
+    return tuple(_group(members, str(folder)) for members in kinds.values())
 
 
-def _group(members: list[Incident]) -> IncidentGroup:
-    first = members[0]
-    steps = sorted({member.step for member in members})
+def _group(members: list[StoryIncident], folder: str) -> IncidentGroup:
+    first = members[0].incident
+    decisions = [one.incident.decision for one in members if one.incident.decision]
+    actions = Counter(decision.action for decision in decisions)
+    # The folder may have been moved, or is called by another path than in training.
+    here = replace(first, run=folder) if first.run else first
     group = IncidentGroup(
         verdict=first.verdict.kind,
         summary=first.verdict.summary,
-        first_step=steps[0],
-        last_step=steps[-1],
+        first_step=first.step,
+        last_step=members[-1].incident.step,
         count=len(members),
-        consecutive=longest_stretch(steps),
-        actions=dict(Counter(member.decision.action for member in members if member.decision)),
+        consecutive=_in_a_row(members),
+        actions=dict(actions),
+        done=_answers(members, actions),
         lr=first.reading.lr,
-        commands=tuple(next_commands(first)),
+        commands=tuple(next_commands(here)),
     )
     if first.origin is not None:
         where = place_and_phase(first.origin)
-        group = replace(group, where=where, culprits=phrases.culprits(first.origin))
+        group = replace(group, where=where, culprits=phrases.culprits_of(first))
     if first.findings:
         group = _with_cause(group, first.findings[0])
     return group
+
+
+def _in_a_row(members: Sequence[StoryIncident]) -> int:
+    rows = sorted(one.row for one in members if one.row is not None)
+    if rows:
+        return longest_stretch(rows)
+    return longest_stretch(sorted({one.incident.step for one in members}))
+
+
+def _answers(members: Sequence[StoryIncident], actions: Mapping[Action, int]) -> str:
+    """What was done, with the part that was left out where there are few of them."""
+    named: Counter[str] = Counter()
+    for one in members:
+        if one.incident.decision is not None:
+            named[done(one.incident.decision)] += 1
+    if len(named) > MOST_ANSWERS:
+        return done_times(actions)
+    return ", ".join(f"{words} ({times})" for words, times in named.items())
 
 
 def _with_cause(group: IncidentGroup, finding: Finding) -> IncidentGroup:
@@ -241,32 +284,10 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def _bad_steps(record: Record, calibrations: set[int]) -> list[int]:
-    bad = {incident.step for incident in record.incidents}
-    for line in record.steps:
-        # A crash may have come between the dropped step and the line of its incident.
-        if not line.get("committed", True) and line["step"] not in calibrations:
-            bad.add(line["step"])
-    return sorted(bad)
-
-
-def _column(lines: Sequence[StepLine], name: str) -> tuple[float, ...]:
-    return tuple(float(line[name]) for line in lines if isinstance(line.get(name), int | float))
-
-
-def _followed(lines: Sequence[StepLine]) -> dict[str, tuple[float, ...]]:
-    followed: dict[str, list[float]] = {}
-    for line in lines:
-        for name, value in (line.get("followed") or {}).items():
-            if isinstance(value, int | float):
-                followed.setdefault(name, []).append(float(value))
-    return {name: tuple(values) for name, values in followed.items()}
-
-
-def _clip_activity(steps: Sequence[StepLine]) -> ClipActivity | None:
-    factors = finite_values(steps, "clip_factor")
-    if not factors:
+def _clip_activity(run: Run) -> ClipActivity | None:
+    factors = run.steps.values("clip_factor")
+    if not len(factors):
         return None
-    clipped = [factor for factor in factors if factor < 1.0]
-    mean = fmean(clipped) if clipped else None
+    clipped = factors[factors < 1.0]
+    mean = float(clipped.mean()) if len(clipped) else None
     return ClipActivity(steps=len(factors), clipped=len(clipped), mean_factor=mean)

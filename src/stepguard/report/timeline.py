@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
-from stepguard.records import Incident
+import numpy as np
+
 from stepguard.records.place import place
 from stepguard.report import phrases
-from stepguard.report.decision_words import ACTION_WORDS
-from stepguard.report.step_lines import StepLine, committed, finite_values
+from stepguard.report.decision_words import done
+from stepguard.report.story import Branch, Note, Run, StoryIncident
 
 Weight = Literal["info", "note", "incident", "good"]
 RISE = 4.0
 """Times above its usual level that make a gradient norm part of the story."""
 LOOK_BACK = 50
-WORDS = ("summary", "error", "message", "reason", "detail", "status", "path")
-"""Fields of a journal line that can be shown as they are, best first."""
+LATEST = 10**15
+"""Sorts an event behind everything that was written by then."""
+
+Placed = tuple[int, int, "Event"]
+"""Rows before it, order among the lines, event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,207 +36,257 @@ class Event:
 
     @property
     def steps(self) -> str:
-        """`step 48`, or `steps 48-51`."""
-        if self.last_step is None or self.last_step == self.step:
+        """`step 48`, or `steps 48-51`; after a rewind the last may be the lower one."""
+        if self.last_step is None or self.last_step <= self.step:
             return f"step {self.step}"
         return f"steps {self.step}-{self.last_step}"
 
 
-def timeline(
-    header: Mapping[str, Any],
-    steps: Sequence[StepLine],
-    incidents: Sequence[Incident],
-    notes: Sequence[Mapping[str, Any]],
-) -> tuple[Event, ...]:
-    """Every event in the order of its first step; within one step, causes before effects."""
-    events = [
-        *_beginning(header, steps),
-        *_rise(steps, incidents),
-        *_stretches(incidents),
-        *_noted(notes, max((line["step"] for line in steps), default=0)),
-        *_ending(steps, incidents, ended_by=_error_at_the_end(notes)),
+def timeline(run: Run) -> tuple[Event, ...]:
+    """Every event in the order of time."""
+    placed = [
+        *_beginning(run),
+        *_rise(run),
+        *_stretches(run),
+        *_goings_back(run),
+        *_noted(run),
+        *_ending(run),
     ]
-    return tuple(sorted(events, key=lambda event: event.step))
+    placed.sort(key=lambda event: event[:2])
+    return tuple(event for _, _, event in placed)
 
 
-def _beginning(header: Mapping[str, Any], steps: Sequence[StepLine]) -> Iterator[Event]:
-    if not steps:
+def _beginning(run: Run) -> Iterator[Placed]:
+    table = run.steps
+    if not len(table):
         return
     text = "the run began"
-    when = phrases.moment(header.get("time"))
+    when = phrases.moment(run.began)
     if when:
         text += f" at {when}"
-    loss = steps[0].get("loss")
-    if loss is not None:
-        text += f", loss {phrases.number(loss)}"
-    yield Event(step=steps[0]["step"], text=text)
+    loss = table.column("loss")
+    if len(loss) and loss.rows[0] == 0:
+        text += f", loss {phrases.number(float(loss.values[0]))}"
+    yield -1, 0, Event(step=int(table.step[0]), text=text)
 
 
-def _rise(steps: Sequence[StepLine], incidents: Sequence[Incident]) -> Iterator[Event]:
+def _rise(run: Run) -> Iterator[Placed]:
     """The gradient norm leaving its usual level just before the first incident."""
-    if not incidents:
+    if not run.incidents:
         return
-    first = min(incident.step for incident in incidents)
-    lines = []
-    for line in steps:
-        if first - LOOK_BACK <= line["step"] < first and phrases.finite(line.get("grad_norm")):
-            lines.append(line)
-    if len(lines) < 8:
+    first = run.incidents[0]
+    end = first.at if first.row is None else first.row
+    window = np.zeros(len(run.steps), np.bool_)
+    window[max(end - LOOK_BACK, 0) : end] = True
+    series = run.steps.column("grad_norm").where(window)
+    rows = series.rows[series.finite]
+    norms = series.values[series.finite]
+    if len(norms) < 8:
         return
-    norms = finite_values(lines, "grad_norm")
     # The first half of the window stands for the level before anything went wrong.
-    usual = median(norms[: len(norms) // 2])
+    usual = float(np.median(norms[: len(norms) // 2]))
     onset = len(norms)
     while onset > 0 and norms[onset - 1] > RISE * usual > 0:
         onset -= 1
     if onset == len(norms):
         return
-    peak = phrases.number(max(norms[onset:]))
+    peak = phrases.number(float(norms[onset:].max()))
     text = f"the gradient norm rose from its usual {phrases.number(usual)} to {peak}"
-    yield Event(step=lines[onset]["step"], last_step=lines[-1]["step"], text=text, weight="note")
+    steps = run.steps.step[rows[onset:]]
+    event = Event(step=int(steps[0]), last_step=int(steps[-1]), text=text, weight="note")
+    yield int(rows[onset]), 0, event
 
 
-def _stretches(incidents: Sequence[Incident]) -> Iterator[Event]:
+def _stretches(run: Run) -> Iterator[Placed]:
     """Incidents in a row that are of one kind and were answered alike are one event."""
     seen: set[tuple[str, ...]] = set()
-    members: list[Incident] = []
-    for incident in incidents:
-        if members and not _same_stretch(members[-1], incident):
+    members: list[StoryIncident] = []
+    for one in run.incidents:
+        if members and not _same_stretch(members[-1], one):
             yield _stretch(members, seen)
             members = []
-        members.append(incident)
+        members.append(one)
     if members:
         yield _stretch(members, seen)
 
 
-def _same_stretch(before: Incident, now: Incident) -> bool:
-    if now.step - before.step > 1 or phrases.kind_of(before) != phrases.kind_of(now):
+def _same_stretch(before: StoryIncident, now: StoryIncident) -> bool:
+    if phrases.kind_of(before.incident) != phrases.kind_of(now.incident):
         return False
-    if before.decision is None or now.decision is None:
-        return before.decision is now.decision
-    return before.decision.action == now.decision.action
+    if before.row is not None and now.row is not None:
+        together = now.row - before.row == 1
+    else:
+        together = 0 <= now.incident.step - before.incident.step <= 1
+    same = _answer(before) == _answer(now) and before.attempt == now.attempt
+    return together and same and before.done != "rewound"
 
 
-def _stretch(members: list[Incident], seen: set[tuple[str, ...]]) -> Event:
+def _answer(one: StoryIncident) -> str:
+    """What was done; a rewind says to where."""
+    decision = one.incident.decision
+    if decision is None:
+        return ""
+    words = done(decision)
+    if decision.action == "rewind" and decision.rewound_to is not None:
+        words = f"rewound to step {decision.rewound_to}"
+    return words
+
+
+def _stretch(members: list[StoryIncident], seen: set[tuple[str, ...]]) -> Placed:
     first = members[0]
-    last = members[-1]
-    kind = phrases.kind_of(first)
-    parts = [first.verdict.summary or phrases.verdict_title(first.verdict.kind)]
+    last = members[-1].incident
+    kind = phrases.kind_of(first.incident)
+    verdict = first.incident.verdict
+    parts = [verdict.summary or phrases.verdict_title(verdict.kind)]
     if kind not in seen:
         parts += _place_and_cause(first)
     seen.add(kind)
-    if first.decision is not None:
-        answer = ACTION_WORDS[first.decision.action].done
+    answer = _answer(first)
+    if answer:
         if len(members) > 1:
             answer += f" {len(members)} times"
         if last.decision is not None and last.decision.reason:
             answer += f" ({last.decision.reason})"
         parts.append(answer)
-    return Event(step=first.step, last_step=last.step, text="; ".join(parts), weight="incident")
+    step = first.incident.step
+    event = Event(step=step, last_step=last.step, text="; ".join(parts), weight="incident")
+    return first.at, first.order, event
 
 
-def _place_and_cause(incident: Incident) -> list[str]:
+def _place_and_cause(one: StoryIncident) -> list[str]:
     parts = []
-    if incident.origin is not None:
-        born = [place(incident.origin), phrases.culprits(incident.origin)]
-        where = phrases.joined(born)
-        text = f"born in {incident.origin.phase}"
+    origin = one.incident.origin
+    if origin is not None:
+        where = phrases.joined([place(origin), phrases.culprits_of(one.incident)])
+        text = f"born in {origin.phase}"
         if where:
             text += f": {where}"
         parts.append(text)
-    if incident.findings:
-        parts.append(f"{incident.findings[0].code} {incident.findings[0].title}")
+    if one.incident.findings:
+        finding = one.incident.findings[0]
+        parts.append(f"{finding.code} {finding.title}")
     return parts
 
 
-def _noted(notes: Sequence[Mapping[str, Any]], end: int) -> Iterator[Event]:
+def _goings_back(run: Run) -> Iterator[Placed]:
+    """Restarts, and rewinds that no incident tells of."""
+    for branch in run.branches:
+        left = branch.left
+        if left is None or left.incident is not None:
+            continue
+        order = LATEST if left.by == "restart" else LATEST - 1
+        event = Event(step=left.to, text=_back_text(run, branch), weight="note")
+        yield branch.end_row, order, event
+
+
+def _back_text(run: Run, branch: Branch) -> str:
+    left = branch.left
+    assert left is not None
+    table = run.steps
+    lost = int((table.committed[branch.rows] & (table.step[branch.rows] >= left.to)).sum())
+    if left.by == "restart":
+        text = f"started again at step {left.to}"
+        ending = run.attempts[branch.attempt].ending
+        if ending == "killed":
+            text += ", after a process that left no word"
+    elif left.by == "repeat":
+        text = f"went back to step {left.to}"
+    else:
+        text = left.text or f"went back to step {left.to}"
+    if lost:
+        text += f"; {phrases.count(lost, 'step')} of before no longer count"
+    return text
+
+
+def _noted(run: Run) -> Iterator[Placed]:
     """Notes of one kind are one event; everything else in the journal is an event of its own."""
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for position, line in enumerate(notes):
-        if line.get("type") == "run":
-            continue  # started again: it has no step, the summary counts it
+    kinds: dict[str, list[Note]] = {}
+    for position, note in enumerate(run.notes):
+        # Rewinds and restarts are told as such; sealed checkpoints are what should happen.
+        if note.type in ("rewind", "checkpoint") or note.kind == "restored":
+            continue
         name = f"line {position}"
-        if line.get("type") == "note":
-            name = str(line.get("kind", ""))
-        kinds.setdefault(name, []).append(line)
-    for lines in kinds.values():
-        text = _text_of(lines[0])
-        if len(lines) > 1:
-            text += f" ({len(lines)} times)"
-        yield Event(
-            step=_step_of(lines[0], end),
-            last_step=_step_of(lines[-1], end),
+        if note.type == "note":
+            name = f"{note.attempt} {note.kind}"
+        kinds.setdefault(name, []).append(note)
+    for notes in kinds.values():
+        first = notes[0]
+        text = _text_of(first)
+        if len(notes) > 1:
+            text += f" ({len(notes)} times)"
+        event = Event(
+            step=_step_of(run, first),
+            last_step=_step_of(run, notes[-1]),
             text=text,
-            weight=_weight(lines[0]),
+            weight=_weight(first),
         )
+        # The end is the last word of an attempt, whatever the threads of it still wrote.
+        yield first.at, LATEST - 2 if first.type == "end" else first.order, event
 
 
-def _step_of(line: Mapping[str, Any], end: int) -> int:
+def _step_of(run: Run, note: Note) -> int:
     """Lines on the whole run (its end) carry no step of their own."""
-    step = line.get("step")
-    return step if isinstance(step, int) else end
+    if note.step is not None:
+        return note.step
+    return int(run.steps.step[note.at - 1]) if 0 < note.at <= len(run.steps) else 0
 
 
-def _text_of(line: Mapping[str, Any]) -> str:
-    words = next((str(line[name]) for name in WORDS if line.get(name)), "")
-    kind = str(line.get("type", "note"))
-    if kind == "note":
-        return words or phrases.verdict_title(str(line.get("kind", "note")))
-    if kind == "fault":
-        return f"the guard failed and was disarmed: {words}".rstrip(": ")
-    if kind == "end":
-        return _end_text(line)
-    return f"{kind}: {words}".rstrip(": ")
+def _text_of(note: Note) -> str:
+    if note.type == "note":
+        return note.text or phrases.verdict_title(note.kind or "note")
+    if note.type == "fault":
+        return f"the guard failed and was disarmed: {note.text}".rstrip(": ")
+    if note.type == "end":
+        return _end_text(note)
+    return f"{note.type}: {note.text}".rstrip(": ")
 
 
-def _end_text(line: Mapping[str, Any]) -> str:
-    if line.get("error"):
-        return f"the run was ended by an exception: {line['error']}"
-    if line.get("armed", True):
+def _end_text(note: Note) -> str:
+    if note.fields.get("error"):
+        return f"the run was ended by an exception: {note.fields['error']}"
+    if note.fields.get("armed", True):
         return "the guard was closed"
     return "the disarmed guard was closed"
 
 
-def _weight(line: Mapping[str, Any]) -> Weight:
+def _weight(note: Note) -> Weight:
     """Only what the guard noticed is coloured; a saved checkpoint is neither good nor bad."""
-    if line.get("type") == "end" and line.get("error"):
+    if note.type == "end" and note.fields.get("error"):
         return "incident"
-    by_type: dict[str, Weight] = {"fault": "incident", "note": "note", "rewind": "note"}
-    return by_type.get(str(line.get("type")), "info")
+    by_type: dict[str, Weight] = {"fault": "incident", "note": "note"}
+    return by_type.get(note.type, "info")
 
 
-def _error_at_the_end(notes: Sequence[Mapping[str, Any]]) -> str:
-    """The exception that ended the last attempt, in words."""
-    for line in reversed(notes):
-        if line.get("type") == "end":
-            return str(line.get("error") or "")
-    return ""
-
-
-def _ending(
-    steps: Sequence[StepLine], incidents: Sequence[Incident], *, ended_by: str = ""
-) -> Iterator[Event]:
+def _ending(run: Run) -> Iterator[Placed]:
     """What came after the last incident, or that nothing went wrong."""
-    if not steps:
+    table = run.steps
+    if not len(table):
         return
-    end = max(line["step"] for line in steps)
-    made = committed(steps)
-    if not incidents:
-        how = "no incident"
-        weight: Weight = "good"
-        if ended_by:
-            how = "then an exception outside of a step ended the run"
-            weight = "incident"
-        text = f"{phrases.count(len(made), 'step')} committed, {how}"
-        yield Event(step=end, text=text, weight=weight)
+    end = int(table.step[-1])
+    if not run.incidents:
+        yield len(table), LATEST - 3, _ending_without(run, end)
         return
-    last_bad = max(incident.step for incident in incidents)
-    after = [line for line in made if line["step"] > last_bad]
-    if not after:
+    last = run.incidents[-1]
+    since = last.at if last.row is None else last.row + 1
+    after = np.flatnonzero(table.committed[since:]) + since
+    if not len(after):
         text = "no step was committed after the last incident"
-        yield Event(step=end, text=text, weight="incident")
+        yield len(table), LATEST - 3, Event(step=end, text=text, weight="incident")
         return
     text = f"{phrases.count(len(after), 'step')} committed since the last incident"
-    if "loss" in after[-1]:
-        text += f", the last with loss {phrases.number(after[-1]['loss'])}"
-    yield Event(step=after[0]["step"], last_step=end, text=text, weight="good")
+    loss = table.last("loss")
+    if loss is not None:
+        text += f", the last with loss {phrases.number(loss)}"
+    event = Event(step=int(table.step[after[0]]), last_step=end, text=text, weight="good")
+    yield int(after[0]), LATEST - 4, event
+
+
+def _ending_without(run: Run, end: int) -> Event:
+    how = "no incident"
+    weight: Weight = "good"
+    if run.attempts and run.attempts[-1].error:
+        how = "then an exception outside of a step ended the run"
+        weight = "incident"
+    made = int(run.steps.committed.sum())
+    text = f"{phrases.count(made, 'step')} committed, {how}"
+    return Event(step=end, text=text, weight=weight)

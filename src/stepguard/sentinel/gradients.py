@@ -31,10 +31,15 @@ class GradientNorm:
     """What torch's own clipping would have used."""
     least: Tensor | None = None
     """The smallest norm of one parameter's gradient, where it was asked for."""
+    single: Tensor | None = None
+    """The norm of each gradient, where the total was made of them."""
     clipped: bool = False
     """The gradients were clipped when the norm was taken."""
     shards: bool = False
     """The norm of all ranks, of gradients of which each rank holds a part."""
+    squares: Tensor | None = None
+    """Of sharded gradients that were measured on this rank only: what it adds to the square of the
+    norm of all ranks."""
 
 
 @torch.no_grad()
@@ -48,13 +53,20 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
         return None
     if any(g.dtype in HALVES for g in dense):
         return _half_precision_norm(dense)
-    if each and len({(g.device, g.dtype) for g in dense}) == 1:
+    if _of_one_kind(dense, plain=not each):
         # As get_total_norm does it, so the total is the same bit for bit.
         every = torch.stack(list(foreach_norm(dense)))
         total = torch.linalg.vector_norm(every)
-        return GradientNorm(total, total, every.min())
+        return GradientNorm(total, total, every.min() if each else None, single=every)
     total = get_total_norm(dense)
     return GradientNorm(total, total)
+
+
+def _of_one_kind(dense: Sequence[Tensor], *, plain: bool) -> bool:
+    """One device, one dtype; with `plain` no subclass, which torch measures one by one."""
+    if len({(g.device, g.dtype) for g in dense}) > 1:
+        return False
+    return not plain or all(type(g) is Tensor for g in dense)
 
 
 def _half_precision_norm(dense: Sequence[Tensor]) -> GradientNorm:

@@ -13,6 +13,7 @@ only after all ranks have met (rank_meeting.py).
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -72,12 +73,18 @@ class Agreement:
             self.mode = "spread" if isinstance(model, DistributedDataParallel) else "collective"
         self.now: Callable[[], int] = lambda: 0
         """The step at hand."""
+        self.adds = False
+        """Ranks hold parts of one gradient: the reduction adds instead of taking the largest."""
         self._reduced = -1
         self._shared: Tensor | None = None
         """The last reduction, equal on all ranks."""
         number = next(_numbers[self.members])
-        name = f"stepguard/{'-'.join(map(str, _span(self.members)))}/{number}"
-        self._meeting = Meeting(name, self.members, self.world_rank, seconds)
+        # torchrun keeps its store when it starts the ranks again, with all that was said before
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ranks = "-".join(map(str, _span(self.members)))
+        self.name = f"stepguard/{attempt}/{ranks}/{number}"
+        """The same on all ranks of this guard, and of no other guard."""
+        self._meeting = Meeting(self.name, self.members, self.world_rank, seconds)
         self._met: bool | None = None
         """Do all ranks take part in the reductions? None before the first one."""
         self._cell: Tensor | None = None
@@ -97,21 +104,32 @@ class Agreement:
             self._cell.fill_(1.0)
 
     @torch.no_grad()
-    def reduce(self, values: Tensor, step: int, risk: Tensor | None = None) -> Tensor | None:
+    def reduce(
+        self,
+        values: Tensor,
+        step: int,
+        risk: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> Tensor | None:
         """Return largest finite values and non-finite flags over all ranks; None if not needed.
 
         Of the last value only the flag is of use; in the place of its number travels `risk`.
+        Where the ranks add, `sums` are the numbers, and the flags are counts.
         """
         if self.mode != "collective":
             return None
         self._enter(step)
         self._reduced = step
         flags = (~torch.isfinite(values)).to(values.dtype)
-        numbers = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        given = values if sums is None else sums
+        numbers = torch.nan_to_num(given, nan=0.0, posinf=0.0, neginf=0.0)
         numbers[RISK] = 0.0 if risk is None else risk
         # Not every backend has MAX for float64; float32 is enough for flags and to compare losses.
-        both = torch.cat([numbers, flags]).to(torch.float32)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        # Squares need its range.
+        dtype = torch.float64 if self.adds else torch.float32
+        operation = dist.ReduceOp.SUM if self.adds else dist.ReduceOp.MAX
+        both = torch.cat([numbers.to(dtype), flags.to(dtype)])
+        dist.all_reduce(both, op=operation, group=self._group)
         self._shared = both
         return both
 

@@ -236,7 +236,7 @@ class OptimizerState:
         for parameter, name in self._names():
             if name in slots:
                 live = state.get(parameter, {})
-                state[parameter] = refill.value(live, slots[name], parameter.device)
+                state[parameter] = refill.value(live, slots[name], parameter)
             elif name in trained:
                 state.pop(parameter, None)
 

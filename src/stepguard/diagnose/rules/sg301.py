@@ -63,7 +63,7 @@ def _sum(case: Case) -> str:
 def _accumulated(case: Case) -> Proof:
     which = ""
     if case.origin is not None and case.origin.micro_batch is not None:
-        which = f" of micro-batch {case.origin.micro_batch}"
+        which = f" of micro-batch {case.origin.micro_batch + 1}"
     text = (
         f"adding the gradient{which} to those before it exceeds {limit_of(case.dtype)}; each of "
         f"them is finite"

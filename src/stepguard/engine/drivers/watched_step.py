@@ -144,7 +144,8 @@ class WatchedStep:
         before = self._listening
         self._listening = False
         try:
-            yield
+            with self.model_calls.pausing():
+                yield
         finally:
             self._listening = before
 

@@ -13,9 +13,11 @@ from stepguard.engine.protect import explain_or_warn
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
-from stepguard.state.capsule import write_capsule
+from stepguard.state.capsule import running_script, write_capsule
 from stepguard.state.step import Step
+from stepguard.tensors.names import parameter_names
 
+GRADIENTS = "gradients.json"
 MOST_CAPSULES = 20
 """Capsules a run keeps; later incidents of a run that fails all the time are recorded without."""
 
@@ -24,6 +26,13 @@ def record(context: Context, incident: Incident, step: Step) -> Incident:
     """Record an incident as far as possible: the step stays vetoed whatever fails here."""
     return explain_or_warn(
         incident, partial(context.outputs.note, "output"), write_down, context, incident, step
+    )
+
+
+def keep_step(context: Context, incident: Incident, step: Step) -> Incident:
+    """Write the capsule of a step before the decision on it is applied."""
+    return explain_or_warn(
+        incident, partial(context.outputs.note, "output"), _with_capsule, context, incident, step
     )
 
 
@@ -39,14 +48,27 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
 
 
 def _write_folder(context: Context, incident: Incident) -> None:
+    folder = _folder(context, incident)
     try:
-        write_file(_folder(context, incident) / "incident.json", dumps(to_plain(incident)).encode())
+        write_file(folder / "incident.json", dumps(to_plain(incident)).encode())
+        _write_gradients(context, folder)
     except Exception as fault:
         # a full disk must not cost the veto, nor what else is told of the incident
         why = f"{type(fault).__name__}: {fault}"
         context.outputs.note(
             "output", f"the folder of incident {incident.id} could not be written: {why}"
         )
+
+
+def _write_gradients(context: Context, folder: Path) -> None:
+    """Write the gradient norms of each module in the steps before, as far as they are known."""
+    if len(context.incidents) > MOST_CAPSULES:
+        return
+    named = parameter_names(context.roots, context.optimizer)
+    names = {id(parameter): name for parameter, name in named}
+    table = context.gradient_norms.table([names[id(one)] for one in context.parameters])
+    if table is not None:
+        write_file(folder / GRADIENTS, dumps(table).encode())
 
 
 def free_id(context: Context, name: str) -> str:
@@ -85,7 +107,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
     if config.run_dir is None or config.capsule == "off" or not step.replayable:
         return incident
     folder = _folder(context, incident) / "capsule"
-    if len(context.incidents) >= MOST_CAPSULES or folder.exists():
+    if incident.capsule or len(context.incidents) >= MOST_CAPSULES or folder.exists():
         return incident
     try:
         kept = write_capsule(
@@ -106,4 +128,6 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
         limit = f"{config.capsule_limit} bytes (GuardConfig.capsule_limit)"
         context.outputs.note("capsule", f"no capsule: the step is larger than {limit}")
         return incident
-    return replace(incident, capsule=str(folder.relative_to(Path(config.run_dir))))
+    named = config.build is not None or bool(running_script())
+    capsule = str(folder.relative_to(Path(config.run_dir)))
+    return replace(incident, capsule=capsule, replayable=named)

@@ -32,7 +32,7 @@ class SituationReader:
         reading = incident.reading
         ruined = self._ruined(incident)
         fault = self._fault(incident, committed=committed, ruined=ruined)
-        repeatable = self._reruns and step.replayable
+        repeatable = self._reruns and step.repeatable
         may_act = fault == "anomaly" and self._anomalies.proven
         damaged = fault == "state" and not committed
         no_heal = self._no_peer(incident, damaged=damaged)
@@ -79,7 +79,7 @@ class SituationReader:
     ) -> tuple[str, float]:
         """What is proven guilty, in words, and its share of the samples; else the whole step."""
         # ranks have to drop the same
-        if repeatable and self._context.agreement.size == 1:
+        if repeatable and step.replayable and self._context.agreement.size == 1:
             words = proven_guilty(step, incident)
             if words:
                 return words, share_of(step, incident)

@@ -1,0 +1,30 @@
+"""`stepguard serve RUNS`: the page of a run, or of a folder of runs, while they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    runs: Annotated[
+        Path, typer.Argument(metavar="RUNS", help="A run directory, or a folder with several.")
+    ],
+    host: Annotated[
+        str, typer.Option("--host", help="Address to bind; beyond the loopback with a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help="Default: the first free one from 8321."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option("--token", envvar="STEPGUARD_TOKEN", help="Ask for this token."),
+    ] = None,
+) -> None:
+    """Show runs live in the browser, from their journals; training is not touched."""
+    from stepguard.serve.server import serve_runs
+
+    serve_runs(runs, host, port, token, say=typer.echo)

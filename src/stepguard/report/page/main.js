@@ -1,0 +1,341 @@
+// Puts the page together: header, lanes, panels, cards, facts; keyboard, theme, help.
+
+function isDark() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function prepare(run) {
+  run.kept = keptRows(run);
+  run.incidents.forEach((incident, number) => (incident.number = number));
+  return run;
+}
+
+class Page {
+  constructor(documentData, runs) {
+    this.document = documentData;
+    this.all = runs.map(prepare);
+    this.compares = documentData.mode === "compare";
+    this.runs = this.compares ? this.all : [this.all[this.all.length - 1]];
+    this.view = new View(this.runs);
+    this.panels = [];
+    this.buildHead();
+    this.lanes = new Lanes(byId("lanes"), this.runs, this.view, (one) => this.select(one, true));
+    this.view.listeners.push(() => this.lanes.render(), () => this.showRange());
+    this.buildPanels();
+    this.buildRest();
+    this.bind();
+    this.showRange();
+    this.tellState();
+    if (documentData.live) this.live = new Live(this, documentData.live.events);
+  }
+
+  buildHead() {
+    const run = this.runs[0];
+    byId("run-name").textContent = this.compares ? this.runs.map((one) => one.name).join(" and ") : run.name;
+    byId("run-line").textContent = this.compares ? this.runs.map((one) => one.line).join("  |  ") : run.line;
+    document.title = `${byId("run-name").textContent} · stepguard`;
+    const verdict = byId("verdict");
+    verdict.hidden = this.compares;
+    verdict.textContent = run.verdict.text;
+    verdict.className = `chip ${run.verdict.weight}`;
+    this.buildTiles(run);
+    const unread = byId("unread");
+    unread.hidden = !this.runs.some((one) => one.unread);
+    unread.textContent = this.runs.map((one) => one.unread).filter(Boolean).join(" ");
+    this.buildConcerns();
+    this.buildChooser();
+  }
+
+  buildConcerns() {
+    const list = byId("concerns");
+    list.textContent = "";
+    for (const run of this.runs) {
+      const whose = this.compares ? `${run.name}: ` : "";
+      for (const [weight, text] of run.concerns) list.append(element("li", weight, whose + text));
+    }
+  }
+
+  buildTiles(run) {
+    const tiles = byId("tiles");
+    tiles.textContent = "";
+    for (const [label, value, note] of this.compares ? [] : run.tiles) {
+      const tile = element("div", "tile");
+      tile.append(element("dt", "", label), element("dd", "", value));
+      if (note) tile.append(element("dd", "tile-note", note));
+      tiles.append(tile);
+    }
+  }
+
+  // A folder that was used for several runs shows the newest; the others can be chosen.
+  buildChooser() {
+    const box = byId("chooser");
+    box.hidden = this.compares || this.all.length < 2;
+    const select = byId("chosen-run");
+    if (select.options.length === this.all.length) return;
+    select.textContent = "";
+    this.all.forEach((run, place) => {
+      const option = element("option", "", run.label);
+      option.value = String(place);
+      select.append(option);
+    });
+    select.value = String(this.all.length - 1);
+    select.addEventListener("change", () => this.show([this.all[Number(select.value)]]));
+  }
+
+  show(runs) {
+    this.runs = runs;
+    this.view.selected = null;
+    this.view.min = undefined;
+    this.view.setRuns(runs);
+    this.buildHead();
+    this.lanes.setRuns(runs);
+    this.buildPanels();
+    this.buildRest();
+    this.view.apply();
+  }
+
+  buildPanels() {
+    const host = byId("panels");
+    host.textContent = "";
+    const specs = new Map();
+    for (const run of this.runs) for (const spec of run.panels) if (!specs.has(spec.id)) specs.set(spec.id, spec);
+    this.panels = [...specs.values()].map((spec) => new Panel(host, spec, this.runs, this.view));
+    this.view.panels = this.panels;
+  }
+
+  buildRest() {
+    this.showCard();
+    this.buildIncidentList();
+    this.buildChain();
+    this.buildFacts();
+    this.buildComparison();
+  }
+
+  incidents() {
+    return this.runs.flatMap((run) => run.incidents);
+  }
+
+  select(incident, zooms) {
+    this.view.select(incident, zooms);
+    this.showCard();
+    for (const row of document.querySelectorAll("#incident-rows tr")) {
+      row.classList.toggle("selected", row.dataset.key === incident?.key);
+    }
+  }
+
+  showCard() {
+    const host = byId("card");
+    const every = this.incidents();
+    document.body.classList.toggle("no-incident", !every.length);
+    host.textContent = "";
+    if (!every.length) return;
+    const shown = this.view.selected || every[0];
+    host.append(incidentCard(shown, this.ownTotal(shown), (by) => this.step(by)));
+  }
+
+  ownTotal(incident) {
+    return this.runs.find((run) => run.incidents.includes(incident))?.incidents.length || 0;
+  }
+
+  step(by) {
+    const every = this.incidents();
+    if (!every.length) return;
+    const at = this.view.selected ? every.indexOf(this.view.selected) + by : by > 0 ? 0 : every.length - 1;
+    this.select(every[(at + every.length) % every.length], true);
+  }
+
+  buildIncidentList() {
+    const body = byId("incident-rows");
+    body.textContent = "";
+    for (const run of this.runs) {
+      for (const incident of run.incidents.slice(0, 2000)) body.append(this.incidentRow(run, incident));
+    }
+    const count = this.incidents().length;
+    byId("incident-count").textContent = countWords(count, "incident");
+    byId("incident-list").hidden = !count;
+  }
+
+  incidentRow(run, incident) {
+    incident.key = `${run.name}/${run.number}/${incident.number}`;
+    const row = element("tr");
+    row.dataset.key = incident.key;
+    const button = element("button", "link", `step ${incident.step.toLocaleString("en-US")}`);
+    button.type = "button";
+    button.addEventListener("click", () => {
+      this.select(incident, true);
+      byId("lanes").scrollIntoView({ block: "nearest" });
+    });
+    const first = element("td");
+    first.append(button);
+    row.append(first);
+    const whose = this.compares ? `${run.name}: ` : "";
+    for (const text of [whose + incident.summary, incident.where?.text || "", incident.cause, incident.done]) {
+      row.append(element("td", "", text));
+    }
+    return row;
+  }
+
+  buildChain() {
+    const list = byId("chain-list");
+    list.textContent = "";
+    byId("chain").hidden = !this.runs.some((run) => run.chain.length);
+    for (const run of this.runs) {
+      for (const event of run.chain) {
+        const item = element("li", event.weight);
+        const button = element("button", "link when", event.steps);
+        button.type = "button";
+        button.addEventListener("click", () => this.view.set(event.first - 20, event.last + 20));
+        const whose = this.compares ? `${run.name}: ` : "";
+        item.append(button, element("span", "", whose + event.text));
+        list.append(item);
+      }
+    }
+  }
+
+  buildFacts() {
+    const host = byId("facts");
+    host.textContent = "";
+    for (const run of this.compares ? [] : this.runs) {
+      for (const group of run.groups) {
+        const box = element("details", "fact-group");
+        box.open = group.open;
+        const title = element("summary", "", group.title);
+        box.append(title, pairsOrTriples(group.rows));
+        host.append(box);
+      }
+    }
+  }
+
+  buildComparison() {
+    const host = byId("comparison");
+    const rows = this.document.comparison;
+    host.hidden = !rows;
+    if (!rows) return;
+    host.textContent = "";
+    host.append(element("h2", "", "Side by side"), pairsOrTriples(rows));
+  }
+
+  // Live: rows or incidents have come.
+  refresh(structural) {
+    const followed = this.view.isFull();
+    this.runs.forEach(prepare);
+    this.view.setRuns(this.runs);
+    this.buildTiles(this.runs[0]);
+    if (structural) this.keepSelection();
+    const known = new Set(this.panels.map((panel) => panel.spec.id));
+    if (this.runs[0].panels.some((spec) => !known.has(spec.id))) this.buildPanels();
+    else this.panels.forEach((panel) => panel.setRuns(this.runs));
+    if (structural) {
+      this.buildHead();
+      this.buildRest();
+    }
+    if (followed) this.view.reset();
+    else this.view.apply();
+    this.tellState();
+  }
+
+  // For whoever looks from outside: which run is shown, and how much of it.
+  tellState() {
+    document.body.dataset.rows = String(this.runs[0].rowCount);
+    document.body.dataset.run = String(this.runs[0].number);
+  }
+
+  keepSelection() {
+    const before = this.view.selected;
+    if (before) this.view.selected = this.incidents().find((one) => one.id === before.id) || null;
+  }
+
+  showRange() {
+    const from = Math.max(0, Math.ceil(this.view.min)).toLocaleString("en-US");
+    const to = Math.floor(this.view.max).toLocaleString("en-US");
+    byId("range").textContent = this.view.isFull() ? `all steps, ${from} to ${to}` : `steps ${from} to ${to}`;
+    byId("whole").disabled = this.view.isFull();
+  }
+
+  redraw() {
+    for (const panel of this.panels) panel.rebuild();
+    this.lanes.render();
+    this.showCard();
+  }
+
+  toggleTheme() {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    this.redraw();
+  }
+
+  toggleScales() {
+    for (const panel of this.panels) {
+      panel.linear = !panel.linear;
+      panel.rebuild();
+    }
+  }
+
+  bind() {
+    const help = byId("help");
+    this.keys = {
+      ArrowLeft: () => this.view.pan(-0.2),
+      ArrowRight: () => this.view.pan(0.2),
+      "+": () => this.view.zoom(0.5),
+      "=": () => this.view.zoom(0.5),
+      "-": () => this.view.zoom(2),
+      0: () => this.view.reset(),
+      n: () => this.step(1),
+      p: () => this.step(-1),
+      l: () => this.toggleScales(),
+      t: () => this.toggleTheme(),
+      "?": () => (help.open ? help.close() : help.showModal()),
+      Escape: () => this.select(null, false),
+    };
+    document.addEventListener("keydown", (event) => this.onKey(event));
+    byId("whole").addEventListener("click", () => this.view.reset());
+    byId("theme").addEventListener("click", () => this.toggleTheme());
+    byId("help-button").addEventListener("click", () => help.showModal());
+    byId("help-close").addEventListener("click", () => help.close());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
+    this.view.onPointed = (step) => (byId("pointed").textContent = `step ${step.toLocaleString("en-US")}`);
+    new ResizeObserver(() => {
+      this.panels.forEach((panel) => panel.resize());
+      this.lanes.render();
+    }).observe(byId("panels"));
+  }
+
+  onKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (["SELECT", "INPUT", "TEXTAREA"].includes(event.target.tagName)) return;
+    if (byId("help").open && event.key !== "?") return;
+    const act = this.keys[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  }
+}
+
+function pairsOrTriples(rows) {
+  const box = element("div", "scroll");
+  focusable(box, "table");
+  const table = element("table", "facts");
+  for (const [name, ...values] of rows) {
+    const row = element("tr");
+    const head = element("th", "", name);
+    head.scope = "row";
+    row.append(head, ...values.map((value) => element("td", "", value)));
+    table.append(row);
+  }
+  box.append(table);
+  return box;
+}
+
+function byId(name) {
+  return document.getElementById(name);
+}
+
+async function begin() {
+  const text = byId("stepguard-data").textContent;
+  const documentData = JSON.parse(text);
+  const runs = await Promise.all(documentData.runs.map(decodeRun));
+  globalThis.stepguardPage = new Page(documentData, runs);
+  document.body.dataset.ready = "yes";
+}
+
+begin();

@@ -1,0 +1,67 @@
+"""Binds the live page to an address and says where it is."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from stepguard._errors import ConfigError
+
+FURTHER_PORTS = 20
+"""Ports above the usual one that are tried when it is taken."""
+
+
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach this address?"""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve_runs(
+    root: Path, host: str, port: int | None, token: str | None, say: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl+C. Bound to more than the loopback, a token is made where none is given."""
+    try:
+        import uvicorn
+
+        from stepguard.serve.app import build_app
+    except ImportError as missing:
+        raise ConfigError(
+            f"the live page needs {missing.name}: pip install 'stepguard[serve]'."
+        ) from missing
+    if token is None and not is_loopback(host):
+        token = secrets.token_urlsafe(24)
+    app = build_app(root, token)
+    with _bound(host, port) as listening:
+        at = listening.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        ending = f"/?token={token}" if token else "/"
+        say(f"serving {root} at http://{shown}:{at}{ending} (Ctrl+C ends it)")
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _bound(host: str, port: int | None) -> socket.socket:
+    """A socket at this port; without one, at the first free port from 8321 on."""
+    wanted = range(8321, 8321 + FURTHER_PORTS) if port is None else range(port, port + 1)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    why = ""
+    for number in wanted:
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, number))
+        except OSError as error:
+            listening.close()
+            why = error.strerror or str(error)
+            continue
+        listening.listen(128)
+        return listening
+    raise ConfigError(f"{host} port {wanted[0]} cannot be used: {why}; give another with --port.")

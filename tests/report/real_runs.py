@@ -1,0 +1,90 @@
+"""Short guarded runs that end up in a folder: a rewind, a restart, a second run, part of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepguard import Guard, GuardConfig
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batch(number: int, *, bad: bool = False, rows: slice = slice(None)) -> Batch:
+    """Batch `number`; a bad one holds NaN in these rows of the input."""
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(16, 4, generator=generator)
+    y = x.sum(1, keepdim=True)
+    if bad:
+        x[rows] = math.nan
+    return x, y
+
+
+def build(folder: Path, **settings: Any) -> tuple[nn.Module, Guard, Callable[[Batch], Tensor]]:
+    """A tiny model, its guard and its loss function."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"terminal": "quiet", "probation": 4, "snapshot_every": 8, **settings}
+    guard = Guard(model, optimizer, config=GuardConfig(run_dir=folder, **config))
+
+    def loss_fn(batch: Batch) -> Tensor:
+        x, y = batch
+        return (model(x) - y).pow(2).mean()
+
+    return model, guard, loss_fn
+
+
+def rewound(folder: Path) -> Path:
+    """60 batches. 20 and 50 have one bad sample, 30-33 are bad throughout, 40 meets NaN weights."""
+    model, guard, loss_fn = build(folder)
+    for number in range(60):
+        if number == 40:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = math.nan
+        if number in (20, 50):
+            guard.step(loss_fn, batch(number, bad=True, rows=slice(3, 4)))
+        else:
+            guard.step(loss_fn, batch(number, bad=30 <= number < 34))
+    guard.close()
+    return folder
+
+
+def in_part(folder: Path) -> Path:
+    """20 steps of 4 micro-batches; of step 12 the second one is bad."""
+    _, guard, loss_fn = build(folder)
+    for number in range(20):
+        parts = [batch(4 * number + part, bad=number == 12 and part == 1) for part in range(4)]
+        guard.step(loss_fn, *parts)
+    guard.close()
+    return folder
+
+
+def fixed(folder: Path) -> Path:
+    """A run with a bad batch 9, and in the same folder the run after the bug was fixed."""
+    for bad in (9, None):
+        _, guard, loss_fn = build(folder)
+        for number in range(20):
+            guard.step(loss_fn, batch(number, bad=number == bad))
+        guard.close()
+    return folder
+
+
+def restarted(folder: Path) -> Path:
+    """30 steps, then a new guard that restores the checkpoint of step 24 and goes on to 40."""
+    _, guard, loss_fn = build(folder, checkpoint_every=8)
+    for number in range(30):
+        guard.step(loss_fn, batch(number, bad=number == 5))
+        if number % 8 == 7:
+            guard.save()
+    guard.close()
+    _, guard, loss_fn = build(folder, checkpoint_every=8)
+    for number in range(guard.restore(), 40):
+        guard.step(loss_fn, batch(number))
+    guard.close()
+    return folder

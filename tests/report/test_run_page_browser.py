@@ -1,0 +1,243 @@
+"""The page of a run in a real browser: what is drawn is what the journal says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import OpenPage, opened, started
+from cli.journals import run_stepguard, write_run
+from report.hostile import hostile_run
+from report.real_runs import fixed, in_part, restarted, rewound
+from report.two_ranks import two_ranks
+from stepguard.cli._page import report_page
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with started() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def rewound_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rewound(tmp_path_factory.mktemp("runs") / "rewound")
+
+
+def _page(run: Path) -> Path:
+    path = run / "report.html"
+    path.write_text(report_page(run, 0), encoding="utf-8")
+    return path
+
+
+def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["type"] == kind]
+
+
+def test_marks_stand_at_the_steps_that_were_not_finite(browser: Any, rewound_run: Path) -> None:
+    incidents = [line["incident"] for line in _lines(rewound_run, "incident")]
+    bad = sorted(one["step"] for one in incidents if one["reading"].get("loss_kind"))
+    with opened(browser, _page(rewound_run)) as seen:
+        marks = seen.drawn("loss", "marks")
+        assert sorted(mark["step"] for mark in marks) == bad
+        assert {mark["kind"] for mark in marks} == {"NaN"}
+        assert seen.troubles == []
+        _at_their_steps(seen, marks)
+
+
+def _at_their_steps(seen: OpenPage, marks: list[dict[str, Any]]) -> None:
+    """Every mark is above the plot at the place of its step, and there is ink in the canvas."""
+    low, high = seen.view()
+    box = seen.ask(
+        "(() => { const b = stepguardPage.panels[0].plot.bbox; const r = devicePixelRatio;"
+        " return [b.left / r, b.top / r, b.width / r]; })()"
+    )
+    left, top, width = box
+    for mark in marks:
+        wanted = left + (mark["step"] - low) / (high - low) * width
+        assert mark["x"] == pytest.approx(wanted, abs=1.5)
+        assert mark["y"] < top
+        ink = seen.ask(
+            "(() => { const c = document.querySelector('#panel-loss canvas').getContext('2d');"
+            f" return c.getImageData({mark['x']:.0f}, {mark['y']:.0f}, 1, 1).data[3]; }})()"
+        )
+        assert ink > 100
+
+
+def test_rewind_is_drawn_as_a_branch_that_was_left(browser: Any, rewound_run: Path) -> None:
+    rewinds = _lines(rewound_run, "rewind")
+    with opened(browser, _page(rewound_run)) as seen:
+        branches = seen.drawn("loss", "branches")
+        assert [branch["kind"] for branch in branches] == ["rewind"] * len(rewinds)
+        assert [branch["first"] for branch in branches] == [line["to"] for line in rewinds]
+        assert [branch["last"] for branch in branches] == [line["step"] - 1 for line in rewinds]
+        lane = seen.lane("branches")
+        assert [(one["first"], one["last"]) for one in lane] == [
+            (one["first"], one["last"]) for one in branches
+        ]
+        states = {(one["step"], one["state"]) for one in seen.lane("checkpoints")}
+        assert (rewinds[0]["to"], "rewound to") in states
+
+
+def test_steps_of_the_kept_line_rise(browser: Any, rewound_run: Path) -> None:
+    with opened(browser, _page(rewound_run)) as seen:
+        steps = seen.ask("stepguardPage.panels[0].sources[0].steps")
+        assert steps == sorted(set(steps))
+
+
+def test_click_on_an_incident_zooms_and_shows_its_card(browser: Any, rewound_run: Path) -> None:
+    with opened(browser, _page(rewound_run)) as seen:
+        whole = seen.view()
+        seen.page.locator(".incident-dot").first.click()
+        low, high = seen.view()
+        step = _lines(rewound_run, "incident")[0]["incident"]["step"]
+        assert low < step < high and high - low < whole[1] - whole[0]
+        assert seen.page.locator("#card h2").inner_text() == f"Step {step}"
+        assert "SG101" in seen.page.locator("#card").inner_text()
+        # every panel and the lanes follow
+        scales = seen.ask(
+            "stepguardPage.panels.map(p => [p.plot.scales.x.min, p.plot.scales.x.max])"
+        )
+        assert scales == [[low, high]] * len(scales)
+
+
+def test_keyboard_pans_zooms_and_walks_through_incidents(browser: Any, rewound_run: Path) -> None:
+    with opened(browser, _page(rewound_run)) as seen:
+        page = seen.page
+        whole = seen.view()
+        page.keyboard.press("+")
+        near = seen.view()
+        assert near[1] - near[0] < whole[1] - whole[0]
+        page.keyboard.press("ArrowRight")
+        assert seen.view()[0] > near[0]
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("-")
+        page.keyboard.press("0")
+        assert seen.view() == pytest.approx(whole)
+        steps = [line["incident"]["step"] for line in _lines(rewound_run, "incident")]
+        shown = []
+        for _ in steps:
+            page.keyboard.press("n")
+            shown.append(seen.ask("stepguardPage.view.selected.step"))
+        assert shown == steps
+        page.keyboard.press("p")
+        assert seen.ask("stepguardPage.view.selected.step") == steps[-2]
+        page.keyboard.press("?")
+        assert page.locator("#help").is_visible()
+        page.keyboard.press("Escape")
+        assert not page.locator("#help").is_visible()
+        assert seen.troubles == []
+
+
+def test_dragging_over_a_curve_zooms_and_a_double_click_shows_all(
+    browser: Any, rewound_run: Path
+) -> None:
+    with opened(browser, _page(rewound_run)) as seen:
+        whole = seen.view()
+        box = seen.page.locator("#panel-loss .u-over").bounding_box()
+        middle = box["y"] + box["height"] / 2
+        seen.page.mouse.move(box["x"] + box["width"] * 0.25, middle)
+        seen.page.mouse.down()
+        seen.page.mouse.move(box["x"] + box["width"] * 0.5, middle, steps=4)
+        seen.page.mouse.up()
+        low, high = seen.view()
+        span = whole[1] - whole[0]
+        assert (low, high) == pytest.approx((whole[0] + span / 4, whole[0] + span / 2), abs=0.5)
+        seen.page.mouse.dblclick(box["x"] + 20, middle)
+        assert seen.view() == pytest.approx(whole)
+
+
+def test_restart_is_a_branch_and_checkpoints_are_marked(browser: Any, tmp_path: Path) -> None:
+    run = restarted(tmp_path / "restarted")
+    with opened(browser, _page(run)) as seen:
+        (branch,) = seen.drawn("loss", "branches")
+        assert (branch["kind"], branch["first"], branch["last"]) == ("restart", 24, 29)
+        states = {(one["step"], one["state"]) for one in seen.lane("checkpoints")}
+        assert {(8, "good"), (16, "good"), (24, "good"), (24, "restored")} <= states
+        assert seen.troubles == []
+
+
+def test_second_run_in_a_folder_shows_nothing_of_the_first(browser: Any, tmp_path: Path) -> None:
+    run = fixed(tmp_path / "fixed")
+    with opened(browser, _page(run)) as seen:
+        assert seen.drawn("loss", "marks") == []
+        assert seen.page.locator("#verdict").inner_text() == "ended, no incident"
+        seen.page.locator("#chosen-run").select_option("0")
+        seen.settle()
+        assert [mark["step"] for mark in seen.drawn("loss", "marks")] == [9]
+        assert seen.page.locator("#card h2").inner_text() == "Step 9"
+        assert seen.troubles == []
+
+
+def test_part_of_a_step_left_out_is_marked_and_told(browser: Any, tmp_path: Path) -> None:
+    run = in_part(tmp_path / "part")
+    with opened(browser, _page(run)) as seen:
+        assert [mark["step"] for mark in seen.drawn("loss", "marks")] == [12]
+        assert [(one["step"], one["state"]) for one in seen.lane("updates")] == [(12, 3)]
+        assert "micro-batch" in seen.page.locator("#card .done").inner_text()
+
+
+def test_each_rank_has_a_lane_and_the_blamed_one_is_marked(browser: Any, tmp_path: Path) -> None:
+    run = two_ranks(tmp_path / "ranks")
+    with opened(browser, _page(run)) as seen:
+        marks = seen.lane("ranks")
+        assert [(one["rank"], one["step"], one["blamed"]) for one in marks] == [
+            (0, 8, False),
+            (1, 8, True),
+        ]
+        assert seen.troubles == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault(browser: Any, rewound_run: Path, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    with opened(browser, _page(rewound_run), color_scheme=scheme) as seen:
+        seen.page.keyboard.press("n")
+        found = Axe().run(seen.page).response["violations"]
+        serious = [one for one in found if one["impact"] in ("serious", "critical")]
+        assert [(one["id"], one["nodes"][0]["html"][:200]) for one in serious] == []
+
+
+def test_hostile_journal_is_shown_as_text_and_executes_nothing(
+    browser: Any, tmp_path: Path
+) -> None:
+    run = hostile_run(tmp_path / "hostile")
+    with opened(browser, _page(run)) as seen:
+        seen.page.keyboard.press("n")
+        assert seen.ask("globalThis.attacked") is None
+        assert seen.page.locator("img, iframe, object, embed").count() == 0
+        assert seen.page.locator("script").count() == 2
+        text = seen.page.locator("body").inner_text()
+        assert "<img src=x onerror=" in text
+        assert seen.troubles == []
+
+
+def test_theme_changes_by_key_and_follows_the_system(browser: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with opened(browser, _page(run), color_scheme="dark") as seen:
+        dark = seen.ask("getComputedStyle(document.body).backgroundColor")
+        seen.page.keyboard.press("t")
+        light = seen.ask("getComputedStyle(document.body).backgroundColor")
+        assert dark != light
+        assert seen.troubles == []
+
+
+def test_two_runs_are_drawn_over_one_axis(browser: Any, rewound_run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other")
+    seen = run_stepguard("compare", str(other), str(rewound_run), "--html")
+    assert seen.returncode == 0, seen.stderr
+    with opened(browser, rewound_run / "compare.html") as page:
+        runs = {mark["run"] for mark in page.drawn("loss", "marks")}
+        assert runs == {0, 1}
+        assert [mark["step"] for mark in page.drawn("loss", "marks") if mark["run"] == 0] == [8]
+        table = page.page.locator("#comparison").inner_text()
+        assert "bad steps" in table and "other" in table and "rewound" in table
+        assert page.troubles == []
