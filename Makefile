@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CORE := $(VENV)/.core-installed
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHES := overhead $(filter-out overhead crash table _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))) table
+BENCHES := overhead $(filter-out overhead crash soak table _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))) table
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

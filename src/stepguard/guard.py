@@ -29,6 +29,7 @@ from stepguard.engine.drivers.optimizer_kinds import takes_closure
 from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.exceptions import ending, last_uncaught
+from stepguard.engine.incident.rank_comparison import RankComparison
 from stepguard.engine.interception import offer
 from stepguard.engine.notebook_view import guard_html, guard_line
 from stepguard.engine.protect import Protection, in_words
@@ -99,7 +100,8 @@ class Guard:
         say = partial(self._context.outputs.note, "signal")
         stop = AgreedStop(self._context) if self._context.agreement.size > 1 else None
         self._signals = Signals(self._leave, self.close, say, stop)
-        self._rewinder.snapshots.duties.append(self._saving)
+        comparison = RankComparison(self._context, self._rewinder.healing)
+        self._rewinder.snapshots.duties += [comparison, self._saving]
         self._closed = False
         self._entered = False
         self._framework = building_for.get()

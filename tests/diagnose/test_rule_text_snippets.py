@@ -78,10 +78,22 @@ def runs_as_configured(names: Names) -> bool:
     return all(group["lr"] == names["configured"] for group in names["optimizer"].param_groups)
 
 
+def are_copies(names: Names) -> bool:
+    first, second = names["ranks"]
+    return torch.equal(first.weight, second.weight)
+
+
+def share_nothing(names: Names) -> bool:
+    first, second = names["read"]
+    return not set(first) & set(second)
+
+
 HEALTHY: dict[str, Callable[[Names], bool]] = {
     "SG501": learns,
     "SG504": is_small,
     "SG505": is_small,
+    "SG704": are_copies,
+    "SG705": share_nothing,
     "SG801": learns,
     "SG802": runs_as_configured,
     "SG803": learns,

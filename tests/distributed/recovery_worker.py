@@ -18,7 +18,7 @@ from worker import BAD_RANK, CLASSES, FEATURES, _average_one, bare_step, batch, 
 
 import stepguard
 from process_group import gloo
-from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard import Guard, GuardConfig, Policy, TrainingHalted
 
 STEPS, HARM_AT, STOP_AT = 20, 14, 9
 SETTINGS: dict[str, Any] = {
@@ -26,6 +26,8 @@ SETTINGS: dict[str, Any] = {
     "terminal": "quiet",
     "snapshot_every": 4,
     "probation": 6,
+    # the other rank holds a copy, which would heal a damaged one (heal_worker.py)
+    "policy": Policy(actions=("retry", "leave_out", "skip", "rewind", "stop")),
 }
 
 

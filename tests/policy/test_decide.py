@@ -219,3 +219,18 @@ def test_every_action_alone_in_a_policy_is_decided_on(action: Action) -> None:
 def test_only_actions_that_go_on_without_the_step_make_a_policy_continue(action: Action) -> None:
     continues = action in ("leave_out", "skip", "lower_lr", "note")
     assert allows_continuing(Policy(actions=(action,))) == continues
+
+
+def test_damaged_rank_is_healed_before_anything_is_rewound() -> None:
+    situation = Situation(step=3, fault="state", no_heal="")
+    decision, budget = decide(situation, Policy(), Budget())
+    assert (decision.action, budget.heals, budget.rewinds) == ("heal", 1, 0)
+
+
+def test_healing_is_bounded_and_up_to_the_policy() -> None:
+    situation = Situation(step=3, fault="state", no_heal="")
+    assert decide(situation, Policy(max_heals=2), Budget(heals=2))[0].action == "stop"
+    assert decide(situation, Policy(actions=("skip", "stop")), Budget())[0].action == "stop"
+    assert (
+        decide(Situation(step=3, fault="data", no_heal=""), Policy(), Budget())[0].action == "skip"
+    )

@@ -17,8 +17,8 @@ from stepguard import ConfigError, GuardConfig, Policy
         (
             Policy,
             {"actions": ("repeat",)},
-            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'rewind', "
-            "'lower_lr', 'stop'",
+            "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'heal', "
+            "'rewind', 'lower_lr', 'stop'",
         ),
         (Policy, {"actions": ()}, "Policy.actions is empty"),
         (
@@ -87,7 +87,7 @@ def test_settings_are_frozen_and_keyword_only(cls: type) -> None:
 
 
 def test_default_policy_leaves_out_what_is_bad_and_stops_by_share() -> None:
-    assert Policy().actions == ("retry", "leave_out", "skip", "rewind", "stop")
+    assert Policy().actions == ("retry", "leave_out", "skip", "heal", "rewind", "stop")
     assert Policy().max_consecutive is None
     assert Policy().max_lost_share == 0.5
     assert Policy().bad_start == "stop"

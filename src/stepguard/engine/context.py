@@ -86,6 +86,10 @@ class Context:
     attempt: int = 1
     """Which start in this run folder this process is."""
     commit_hooks: list[Callable[[], None]] = field(default_factory=list)
+    gradient_hooks: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the gradients of a step are there, before anything is updated."""
+    step_hooks: list[Callable[[Step], None]] = field(default_factory=list)
+    """Called with every step whose update was made."""
     step: int = 0
     """Index of the next optimizer step."""
     loss_scale: float = 1.0

@@ -186,6 +186,8 @@ class Reader:
         """
         context = self._context
         context.agreement.announced()
+        for tell in context.gradient_hooks:
+            tell()
         self._leave_out_accepted()
         if norm is None:
             norm = own_norm(context)

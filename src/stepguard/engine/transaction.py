@@ -158,6 +158,8 @@ class Transaction:
             return incident
         if decision.action == "rewind":
             decision = self._rewound(decision)
+        if decision.action == "heal":
+            decision = self.rewinder.heal(decision, incident.step)
         if decision.new_scale is not None:
             self.context.loss_scale = decision.new_scale
         if decision.lr_factor is not None:
@@ -338,7 +340,8 @@ class Transaction:
         policy = context.config.policy
         decision, context.budget = choose_remedy(situation, policy, context.budget)
         self.rewinder.probation.incident(
-            incident.step, hurt=situation.fault in ("state", "anomaly")
+            incident.step,
+            hurt=situation.fault in ("state", "anomaly") and decision.action != "heal",
         )
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)

@@ -12,7 +12,7 @@ LEAST_LOST = 32
 """Lost steps before their share counts: a bad stretch at the start of a run is soon half of it."""
 MOST_REMEMBERED = 4096
 """Lost steps that are remembered, whatever the window."""
-COUNTERS = ("consecutive", "total", "rewinds", "seen")
+COUNTERS = ("consecutive", "total", "rewinds", "heals", "seen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class Budget:
     """Steps of the incidents within the last 1000 steps."""
     total: int = 0
     rewinds: int = 0
+    heals: int = 0
     seen: int = 0
     """Steps that were committed or lost so far."""
     lost: tuple[tuple[int, float], ...] = ()

@@ -31,6 +31,8 @@ class Situation:
     """Where a rewind would go; None where there is nothing left to try."""
     no_rewind: str = NOTHING_GOOD
     """Why there is none."""
+    no_heal: str = "no other rank holds a copy"
+    """Why no healthy rank can give its state to a damaged one; empty where one can."""
     may_act: bool = False
     """For an anomaly: the user asked for rewinds, and the weights were shown to be hurt."""
     can_retry: bool = False
@@ -82,6 +84,8 @@ def _decide_damaged_state(
     situation: Situation, policy: Policy, spent: Budget
 ) -> tuple[Decision, Budget]:
     """Leaving the batch out changes nothing: the next one meets the same state."""
+    if _may_heal(situation, policy, spent):
+        return _choose("heal", situation, policy, spent)
     why_not = _why_no_rewind(situation, policy, spent)
     if not why_not:
         return _choose("rewind", situation, policy, spent)
@@ -132,8 +136,9 @@ def _fitting_action(
             return "rewind"
         case "lower_lr" | "note" | "stop":
             return allowed
-        case "retry" | "undo":
-            # a retry has been considered before; an undo is what a skip of a bad update comes to
+        case "retry" | "undo" | "heal":
+            # a retry has been considered before; an undo is what a skip of a bad update comes to;
+            # good weights need no healing
             return None
         case unknown:
             assert_never(unknown)
@@ -148,10 +153,16 @@ def _continues(action: Action) -> bool:
     match action:
         case "leave_out" | "skip" | "lower_lr" | "note":
             return True
-        case "retry" | "undo" | "rewind" | "stop":
+        case "retry" | "undo" | "heal" | "rewind" | "stop":
             return False
         case unknown:
             assert_never(unknown)
+
+
+def _may_heal(situation: Situation, policy: Policy, spent: Budget) -> bool:
+    """May a damaged rank get the state of a healthy one? That loses nothing."""
+    allowed = "heal" in policy.actions and spent.heals < policy.max_heals
+    return allowed and not situation.no_heal
 
 
 def _why_no_rewind(situation: Situation, policy: Policy, spent: Budget) -> str:
@@ -181,6 +192,8 @@ def _choose(
             return replace(decision, lr_factor=policy.lr_factor), spent
         case "rewind":
             return _with_rewind(decision, situation.rewind, spent)
+        case "heal":
+            return decision, replace(spent, heals=spent.heals + 1)
         case "leave_out" | "skip" | "retry" | "undo" | "stop" | "note":
             return decision, spent
         case unknown:
@@ -204,7 +217,7 @@ def _left_out(action: Action, situation: Situation) -> str:
             return situation.leave_out
         case "skip" | "lower_lr" | "undo":
             return "the step"
-        case "retry" | "rewind" | "stop" | "note":
+        case "retry" | "heal" | "rewind" | "stop" | "note":
             return ""
         case unknown:
             assert_never(unknown)

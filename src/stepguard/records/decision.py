@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["leave_out", "skip", "retry", "undo", "rewind", "lower_lr", "stop", "note"]
+Action = Literal["leave_out", "skip", "retry", "undo", "heal", "rewind", "lower_lr", "stop", "note"]
 """`leave_out`: the update was made without what was proven guilty. `undo`: the optimizer made the
-bad value, its update was taken back. `note`: told, nothing done.
+bad value, its update was taken back. `heal`: a damaged rank was given the state of a healthy one.
+`note`: told, nothing done.
 """
 
 

@@ -25,10 +25,10 @@ class Policy:
     Policy(actions=("skip", "stop"), max_lost_share=0.1)
     """
 
-    actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "rewind", "stop")
+    actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "heal", "rewind", "stop")
     """What is allowed. A bad step on good weights is run again if it failed by chance, else what is
     proven guilty is left out, else the step is skipped, in the order given here. Damaged state is
-    rewound. `stop` is always allowed.
+    healed from a rank that holds a copy of it, else rewound. `stop` is always allowed.
     """
     max_consecutive: int | None = None
     """Incidents in a row after which the run stops; None does not count. A committed step resets
@@ -40,6 +40,8 @@ class Policy:
     """Incidents in the whole run after which it stops; None does not count."""
     max_rewinds: int = 3
     """Rewinds in the whole run."""
+    max_heals: int = 100
+    """Times in the whole run that a damaged rank is given the state of a healthy one."""
     rewind_data: Literal["skip", "reorder"] = "skip"
     """What a rewind does with the steps since the snapshot: `skip` leaves them behind and the loop
     goes on with what comes next; `reorder` runs them again in another order, without the bad one
@@ -79,6 +81,7 @@ class Policy:
         for name in ("max_consecutive", "max_per_1000", "max_total"):
             _count_or_none(f"Policy.{name}", getattr(self, name))
         _count("Policy.max_rewinds", self.max_rewinds)
+        _count("Policy.max_heals", self.max_heals)
         _number("Policy.lr_factor", self.lr_factor)
         if not 0.0 < self.lr_factor < 1.0:
             raise ConfigError(
@@ -195,6 +198,10 @@ class GuardConfig:
     """Seconds that a rank waits for the others once a step is bad; ten times as many in `save` and
     `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
     """
+    compare_ranks_every: int | None = None
+    """Steps between two comparisons of the ranks: weights of copies of one model, learning rates
+    and data. Each costs one pass over the weights and a small exchange; None makes none.
+    """
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
     capsule_limit: int = 2**30
@@ -261,6 +268,7 @@ class GuardConfig:
             _one_of("GuardConfig.scheduler_every", self.scheduler_every, ("step", "epoch"))
         _positive("GuardConfig.locate_budget", self.locate_budget)
         _positive("GuardConfig.agree_timeout", self.agree_timeout)
+        _count_or_none("GuardConfig.compare_ranks_every", self.compare_ranks_every, least=1)
         if self.build is not None and self.build.count(":") != 1:
             raise ConfigError(
                 f"GuardConfig.build={self.build!r} must look like 'package.module:function'."

@@ -22,6 +22,8 @@ VerdictKind = Literal[
     "drift",
     "lr_mismatch",
     "exception",
+    "replica_drift",
+    "same_data",
 ]
 
 FINITE_KINDS: tuple[VerdictKind, ...] = ("spike", "drift")

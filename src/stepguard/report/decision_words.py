@@ -45,6 +45,11 @@ ACTION_WORDS: dict[Action, ActionWords] = {
         effect="weights, optimizer state and buffers are as before the step",
         log="Taking the update back",
     ),
+    "heal": ActionWords(
+        done="healed from a healthy rank",
+        effect="all ranks hold the weights and optimizer state of one that was undamaged",
+        log="Healing the damaged rank from a healthy one",
+    ),
     "rewind": ActionWords(
         done="rewound",
         effect="model, optimizer, schedule and buffers are back at a state that was good",

@@ -28,6 +28,8 @@ VERDICT_TITLES = {
     "drift": "slow rise of the loss",
     "lr_mismatch": "unexpected learning rate",
     "exception": "exception",
+    "replica_drift": "ranks have drifted apart",
+    "same_data": "ranks read the same data",
 }
 
 """A test holds this table against the kinds there are."""

@@ -223,6 +223,10 @@ class Agreement:
             return False
         return True
 
+    def broadcast(self, tensor: Tensor, source: int, group: Any = None) -> None:
+        """Overwrite a tensor by that of rank `source`; only after all ranks have met for it."""
+        dist.broadcast(tensor, src=source, group=self._group if group is None else group)
+
     def leave(self) -> None:
         """Tell the other ranks that this one is disarmed, so that they do not wait for it."""
         self._remove_hooks()

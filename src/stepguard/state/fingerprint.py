@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from stepguard.tensors.values import dense_values, is_lazy
 
 PIECE = 1 << 20
 """Elements that are weighed at a time, so that the memory this takes is bounded."""
@@ -23,6 +25,41 @@ def tensor_fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         found[name] = f"{tensor.dtype}{list(tensor.shape)}:{int(sums[name])}"
     return found
+
+
+@torch.no_grad()
+def checksums(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return a number for each tensor, on its device and not waited for; None where there is none.
+
+    Of a tensor that is spread over ranks it is the number of this rank's part.
+    """
+    found: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is None or is_lazy(tensor) or tensor.is_meta or tensor.is_nested:
+            found.append(None)
+        else:
+            found.append(_weighed(dense_values(tensor)))
+    return found
+
+
+def read_checksums(sums: Iterable[Tensor | None]) -> list[int]:
+    """Wait for the numbers; 0 where there is none."""
+    waiting = list(sums)
+    there = [number for number in waiting if number is not None]
+    if not there:
+        return [0] * len(waiting)
+    device = there[0].device
+    numbers = iter(torch.stack([number.to(device) for number in there]).tolist())
+    return [0 if number is None else int(next(numbers)) for number in waiting]
+
+
+def combined(numbers: Iterable[int]) -> int:
+    """One number for several, 0 only where all of them are."""
+    given = list(numbers)
+    if not any(given):
+        return 0
+    content = json.dumps(given).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") or 1
 
 
 def fact_fingerprint(value: Any) -> str:

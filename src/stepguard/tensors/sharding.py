@@ -68,6 +68,26 @@ def is_distributed(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def shard_of(tensor: Tensor) -> str:
+    """Say which part of a tensor this rank holds: the same words mean the same part.
+
+    Empty for a tensor that is not spread over ranks. Ranks along a dimension of the mesh that
+    replicates hold the same part.
+    """
+    if not is_distributed(tensor):
+        return ""
+    given: Any = tensor
+    mesh = given.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return "nothing"
+    parts = []
+    for dimension, placement in enumerate(given.placements):
+        where = "all" if placement.is_replicate() else str(place[dimension])
+        parts.append(f"{placement}={where}")
+    return f"{tuple(mesh.shape)} {' '.join(parts)}"
+
+
 def sharding_class(module: nn.Module) -> str:
     """Name the class that shards this very module; empty for an ordinary one.
 

@@ -361,3 +361,15 @@ def test_batch_that_was_written_to_is_not_run_again() -> None:
 
     guard, _ = run(at, steps(), {14: nan_weight})
     assert [d[2] for d in decisions(guard)] == ["skip"]
+
+
+def test_repetition_that_led_past_a_fault_serves_for_the_next_one() -> None:
+    damaged, reference = scene(), scene()
+    steps = grouped(DATA, 1)
+    torch.manual_seed(5)
+    bare(reference, steps)
+    torch.manual_seed(5)
+    faults: dict[int, Harm] = {18: nan_weight, 30: nan_weight}
+    guard, _ = run(damaged, steps, faults, config(snapshot_every=16, probation=5))
+    assert decisions(guard) == [("rewind", 16, "repeat")] * 2
+    assert difference(state_of(damaged), state_of(reference)) == ""

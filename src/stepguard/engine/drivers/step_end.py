@@ -41,6 +41,9 @@ class StepEnd:
             return
         with self._protect.region:
             add_to_history(self._context, step, reading)
+        with self._protect.part("comparison of the ranks"):
+            for tell in self._context.step_hooks:
+                tell(step)
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=True)
         with self._protect.part("snapshots"):

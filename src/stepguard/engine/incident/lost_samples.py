@@ -124,7 +124,7 @@ def _loses_samples(incident: Incident) -> bool:
     match incident.decision.action:
         case "leave_out" | "skip" | "undo" | "lower_lr":
             return True
-        case "retry" | "rewind" | "note":
+        case "retry" | "heal" | "rewind" | "note":
             return False
         case "stop":
             phase = "" if incident.origin is None else incident.origin.phase

@@ -30,7 +30,7 @@ def _instead_of(action: Action) -> Action:
     match action:
         case "skip" | "stop" | "leave_out" | "note":
             return action
-        case "rewind":
+        case "heal" | "rewind":
             return "stop"
         case "retry" | "undo" | "lower_lr":
             return "skip"

@@ -38,10 +38,11 @@ class SituationReader:
         fault = self._fault(incident, committed=committed, ruined=ruined)
         repeatable = self._repeatable(step)
         may_act = fault == "anomaly" and self._anomalies.proven
+        damaged = fault == "state" and not committed
+        no_heal = self._no_peer(incident, damaged=damaged)
         rewind, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined, repeatable=repeatable
         )
-        damaged = fault == "state" and not committed
         unseen = ruined and not reading.bad_state
         if damaged and unseen and rewind is None:
             # nothing to go back to: skipping loses nothing more, and its share is bounded
@@ -53,6 +54,7 @@ class SituationReader:
             rewind=rewind,
             may_act=may_act,
             no_rewind=why_not,
+            no_heal=no_heal,
             can_retry=repeatable and self._worth_a_retry(incident, step, fault),
             at_start=damaged and self._bad_before_first_step(reading),
             leave_out=leave_out,
@@ -120,6 +122,15 @@ class SituationReader:
             return None, ""
         transient = repeatable and visible and fault == "state"
         return self._rewinder.plan(transient=transient, visible=visible)
+
+    def _no_peer(self, incident: Incident, *, damaged: bool) -> str:
+        """Why no rank can heal another, in words; planned by all ranks together where asked."""
+        policy = self._context.config.policy
+        if not damaged or not incident.reading.bad_state:
+            return "no stored tensor is damaged"
+        if "heal" not in policy.actions or self._context.budget.heals >= policy.max_heals:
+            return "the policy allows none"
+        return self._rewinder.healing.plan(incident.step)
 
     def _ruined(self, incident: Incident) -> bool:
         """Are the weights ruined but finite? An earlier batch fails on them, or they diverged."""

@@ -36,7 +36,8 @@ def run_again(
         return None
     end = capture_rng() if late else None
     result = None
-    if decision.action == "retry":
+    if decision.action in ("retry", "heal"):
+        # what a healed rank spoiled is run again on weights as they would have been
         result = _retry(runs, step)
     elif decision.data == "repeat":
         result = _repeat(runs, step)

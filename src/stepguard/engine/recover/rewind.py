@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
@@ -14,12 +15,13 @@ from stepguard.detect.history import LR_JUMP, history_from
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.past_attempts import PastAttempts
+from stepguard.engine.recover.peer_healing import PeerHealing
 from stepguard.engine.recover.probation import wait_for_copies
 from stepguard.engine.recover.rewind_planner import RewindPlanner
 from stepguard.engine.recover.snapshots import Snapshots
 from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import RewindData, RewindPlan
-from stepguard.records import Incident
+from stepguard.records import Decision, Incident
 from stepguard.state.snapshot import Snapshot
 from stepguard.state.tree_json import tree_from_json
 
@@ -36,6 +38,7 @@ class Rewinder:
         """Where the last rewind went."""
         self.left: list[KeptStep] = []
         """The steps that the last rewind took back."""
+        self.healing = PeerHealing(context)
         self.retried = -1
         """The last step that was run a second time."""
         self.past = PastAttempts()
@@ -68,6 +71,17 @@ class Rewinder:
         since = f"the steps since are {_described(plan.data)}"
         summary = f"rewound from step {came_from} to {plan.target.step}; {since}"
         context.outputs.line("rewind", {**facts, "kind": "rewind", "summary": summary})
+
+    def heal(self, decision: Decision, step: int) -> Decision:
+        """Give damaged ranks the state of healthy ones, as planned; where that fails, stop."""
+        try:
+            given = self.healing.heal(step)
+        except Exception as fault:
+            why = f"the healing failed ({type(fault).__name__}: {fault})"
+            return replace(decision, action="stop", reason=why)
+        for tell in self.after_rewind:
+            tell()
+        return replace(decision, reason=f"by rank {', '.join(map(str, given))}, which held a copy")
 
     def put_back(self, snapshot: Snapshot) -> None:
         """Make this snapshot the present state of the run, its random numbers left out."""

@@ -35,6 +35,8 @@ class RewindPlanner:
         self.archive: StateArchive | None = None
         """Checkpoints, for going further back than memory does."""
         self._tried: list[RewindPlan] = []
+        self._repeated: dict[RewindPlan, int] = {}
+        """Of those, the exact repetitions, and the step that had failed."""
         self._chosen: RewindPlan | None = None
         self._fetched: Snapshot | None = None
         """What the last plan has read from disk."""
@@ -46,6 +48,7 @@ class RewindPlanner:
         them loses least. Damage that cannot be seen asks for one that has proved good, else for one
         on probation from a good level.
         """
+        self._forget_what_worked()
         told = self._context.agreement.together(
             partial(self._offer, visible), "the choice of a rewind"
         )
@@ -70,6 +73,8 @@ class RewindPlanner:
         self._chosen = None
         self._fetched = None
         self._tried.append(plan)
+        if plan.data == "repeat":
+            self._repeated[plan] = self._context.step
         if plan.target.kind == "checkpoint" and fetched is not None:
             return plan, fetched
         for snapshot in self._ring.snapshots:
@@ -77,9 +82,18 @@ class RewindPlanner:
                 return plan, snapshot
         raise LookupError(f"the snapshot of step {plan.target.step} is gone")
 
+    def _forget_what_worked(self) -> None:
+        """A repetition that led well past the step that failed may serve for another fault."""
+        step = self._context.step
+        for plan, failed in list(self._repeated.items()):
+            if step - failed > self._context.config.probation:
+                del self._repeated[plan]
+                self._tried.remove(plan)
+
     def forget(self) -> None:
         """Forget what was tried: another run begins."""
         self._tried.clear()
+        self._repeated.clear()
 
     def _choose(self, targets: list[RewindTarget], exact: bool) -> RewindPlan | None:
         """The next rewind whose target can really be had: a checkpoint is read before it counts."""
