@@ -25,6 +25,7 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
     """Say the gravest thing that is true of this step."""
     # bad state makes the loss bad, and a bad loss the gradient: the first one is the cause
     tests: tuple[Callable[[], Verdict], ...] = (
+        lambda: _missed(reading),
         lambda: _state(reading),
         lambda: _loss(reading),
         lambda: _gradient(reading, config),
@@ -57,6 +58,12 @@ def alarming(reading: Reading) -> bool:
         return True
     watched = (reading.loss, reading.grad_norm, *reading.micro_losses)
     return any(value is not None and not math.isfinite(value) for value in watched)
+
+
+def _missed(reading: Reading) -> Verdict:
+    if not reading.missed:
+        return OK
+    return Verdict(kind="nonfinite_parameter", severity="incident", summary=reading.missed)
 
 
 def _state(reading: Reading) -> Verdict:

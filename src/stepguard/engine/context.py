@@ -99,6 +99,8 @@ class Context:
     """A healthy step and its loss, to tell hurt weights from hard data."""
     worked_scale: float | None = None
     """The highest loss scale at which an update was made."""
+    missed: str = ""
+    """An update that this rank refused alone, in words; all ranks hear of it in the next step."""
     overflows_in_a_row: int = 0
     """Steps in a row that a scaler's own scale has overflowed."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from stepguard.engine.incident.closer_look import (
     stored_trouble,
 )
 from stepguard.engine.incident.exploded_weights import blamed_on_update, exploded, surfaces_only
+from stepguard.engine.incident.found_alone import FoundAlone
 from stepguard.engine.incident.halting import halt
 from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.outcome import not_applied
@@ -82,6 +83,7 @@ class Transaction:
         self._find = with_sample_names(context, find or self._replay)
         self._anomalies = AnomalyCheck(context, rewinder, clips_itself=reruns)
         self._situations = SituationReader(context, rewinder, self._anomalies, reruns=reruns)
+        self._alone = FoundAlone(context)
         self._unrecorded: tuple[Incident, Step] | None = None
         """An incident that is not on record yet."""
         rewinder.after_rewind.append(self.reader.rewound)
@@ -94,9 +96,10 @@ class Transaction:
 
     def agree(self, step: Step, reading: Reading) -> Reading:
         """Name what is bad in an alarming step, and give every rank the same reading."""
+        self._alone.ask(reading)
         if not alarming(reading) or reading.state_born:
             return reading
-        if self.context.agreement.size > 1:
+        if self.context.agreement.size > 1 and not self._alone.now:
             return agreed_reading(self.context, step, reading)
         presumed = presumed_reading(self.context, reading)
         return explain_or_warn(presumed, self._not_explained, examine, self.context, step, reading)
@@ -203,6 +206,11 @@ class Transaction:
         self.record_open_incident()
         incident = self.open_incident(step, reading, verdict)
         self._unrecorded = (incident, step)
+        if self._alone.now and not verdict.finite_anomaly:
+            incident = self._alone.left_behind(self.diagnose(incident))
+            self.rewinder.left_behind(step, reading.loss)
+            self._unrecorded = (incident, step)
+            return incident
         with self.protect.region:
             if replayable:
                 incident = self.locate(incident, step)
@@ -243,6 +251,7 @@ class Transaction:
         verdict = judge_reading(reading, context.history, context.config)
         if not verdict.bad or set(bad) <= set(told):
             return None
+        self._alone.now = False
         if not context.agreement.all_here("the last look"):
             return self._told_alone(step, reading, verdict)
         return self.respond(step, reading, verdict, None, committed=True)

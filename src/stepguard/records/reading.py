@@ -47,6 +47,8 @@ class Reading:
     """Parameters whose gradient is non-finite; filled only once something is wrong."""
     state_born: bool = False
     """True when `bad_state` was finite before this step's update: the optimizer made it."""
+    missed: str = ""
+    """An update that this rank refused alone, in words: its weights are no longer the others'."""
     overflow: bool = False
     """Gradients are non-finite only by the loss scale: a replay at scale 1 is finite."""
     repeat_loss: float | None = None

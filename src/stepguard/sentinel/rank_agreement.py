@@ -13,6 +13,7 @@ only after all ranks have met (rank_meeting.py).
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -77,6 +78,7 @@ class Agreement:
         """The last reduction, equal on all ranks."""
         number = next(_numbers[self.members])
         name = f"stepguard/{'-'.join(map(str, _span(self.members)))}/{number}"
+        self._seconds = seconds
         self._meeting = Meeting(name, self.members, self.world_rank, seconds)
         self._met: bool | None = None
         """Do all ranks take part in the reductions? None before the first one."""
@@ -152,12 +154,12 @@ class Agreement:
                 raise RankFault(f"rank {rank}: {why}")
         return [facts for _, facts in gathered]
 
-    def all_here(self, what: str) -> bool:
-        """Do all ranks ask this now?"""
+    def all_here(self, what: str, seconds: float = math.inf) -> bool:
+        """Do all ranks ask this now, or within so many seconds?"""
         if self.size == 1:
             return True
         try:
-            self._meeting.all_came(what, self.now())
+            self._meeting.all_came(what, self.now(), min(1.0, seconds / self._seconds))
         except RankAbsent:
             return False
         return True

@@ -61,6 +61,8 @@ def blamed_ranks(troubles: Sequence[int], *, sharded: bool = False) -> list[int]
 
 def own_trouble(step: Step, reading: Reading) -> int:
     """How surely this rank made the bad value: in what it holds, by itself, by exchange, not."""
+    if reading.missed:
+        return HELD
     if reading.bad_inputs or (reading.bad_state and not reading.state_born):
         # a bad shard spoils the loss of every rank that gathers it, so it outranks a bad loss
         return HELD

@@ -62,7 +62,8 @@ class SituationReader:
         reading = incident.reading
         if incident.verdict.finite_anomaly:
             return "anomaly"
-        damaged = bool(reading.bad_state) and not reading.state_born
+        damaged = bool(reading.missed)
+        damaged |= bool(reading.bad_state) and not reading.state_born
         if committed or damaged or ruined or stored_culprit(incident.origin):
             return "state"
         if incident.verdict.kind == "lr_mismatch":

@@ -21,6 +21,7 @@ from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import RewindData, RewindPlan
 from stepguard.records import Incident
 from stepguard.state.snapshot import Snapshot
+from stepguard.state.step import Step
 from stepguard.state.tree_json import tree_from_json
 
 
@@ -107,6 +108,7 @@ class Rewinder:
         self._restarted()
 
     def _restarted(self) -> None:
+        self._context.missed = ""
         self.snapshots.restarted()
         for tell in self.after_rewind:
             tell()
@@ -116,6 +118,12 @@ class Rewinder:
         self.probation.commit(done)
         for tell in self.after_commit:
             tell(done)
+
+    def left_behind(self, step: Step, loss: float | None) -> None:
+        """This rank alone has refused an update: what it keeps from here on is not the others'."""
+        self.probation.incident(step.index, hurt=True)
+        # the others have made it: going back they run it again, and so does this rank
+        self.snapshots.keep(step, loss)
 
     # --- when the policy stops the run
 
