@@ -126,8 +126,9 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
 
 def _bad_gradient(reading: Reading) -> Verdict:
     names = ", ".join(reading.bad_grads[:MOST_NAMED]) or "unnamed"
-    if len(reading.bad_grads) > MOST_NAMED:
-        names += f" and {len(reading.bad_grads) - MOST_NAMED} more"
+    more = len(reading.bad_grads) + reading.unnamed_grads - MOST_NAMED
+    if more > 0:
+        names += f" and {more} more"
     summary = f"gradient is non-finite ({names}) while the loss is {reading.loss}"
     return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
 

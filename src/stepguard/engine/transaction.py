@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from stepguard.engine.incident.halting import halt
 from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.outcome import not_applied
 from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
+from stepguard.engine.incident.rank_decision import last_resort, tried, with_decision
 from stepguard.engine.incident.rank_reading import agreed_reading, with_rank
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
@@ -100,7 +102,7 @@ class Transaction:
         if not alarming(reading) or reading.state_born:
             return reading
         if self.context.agreement.size > 1 and not self._alone.now:
-            return agreed_reading(self.context, step, reading)
+            return agreed_reading(self.context, step, reading, self._not_explained)
         presumed = presumed_reading(self.context, reading)
         return explain_or_warn(presumed, self._not_explained, examine, self.context, step, reading)
 
@@ -134,12 +136,11 @@ class Transaction:
         return False
 
     def locate(self, incident: Incident, step: Step) -> Incident:
-        """Add the origin. Where ranks decide together, a fault in here is a fault of all."""
+        """Add the origin."""
         if not self.context.config.locate:
             return incident
-        if self.context.agreement.size > 1:
-            return self._located(incident, step)
-        return explain_or_warn(incident, self._not_explained, self._located, incident, step)
+        look = partial(self._located, incident, step)
+        return explain_or_warn(incident, self._not_explained, tried, self.context, look)
 
     def diagnose(self, incident: Incident) -> Incident:
         """Add the findings."""
@@ -147,12 +148,8 @@ class Transaction:
 
     def decide(self, incident: Incident, step: Step, *, committed: bool = False) -> Incident:
         """Add the decision. `committed`: the update was made before its verdict was read."""
-        if self.context.agreement.size > 1:
-            return replace(incident, decision=self._decided(incident, step, committed))
-        decision = explain_or_warn(
-            None, self._not_explained, self._decided, incident, step, committed
-        )
-        return replace(incident, decision=decision or self._skipped_undecided(step))
+        choose = partial(self._decided, incident, step, committed)
+        return with_decision(self.context, incident, choose, self._not_explained)
 
     def apply(self, incident: Incident) -> Incident:
         """Do what was decided, and say in the decision what was really done."""
@@ -216,6 +213,8 @@ class Transaction:
                 incident = self.locate(incident, step)
             incident = self.diagnose(incident)
             incident = self.decide(incident, step, committed=committed)
+        if not self.protect.armed:
+            incident = last_resort(incident)
         decision = incident.decision
         if decision is None or decision.action == "note":
             # nothing is to be applied
@@ -301,12 +300,9 @@ class Transaction:
         leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.members[0]
 
         def look() -> dict[str, Any]:
-            if agreement.world_rank != leader:
-                return {}
             return to_jsonable(with_rank(self._find(step, reading), reading))
 
-        told = agreement.together(look, "the origin")[agreement.members.index(leader)]
-        return from_jsonable(Origin, told) if told else None
+        return from_jsonable(Origin, agreement.from_rank(leader, look, "the origin"))
 
     def _suspect_update(self, incident: Incident) -> Incident:
         """Blame the weights where an earlier batch, fine in its time, now fails on them as well.
@@ -362,20 +358,6 @@ class Transaction:
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
         return decision
-
-    def _skipped_undecided(self, step: Step) -> Decision:
-        """The decision where deciding failed: skip the step, within the budget of lost steps."""
-        context = self.context
-        policy = context.config.policy
-        context.budget = context.budget.spend(step.index).lose(1.0, policy)
-        exceeded = context.budget.exceeded(policy)
-        why = "stepguard could not decide by a fault of its own"
-        return Decision(
-            action="stop" if exceeded else "skip",
-            reason=f"{why}; {exceeded}" if exceeded else why,
-            consecutive=context.budget.consecutive,
-            total=context.budget.total,
-        )
 
     def _rewound(self, decision: Decision) -> Decision:
         """A rewind that fails leaves an unknown state: then the run stops."""

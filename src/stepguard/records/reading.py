@@ -45,6 +45,8 @@ class Reading:
     """Batch tensors that hold NaN or Inf (`batch:KEY`); filled only once something is wrong."""
     bad_grads: tuple[str, ...] = ()
     """Parameters whose gradient is non-finite; filled only once something is wrong."""
+    unnamed_grads: int = 0
+    """How many more there are, where several ranks name only the first ones to each other."""
     state_born: bool = False
     """True when `bad_state` was finite before this step's update: the optimizer made it."""
     missed: str = ""

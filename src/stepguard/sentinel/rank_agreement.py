@@ -132,27 +132,62 @@ class Agreement:
         self._met = True
 
     def together(
-        self, look: Callable[[], dict[str, Any]], what: str, *, asked: bool = False
+        self,
+        look: Callable[[], dict[str, Any]],
+        what: str,
+        *,
+        asked: bool = False,
+        whatever_failed: bool = False,
     ) -> list[dict[str, Any]]:
         """Return what every rank found, by rank; RankAbsent where not all of them ask.
 
         A rank whose `look` fails still takes part, so that no rank waits for it; then all raise.
-        `what` names the exchange in words. `asked`: by a call of the user's own.
+        `what` names the exchange in words. `asked`: by a call of the user's own. `whatever_failed`:
+        a rank that gave up comes, too.
         """
         if self.size == 1:
             return [look()]
         # Before the look, which may take long on one rank: once all are here, all will answer.
-        self._meeting.all_came(what, self.now(), PATIENCE if asked else 1.0)
-        try:
-            mine: tuple[str, dict[str, Any]] = "", look()
-        except Exception as fault:
-            mine = f"{type(fault).__name__}: {fault}", {}
+        patience = PATIENCE if asked else 1.0
+        self._meeting.all_came(what, self.now(), patience, whatever_failed=whatever_failed)
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, mine, group=self._group)
+        dist.all_gather_object(gathered, _answer(look), group=self._group)
         for rank, (why, _) in zip(self.members, gathered, strict=True):
             if why:
                 raise RankFault(f"rank {rank}: {why}")
         return [facts for _, facts in gathered]
+
+    def any_rank(self, flag: bool, device: torch.device) -> bool:
+        """Is it so on any rank? One reduction of one number, which all ranks are known to join."""
+        both = torch.tensor([float(flag)], device=device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(both.item())
+
+    def from_rank(
+        self, rank: int, look: Callable[[], dict[str, Any]], what: str = ""
+    ) -> dict[str, Any]:
+        """Return on all ranks what one of them finds; where its `look` fails, all raise.
+
+        Without `what` the ranks do not meet: they come from an exchange, and nothing is between.
+        """
+        if self.size == 1:
+            return look()
+        if what:
+            self._meeting.all_came(what, self.now())
+        told: list[Any] = [None]
+        if self.world_rank == rank:
+            told = [_answer(look)]
+        dist.broadcast_object_list(told, src=rank, group=self._group)
+        why, facts = told[0]
+        if why:
+            raise RankFault(f"rank {rank}: {why}")
+        answer: dict[str, Any] = facts
+        return answer
+
+    def give_up(self, why: str) -> None:
+        """Let no rank wait in vain: this one has failed in the step at hand."""
+        if self.size > 1:
+            self._meeting.give_up(self.now(), why)
 
     def all_here(self, what: str, seconds: float = math.inf) -> bool:
         """Do all ranks ask this now, or within so many seconds?"""
@@ -216,6 +251,14 @@ class Agreement:
         # So that saving the parameter does not warn of the hook.
         carry.__torch_unserializable__ = True  # type: ignore[attr-defined]
         return [p.register_hook(carry) for p in trainable[:CARRIERS]]  # type: ignore[no-untyped-call]
+
+
+def _answer(look: Callable[[], dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """What was found, or else in words why it was not."""
+    try:
+        return "", look()
+    except Exception as fault:
+        return f"{type(fault).__name__}: {fault}", {}
 
 
 def _span(members: tuple[int, ...]) -> tuple[int, ...]:

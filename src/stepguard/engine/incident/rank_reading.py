@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import examine
+from stepguard.engine.incident.presumed_verdict import presumed_reading
+from stepguard.engine.protect import in_words, warn_not_explained
 from stepguard.records import Origin, Reading
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.state.replay import gradients_came_back_finite, model_finite, rerun
@@ -21,25 +23,57 @@ HERE = 2
 HELD = 3
 """A stored tensor or an input is bad. A loss can be bad by what a pipeline or a gather brought."""
 
+MOST_NAMES = 16
+"""Names of tensors of one kind that ranks tell each other."""
+MOST_SAID = 200
+"""Characters of an error that ranks tell each other."""
+
 NO_RANK = (
     "the rank it came from is not known: no rank shows it again by itself, and the gradients were "
     "already exchanged"
 )
 
 
-def agreed_reading(context: Context, step: Step, reading: Reading) -> Reading:
-    """Every rank takes its closer look, and all go on with the reading of the worst one."""
+def agreed_reading(
+    context: Context, step: Step, reading: Reading, tell: Callable[[str], None]
+) -> Reading:
+    """Every rank takes its closer look, and all go on with the reading of the worst one.
+
+    Each tells one number; only the worst one tells more. A rank whose look fails is judged by what
+    its numbers prove, and `tell` gets a sentence.
+    """
+    agreement = context.agreement
+    own = presumed_reading(context, reading)
 
     def look() -> dict[str, Any]:
-        own = examine(context, step, reading)
-        return {"trouble": own_trouble(step, own), "reading": to_jsonable(own)}
+        nonlocal own
+        try:
+            own = examine(context, step, reading)
+            return {"trouble": own_trouble(step, own), "fault": ""}
+        except Exception as fault:
+            return {"trouble": _presumed_trouble(own), "fault": in_words(fault)[:MOST_SAID]}
 
-    told_by_rank = context.agreement.together(look, "the reading")
+    told_by_rank = agreement.together(look, "the reading")
+    for rank, told in zip(agreement.members, told_by_rank, strict=True):
+        if told["fault"]:
+            warn_not_explained(tell, f"rank {rank}: {told['fault']}")
     troubles = [told["trouble"] for told in told_by_rank]
     bad = blamed_ranks(troubles, sharded=context.sharded)
-    leader = bad[0] if bad else 0
-    agreed = from_jsonable(Reading, told_by_rank[leader]["reading"])
-    return replace(agreed, bad_ranks=tuple(context.agreement.members[place] for place in bad))
+    leader = agreement.members[bad[0] if bad else 0]
+    worst = agreement.from_rank(leader, lambda: to_jsonable(_shortened(own)))
+    agreed = from_jsonable(Reading, worst)
+    return replace(agreed, bad_ranks=tuple(agreement.members[place] for place in bad))
+
+
+def _shortened(reading: Reading) -> Reading:
+    """With as many names as anybody reads: what ranks exchange is not to grow with the model."""
+    return replace(
+        reading,
+        bad_state=reading.bad_state[:MOST_NAMES],
+        bad_inputs=reading.bad_inputs[:MOST_NAMES],
+        bad_grads=reading.bad_grads[:MOST_NAMES],
+        unnamed_grads=len(reading.bad_grads[MOST_NAMES:]),
+    )
 
 
 def blamed_ranks(troubles: Sequence[int], *, sharded: bool = False) -> list[int]:
@@ -74,6 +108,15 @@ def own_trouble(step: Step, reading: Reading) -> int:
     if clean is None:
         return EXCHANGED
     return 0 if clean else HERE
+
+
+def _presumed_trouble(reading: Reading) -> int:
+    """`own_trouble` without running anything."""
+    if reading.bad_state:
+        return HELD
+    if _made_here(reading):
+        return HERE
+    return 0 if reading.grads_finite else EXCHANGED
 
 
 def _finite_alone(step: Step) -> bool | None:

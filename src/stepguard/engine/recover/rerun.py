@@ -97,7 +97,7 @@ def _reorder(runs: Runs, incident: Incident) -> None:
     rewinder = runs.rewinder
     order = list(rewinder.left)
     # seeded by what every rank knows, so that all of them run the same order
-    random.Random(f"{incident.id}/{runs.context.budget.rewinds}").shuffle(order)
+    random.Random(f"{incident.step}/{runs.context.budget.rewinds}").shuffle(order)
     with rewinder.snapshots.paused():
         for kept in order:
             assert kept.step.loss_fn is not None
