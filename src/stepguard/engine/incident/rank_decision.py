@@ -13,7 +13,9 @@ from stepguard.records.codec import to_jsonable
 from stepguard.sentinel.rank_agreement import RankFault
 
 UNDECIDED = "stepguard could not decide by a fault of its own"
-DISARMED = "the state itself is damaged, and a fault of stepguard's own keeps it from being repaired"
+DISARMED = (
+    "the state itself is damaged, and a fault of stepguard's own keeps it from being repaired"
+)
 
 
 def with_decision(
