@@ -58,7 +58,7 @@ def explaining(name: str, loop: str, wrap: str) -> dict[str, Any]:
         return _run(loop, wrap, LOCATING)
 
 
-def recording(how: str, loop: str, out: Path) -> dict[str, Any]:
+def recording(out: Path, how: str, loop: str) -> dict[str, Any]:
     """The folder of one rank cannot be written, from the first step on or from the start."""
     rank = dist.get_rank()
     folder = out / f"{how}-{loop}-{rank}"
@@ -102,10 +102,7 @@ def main(out: Path, names: list[str]) -> None:
     with gloo(60):
         for name in names:
             kind, *arguments = name.split("-")
-            if kind == "recording":
-                found = recording(*arguments, out)
-            else:
-                found = explaining(*arguments)
+            found = recording(out, *arguments) if kind == "recording" else explaining(*arguments)
             torch.save(found, out / f"{name}.{dist.get_rank()}.pt")
             dist.barrier()
 

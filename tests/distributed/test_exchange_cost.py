@@ -1,4 +1,4 @@
-"""What ranks exchange does not grow with them nor with the model, in a healthy step or a bad one."""
+"""What ranks exchange grows neither with them nor with the model, in healthy steps and bad ones."""
 
 from __future__ import annotations
 

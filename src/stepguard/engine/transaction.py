@@ -213,8 +213,7 @@ class Transaction:
                 incident = self.locate(incident, step)
             incident = self.diagnose(incident)
             incident = self.decide(incident, step, committed=committed)
-        if not self.protect.armed:
-            incident = last_resort(incident)
+        incident = last_resort(incident)
         decision = incident.decision
         if decision is None or decision.action == "note":
             # nothing is to be applied

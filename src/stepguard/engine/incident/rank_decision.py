@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from stepguard.engine.context import Context
 from stepguard.engine.protect import explain_or_warn, in_words
 from stepguard.records import Decision, Incident, Reading
 from stepguard.records.codec import to_jsonable
 from stepguard.sentinel.rank_agreement import RankFault
+
+T = TypeVar("T")
 
 UNDECIDED = "stepguard could not decide by a fault of its own"
 DISARMED = (
@@ -44,7 +46,7 @@ def with_decision(
     return replace(incident, decision=decision)
 
 
-def tried(context: Context, look: Callable[[], Any]) -> Any:
+def tried(context: Context, look: Callable[[], T]) -> T:
     """Call what exchanges something with other ranks; a fault here keeps none of them waiting."""
     try:
         return look()
