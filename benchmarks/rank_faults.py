@@ -20,7 +20,6 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any

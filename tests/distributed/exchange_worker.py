@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.parts.forked_ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.parts.forked_ranks import run_ranks
 from stepguard import Guard, GuardConfig
 
 STEPS, BAD_STEP, BAD_RANK = 4, 2, 1
