@@ -79,6 +79,8 @@ class Context:
     commit_hooks: list[Callable[[], None]] = field(default_factory=list)
     step: int = 0
     """Index of the next optimizer step."""
+    marked: tuple[int, int] = (0, 0)
+    """How far this rank has come: a step, and how many backward passes and updates of it."""
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
     accepted: set[str] = field(default_factory=set)
@@ -151,6 +153,17 @@ class Context:
     def lr(self) -> tuple[float, ...]:
         """One rate a group; none at all for an optimizer that finds its own step size."""
         return group_rates(self.optimizer)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How far this rank has come in the run."""
+        step, marks = self.marked
+        return self.step, marks if step == self.step else 0
+
+    def mark(self) -> None:
+        """This rank has come to the next backward pass, or to the update."""
+        step, marks = self.place
+        self.marked = step, marks + 1
 
     @property
     def maximizes(self) -> bool:

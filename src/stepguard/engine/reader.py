@@ -150,6 +150,7 @@ class Reader:
     def announce(self, loss: Tensor) -> None:
         """Before backward: what only this rank can see travels to others with the gradients."""
         agreement = self._context.agreement
+        self._context.mark()
         if agreement.mode != "spread":
             return
         statistics = self._largest(self._context.buffers.statistics())
@@ -186,6 +187,7 @@ class Reader:
         `others`: the norm of the gradients of other optimizers that step from the same backward.
         """
         context = self._context
+        context.mark()
         context.agreement.announced()
         self._leave_out_accepted()
         if norm is None:

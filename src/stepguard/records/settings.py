@@ -178,6 +178,10 @@ class GuardConfig:
     """Seconds that a rank waits for the others once a step is bad; ten times as many in `save` and
     `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
     """
+    hang_after: float | None = 300.0
+    """With several ranks: seconds without any progress after which a line names the ranks that are
+    behind the others, and where. Nothing else is done. None does not look.
+    """
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
     capsule_limit: int = 2**30
@@ -226,6 +230,8 @@ class GuardConfig:
             _one_of("GuardConfig.scheduler_every", self.scheduler_every, ("step", "epoch"))
         _positive("GuardConfig.locate_budget", self.locate_budget)
         _positive("GuardConfig.agree_timeout", self.agree_timeout)
+        if self.hang_after is not None:
+            _positive("GuardConfig.hang_after", self.hang_after)
         if self.build is not None and self.build.count(":") != 1:
             raise ConfigError(
                 f"GuardConfig.build={self.build!r} must look like 'package.module:function'."

@@ -78,6 +78,8 @@ class Agreement:
         """The last reduction, equal on all ranks."""
         number = next(_numbers[self.members])
         name = f"stepguard/{'-'.join(map(str, _span(self.members)))}/{number}"
+        self.name = name
+        """Of the guard, the same on all ranks."""
         self._seconds = seconds
         self._meeting = Meeting(name, self.members, self.world_rank, seconds)
         self._met: bool | None = None
