@@ -25,8 +25,9 @@ RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
 UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
 SINGLE = ["rank0_save", "rank0_reads", "joined_checkpoint"]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
-# A guard that only rank 0 builds shifts the numbers of those after it: last.
-NAMES = [*HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *LATE, *UNEVEN, *SINGLE, *RANK0]
+# Without DDP a guard that only rank 0 builds must not shift those after it: first.
+NAMES = ["rank0-guard-manual", *HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *LATE]
+NAMES += [*UNEVEN, *SINGLE, *(name for name in RANK0 if name not in NAMES)]
 Outcomes = dict[str, list[Any]]
 
 

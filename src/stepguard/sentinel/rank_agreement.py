@@ -12,10 +12,10 @@ only after all ranks have met (rank_meeting.py).
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepguard.sentinel.rank_meeting import Meeting, RankAbsent, RankFault
+from stepguard.sentinel.wrapped_ranks import ranks_of
 from stepguard.tensors.values import is_finite
 
 __all__ = ["Agreement", "RankAbsent", "RankFault", "world"]
@@ -39,8 +40,10 @@ AGREE_TIMEOUT = 60.0
 """Seconds that a rank waits for the others."""
 PATIENCE = 10.0
 """To a call of the user's own (save, restore) ranks may come from an evaluation, say."""
-_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-"""Guards of the same ranks are built in the same order on each: a number means the same on all."""
+_numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
+"""The next guard's number. Guards of one kind and the same ranks are built in the same order on
+each, but for those that never meet the others: these give their number back.
+"""
 
 
 def world() -> tuple[int, int]:
@@ -61,13 +64,16 @@ class Agreement:
         self.members = tuple(range(self.size))
         """Those ranks, as the user counts them."""
         self._group: Any = None
-        if self.size > 1 and isinstance(model, DistributedDataParallel):
-            group = model.process_group
-            # None stands for all ranks: a reference would keep torch's group alive past its end.
-            self._group = None if group is dist.group.WORLD else group
-            self.members = tuple(dist.get_process_group_ranks(group))
+        """None stands for all ranks: a reference would keep torch's group alive past its end."""
+        self._needs_group = False
+        """These ranks have no group yet; it is made when all of them have met."""
+        ranks = ranks_of(model) if self.size > 1 else None
+        if ranks is not None and self.world_rank in ranks.members:
+            self.members = ranks.members
             self.rank = self.members.index(self.world_rank)
             self.size = len(self.members)
+            self._group = ranks.group
+            self._needs_group = ranks.group is None
         self.mode: Mode = "alone"
         if self.size > 1:
             self.mode = "spread" if isinstance(model, DistributedDataParallel) else "collective"
@@ -76,8 +82,10 @@ class Agreement:
         self._reduced = -1
         self._shared: Tensor | None = None
         """The last reduction, equal on all ranks."""
-        number = next(_numbers[self.members])
-        name = f"stepguard/{'-'.join(map(str, _span(self.members)))}/{number}"
+        self._kind = (f"{self.mode}{_signature(model)}", self.members)
+        self._number = _numbers[self._kind]
+        _numbers[self._kind] += 1
+        name = f"stepguard/{self._kind[0]}/{'-'.join(map(str, _span(self.members)))}/{self._number}"
         self.name = name
         """Of the guard, the same on all ranks."""
         self._seconds = seconds
@@ -125,13 +133,24 @@ class Agreement:
         self._met = False
         if met is None:
             # A rank without a guard would never come.
-            self._meeting.all_came("the first reduction", step, PATIENCE)
+            self._first_meeting(step)
         elif met:
             # One that has closed its guard did so before its part of these gradients was made.
             self._meeting.refuse_if_closed(step)
         else:
             raise RankAbsent(f"not all ranks take part in the reduction of step {step}")
         self._met = True
+
+    def _first_meeting(self, step: int) -> None:
+        try:
+            self._meeting.all_came("the first reduction", step, PATIENCE)
+        except RankAbsent:
+            self._meeting.nobody_came("the first reduction", step)
+            raise
+        if self._needs_group:
+            # only these ranks make it, and all of them are here
+            self._group = dist.new_group(list(self.members), use_local_synchronization=True)
+            self._needs_group = False
 
     def together(
         self,
@@ -228,8 +247,11 @@ class Agreement:
     def close(self) -> None:
         """Remove the hooks from the model's parameters, and let no rank wait for this one."""
         self._remove_hooks()
-        if self.size > 1:
+        unused = self._meeting.solo or (self.mode == "collective" and self._met is None)
+        if self.size > 1 and not unused:
             self._meeting.leave("has closed its guard", for_good=True)
+        if unused and _numbers[self._kind] == self._number + 1:
+            _numbers[self._kind] = self._number
         self._group = None
 
     def _remove_hooks(self) -> None:
@@ -253,6 +275,16 @@ class Agreement:
         # So that saving the parameter does not warn of the hook.
         carry.__torch_unserializable__ = True  # type: ignore[attr-defined]
         return [p.register_hook(carry) for p in trainable[:CARRIERS]]  # type: ignore[no-untyped-call]
+
+
+def _signature(model: nn.Module) -> str:
+    """Tell models apart where all ranks have the same one; stages of a pipeline are not."""
+    if not isinstance(model, DistributedDataParallel):
+        return ""
+    told = hashlib.blake2b(digest_size=4)
+    for name, parameter in model.named_parameters():
+        told.update(f"{name}{tuple(parameter.shape)}".encode())
+    return f"-{told.hexdigest()}"
 
 
 def _answer(look: Callable[[], dict[str, Any]]) -> tuple[str, dict[str, Any]]:

@@ -45,6 +45,8 @@ class Meeting:
         self._times: Counter[tuple[str, int]] = Counter()
         self._over: list[str] = []
         """Keys of the last meeting, which every rank has read once all are at the next one."""
+        self.solo = False
+        """The other ranks have no such guard: nothing of it is left in the store."""
         self._gave_up: list[str] = []
         """Keys under which this rank has said that it failed."""
 
@@ -85,12 +87,24 @@ class Meeting:
 
     def leave(self, why: str, *, for_good: bool = False) -> None:
         """Let nobody wait for this rank. `for_good`: it takes part in no reduction any more."""
+        if self.solo:
+            return
         # The group, or the process that holds the store, may be gone: then nobody waits.
         with contextlib.suppress(Exception):
             store = default_store()
             store.set(f"{self._name}/left", f"rank {self._own} {why}, so it did not come")
             if for_good:
                 store.set(f"{self._name}/closed", str(self._own))
+
+    def nobody_came(self, what: str, step: int) -> None:
+        """Leave nothing behind where the other ranks have no such guard, as it seems."""
+        store = default_store()
+        place = f"{self._name}/{what}/{step}/{self._times[what, step]}"
+        if store.check([f"{self._name}/left"]) or int(store.add(f"{place}/count", 0)) > 1:
+            return
+        self.solo = True
+        for key in (str(self._own), "count", "word"):
+            store.delete_key(f"{place}/{key}")
 
     def give_up(self, step: int, why: str) -> None:
         """This rank has failed in this step: it comes to no meeting but the one that ends it."""

@@ -34,9 +34,11 @@ __all__ = [
     "foreach_max",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp1_group",
     "graphs_compiled",
     "next_sequence_number",
     "pretend_stepped",
+    "root_mesh",
     "scaler_tensors",
     "start_scaler",
     "tracing",
@@ -125,6 +127,16 @@ def graphs_compiled() -> bool:
 def default_store() -> Any:
     """Return the key-value store of the default process group: a message without a collective."""
     return dist.distributed_c10d._get_default_store()
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that this one was cut out of, itself where it is whole."""
+    return mesh._get_root_mesh()
+
+
+def fsdp1_group(module: Any) -> Any:
+    """Return the ranks that FSDP1 shards over; None for hybrid sharding, which has a second one."""
+    return None if hasattr(module, "_inter_node_pg") else module.process_group
 
 
 def finished_work() -> Any:
