@@ -226,11 +226,13 @@ def main(arguments: list[str]) -> int:
     wanted = QUICK
     if not options.quick:
         wanted = tuple((fault, exchange) for exchange in EXCHANGES for fault in FAULTS)
+    console = Console(width=150)
     found = []
     for fault, exchange in wanted:
         if options.only in f"{fault} {exchange}":
             found.append(cell(fault, exchange))
-    Console(width=150).print(_table(found))
+            console.print(f"{exchange} | {fault} | {_words(found[-1])}")
+    console.print(_table(found))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
     return 0 if found and all(one["good"] for one in found) else 1
