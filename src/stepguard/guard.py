@@ -28,6 +28,7 @@ from stepguard.engine.drivers.epoch_schedule import EpochSchedule
 from stepguard.engine.drivers.optimizer_kinds import takes_closure
 from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
+from stepguard.engine.hung_rank import watch_for_hung_rank
 from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.incident.rank_comparison import RankComparison
 from stepguard.engine.interception import offer
@@ -107,6 +108,7 @@ class Guard:
         self._framework = building_for.get()
         self._error: BaseException | None = None
         self._make_known()
+        watch_for_hung_rank(self._context)
         if self._saving.has_store and self._context.config.on_signal == "save":
             self._signals.listen(grace=self._context.config.signal_grace)
             self._rewinder.snapshots.duties.append(self._signals)

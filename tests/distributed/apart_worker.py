@@ -122,7 +122,7 @@ class Loop:
 
 
 def _steps(optimizer: Any) -> float:
-    counts = [float(state["step"]) for state in optimizer.state.values()]
+    counts = [float(state.get("step", 0)) for state in optimizer.state.values()]
     return max(counts, default=0.0)
 
 
@@ -180,6 +180,42 @@ def born(loop: str) -> dict[str, Any]:
             optimizer.step()
     out = running.end()
     return {**out, "before": before}
+
+
+SPOILED_UPDATE: dict[str, bool] = {}
+"""Not an attribute of the optimizer, which going back would restore."""
+
+
+class OneRankFails(torch.optim.SGD):
+    """Its update makes NaN of finite gradients on one rank, once."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if SPOILED_UPDATE.pop("now", False):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].fill_(torch.nan)
+        return loss
+
+
+def late(kind: str, loop: str) -> dict[str, Any]:
+    """One rank finds out by itself, after DDP has exchanged the gradients."""
+    model, optimizer = built(fused=kind == "fused_rate")
+    if kind == "update":
+        optimizer = OneRankFails(model.parameters(), lr=0.01)
+    running = Loop(loop, model, optimizer, replace(ALL_COME, snapshot_every=1))
+    for step in range(STEPS):
+        spoil = here(step)
+        if kind == "update":
+            SPOILED_UPDATE["now"] = spoil
+            running.step(data(step))
+            continue
+        optimizer.zero_grad()
+        model(data(step)).square().mean().backward()
+        if spoil:
+            optimizer.param_groups[0]["lr"] = torch.nan
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01
+    return running.end()
 
 
 def rank0(what: str, wrap: str) -> dict[str, Any]:
@@ -275,7 +311,7 @@ def subgroup(loop: str) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        *(own_trouble, last_look, born, rank0, rank0_save, rank0_reads),
+        *(own_trouble, last_look, born, late, rank0, rank0_save, rank0_reads),
         *(joined, joined_checkpoint, local_sgd, subgroup),
     )
 }

@@ -20,12 +20,14 @@ HEALTHY = ["-".join(("own_trouble", "none", *p)) for p in product(LOOPS, WRAPS)]
 LAST_ONE = ["-".join(("last_look", *p, "one")) for p in product(LOOPS, WRAPS)]
 LAST_ALL = ["last_look-step-ddp-all"]
 BORN = ["born-step", "born-watch"]
+LATE = ["late-update-step", "late-update-watch", "late-rate-watch", "late-fused_rate-watch"]
 RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
 UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
 SINGLE = ["rank0_save", "rank0_reads", "joined_checkpoint"]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
-# A guard that only rank 0 builds shifts the numbers of those after it: last.
-NAMES = [*HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *UNEVEN, *SINGLE, *RANK0]
+# Without DDP a guard that only rank 0 builds must not shift those after it: first.
+NAMES = ["rank0-guard-manual", *HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *LATE]
+NAMES += [*UNEVEN, *SINGLE, *(name for name in RANK0 if name not in NAMES)]
 Outcomes = dict[str, list[Any]]
 
 
@@ -89,6 +91,19 @@ def test_update_that_makes_nan_on_one_rank_is_undone_on_all(name: str, outcomes:
         assert rank["incidents"] == [(BAD_STEP, "nonfinite_parameter", (1,), "undo")]
         assert rank["armed"]
         assert all(map(torch.equal, rank["weights"], rank["before"]))
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_one_rank_finds_too_late_takes_all_of_them_back(name: str, outcomes: Outcomes) -> None:
+    healthy, hurt = outcomes[name]
+    for rank in (healthy, hurt):
+        assert rank["armed"]
+        assert _finite(rank)
+        step, _, ranks, action = rank["incidents"][-1]
+        assert (step, ranks, action) == (BAD_STEP + 1, (1,), "rewind")
+    assert len(healthy["incidents"]) == 1
+    assert [incident[0] for incident in hurt["incidents"]] == [BAD_STEP, BAD_STEP + 1]
+    assert _same(healthy, hurt)
 
 
 @pytest.mark.parametrize("name", RANK0)

@@ -128,6 +128,7 @@ def guarded(
     before: Any = None,
     config: GuardConfig = QUIET,
     jump_at: int = -1,
+    at_step: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
     """The same under a guard; only one rank has the trouble."""
     rank = dist.get_rank()
@@ -143,6 +144,7 @@ def guarded(
     try:
         with guard:
             for step in range(STEPS):
+                at_step(step)
                 rate(optimizer, step, jump_at)
                 data = batch(rank, step, troubles.get(step, "") if rank == BAD_RANK else "")
                 if loop == "watch":

@@ -60,3 +60,27 @@ def test_nobody_waits_for_a_rank_that_has_left() -> None:
         first.all_came("the reading", 1)
     with pytest.raises(RankAbsent, match=r"rank 6 has closed its guard before step 2"):
         first.refuse_if_closed(2)
+
+
+def test_guard_of_one_rank_only_leaves_nothing_behind(store: dist.HashStore) -> None:
+    first, _ = pair(0.05)
+    with pytest.raises(RankAbsent, match=r"rank 6 did not come"):
+        first.all_came("the reading", 3)
+    first.nobody_came("the reading", 3)
+    first.leave("has closed its guard", for_good=True)
+    assert both_come(pair(20.0), "the reading", 3) == [None, None]
+
+
+def test_nobody_waits_for_a_rank_that_failed_but_at_the_end_it_comes() -> None:
+    meetings = pair(600.0)
+    first, second = meetings
+    second.give_up(3, "OSError: full")
+    with pytest.raises(RankAbsent, match=r"rank 6 has failed \(OSError: full\) for the origin"):
+        first.all_came("the origin", 3)
+    with ThreadPoolExecutor(2) as threads:
+        coming = [
+            threads.submit(meeting.all_came, "the decision", 3, whatever_failed=True)
+            for meeting in meetings
+        ]
+    assert [one.exception() for one in coming] == [None, None]
+    assert both_come(meetings, "the origin", 4) == [None, None]

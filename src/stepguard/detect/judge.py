@@ -25,6 +25,7 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
     """Say the gravest thing that is true of this step."""
     # bad state makes the loss bad, and a bad loss the gradient: the first one is the cause
     tests: tuple[Callable[[], Verdict], ...] = (
+        lambda: _missed(reading),
         lambda: _state(reading),
         lambda: _loss(reading),
         lambda: _gradient(reading, config),
@@ -57,6 +58,12 @@ def alarming(reading: Reading) -> bool:
         return True
     watched = (reading.loss, reading.grad_norm, *reading.micro_losses)
     return any(value is not None and not math.isfinite(value) for value in watched)
+
+
+def _missed(reading: Reading) -> Verdict:
+    if not reading.missed:
+        return OK
+    return Verdict(kind="nonfinite_parameter", severity="incident", summary=reading.missed)
 
 
 def _state(reading: Reading) -> Verdict:
@@ -120,8 +127,9 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
 
 def _bad_gradient(reading: Reading) -> Verdict:
     names = ", ".join(reading.bad_grads[:MOST_NAMED]) or "unnamed"
-    if len(reading.bad_grads) > MOST_NAMED:
-        names += f" and {len(reading.bad_grads) - MOST_NAMED} more"
+    more = len(reading.bad_grads) + reading.unnamed_grads - MOST_NAMED
+    if more > 0:
+        names += f" and {more} more"
     summary = f"gradient is non-finite ({names}) while the loss is {reading.loss}"
     return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
 

@@ -32,7 +32,8 @@ from stepguard.engine.incident.declared_rates import DeclaredRates
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.interception import borrowing
 from stepguard.engine.model_wrapper import data_parallel_wrapper
-from stepguard.engine.outputs import Outputs, add_people_outputs
+from stepguard.engine.outputs import OutputLost, Outputs, add_people_outputs
+from stepguard.engine.protect import quiet_warning
 from stepguard.journal import Journal, starts_in
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.records import GuardConfig
@@ -152,7 +153,14 @@ def _open(context: Context) -> None:
 
 def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
     rank = context.agreement.world_rank
-    journal = _made("GuardConfig.run_dir", run_dir, lambda folder: Journal(folder, rank))
+    try:
+        journal = _made("GuardConfig.run_dir", run_dir, lambda folder: Journal(folder, rank))
+    except ConfigError as error:
+        if context.agreement.rank == 0:
+            raise
+        # the first rank writes what the run needs; a disk of another node must not end the job
+        quiet_warning(f"stepguard: rank {rank} keeps no journal: {error}", OutputLost)
+        return
     context.attempt = 1 + starts_in(Path(run_dir), rank)
     context.outputs.add_journal(journal)
     context.outputs.line("run", _header(context))

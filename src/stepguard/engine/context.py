@@ -92,6 +92,8 @@ class Context:
     """Called with every step whose update was made."""
     step: int = 0
     """Index of the next optimizer step."""
+    marked: tuple[int, int] = (0, 0)
+    """How far this rank has come: a step, and how many backward passes and updates of it."""
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
     accepted: set[str] = field(default_factory=set)
@@ -114,6 +116,8 @@ class Context:
     """A healthy step and its loss, to tell hurt weights from hard data."""
     worked_scale: float | None = None
     """The highest loss scale at which an update was made."""
+    missed: str = ""
+    """An update that this rank refused alone, in words; all ranks hear of it in the next step."""
     overflows_in_a_row: int = 0
     """Steps in a row that a scaler's own scale has overflowed."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
@@ -168,6 +172,17 @@ class Context:
     def lr(self) -> tuple[float, ...]:
         """One rate a group; none at all for an optimizer that finds its own step size."""
         return group_rates(self.optimizer)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How far this rank has come in the run."""
+        step, marks = self.marked
+        return self.step, marks if step == self.step else 0
+
+    def mark(self) -> None:
+        """This rank has come to the next backward pass, or to the update."""
+        step, marks = self.place
+        self.marked = step, marks + 1
 
     @property
     def maximizes(self) -> bool:

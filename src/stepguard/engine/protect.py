@@ -131,10 +131,15 @@ def explain_or_warn(
     try:
         return function(*args, **kwargs)
     except Exception as fault:
-        message = f"a bad step is not explained, by a fault of stepguard's own: {in_words(fault)}"
-        tell(message)
-        quiet_warning(f"{message}. The run is still protected.", NotExplained)
+        warn_not_explained(tell, in_words(fault))
         return default
+
+
+def warn_not_explained(tell: Callable[[str], None], fault: str) -> None:
+    """Tell that a bad step is vetoed, but not explained."""
+    message = f"a bad step is not explained, by a fault of stepguard's own: {fault}"
+    tell(message)
+    quiet_warning(f"{message}. The run is still protected.", NotExplained)
 
 
 def quiet_warning(message: str, category: type[Warning]) -> None:

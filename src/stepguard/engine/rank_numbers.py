@@ -34,7 +34,7 @@ class RankNumbers:
         agreement = self._context.agreement
         if agreement.mode != "collective":
             return []
-        state = self._alone.rate()
+        state = self._alone.trouble()
         if state is None:
             state = named.get("state")
         local = [loss, named.get("norm"), named.get("buffers"), state]

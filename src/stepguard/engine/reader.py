@@ -111,8 +111,6 @@ class Reader:
         self._started = False
         self._checked = False
         self._left_out = 0
-        self._first_extremes: dict[int, Tensor] = {}
-        """Of every buffer before the first step, by its id, on the device."""
         self._scan = RotatingScan()
         self._alone = SeenAlone(context)
         self._ranks = RankNumbers(context, self._alone)
@@ -137,7 +135,6 @@ class Reader:
             found = extremes(context.buffers.remembered(buffer))
             if found is not None:
                 context.first_buffers.append((name, found))
-                self._first_extremes[id(buffer)] = found
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """State was loaded in mid-run: check all of it before the next update."""
@@ -155,10 +152,17 @@ class Reader:
     def announce(self, loss: Tensor) -> None:
         """Before backward: what only this rank can see travels to others with the gradients."""
         agreement = self._context.agreement
+        self._context.mark()
         if agreement.mode != "spread":
             return
         statistics = self._largest(self._context.buffers.statistics())
-        seen = (loss, self._state, statistics, *self._alone.written_buffers(), self._alone.rate())
+        seen = (
+            loss,
+            self._state,
+            statistics,
+            *self._alone.written_buffers(),
+            self._alone.trouble(),
+        )
         agreement.announce([value for value in seen if value is not None])
 
     def _largest(self, tensors: list[Tensor]) -> Tensor | None:
@@ -185,6 +189,7 @@ class Reader:
         `others`: the norm of the gradients of other optimizers that step from the same backward.
         """
         context = self._context
+        context.mark()
         context.agreement.announced()
         for tell in context.gradient_hooks:
             tell()
@@ -232,10 +237,11 @@ class Reader:
     ) -> dict[str, Tensor]:
         """Everything of this step that has one number, where there is one."""
         context = self._context
-        written = context.buffers.written()
         if takes_found_inf(context.optimizer):
             # here the device judges by itself, and must know what is infinite on purpose
-            written = [self._unless_meant(buffer) for buffer in written]
+            written = self._alone.written_buffers()
+        else:
+            written = context.buffers.written()
         buffers = [*context.buffers.statistics(), *written]
         counted = [micro.labels for micro in losses if micro.labels is not None]
         named: dict[str, Tensor | None] = {
@@ -248,14 +254,6 @@ class Reader:
             "others": others,
         }
         return {name: value for name, value in named.items() if value is not None}
-
-    def _unless_meant(self, buffer: Tensor) -> Tensor:
-        """On the device: its largest value, or 0 where it was non-finite before the first step."""
-        first = self._first_extremes.get(id(buffer))
-        value = largest([buffer])
-        if first is None or value is None:
-            return buffer
-        return torch.where(torch.isfinite(first).all(), value, torch.zeros_like(value))
 
     # --- complete -------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.optimizer_kinds import takes_found_inf
 from stepguard.sentinel.risky_update import risky_update
 from stepguard.sentinel.stored_tensors import extremes, largest
 
@@ -21,9 +22,9 @@ class SeenAlone:
         """On the device: what every buffer held before the run, by its place."""
 
     def start(self) -> None:
-        """Before the first update: remember what buffers hold, where gradients carry the word."""
+        """Before the first update: remember what buffers hold, where nobody asks the host."""
         context = self._context
-        if context.agreement.mode != "spread":
+        if context.agreement.mode != "spread" and not takes_found_inf(context.optimizer):
             return
         for root in context.roots.values():
             for module in root.modules():
@@ -38,6 +39,7 @@ class SeenAlone:
         """Largest of each buffer that this step's forward wrote, 0 for one infinite on purpose."""
         ignored = self._context.ignored
         found: list[Tensor] = []
+        # by place, not by tensor: a forward pass may put another tensor there
         for place, buffer in self._context.buffers.written_at():
             value = largest([buffer]) if id(buffer) not in ignored else None
             if value is None:
@@ -50,9 +52,9 @@ class SeenAlone:
             found.append(value)
         return found
 
-    def rate(self) -> Tensor | None:
-        """NaN where this rank's learning rate is not finite: its update would ruin it alone."""
-        if all(map(math.isfinite, self._context.lr)):
+    def trouble(self) -> Tensor | None:
+        """NaN where this rank's learning rate is not finite, or where it has missed an update."""
+        if all(map(math.isfinite, self._context.lr)) and not self._context.missed:
             return None
         return torch.tensor(math.nan)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,11 +28,13 @@ from stepguard.engine.incident.closer_look import (
     stored_trouble,
 )
 from stepguard.engine.incident.exploded_weights import blamed_on_update, exploded, surfaces_only
+from stepguard.engine.incident.found_alone import FoundAlone
 from stepguard.engine.incident.halting import halt
 from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.origin_of_ranks import find_together
 from stepguard.engine.incident.outcome import not_applied
 from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
+from stepguard.engine.incident.rank_decision import last_resort, tried, with_decision
 from stepguard.engine.incident.rank_reading import agreed_reading
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
@@ -82,6 +85,7 @@ class Transaction:
         self._find = with_sample_names(context, find or self._replay)
         self._anomalies = AnomalyCheck(context, rewinder, clips_itself=reruns)
         self._situations = SituationReader(context, rewinder, self._anomalies, reruns=reruns)
+        self._alone = FoundAlone(context)
         self._unrecorded: tuple[Incident, Step] | None = None
         """An incident that is not on record yet."""
         rewinder.after_rewind.append(self.reader.rewound)
@@ -94,10 +98,11 @@ class Transaction:
 
     def agree(self, step: Step, reading: Reading) -> Reading:
         """Name what is bad in an alarming step, and give every rank the same reading."""
+        self._alone.ask(reading)
         if not alarming(reading) or reading.state_born:
             return reading
-        if self.context.agreement.size > 1:
-            return agreed_reading(self.context, step, reading)
+        if self.context.agreement.size > 1 and not self._alone.now:
+            return agreed_reading(self.context, step, reading, self._not_explained)
         presumed = presumed_reading(self.context, reading)
         return explain_or_warn(presumed, self._not_explained, examine, self.context, step, reading)
 
@@ -131,12 +136,11 @@ class Transaction:
         return False
 
     def locate(self, incident: Incident, step: Step) -> Incident:
-        """Add the origin. Where ranks decide together, a fault in here is a fault of all."""
+        """Add the origin."""
         if not self.context.config.locate:
             return incident
-        if self.context.agreement.size > 1:
-            return self._located(incident, step)
-        return explain_or_warn(incident, self._not_explained, self._located, incident, step)
+        look = partial(self._located, incident, step)
+        return explain_or_warn(incident, self._not_explained, tried, self.context, look)
 
     def diagnose(self, incident: Incident) -> Incident:
         """Add the findings."""
@@ -144,12 +148,8 @@ class Transaction:
 
     def decide(self, incident: Incident, step: Step, *, committed: bool = False) -> Incident:
         """Add the decision. `committed`: the update was made before its verdict was read."""
-        if self.context.agreement.size > 1:
-            return replace(incident, decision=self._decided(incident, step, committed))
-        decision = explain_or_warn(
-            None, self._not_explained, self._decided, incident, step, committed
-        )
-        return replace(incident, decision=decision or self._skipped_undecided(step))
+        choose = partial(self._decided, incident, step, committed)
+        return with_decision(self.context, incident, choose, self._not_explained)
 
     def apply(self, incident: Incident) -> Incident:
         """Do what was decided, and say in the decision what was really done."""
@@ -205,11 +205,17 @@ class Transaction:
         self.record_open_incident()
         incident = self.open_incident(step, reading, verdict)
         self._unrecorded = (incident, step)
+        if self._alone.now and not verdict.finite_anomaly:
+            incident = self._alone.left_behind(self.diagnose(incident))
+            self.rewinder.left_behind(step, reading.loss)
+            self._unrecorded = (incident, step)
+            return incident
         with self.protect.region:
             if replayable:
                 incident = self.locate(incident, step)
             incident = self.diagnose(incident)
             incident = self.decide(incident, step, committed=committed)
+        incident = last_resort(incident)
         decision = incident.decision
         if decision is None or decision.action == "note":
             # nothing is to be applied
@@ -248,6 +254,7 @@ class Transaction:
         verdict = judge_reading(reading, context.history, context.config)
         if not verdict.bad or set(bad) <= set(told):
             return None
+        self._alone.now = False
         if not context.agreement.all_here("the last look"):
             return self._told_alone(step, reading, verdict)
         return self.respond(step, reading, verdict, None, committed=True)
@@ -346,20 +353,6 @@ class Transaction:
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
         return decision
-
-    def _skipped_undecided(self, step: Step) -> Decision:
-        """The decision where deciding failed: skip the step, within the budget of lost steps."""
-        context = self.context
-        policy = context.config.policy
-        context.budget = context.budget.spend(step.index).lose(1.0, policy)
-        exceeded = context.budget.exceeded(policy)
-        why = "stepguard could not decide by a fault of its own"
-        return Decision(
-            action="stop" if exceeded else "skip",
-            reason=f"{why}; {exceeded}" if exceeded else why,
-            consecutive=context.budget.consecutive,
-            total=context.budget.total,
-        )
 
     def _rewound(self, decision: Decision) -> Decision:
         """A rewind that fails leaves an unknown state: then the run stops."""

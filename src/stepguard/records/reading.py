@@ -47,8 +47,12 @@ class Reading:
     """Batch tensors that hold NaN or Inf (`batch:KEY`); filled only once something is wrong."""
     bad_grads: tuple[str, ...] = ()
     """Parameters whose gradient is non-finite; filled only once something is wrong."""
+    unnamed_grads: int = 0
+    """How many more there are, where several ranks name only the first ones to each other."""
     state_born: bool = False
     """True when `bad_state` was finite before this step's update: the optimizer made it."""
+    missed: str = ""
+    """An update that this rank refused alone, in words: its weights are no longer the others'."""
     overflow: bool = False
     """Gradients are non-finite only by the loss scale: a replay at scale 1 is finite."""
     repeat_loss: float | None = None

@@ -202,6 +202,10 @@ class GuardConfig:
     """Steps between two comparisons of the ranks: weights of copies of one model, learning rates
     and data. Each costs one pass over the weights and a small exchange; None makes none.
     """
+    hang_after: float | None = 300.0
+    """With several ranks: seconds without any progress after which a line names the ranks that are
+    behind the others, and where. Nothing else is done. None does not look.
+    """
     capsule: Literal["full", "no-data", "off"] = "full"
     """What of a bad step is kept on disk; `no-data` leaves the batch out."""
     capsule_limit: int = 2**30
@@ -269,6 +273,8 @@ class GuardConfig:
         _positive("GuardConfig.locate_budget", self.locate_budget)
         _positive("GuardConfig.agree_timeout", self.agree_timeout)
         _count_or_none("GuardConfig.compare_ranks_every", self.compare_ranks_every, least=1)
+        if self.hang_after is not None:
+            _positive("GuardConfig.hang_after", self.hang_after)
         if self.build is not None and self.build.count(":") != 1:
             raise ConfigError(
                 f"GuardConfig.build={self.build!r} must look like 'package.module:function'."

@@ -12,11 +12,12 @@ only after all ranks have met (rank_meeting.py).
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import math
 import os
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stepguard.sentinel.rank_meeting import Meeting, RankAbsent, RankFault, RankJoined
 from stepguard.sentinel.reduced_steps import reduces_now
 from stepguard.sentinel.uneven_inputs import follow_join
+from stepguard.sentinel.wrapped_ranks import ranks_of
 from stepguard.tensors.values import is_finite
 
 __all__ = ["Agreement", "RankAbsent", "RankFault", "world"]
@@ -42,8 +44,10 @@ AGREE_TIMEOUT = 60.0
 """Seconds that a rank waits for the others."""
 PATIENCE = 10.0
 """To a call of the user's own (save, restore) ranks may come from an evaluation, say."""
-_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-"""Guards of the same ranks are built in the same order on each: a number means the same on all."""
+_numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
+"""The next guard's number. Guards of one kind and the same ranks are built in the same order on
+each, but for those that never meet the others: these give their number back.
+"""
 
 
 def world() -> tuple[int, int]:
@@ -64,13 +68,16 @@ class Agreement:
         self.members = tuple(range(self.size))
         """Those ranks, as the user counts them."""
         self._group: Any = None
-        if self.size > 1 and isinstance(model, DistributedDataParallel):
-            group = model.process_group
-            # None stands for all ranks: a reference would keep torch's group alive past its end.
-            self._group = None if group is dist.group.WORLD else group
-            self.members = tuple(dist.get_process_group_ranks(group))
+        """None stands for all ranks: a reference would keep torch's group alive past its end."""
+        self._needs_group = False
+        """These ranks have no group yet; it is made when all of them have met."""
+        ranks = ranks_of(model) if self.size > 1 else None
+        if ranks is not None and self.world_rank in ranks.members:
+            self.members = ranks.members
             self.rank = self.members.index(self.world_rank)
             self.size = len(self.members)
+            self._group = ranks.group
+            self._needs_group = ranks.group is None
         self.mode: Mode = "alone"
         if self.size > 1:
             self.mode = "spread" if isinstance(model, DistributedDataParallel) else "collective"
@@ -81,12 +88,15 @@ class Agreement:
         self._reduced = -1
         self._shared: Tensor | None = None
         """The last reduction, equal on all ranks."""
-        number = next(_numbers[self.members])
+        self._kind = (f"{self.mode}{_signature(model)}", self.members)
+        self._number = _numbers[self._kind]
+        _numbers[self._kind] += 1
         # torchrun keeps its store when it starts the ranks again, with all that was said before
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        ranks = "-".join(map(str, _span(self.members)))
-        self.name = f"stepguard/{attempt}/{ranks}/{number}"
+        span = "-".join(map(str, _span(self.members)))
+        self.name = f"stepguard/{attempt}/{self._kind[0]}/{span}/{self._number}"
         """The same on all ranks of this guard, and of no other guard."""
+        self._seconds = seconds
         self._meeting = Meeting(self.name, self.members, self.world_rank, seconds)
         self._met: bool | None = None
         """Do all ranks take part in the reductions? None before the first one."""
@@ -156,7 +166,7 @@ class Agreement:
         self._met = False
         if met is None:
             # A rank without a guard would never come.
-            self._meeting.all_came("the first reduction", step, PATIENCE)
+            self._first_meeting(step)
         elif met:
             # One that has closed its guard did so before its part of these gradients was made.
             self._meeting.refuse_if_closed(step)
@@ -164,24 +174,38 @@ class Agreement:
             raise RankAbsent(f"not all ranks take part in the reduction of step {step}")
         self._met = True
 
+    def _first_meeting(self, step: int) -> None:
+        try:
+            self._meeting.all_came("the first reduction", step, PATIENCE)
+        except RankAbsent:
+            self._meeting.nobody_came("the first reduction", step)
+            raise
+        if self._needs_group:
+            # only these ranks make it, and all of them are here
+            self._group = dist.new_group(list(self.members), use_local_synchronization=True)
+            self._needs_group = False
+
     def together(
-        self, look: Callable[[], dict[str, Any]], what: str, *, asked: bool = False
+        self,
+        look: Callable[[], dict[str, Any]],
+        what: str,
+        *,
+        asked: bool = False,
+        whatever_failed: bool = False,
     ) -> list[dict[str, Any]]:
         """Return what every rank found, by rank; RankAbsent where not all of them ask.
 
         A rank whose `look` fails still takes part, so that no rank waits for it; then all raise.
-        `what` names the exchange in words. `asked`: by a call of the user's own.
+        `what` names the exchange in words. `asked`: by a call of the user's own. `whatever_failed`:
+        a rank that gave up comes, too.
         """
         if self.size == 1:
             return [look()]
         # Before the look, which may take long on one rank: once all are here, all will answer.
-        self._meeting.all_came(what, self.now(), PATIENCE if asked else 1.0)
-        try:
-            mine: tuple[str, dict[str, Any]] = "", look()
-        except Exception as fault:
-            mine = f"{type(fault).__name__}: {fault}", {}
+        patience = PATIENCE if asked else 1.0
+        self._meeting.all_came(what, self.now(), patience, whatever_failed=whatever_failed)
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, mine, group=self._group)
+        dist.all_gather_object(gathered, _answer(look), group=self._group)
         for rank, (why, _) in zip(self.members, gathered, strict=True):
             if why:
                 raise RankFault(f"rank {rank}: {why}")
@@ -213,12 +237,44 @@ class Agreement:
                 self.apart = True
         return [look()]
 
-    def all_here(self, what: str) -> bool:
-        """Do all ranks ask this now?"""
+    def any_rank(self, flag: bool, device: torch.device) -> bool:
+        """Is it so on any rank? One reduction of one number, which all ranks are known to join."""
+        both = torch.tensor([float(flag)], device=device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(both.item())
+
+    def from_rank(
+        self, rank: int, look: Callable[[], dict[str, Any]], what: str = ""
+    ) -> dict[str, Any]:
+        """Return on all ranks what one of them finds; where its `look` fails, all raise.
+
+        Without `what` the ranks do not meet: they come from an exchange, and nothing is between.
+        """
+        if self.size == 1 or self.apart:
+            return look()
+        if what:
+            self._meeting.all_came(what, self.now())
+        told: list[Any] = [None]
+        if self.world_rank == rank:
+            told = [_answer(look)]
+        dist.broadcast_object_list(told, src=rank, group=self._group)
+        why, facts = told[0]
+        if why:
+            raise RankFault(f"rank {rank}: {why}")
+        answer: dict[str, Any] = facts
+        return answer
+
+    def give_up(self, why: str) -> None:
+        """Let no rank wait in vain: this one has failed in the step at hand."""
+        if self.size > 1:
+            self._meeting.give_up(self.now(), why)
+
+    def all_here(self, what: str, seconds: float = math.inf) -> bool:
+        """Do all ranks ask this now, or within so many seconds?"""
         if self.size == 1:
             return True
         try:
-            self._meeting.all_came(what, self.now())
+            self._meeting.all_came(what, self.now(), min(1.0, seconds / self._seconds))
         except RankAbsent:
             return False
         return True
@@ -257,8 +313,11 @@ class Agreement:
         if self._stop_following is not None:
             self._stop_following()
             self._stop_following = None
-        if self.size > 1:
+        unused = self._meeting.solo or (self.mode == "collective" and self._met is None)
+        if self.size > 1 and not unused:
             self._meeting.leave("has closed its guard", for_good=True)
+        if unused and _numbers[self._kind] == self._number + 1:
+            _numbers[self._kind] = self._number
         self._group = None
 
     def _remove_hooks(self) -> None:
@@ -282,6 +341,24 @@ class Agreement:
         # So that saving the parameter does not warn of the hook.
         carry.__torch_unserializable__ = True  # type: ignore[attr-defined]
         return [p.register_hook(carry) for p in trainable[:CARRIERS]]  # type: ignore[no-untyped-call]
+
+
+def _signature(model: nn.Module) -> str:
+    """Tell models apart where all ranks have the same one; stages of a pipeline are not."""
+    if not isinstance(model, DistributedDataParallel):
+        return ""
+    told = hashlib.blake2b(digest_size=4)
+    for name, parameter in model.named_parameters():
+        told.update(f"{name}{tuple(parameter.shape)}".encode())
+    return f"-{told.hexdigest()}"
+
+
+def _answer(look: Callable[[], dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """What was found, or else in words why it was not."""
+    try:
+        return "", look()
+    except Exception as fault:
+        return f"{type(fault).__name__}: {fault}", {}
 
 
 def _span(members: tuple[int, ...]) -> tuple[int, ...]:

@@ -54,9 +54,18 @@ class Meeting:
         """This rank is inside torch's Join, in which ranks may run out of data."""
         self._over: list[str] = []
         """Keys of the last meeting, which every rank has read once all are at the next one."""
+        self.solo = False
+        """The other ranks have no such guard: nothing of it is left in the store."""
+        self._gave_up: list[str] = []
+        """Keys under which this rank has said that it failed."""
 
-    def all_came(self, what: str, step: int, patience: float = 1.0) -> None:
-        """Return when every rank is here; raise RankAbsent on all ranks if one is not in time."""
+    def all_came(
+        self, what: str, step: int, patience: float = 1.0, *, whatever_failed: bool = False
+    ) -> None:
+        """Return when every rank is here; raise RankAbsent on all ranks if one is not in time.
+
+        `whatever_failed`: a rank that has given up in this step comes, too.
+        """
         # Named by step, so that a call that only one rank made does not shift all that follow.
         self._times[what, step] += 1
         if len(self._times) > REMEMBERED:
@@ -68,21 +77,34 @@ class Meeting:
         if store.add(f"{place}/count", 1) == len(self._members):
             store.compare_set(word, "", GO)
         seconds = self._seconds * patience
-        self._wait(store, place, time.monotonic() + seconds)
+        ended = [f"{self._name}/left"]
+        if self.joining:
+            ended.append(self._joined)
+        if not whatever_failed:
+            ended.append(self._given_up(step))
+        self._wait(store, word, ended, time.monotonic() + seconds)
         if not store.check([word]):
-            store.compare_set(word, "", self._missing(store, place, seconds))
+            store.compare_set(word, "", self._missing(store, place, ended, seconds))
         said = store.get(word).decode()
         if said != GO:
             kind = RankJoined if JOINED in said else RankAbsent
             raise kind(f"{said} for {what} of step {step}")
+        self._tidy_up(store, place)
+
+    def _tidy_up(self, store: Any, place: str) -> None:
+        """Everybody is here: what was said before has been read."""
         store.delete_key(f"{place}/{self._own}")
+        while self._gave_up:
+            store.delete_key(self._gave_up.pop())
         if self._own == self._members[0]:
             for key in self._over:
                 store.delete_key(key)
-            self._over = [word, f"{place}/count"]
+            self._over = [f"{place}/word", f"{place}/count"]
 
     def leave(self, why: str, *, for_good: bool = False) -> None:
         """Let nobody wait for this rank. `for_good`: it takes part in no reduction any more."""
+        if self.solo:
+            return
         # The group, or the process that holds the store, may be gone: then nobody waits.
         with contextlib.suppress(Exception):
             store = default_store()
@@ -93,13 +115,37 @@ class Meeting:
     def no_data_left(self) -> None:
         """This rank only follows the collectives of the others from now on."""
         with contextlib.suppress(Exception):
-            default_store().set(f"{self._name}/joined", str(self._own))
+            default_store().set(self._joined, str(self._own))
 
     def data_again(self) -> None:
         """All ranks have run out of data, and go on together."""
         self.joining = False
         with contextlib.suppress(Exception):
-            default_store().delete_key(f"{self._name}/joined")
+            default_store().delete_key(self._joined)
+
+    def nobody_came(self, what: str, step: int) -> None:
+        """Leave nothing behind where the other ranks have no such guard, as it seems."""
+        store = default_store()
+        place = f"{self._name}/{what}/{step}/{self._times[what, step]}"
+        if store.check([f"{self._name}/left"]) or int(store.add(f"{place}/count", 0)) > 1:
+            return
+        self.solo = True
+        for key in (str(self._own), "count", "word"):
+            store.delete_key(f"{place}/{key}")
+
+    @property
+    def _joined(self) -> str:
+        """Where a rank says that it has run out of data."""
+        return f"{self._name}/joined"
+
+    def give_up(self, step: int, why: str) -> None:
+        """This rank has failed in this step: it comes to no meeting but the one that ends it."""
+        with contextlib.suppress(Exception):
+            default_store().set(self._given_up(step), f"rank {self._own} has failed ({why})")
+            self._gave_up.append(self._given_up(step))
+
+    def _given_up(self, step: int) -> str:
+        return f"{self._name}/failed/{step}"
 
     def refuse_if_closed(self, step: int) -> None:
         """Raise RankAbsent if a rank has closed its guard: one question to the store."""
@@ -110,31 +156,24 @@ class Meeting:
             rank = store.get(f"{self._name}/closed").decode()
             raise RankAbsent(f"rank {rank} has closed its guard before step {step}")
 
-    def _wait(self, store: Any, place: str, deadline: float) -> None:
-        """Until something is said, a rank has left for good, or time is up.
+    def _wait(self, store: Any, word: str, ended: list[str], deadline: float) -> None:
+        """Until something is said, one of the keys `ended` is there, or time is up.
 
         Not by `store.wait`: a signal is handled only when that returns, and torch prints two lines
         when its time is up.
         """
         pause = SHORTEST
-        while not store.check([f"{place}/word"]):
-            if time.monotonic() >= deadline or self._somebody_left(store):
+        while not store.check([word]):
+            if time.monotonic() >= deadline or any(store.check([key]) for key in ended):
                 return
             time.sleep(pause)
             pause = min(pause * 1.2, LONGEST)
 
-    def _somebody_left(self, store: Any) -> bool:
-        if store.check([f"{self._name}/left"]):
-            return True
-        return self.joining and bool(store.check([f"{self._name}/joined"]))
-
-    def _missing(self, store: Any, place: str, seconds: float) -> str:
-        left = f"{self._name}/left"
-        if store.check([left]):
-            said: str = store.get(left).decode()
-            return said
-        if self.joining and store.check([f"{self._name}/joined"]):
-            return f"rank {store.get(f'{self._name}/joined').decode()} {JOINED}"
+    def _missing(self, store: Any, place: str, ended: list[str], seconds: float) -> str:
+        for key in ended:
+            if store.check([key]):
+                said: str = store.get(key).decode()
+                return f"rank {said} {JOINED}" if key == self._joined else said
         missing = [str(rank) for rank in self._members if not store.check([f"{place}/{rank}"])]
         ranks = "rank" if len(missing) == 1 else "ranks"
         return f"{ranks} {', '.join(missing)} did not come within {seconds:g} s"

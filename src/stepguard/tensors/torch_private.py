@@ -34,10 +34,12 @@ __all__ = [
     "foreach_max",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp1_group",
     "fsdp2_groups",
     "graphs_compiled",
     "next_sequence_number",
     "pretend_stepped",
+    "root_mesh",
     "scaler_tensors",
     "start_scaler",
     "tracing",
@@ -140,6 +142,16 @@ def fsdp2_groups(module: Any) -> list[Any]:
         return []
     groups: list[Any] = state()._fsdp_param_groups
     return groups
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that this one was cut out of, itself where it is whole."""
+    return mesh._get_root_mesh()
+
+
+def fsdp1_group(module: Any) -> Any:
+    """Return the ranks that FSDP1 shards over; None for hybrid sharding, which has a second one."""
+    return None if hasattr(module, "_inter_node_pg") else module.process_group
 
 
 def finished_work() -> Any:

@@ -73,21 +73,23 @@ def test_worst_rank_speaks_for_all(
     chosen: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = [
-        {"trouble": trouble, "reading": to_jsonable(Reading(step=0, loss=float(rank)))}
-        for rank, trouble in enumerate(troubles)
-    ]
+    told = [{"trouble": trouble, "fault": ""} for trouble in troubles]
 
     def together(look: Any, what: str) -> list[dict[str, Any]]:
-        own = look()
-        assert set(own) == {"trouble", "reading"}
+        assert set(look()) == {"trouble", "fault"}
         return told
 
+    def from_rank(rank: int, look: Any) -> dict[str, Any]:
+        assert look()["loss"] == 9.0
+        return to_jsonable(Reading(step=0, loss=float(rank)))
+
     monkeypatch.setattr(module, "examine", lambda context, step, reading: reading)
+    members = tuple(range(len(troubles)))
     context: Any = SimpleNamespace(
         sharded=False,
-        agreement=SimpleNamespace(together=together, members=tuple(range(len(troubles)))),
+        scaling=lambda: False,
+        agreement=SimpleNamespace(together=together, from_rank=from_rank, members=members),
     )
-    agreed = agreed_reading(context, step_of(DATA[0]), Reading(step=0, loss=9.0))
+    agreed = agreed_reading(context, step_of(DATA[0]), Reading(step=0, loss=9.0), print)
     assert agreed.bad_ranks == bad
     assert agreed.loss == float(chosen)

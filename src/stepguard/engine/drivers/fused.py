@@ -36,6 +36,8 @@ class FusedUpdate:
         self.result = result
         self.flag = pending.suspect()
         """On the device: not 0 where the kernel leaves everything alone."""
+        if not all(map(math.isfinite, pending.lr)):
+            self.flag.fill_(1.0)
         self._schedule: ScheduleCopy | None = None
         if context.scheduler is not None:
             self._schedule = ScheduleCopy(context.scheduler, context.optimizer)
@@ -79,7 +81,7 @@ class FusedUpdate:
     @staticmethod
     def vetoed(reading: Reading) -> bool:
         """Did the device leave the parameters alone? The test of `Pending.suspect`, on the host."""
-        if reading.alarm or reading.bad_state:
+        if reading.alarm or reading.bad_state or not all(map(math.isfinite, reading.lr)):
             return True
         seen = (reading.loss, reading.grad_norm, *reading.micro_losses)
         for value in (*seen, *reading.components.values()):

@@ -61,16 +61,16 @@ class UpdateCheck:
 
     def undone(self, reading: Reading) -> Reading | None:
         """Undo an update that made something non-finite and name it; None for a good update."""
-        if self.undo is None or not self._protect.armed:
-            return None
         born: list[str] = []
-        with self._protect.part("check of risky updates"):
-            born = born_in_update(self._context)
+        if self.undo is not None and self._protect.armed:
+            with self._protect.part("check of risky updates"):
+                born = born_in_update(self._context)
         by_rank = {self._context.agreement.world_rank: born} if born else {}
         if self._at_risk:
+            # whatever has failed here, the other ranks wait for this one's word
             with self._protect.region:
                 by_rank = self._of_all_ranks(born)
-        if not by_rank:
+        if not by_rank or self.undo is None:
             return None
         self.undo.restore()
         names = next(iter(by_rank.values()))
@@ -78,8 +78,13 @@ class UpdateCheck:
         return replace(reading, bad_state=tuple(names), state_born=True, bad_ranks=ranks)
 
     def _of_all_ranks(self, born: list[str]) -> dict[int, list[str]]:
-        """What the update has made non-finite, by rank: all of them undo it or none does."""
+        """What the update has made non-finite, by rank: all of them undo it or none does.
+
+        All ranks know that it was at risk, so they come without meeting first.
+        """
         agreement = self._context.agreement
+        if not agreement.any_rank(bool(born), self._context.parameters[0].device):
+            return {}
         told = agreement.in_step(lambda: {"born": born}, "the check of a risky update")
         found: dict[int, list[str]] = {}
         for rank, facts in zip(agreement.deciding, told, strict=True):

@@ -40,10 +40,13 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     if reading.state_born:
         # found after the update, which has been undone since
         return reading
+    if context.missed:
+        # it was told by gradients: they are not bad of themselves
+        fine = replace(reading, grads_finite=True, grad_norm=None, bad_state=())
+        return replace(fine, missed=context.missed)
     if _only_rate(context, reading):
         reading = replace(reading, grads_finite=True, grad_norm=None)
-    by_gradient = not reading.grads_finite and _losses_finite(reading)
-    if by_gradient and overflows_by_scale(context, step, reading):
+    if _only_gradients(context, reading) and overflows_by_scale(context, step, reading):
         return replace(reading, overflow=True, bad_state=())
     buffers_after = _unaccepted(context, bad_buffers(context.roots))
     with kept_buffers(context.roots.values()):
@@ -61,6 +64,14 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
         bad_inputs=tuple(bad_batch_tensors(step.micro_batches)),
         bad_grads=tuple(_bad_gradients(context, step)),
     )
+
+
+def _only_gradients(context: Context, reading: Reading) -> bool:
+    """Are the gradients all that is bad? Then it may be the loss scale."""
+    if reading.grads_finite or not _losses_finite(reading):
+        return False
+    # else gradients may carry what this rank holds to the others
+    return context.agreement.mode != "spread" or not reading.bad_state
 
 
 def stored_trouble(context: Context) -> list[str]:

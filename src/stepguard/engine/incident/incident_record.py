@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 from stepguard.engine.context import Context
@@ -18,6 +18,8 @@ from stepguard.state.step import Step
 from stepguard.tensors.names import parameter_names
 
 GRADIENTS = "gradients.json"
+MOST_AT_FAULT = 8
+"""Ranks at fault that each keep a folder of one incident; the others have it in their journals."""
 MOST_CAPSULES = 20
 """Capsules a run keeps; later incidents of a run that fails all the time are recorded without."""
 
@@ -40,11 +42,22 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
     """Write what outlives the process first, and tell the outputs last."""
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
-    if context.outputs.journal is not None:
+    if context.outputs.journal is not None and _keeps_folder(context, incident):
         _write_folder(context, incident)
     note_lost(context, step, incident)
     context.outputs.incident(incident)
     return incident
+
+
+def _keeps_folder(context: Context, incident: Incident) -> bool:
+    """Ranks that are at fault keep one, and as witnesses the first rank and a healthy one."""
+    members = context.agreement.members
+    at_fault = incident.reading.bad_ranks
+    keep = {members[0], *at_fault[:MOST_AT_FAULT]}
+    if at_fault:
+        healthy = (rank for rank in members if rank not in at_fault)
+        keep.update(islice(healthy, 1))
+    return context.agreement.world_rank in keep
 
 
 def _write_folder(context: Context, incident: Incident) -> None:
@@ -101,13 +114,21 @@ def _folder(context: Context, incident: Incident) -> Path:
     return incident_folder(Path(context.config.run_dir), incident.id, incident.rank)
 
 
+def _wants_capsule(context: Context, incident: Incident, step: Step) -> bool:
+    if context.config.capsule == "off" or not step.replayable:
+        return False
+    if incident.capsule or len(context.incidents) >= MOST_CAPSULES:
+        return False
+    return _keeps_folder(context, incident)
+
+
 def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
     """Write the capsule of a step that can be replayed, and name it in the incident."""
     config = context.config
-    if config.run_dir is None or config.capsule == "off" or not step.replayable:
+    if config.run_dir is None or not _wants_capsule(context, incident, step):
         return incident
     folder = _folder(context, incident) / "capsule"
-    if incident.capsule or len(context.incidents) >= MOST_CAPSULES or folder.exists():
+    if folder.exists():
         return incident
     try:
         kept = write_capsule(

@@ -40,16 +40,11 @@ def find_together(
         # another rank's doing, and that one tells of it: nothing would be found here
         return None
     finders = reading.bad_ranks[:MOST_FINDERS] or agreement.deciding[:1]
-    rank = agreement.world_rank
 
     def look() -> dict[str, Any]:
         # first of all, before anything can fail: the other ranks are entering it too
         with gathered_on(context, step, holders):
-            if rank not in finders:
-                return {}
-            known = rank if reading.bad_ranks else None
-            own = _own_reading(context, reading, leads=rank == finders[0])
-            return to_jsonable(with_rank(_found(find, step, own), known))
+            return _own_word(context, find, step, reading, finders)
 
     try:
         holders: tuple[int, ...] = ()
@@ -62,11 +57,27 @@ def find_together(
         # told to all ranks alike
         not_explained(f"a bad step is not located: {fault}")
         return None
-    places = [agreement.deciding.index(finder) for finder in finders]
+    return _of_finders(told, [agreement.deciding.index(finder) for finder in finders])
+
+
+def _of_finders(told: list[dict[str, Any]], places: list[int]) -> Origin | None:
+    """What the first rank to blame has found, with what the others say."""
     found = [from_jsonable(Origin, told[place]) for place in places if told[place]]
     if not found:
         return None
     return _with_others(found[0], found[1:])
+
+
+def _own_word(
+    context: Context, find: Find, step: Step, reading: Reading, finders: tuple[int, ...]
+) -> dict[str, Any]:
+    """What this rank finds; nothing where it is not to blame."""
+    rank = context.agreement.world_rank
+    if rank not in finders:
+        return {}
+    known = rank if reading.bad_ranks else None
+    own = _own_reading(context, reading, leads=rank == finders[0])
+    return to_jsonable(with_rank(_found(find, step, own), known))
 
 
 def _found(find: Find, step: Step, reading: Reading) -> Origin:

@@ -8,6 +8,7 @@ from stepguard.engine.drivers.outer_optimizer import voting_manager
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import working_scale
 from stepguard.engine.incident.exploded_weights import stored_culprit, weights_ruined
+from stepguard.engine.incident.rank_decision import damaged
 from stepguard.engine.recover.partial_step import proven_guilty, share_of
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.decide import Fault, Situation, allows_continuing
@@ -38,13 +39,13 @@ class SituationReader:
         fault = self._fault(incident, committed=committed, ruined=ruined)
         repeatable = self._repeatable(step)
         may_act = fault == "anomaly" and self._anomalies.proven
-        damaged = fault == "state" and not committed
-        no_heal = self._no_peer(incident, damaged=damaged)
+        found_in_time = fault == "state" and not committed
+        no_heal = self._no_peer(incident, damaged=found_in_time)
         rewind, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined, repeatable=repeatable
         )
         unseen = ruined and not reading.bad_state
-        if damaged and unseen and rewind is None:
+        if found_in_time and unseen and rewind is None:
             # nothing to go back to: skipping loses nothing more, and its share is bounded
             fault = "data"
         leave_out, lost_share = self._part_to_leave_out(incident, step, repeatable=repeatable)
@@ -56,7 +57,7 @@ class SituationReader:
             no_rewind=why_not,
             no_heal=no_heal,
             can_retry=repeatable and self._worth_a_retry(incident, step, fault),
-            at_start=damaged and self._bad_before_first_step(reading),
+            at_start=found_in_time and self._bad_before_first_step(reading),
             leave_out=leave_out,
             lost_share=lost_share,
             known=step.index in self._rewinder.past.lost_steps,
@@ -78,8 +79,7 @@ class SituationReader:
         reading = incident.reading
         if incident.verdict.finite_anomaly:
             return "anomaly"
-        damaged = bool(reading.bad_state) and not reading.state_born
-        if committed or damaged or ruined or stored_culprit(incident.origin):
+        if committed or damaged(reading) or ruined or stored_culprit(incident.origin):
             return "state"
         if incident.verdict.kind == "lr_mismatch":
             return "update"

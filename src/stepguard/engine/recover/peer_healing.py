@@ -17,12 +17,13 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.state.fingerprint import checksums, combined, fact_fingerprint, read_checksums
-from stepguard.state.sharded import SHARDING_OPTIMIZERS
 from stepguard.tensors.names import parameter_names
 from stepguard.tensors.sharding import shard_of
 from stepguard.tensors.values import dense_values, is_finite, local_part
 
 WHAT = "healing from a peer"
+SLOTS_APART = ("ZeroRedundancyOptimizer",)
+"""Optimizers whose ranks hold slots of different parameters."""
 Table = dict[str, Tensor]
 """By name, in the same order on all copies: `param:NAME`, `opt:SLOT:NAME`."""
 
@@ -83,7 +84,7 @@ class PeerHealing:
     def _tables(self) -> dict[str, Table]:
         """Weights and optimizer slots by shard; of an optimizer whose slots are spread none."""
         context = self._context
-        whole = type(context.optimizer).__name__ not in SHARDING_OPTIMIZERS
+        whole = type(context.optimizer).__name__ not in SLOTS_APART
         tables: dict[str, Table] = {}
         trained = set(map(id, context.parameters))
         for parameter, name in parameter_names(context.roots, context.optimizer):

@@ -64,13 +64,22 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
     with rewinder.snapshots.paused():
         for kept in rewinder.left:
             result = _once_more(runs, kept.step)
-            if result.incident is not None:
+            missed = bool(runs.context.missed)
+            if result.incident is not None and not missed:
                 # it failed again, which was an incident of its own with its own decision
                 return None
-            if not kept.same(result.loss):
+            # what this rank alone has refused, all of them hear of in the next step
+            if not _same_on_all_ranks(runs, same=missed or kept.same(result.loss)):
                 _undo_inexact(runs, kept, result, start)
                 return None
         return _once_more(runs, step)
+
+
+def _same_on_all_ranks(runs: Runs, *, same: bool) -> bool:
+    """A rank that went back once more alone would be waited for by the others."""
+    agreement = runs.context.agreement
+    told = agreement.together(lambda: {"same": same}, "a step that was run again")
+    return all(facts["same"] for facts in told)
 
 
 def _undo_inexact(runs: Runs, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
@@ -89,7 +98,7 @@ def _reorder(runs: Runs, incident: Incident) -> None:
     rewinder = runs.rewinder
     order = list(rewinder.left)
     # seeded by what every rank knows, so that all of them run the same order
-    random.Random(f"{incident.id}/{runs.context.budget.rewinds}").shuffle(order)
+    random.Random(f"{incident.step}/{runs.context.budget.rewinds}").shuffle(order)
     with rewinder.snapshots.paused():
         for kept in order:
             assert kept.step.loss_fn is not None

@@ -22,7 +22,9 @@ from stepguard.engine.recover.snapshots import Snapshots
 from stepguard.policy.decide import NOTHING_GOOD
 from stepguard.policy.rewind_choice import RewindData, RewindPlan
 from stepguard.records import Decision, Incident
+from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.state.snapshot import Snapshot
+from stepguard.state.step import Step
 from stepguard.state.tree_json import tree_from_json
 
 
@@ -121,6 +123,7 @@ class Rewinder:
         self._restarted()
 
     def _restarted(self) -> None:
+        self._context.missed = ""
         self.snapshots.restarted()
         for tell in self.after_rewind:
             tell()
@@ -130,6 +133,12 @@ class Rewinder:
         self.probation.commit(done)
         for tell in self.after_commit:
             tell(done)
+
+    def left_behind(self, step: Step, loss: float | None) -> None:
+        """This rank alone has refused an update: what it keeps from here on is not the others'."""
+        self.probation.incident(step.index, hurt=True)
+        # the others have made it: going back they run it again, and so does this rank
+        self.snapshots.keep(step, loss)
 
     # --- when the policy stops the run
 
@@ -144,14 +153,26 @@ class Rewinder:
 
     def leave_good_in_memory(self) -> int | None:
         """Put the newest undamaged state back before the run stops, and say its step."""
-        if self._context.agreement.size > 1:
-            # ranks may hold different snapshots, and nothing is agreed upon here
-            return None
-        for snapshot in reversed(self.snapshots.ring.snapshots):
-            if self.probation.sound(snapshot):
+        sound = [one for one in self.snapshots.ring.snapshots if self.probation.sound(one)]
+        newest_of_all = self._newest_of_all([snapshot.step for snapshot in sound])
+        for snapshot in reversed(sound):
+            if newest_of_all is None or snapshot.step == newest_of_all:
                 self.put_back(snapshot)
                 return snapshot.step
         return None
+
+    def _newest_of_all(self, steps: list[int]) -> int | None:
+        """The newest of these steps that every rank has; None where that cannot be known."""
+        try:
+            told = self._context.agreement.together(
+                lambda: {"steps": steps}, "the state at the stop", whatever_failed=True
+            )
+        except RankFault:
+            return None
+        shared = set(steps)
+        for facts in told:
+            shared &= set(facts["steps"])
+        return max(shared, default=-1)
 
 
 def _described(data: RewindData) -> str:
