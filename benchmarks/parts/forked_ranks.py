@@ -33,23 +33,30 @@ def run_ranks(
     Call it in a process of its own, which has started no threads and holds no group.
     """
     folder = Path(tempfile.mkdtemp(prefix="stepguard-ranks-"))
-    # as torchrun does, the store lives in a process that no rank's death takes along
+    ports = [os.pipe() for _ in range(count)]
+    pids = [_fork(rank, count, ports[rank][0], work, folder) for rank in range(count)]
+    # as torchrun does, the store lives in a process that no rank's death takes along; it is made
+    # after the forks, since it has a thread, whose locks a fork would copy
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    pids = [_fork(rank, count, store.port, work, folder) for rank in range(count)]
     try:
+        for reads, writes in ports:
+            os.write(writes, str(store.port).encode())
+            os.close(writes)
+            os.close(reads)
         ended = _wait(pids, time.monotonic() + seconds)
         return [_ending(folder / f"{rank}.pkl", ended[pid]) for rank, pid in enumerate(pids)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fork(rank: int, count: int, port: int, work: Callable[[int, Path], Any], folder: Path) -> int:
+def _fork(rank: int, count: int, told: int, work: Callable[[int, Path], Any], folder: Path) -> int:
+    """Start one rank, which is told the port of the store through a pipe."""
     pid = os.fork()
     if pid:
         return pid
     try:
         torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, None, False)
+        store = dist.TCPStore("127.0.0.1", int(os.read(told, 16)), None, False)
         limit = timedelta(seconds=GROUP_SECONDS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=limit)
         answer = ("ok", work(rank, folder))
