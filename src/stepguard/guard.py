@@ -317,9 +317,7 @@ class Guard:
         if self.armed:
             with self._protect.region:
                 saved = self._saving.leave(together=together)
-        where = "no new checkpoint; the last good one stays"
-        if saved is not None:
-            where = f"saved {saved}"
+        where = f"saved {saved}" if saved else "no new checkpoint; the last good one stays"
         self._context.outputs.note("signal", f"ending after {signal.Signals(number).name}: {where}")
 
     def _last_look(self) -> None:

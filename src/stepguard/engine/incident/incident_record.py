@@ -115,9 +115,7 @@ def _folder(context: Context, incident: Incident) -> Path:
 
 
 def _wants_capsule(context: Context, incident: Incident, step: Step) -> bool:
-    if context.config.capsule == "off" or not step.replayable:
-        return False
-    if incident.capsule or len(context.incidents) >= MOST_CAPSULES:
+    if incident.capsule or not step.replayable or len(context.incidents) >= MOST_CAPSULES:
         return False
     return _keeps_folder(context, incident)
 
@@ -125,7 +123,9 @@ def _wants_capsule(context: Context, incident: Incident, step: Step) -> bool:
 def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
     """Write the capsule of a step that can be replayed, and name it in the incident."""
     config = context.config
-    if config.run_dir is None or not _wants_capsule(context, incident, step):
+    if config.run_dir is None or config.capsule == "off":
+        return incident
+    if not _wants_capsule(context, incident, step):
         return incident
     folder = _folder(context, incident) / "capsule"
     if folder.exists():
