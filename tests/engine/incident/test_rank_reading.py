@@ -73,10 +73,13 @@ def test_worst_rank_speaks_for_all(
     chosen: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = [{"trouble": trouble, "fault": ""} for trouble in troubles]
+    told = [
+        {"trouble": trouble, "fault": "", "needs_others": False, "part": {}}
+        for trouble in troubles
+    ]
 
     def together(look: Any, what: str) -> list[dict[str, Any]]:
-        assert set(look()) == {"trouble", "fault"}
+        assert set(look()) == set(told[0])
         return told
 
     def from_rank(rank: int, look: Any) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def test_worst_rank_speaks_for_all(
     context: Any = SimpleNamespace(
         sharded=False,
         scaling=lambda: False,
-        agreement=SimpleNamespace(together=together, from_rank=from_rank, members=members),
+        agreement=SimpleNamespace(in_step=together, from_rank=from_rank, deciding=members),
     )
     agreed = agreed_reading(context, step_of(DATA[0]), Reading(step=0, loss=9.0), print)
     assert agreed.bad_ranks == bad
