@@ -75,7 +75,7 @@ def test_bad_micro_batch_and_loss_component_are_named() -> None:
     seen = Reading(
         step=0, loss=NAN, micro_losses=(1.0, NAN, 2.0), components={"ce": 1.0, "kl": NAN}
     )
-    assert judge(seen, History(), CONFIG).summary == "loss is nan (kl) in micro-batch 1 of 3"
+    assert judge(seen, History(), CONFIG).summary == "loss is nan (kl) in micro-batch 2 of 3"
 
 
 def test_infinite_loss_is_spelled_differently_from_nan() -> None:

@@ -16,7 +16,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNARY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[float]]] = {
     "sqrt": (numerics.safe_sqrt, torch.sqrt, [0.25, 1.0, 3.5]),
     "acos": (numerics.safe_acos, torch.acos, [-0.9, 0.0, 0.7]),
+    "asin": (numerics.safe_asin, torch.asin, [-0.9, 0.1, 0.7]),
     "log": (numerics.safe_log, torch.log, [0.25, 1.0, 7.5]),
+    "pow": (lambda x: numerics.safe_pow(x, 0.3), lambda x: x**0.3, [0.25, 1.0, 3.5]),
 }
 
 
@@ -24,7 +26,7 @@ UNARY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], l
 def test_equals_torch_away_from_the_singular_point(name: str) -> None:
     ours, theirs, points = UNARY[name]
     x = torch.tensor(points, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(ours(x), theirs(x))
+    assert torch.allclose(ours(x), theirs(x), rtol=1e-14)
     assert torch.autograd.gradcheck(ours, (x,))
 
 
@@ -41,7 +43,14 @@ def test_is_close_to_float64_in_every_dtype(name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "point", "value"),
-    [("sqrt", 0.0, 0.0), ("acos", 1.0, 0.0), ("acos", -1.0, 3.1415926), ("log", 0.0, None)],
+    [
+        ("sqrt", 0.0, 0.0),
+        ("acos", 1.0, 0.0),
+        ("acos", -1.0, 3.1415926),
+        ("log", 0.0, None),
+        ("asin", 1.0, 1.5707963),
+        ("pow", 0.0, 0.0),
+    ],
 )
 def test_value_and_gradient_are_finite_at_the_singular_point(
     name: str, point: float, value: float | None, dtype: torch.dtype
@@ -124,3 +133,26 @@ def test_an_eps_that_would_vanish_is_raised_to_what_the_dtype_can_hold(dtype: to
 def test_an_impossible_eps_is_refused_with_its_value(eps: float) -> None:
     with pytest.raises(stepguard.ConfigError, match=str(eps)):
         numerics.lasting_eps(eps, torch.float32)
+
+
+def test_angle_of_the_origin_is_0_and_has_gradient_0() -> None:
+    y = torch.tensor([0.0, 1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    x = torch.tensor([0.0, 3.0, -1.0], dtype=torch.float64, requires_grad=True)
+    angle = numerics.safe_atan2(y, x)
+    assert torch.equal(angle[1:], torch.atan2(y, x)[1:]) and angle[0] == 0
+    angle.sum().backward()
+    assert x.grad is not None and y.grad is not None
+    assert x.grad[0] == 0 and y.grad[0] == 0 and x.grad.isfinite().all()
+
+
+def test_softmax_of_a_masked_row_is_0_and_of_others_as_in_torch() -> None:
+    x = torch.tensor([[1.0, 2.0], [-torch.inf, -torch.inf]], requires_grad=True)
+    weights = numerics.safe_softmax(x)
+    assert torch.equal(weights[0], torch.softmax(x, dim=-1)[0])
+    assert torch.equal(weights[1], torch.zeros(2))
+    weights.pow(2).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_zero_to_a_negative_power_is_still_infinite() -> None:
+    assert numerics.safe_pow(torch.tensor(0.0), -1.0) == torch.inf

@@ -90,6 +90,7 @@ def _tell_not_reproduced(capsule: str, incident: Incident) -> None:
     from stepguard.state.capsule import read_capsule
 
     departs = incident.origin.evidence.departs if incident.origin is not None else None
-    typer.echo(f"stepguard: not reproduced: {departs or 'the same step is finite here'}.", err=True)
+    why = departs or "the same step is finite here"
+    typer.echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
     for difference in read_capsule(Path(capsule)).differences():
         typer.echo(f"stepguard: {difference}", err=True)

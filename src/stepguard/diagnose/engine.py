@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 from stepguard.diagnose.case import Case
+from stepguard.diagnose.remedies import in_their_words
 from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.run_facts import RunFacts
 from stepguard.records import Certainty, Finding, Incident
@@ -26,7 +27,8 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
     )
     found = [rule.examine(case) for rule in RULES]
     findings = ranked([finding for finding in found if finding is not None])
-    return tuple(_with_way(finding, case) for finding in findings[:MOST_FINDINGS])
+    shown = [in_their_words(finding, case) for finding in findings[:MOST_FINDINGS]]
+    return tuple(_with_way(finding, case) for finding in shown)
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:

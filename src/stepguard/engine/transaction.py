@@ -221,10 +221,13 @@ class Transaction:
         if incident is None or self._unrecorded is None:
             return incident
         applied: Incident | None = None
+        step = self._unrecorded[1]
+        # A rewind takes the weights away that the step failed on.
+        incident = incident_record.keep_step(self.context, incident, step)
         if self.protect.armed:
             with self.protect.region:
                 applied = self.apply(incident)
-        incident = self.record(applied or not_applied(incident), self._unrecorded[1])
+        incident = self.record(applied or not_applied(incident), step)
         if incident.stopped:
             self._halt(incident)
         return incident

@@ -18,7 +18,18 @@ from stepguard.numerics.events import Events, events
 from stepguard.numerics.hyper_connections import mix_streams, read_out, write_in
 from stepguard.numerics.losses import latent_mse, masked_cross_entropy, masked_mean, soft_limit
 from stepguard.numerics.norms import RMSNorm, rms_norm
-from stepguard.numerics.safe import lasting_eps, safe_acos, safe_div, safe_log, safe_norm, safe_sqrt
+from stepguard.numerics.safe import (
+    lasting_eps,
+    safe_acos,
+    safe_asin,
+    safe_atan2,
+    safe_div,
+    safe_log,
+    safe_norm,
+    safe_pow,
+    safe_softmax,
+    safe_sqrt,
+)
 from stepguard.numerics.sinkhorn import Sinkhorn, sinkhorn
 
 __all__ = [
@@ -40,9 +51,13 @@ __all__ = [
     "read_out",
     "rms_norm",
     "safe_acos",
+    "safe_asin",
+    "safe_atan2",
     "safe_div",
     "safe_log",
     "safe_norm",
+    "safe_pow",
+    "safe_softmax",
     "safe_sqrt",
     "sample_times",
     "sinkhorn",

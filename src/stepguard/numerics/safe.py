@@ -1,4 +1,4 @@
-"""Square root, norm, acos, logarithm and division with a finite gradient at the singular point.
+"""Roots, powers, norms, angles, logarithm, softmax and division that are finite where they break.
 
 Each selects its argument before the function is applied (and the result after it), because a
 `where` behind the function alone still multiplies an infinite derivative by zero. Outside the
@@ -50,19 +50,31 @@ def safe_acos(x: Tensor, margin: float | None = None) -> Tensor:
     Rounding may carry a cosine past 1 by less than the margin; farther out the answer is NaN. The
     default margin of four rounding errors bounds the slope by about 1000 in float32.
     """
-    wide = at_least_float32(x)
-    if margin is None:
-        margin = 4.0 * torch.finfo(x.dtype).eps
-    if not 0.0 < margin < 1.0:
-        raise ConfigError(
-            f"safe_acos: margin={margin!r} must lie between 0 and 1, for instance 1e-6."
-        )
-    edge = 1.0 - margin
-    inside = wide.clamp(-edge, edge)
+    wide, inside, margin = _inside(x, margin, "safe_acos")
     slope = torch.rsqrt(1.0 - inside.detach().square())
     angle = torch.acos(inside) - (wide - inside) * slope
     outside = torch.full_like(angle, torch.nan)
     return torch.where(wide.abs() <= 1.0 + margin, angle, outside).to(x.dtype)
+
+
+def safe_asin(x: Tensor, margin: float | None = None) -> Tensor:
+    """Return asin(x) with a bounded slope near -1 and 1; see `safe_acos`."""
+    wide, inside, margin = _inside(x, margin, "safe_asin")
+    slope = torch.rsqrt(1.0 - inside.detach().square())
+    angle = torch.asin(inside) + (wide - inside) * slope
+    outside = torch.full_like(angle, torch.nan)
+    return torch.where(wide.abs() <= 1.0 + margin, angle, outside).to(x.dtype)
+
+
+def _inside(x: Tensor, margin: float | None, name: str) -> tuple[Tensor, Tensor, float]:
+    """The argument in float32 at least, the same kept off -1 and 1, and the margin."""
+    wide = at_least_float32(x)
+    if margin is None:
+        margin = 4.0 * torch.finfo(x.dtype).eps
+    if not 0.0 < margin < 1.0:
+        raise ConfigError(f"{name}: margin={margin!r} must lie between 0 and 1, for instance 1e-6.")
+    edge = 1.0 - margin
+    return wide, wide.clamp(-edge, edge), margin
 
 
 def safe_log(x: Tensor, floor: float | None = None) -> Tensor:
@@ -73,8 +85,34 @@ def safe_log(x: Tensor, floor: float | None = None) -> Tensor:
     return torch.log(torch.where(low, torch.full_like(x, floor), x))
 
 
-def safe_div(numerator: Tensor, denominator: Tensor, *, otherwise: float = 0.0) -> Tensor:
+def safe_div(numerator: Tensor | float, denominator: Tensor, *, otherwise: float = 0.0) -> Tensor:
     """Return the quotient; `otherwise`, without a gradient, where the denominator is exactly 0."""
     zero = denominator == 0
     quotient = numerator / torch.where(zero, torch.ones_like(denominator), denominator)
     return torch.where(zero, torch.full_like(quotient, otherwise), quotient)
+
+
+def safe_pow(x: Tensor, exponent: Tensor | float) -> Tensor:
+    """Return x ** exponent; where x is 0 its gradient is 0. Negative numbers give NaN as in torch.
+
+    0 to a negative power is still infinite.
+    """
+    zero = x == 0
+    power = torch.where(zero, torch.ones_like(x), x) ** exponent
+    return torch.where(zero, torch.zeros_like(x).detach() ** exponent, power)
+
+
+def safe_atan2(y: Tensor, x: Tensor) -> Tensor:
+    """Return atan2(y, x); where both are 0 the angle is 0 and so is the gradient."""
+    zero = (y == 0) & (x == 0)
+    angle = torch.atan2(
+        torch.where(zero, torch.zeros_like(y), y), torch.where(zero, torch.ones_like(x), x)
+    )
+    return torch.where(zero, torch.zeros_like(angle), angle)
+
+
+def safe_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Return the softmax; a row that is -inf throughout gets weight 0 and gradient 0."""
+    dead = (x == -torch.inf).all(dim=dim, keepdim=True)
+    weights = torch.softmax(x.masked_fill(dead, 0.0), dim=dim)
+    return weights.masked_fill(dead, 0.0)

@@ -25,6 +25,8 @@ class Incident:
     decision: Decision | None = None
     capsule: str | None = None
     """Folder of the bad step on disk, relative to the run directory."""
+    replayable: bool = True
+    """The capsule names a script or a build function to run it with; a notebook has neither."""
     run: str | None = None
     """Run directory, or None when nothing is written."""
     rank: int = 0

@@ -78,7 +78,7 @@ def _print_unwrapped(console: Console, line: Text) -> None:
 def next_commands(incident: Incident) -> list[str]:
     """What to type next, most telling first; only what this incident has files for."""
     commands = []
-    if incident.run and incident.capsule:
+    if incident.run and incident.capsule and incident.replayable:
         capsule = f"{incident.run}/{_capsule_of_origin(incident)}"
         commands.append(f"stepguard replay {shlex.quote(capsule)}")
     if incident.findings:

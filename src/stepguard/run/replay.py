@@ -7,6 +7,7 @@ below the current directory: a capsule can name it, but cannot bring it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +23,17 @@ from stepguard.engine.context import Context
 from stepguard.engine.interception import StepTaken, taking
 from stepguard.locate import locate
 from stepguard.locate.exception_origin import place_replayed_exception
-from stepguard.records import Incident, Verdict
+from stepguard.records import Evidence, Incident, Origin, Reading, Verdict
 from stepguard.records.verdict import VerdictKind
 from stepguard.run.script import as_main
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.capsule import Capsule, read_capsule
 from stepguard.state.importing import find_module, import_function, importable, inside
+from stepguard.state.replay import rerun
 from stepguard.state.step import LossFn, Step, unwrapped
 
+SAME_LOSS = 1e-4
+"""Other kernels and thread counts round differently; a loss that far apart is another one."""
 MOST_STEPS = 100
 """Guarded steps that may pass before one fits the capsule: a GAN has two guards."""
 
@@ -169,12 +173,43 @@ class CapsuleReplay:
         incident = Incident(
             id=f"{reading.step:08d}-replay", step=reading.step, verdict=verdict, reading=reading
         )
-        found = place_replayed_exception(step) if kind == "exception" else locate(step, reading)
-        incident = replace(incident, origin=found, capsule=str(capsule.folder))
+        incident = replace(incident, origin=_found(step, incident), capsule=str(capsule.folder))
         incident = replace(incident, findings=diagnose(incident, RunFacts()))
         if self._inspect is not None:
             self._inspect(step, incident)
         return incident
+
+
+def _found(step: Step, incident: Incident) -> Origin:
+    """Where the bad value is born; of a finite step, whether its loss is the same again."""
+    if incident.verdict.kind == "exception":
+        return place_replayed_exception(step)
+    if incident.verdict.finite_anomaly:
+        return _compared(step, incident.reading)
+    return locate(step, incident.reading)
+
+
+def _compared(step: Step, reading: Reading) -> Origin:
+    """Nothing is non-finite here, so the replay shows the loss: that is what was wrong with it."""
+    losses = rerun(step).losses
+    now = math.fsum(losses)
+    told = "the replay gives loss"
+    same = reading.loss is not None and math.isclose(now, reading.loss, rel_tol=SAME_LOSS)
+    if now == reading.loss:
+        remark = f"{told} {now:.9g}, the same to the last bit"
+    elif reading.loss is None:
+        remark = f"{told} {now:.9g}; that of the step was not seen"
+    else:
+        remark = f"{told} {now:.9g}, in training it was {reading.loss:.9g}"
+    departs = None if same else remark
+    return Origin(
+        step=step.index,
+        phase="loss",
+        method="rerun",
+        reproduced=same,
+        evidence=Evidence(departs=departs),
+        remarks=(remark,) if same else (),
+    )
 
 
 def _below_here(path: Path) -> Path:

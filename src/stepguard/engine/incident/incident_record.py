@@ -13,7 +13,7 @@ from stepguard.engine.protect import explain_or_warn
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
-from stepguard.state.capsule import write_capsule
+from stepguard.state.capsule import running_script, write_capsule
 from stepguard.state.step import Step
 from stepguard.tensors.names import parameter_names
 
@@ -26,6 +26,13 @@ def record(context: Context, incident: Incident, step: Step) -> Incident:
     """Record an incident as far as possible: the step stays vetoed whatever fails here."""
     return explain_or_warn(
         incident, partial(context.outputs.note, "output"), write_down, context, incident, step
+    )
+
+
+def keep_step(context: Context, incident: Incident, step: Step) -> Incident:
+    """Write the capsule of a step before the decision on it is applied."""
+    return explain_or_warn(
+        incident, partial(context.outputs.note, "output"), _with_capsule, context, incident, step
     )
 
 
@@ -100,7 +107,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
     if config.run_dir is None or config.capsule == "off" or not step.replayable:
         return incident
     folder = _folder(context, incident) / "capsule"
-    if len(context.incidents) >= MOST_CAPSULES or folder.exists():
+    if incident.capsule or len(context.incidents) >= MOST_CAPSULES or folder.exists():
         return incident
     try:
         kept = write_capsule(
@@ -121,4 +128,6 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
         limit = f"{config.capsule_limit} bytes (GuardConfig.capsule_limit)"
         context.outputs.note("capsule", f"no capsule: the step is larger than {limit}")
         return incident
-    return replace(incident, capsule=str(folder.relative_to(Path(config.run_dir))))
+    named = config.build is not None or bool(running_script())
+    capsule = str(folder.relative_to(Path(config.run_dir)))
+    return replace(incident, capsule=capsule, replayable=named)

@@ -1,0 +1,166 @@
+"""TO DO in the user's own words: their line with the safe function in it, and it mends the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stepguard.numerics
+from report.literals import MASKED_ROW
+from stepguard import Guard, GuardConfig
+from stepguard.diagnose.source_line import find_expression
+from stepguard.records import Finding, Incident, Remedy
+
+ZERO = torch.tensor([[0.0, 1.0], [0.0, 2.0]])
+UNIT = torch.tensor([[1.0, 0.5], [0.25, 0.5]])
+
+
+class Scale(nn.Module):
+    """A weight of 1: gradients reach it, and values stay what the test wants them to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+def log_of_zero(net: Scale, noise: Tensor) -> Tensor:
+    level = noise * net.gain
+    return level.log().mean()
+
+
+def division(net: Scale, total: Tensor) -> Tensor:
+    duration = total * net.gain
+    return (1.5 / duration).mean()
+
+
+def slope_of_sqrt(net: Scale, power: Tensor) -> Tensor:
+    energy = power * net.gain
+    return torch.sqrt(energy).mean()
+
+
+def slope_of_acos(net: Scale, cosine: Tensor) -> Tensor:
+    similarity = cosine * net.gain
+    return torch.acos(similarity).mean()
+
+
+def slope_of_asin(net: Scale, sine: Tensor) -> Tensor:
+    height = sine * net.gain
+    return height.asin().mean()
+
+
+def slope_of_pow(net: Scale, rest: Tensor) -> Tensor:
+    focus = rest * net.gain
+    return (focus**0.5).mean()
+
+
+def masked_softmax(net: Scale, score: Tensor) -> Tensor:
+    hidden = (score * net.gain).masked_fill(score == 0, -math.inf)[:, :1]
+    return hidden.softmax(dim=-1).mean()
+
+
+def exp_of_large(net: Scale, logit: Tensor) -> Tensor:
+    energy = logit * 1000 * net.gain
+    return energy.exp().mean()
+
+
+CASES: list[tuple[Callable[[Scale, Tensor], Tensor], Tensor, str, str]] = [
+    (log_of_zero, ZERO, "SG202", "return safe_log(level).mean()"),
+    (division, ZERO, "SG201", "return (safe_div(1.5, duration)).mean()"),
+    (slope_of_sqrt, ZERO, "SG401", "return safe_sqrt(energy).mean()"),
+    (slope_of_acos, UNIT, "SG401", "return safe_acos(similarity).mean()"),
+    (slope_of_asin, UNIT, "SG401", "return safe_asin(height).mean()"),
+    (slope_of_pow, ZERO, "SG401", "return (safe_pow(focus, 0.5)).mean()"),
+    (masked_softmax, ZERO, "SG204", "return safe_softmax(hidden, dim=-1).mean()"),
+    (exp_of_large, ZERO, "SG203", "return (energy).clamp(max=80.0).exp().mean()"),
+]
+
+
+def incident_of(loss_of: Callable[[Scale, Tensor], Tensor], batch: Tensor) -> Incident:
+    net = Scale()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    guard = Guard(net, optimizer, config=GuardConfig(terminal="quiet"))
+    result = guard.step(lambda batch: loss_of(net, batch), batch)
+    guard.close()
+    assert result.incident is not None
+    return result.incident
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "batch", "code", "line"), CASES, ids=[case[0].__name__ for case in CASES]
+)
+def test_their_own_line_is_written_anew(
+    loss_of: Callable[[Scale, Tensor], Tensor], batch: Tensor, code: str, line: str
+) -> None:
+    finding = _finding(incident_of(loss_of, batch), code)
+    (remedy,) = finding.remedies
+    assert remedy.snippet.splitlines()[-1] == line
+    assert remedy.snippet.count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "batch", "code", "line"), CASES, ids=[case[0].__name__ for case in CASES]
+)
+def test_the_new_line_is_finite(
+    loss_of: Callable[[Scale, Tensor], Tensor], batch: Tensor, code: str, line: str
+) -> None:
+    """What is offered is run: loss and gradient are finite with the function it names."""
+    import inspect
+
+    source = inspect.getsource(loss_of).splitlines()
+    source[-1] = f"    {line}"
+    space = {**vars(stepguard.numerics), "torch": torch, "math": math, "Tensor": Tensor}
+    exec("\n".join(source), {**space, "Scale": Scale}, space)
+    net = Scale()
+    loss = space[loss_of.__name__](net, batch.clone().requires_grad_())
+    loss.backward()
+    assert loss.isfinite()
+    assert net.gain.grad is None or net.gain.grad.isfinite()
+
+
+def _finding(incident: Incident, code: str) -> Finding:
+    found = [finding for finding in incident.findings if finding.code == code]
+    assert found, [finding.code for finding in incident.findings]
+    return found[0]
+
+
+def test_line_with_two_such_operations_is_not_guessed_at() -> None:
+    assert find_expression("loss = a.log() + b.log()", frozenset({"log"})) is None
+    assert find_expression("loss = (", frozenset({"log"})) is None
+    assert find_expression("", frozenset({"log"})) is None
+
+
+def test_statement_that_goes_on_in_the_next_line_is_read() -> None:
+    found = find_expression("loss = torch.stack([p.log(),", frozenset({"log"}))
+    assert found is not None and found.operands == ("p",)
+    assert found.rewritten("safe_log(p)") == "loss = torch.stack([safe_log(p),"
+
+
+def test_bad_samples_are_named() -> None:
+    batch = torch.ones(4, 2)
+    batch[3, 0] = math.nan
+    net = nn.Linear(2, 1)
+    guard = Guard(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), config=GuardConfig(terminal="quiet")
+    )
+    incident = guard.step(lambda batch: net(batch).mean(), batch).incident
+    guard.close()
+    assert incident is not None
+    assert incident.findings[0].remedies[0].title.startswith("Leave sample 3 out where")
+
+
+def test_remedies_of_a_page_are_shown_without_their_example() -> None:
+    from stepguard.diagnose.engine import diagnose
+
+    ruined = replace(
+        MASKED_ROW,
+        origin=None,
+        verdict=replace(MASKED_ROW.verdict, kind="spike"),
+        reading=replace(MASKED_ROW.reading, loss=9.0, components={}),
+    )
+    remedies: list[Remedy] = [r for finding in diagnose(ruined) for r in finding.remedies]
+    assert remedies and not any(remedy.snippet for remedy in remedies)
