@@ -1,9 +1,9 @@
 """What a guard costs inside a framework's own loop: steps of the guarded loop against those of the
 bare one.
 
-    python -m benchmarks.frameworks                  # a few minutes a loop python -m
-    benchmarks.frameworks --only trainer python -m benchmarks.frameworks --quick          # tiny
-    models, seconds: shows that it runs, says nothing about cost
+    python -m benchmarks.frameworks                  # a few minutes a loop
+    python -m benchmarks.frameworks --only trainer
+    python -m benchmarks.frameworks --quick          # tiny models, seconds: says nothing about cost
 
 Guarded and bare runs of a few steps alternate on the same model, in an order drawn anew each time;
 the median steps of two neighbours give one ratio, and the median of these is reported. The control

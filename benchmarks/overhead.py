@@ -1,10 +1,9 @@
 """What a healthy step costs: stepguard and the checks people use today, against a bare step with
 clipping.
 
-    python -m benchmarks.overhead                  # three models, about 20 minutes python -m
-    benchmarks.overhead --only gpt-7m    # one of them (the others keep their last result) python -m
-    benchmarks.overhead --quick          # tiny models, seconds: shows that it runs, says nothing
-    about cost
+    python -m benchmarks.overhead                  # three models, about 20 minutes
+    python -m benchmarks.overhead --only gpt-7m    # one of them; the others keep their last result
+    python -m benchmarks.overhead --quick          # tiny models, seconds: says nothing about cost
 
 Not covered: accelerators, several processes, torch.compile.
 """

@@ -100,6 +100,7 @@ def test_step_line_carries_only_what_was_seen(tmp_path: Path) -> None:
     assert json.loads(journal.path.read_text()) == line
 
 
+@pytest.mark.slow
 def test_truncation_at_every_byte_loses_no_whole_line(tmp_path: Path) -> None:
     data = _write_run(tmp_path / "run").read_bytes()
     whole = [_counts_of(data[:end], tmp_path) for end in _line_ends(data)]
@@ -124,6 +125,7 @@ def _counts_of(data: bytes, folder: Path) -> tuple[int, int, int, int]:
     return _counts(path)
 
 
+@pytest.mark.slow
 def test_appending_after_a_line_torn_anywhere_works(tmp_path: Path) -> None:
     data = _write_run(tmp_path / "run").read_bytes()
     path = journal_path(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from benchmarks.disk.states import GOOD, facts_at, state_at
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,7 @@ def _entry(serial: int, step: int, good: bool) -> Entry:
     )
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=12),
     st.integers(1, 4),

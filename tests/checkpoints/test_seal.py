@@ -28,6 +28,7 @@ def test_seal_larger_than_any_is_not_read(
         read_seal(checkpoint)
 
 
+@pytest.mark.slow
 def test_seal_of_many_tensors_is_written_and_read(tmp_path: Path) -> None:
     tensors = {f"model/{i}": torch.tensor([float(i)]) for i in range(4000)}
     store = Store(tmp_path)

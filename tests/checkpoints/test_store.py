@@ -173,6 +173,7 @@ def _all_operations(folder: Path) -> list[Operation]:
     return disk.operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mkdir", "create", "write", "sync", "sync_folder", "rename"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_any_failing_operation_leaves_the_previous_checkpoint_and_nothing_else(

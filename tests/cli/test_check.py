@@ -22,6 +22,7 @@ def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROJECT)
 
 
+@pytest.mark.slow
 def test_healthy_project_is_ready(tmp_path: Path) -> None:
     code, out, _ = run(
         "tinychat.training:build", "--config", "config.json", "--run-dir", str(tmp_path)

@@ -18,6 +18,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_picture_lies_inside_the_run_by_default(run: Path) -> None:
     pytest.importorskip("matplotlib")
     done = CliRunner().invoke(app, ["plot", str(run)])

@@ -17,6 +17,7 @@ from stepguard.records import GuardConfig
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_run_raises_no_suspicion(kind: str, seed: int) -> None:

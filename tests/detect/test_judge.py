@@ -121,6 +121,7 @@ readings = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(readings, st.lists(st.floats(), max_size=40))
 def test_judge_never_raises_and_repeats_itself(seen: Reading, losses: list[float]) -> None:
     history = played(losses)

@@ -123,6 +123,7 @@ def _failing(regions: Regions, target: Call) -> Callable[[FrameType], None]:
     return each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "fused", "closure"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fault_at_any_call_in_any_region_never_reaches_the_loop(

@@ -164,6 +164,7 @@ def test_result_of_a_skipped_step_says_so() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("count", [4, 16, 64])
 @pytest.mark.parametrize("loop", LOOPS)

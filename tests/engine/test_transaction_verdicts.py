@@ -348,6 +348,7 @@ def test_anomalies_off_says_nothing(tmp_path: Path) -> None:
     assert _notes(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_slow_drift_of_the_weights_is_an_incident() -> None:
     scene = _valley()
     with Guard(
@@ -367,6 +368,7 @@ def test_slow_drift_of_the_weights_is_an_incident() -> None:
     assert 32 <= first[0] < 250
 
 
+@pytest.mark.slow
 def test_slow_rise_of_the_data_is_no_incident() -> None:
     scene = _valley()
     with Guard(scene.model, scene.optimizer, config=QUIET) as guard:

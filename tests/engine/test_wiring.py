@@ -96,6 +96,7 @@ def test_no_sigmas_means_no_spike_test() -> None:
 # ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Guard, stepguard.watch])
 def test_optimizer_of_another_model_is_refused(make: Any) -> None:
     at, other = scene(), scene()
@@ -107,6 +108,7 @@ def test_optimizer_of_another_model_is_refused(make: Any) -> None:
     make(other.model, at.optimizer, modules={"first": at.model}, config=quiet()).close()
 
 
+@pytest.mark.slow
 def test_master_copies_in_no_module_are_no_mistake() -> None:
     model = plain_net()
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]

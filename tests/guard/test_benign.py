@@ -157,6 +157,7 @@ def _masked_targets(scene: Scene, batch: Any) -> Tensor:
     return (output[known] - targets[known]).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(

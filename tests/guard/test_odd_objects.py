@@ -254,6 +254,7 @@ RATELESS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RATELESS)
 @pytest.mark.parametrize("how", LOOPS)
 def test_optimizer_without_a_plain_rate_is_guarded_vetoed_and_rewound(

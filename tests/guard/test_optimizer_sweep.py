@@ -111,6 +111,7 @@ def test_watched_healthy_run_is_the_bare_one(name: str) -> None:
     assert difference(everything(model, optimizer), everything(bare, theirs)) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_vetoed_step_moves_nothing_under_step(name: str, first: bool) -> None:
@@ -126,6 +127,7 @@ def test_vetoed_step_moves_nothing_under_step(name: str, first: bool) -> None:
             assert (difference(everything(model, optimizer), before) == "") is bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_vetoed_step_moves_nothing_under_watch(name: str, first: bool) -> None:

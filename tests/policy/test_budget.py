@@ -64,6 +64,7 @@ def test_incidents_of_the_whole_run_are_limited() -> None:
     assert _spend(*far_apart).exceeded(policy) == "4 incidents in this run, 3 are allowed"
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 400), st.booleans()), max_size=60))
 def test_counts_are_what_a_plain_recount_gives(events: list[tuple[int, bool]]) -> None:
     budget, step, bad, row = Budget(), 0, [], 0

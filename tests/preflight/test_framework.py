@@ -121,6 +121,7 @@ def test_optimizer_the_trainer_would_make_is_looked_at_and_taken_back() -> None:
     assert given.optimizer is None and given.lr_scheduler is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("accelerate")
 def test_real_trainer_is_read_without_being_changed(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

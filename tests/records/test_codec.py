@@ -107,6 +107,7 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
     return simple[hint]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cls", [Reading, Verdict, Operand, Origin, Remedy, Finding, Decision, Incident]
 )
@@ -119,6 +120,7 @@ def test_record_survives_strict_json(cls: type) -> None:
     check()
 
 
+@pytest.mark.slow
 @given(st.dictionaries(keys, plain, max_size=4))
 def test_any_plain_dict_survives_strict_json(value: dict[str, Any]) -> None:
     assume(

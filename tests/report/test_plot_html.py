@@ -29,6 +29,7 @@ def test_page_needs_no_network_and_has_every_mark(tmp_path: Path) -> None:
         assert text in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "losses", [[NAN], [1.0], [-1.0, 0.0, 2.0], [0.0, 0.0], [None], [-1.0, 1.0, 1e6]]
 )

@@ -15,6 +15,7 @@ from stepguard.report.plot_png import write_png
 pytest.importorskip("matplotlib")
 
 
+@pytest.mark.slow
 def test_png_is_written_whole_and_leaves_pyplot_alone(tmp_path: Path) -> None:
     run = troubled_run()
     path = tmp_path / "deep/loss_curve.png"
@@ -25,6 +26,7 @@ def test_png_is_written_whole_and_leaves_pyplot_alone(tmp_path: Path) -> None:
     assert ("matplotlib.pyplot" in sys.modules) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "losses", [[NAN], [1.0], [-1.0, 0.0, 2.0], [0.0, 0.0], [None], [-1.0, 1.0, 1e6]]
 )

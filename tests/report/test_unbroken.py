@@ -57,6 +57,7 @@ def cells(text: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 3, 30, 90])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_verify_shows_every_file_name_on_one_line(tmp_path: Path, width: int, length: int) -> None:

@@ -14,6 +14,7 @@ from stepguard.run import autoguard, guarded_script
 QUIET = GuardConfig(terminal="quiet")
 
 
+@pytest.mark.slow
 def test_guard_is_built_at_the_first_call_of_the_model_and_closed_at_the_end() -> None:
     before = nn.Module.__call__
     with autoguard.AutomaticGuards(QUIET, lambda text: None) as automatic:
@@ -28,6 +29,7 @@ def test_guard_is_built_at_the_first_call_of_the_model_and_closed_at_the_end() -
     assert optimizer not in guarded
 
 
+@pytest.mark.slow
 def test_automatic_guard_is_closed_when_the_user_builds_one() -> None:
     with autoguard.AutomaticGuards(QUIET, lambda text: None) as automatic:
         model = nn.Linear(2, 1)
@@ -39,6 +41,7 @@ def test_automatic_guard_is_closed_when_the_user_builds_one() -> None:
             own.step(lambda batch: model(batch).sum(), torch.ones(1, 2))
 
 
+@pytest.mark.slow
 def test_parameters_of_no_module_are_guarded_at_the_first_step() -> None:
     with autoguard.AutomaticGuards(QUIET, lambda text: None) as automatic:
         weight = nn.Parameter(torch.ones(3))
@@ -49,6 +52,7 @@ def test_parameters_of_no_module_are_guarded_at_the_first_step() -> None:
         assert len(automatic.guards) == 1
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
@@ -23,6 +24,7 @@ def test_model_is_the_outermost_module_with_the_parameters() -> None:
     assert share(model[0], parameters_of(optimizer)) == 2
 
 
+@pytest.mark.slow
 def test_called_model_is_preferred_to_a_container_around_it() -> None:
     model = nn.Linear(2, 1)
     container = nn.ModuleDict({"model": model})
@@ -49,6 +51,7 @@ def test_parameters_of_no_module_get_one() -> None:
     assert [id(p) for p in model.parameters()] == [id(weight)]
 
 
+@pytest.mark.slow
 def test_scheduler_is_the_outermost_of_a_chain() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
     assert scheduler_of(optimizer) is None

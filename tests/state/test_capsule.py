@@ -122,6 +122,7 @@ def test_the_bad_micro_batch_of_several_is_found_again(tmp_path: Path) -> None:
     assert origin.micro_batch == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["torch", "numpy", "python"])
 def test_a_failure_that_depends_on_random_numbers_is_reproduced(
     tmp_path: Path, source: str

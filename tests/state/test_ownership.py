@@ -63,6 +63,7 @@ def _data() -> Iterator[Tensor]:
         yield torch.randn(8, 4, generator=source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["one module", "modules="])
 @pytest.mark.parametrize("toggles", [False, True])
 def test_rewind_of_one_network_leaves_the_other_one_s_weights_moments_statistics_and_numbers(

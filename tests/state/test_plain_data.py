@@ -44,6 +44,7 @@ def test_an_object_is_only_data_if_all_it_holds_is() -> None:
     assert not is_array([1])
 
 
+@pytest.mark.slow
 def test_the_graph_of_a_held_tensor_is_freed() -> None:
     loss = torch.ones(1, requires_grad=True) * 2
     assert has_graph(loss)
@@ -56,6 +57,7 @@ def test_the_graph_of_a_held_tensor_is_freed() -> None:
     assert float(values) == 2.0
 
 
+@pytest.mark.slow
 def test_values_of_a_large_tensor_are_not_held() -> None:
     large = torch.ones(SMALL + 1, requires_grad=True) * 2
     held = WithoutGraph(large)

@@ -132,6 +132,7 @@ def _passes(iterable: Any, loader: Any) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_and_random_numbers_are_those_of_the_bare_loader(kind: str) -> None:
     _seed()
@@ -146,6 +147,7 @@ def test_batches_and_random_numbers_are_those_of_the_bare_loader(kind: str) -> N
     gc.collect()  # workers end with their loader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_indices_are_those_the_batch_was_made_of(kind: str) -> None:
     _seed()
@@ -158,6 +160,7 @@ def test_indices_are_those_the_batch_was_made_of(kind: str) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["shuffle", "workers", "stateful", "stateful, own batch sampler", "stateful, workers"]
 )

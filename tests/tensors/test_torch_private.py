@@ -196,6 +196,7 @@ def test_a_finished_collective_can_be_awaited() -> None:
     assert callable(torch.distributed.distributed_c10d._get_default_store)
 
 
+@pytest.mark.slow
 def test_no_other_module_names_a_private_part_of_torch() -> None:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):

@@ -35,6 +35,7 @@ def _saved(tensor: torch.Tensor, path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_values_in_any_piece_are_counted_and_the_first_is_named(
@@ -52,6 +53,7 @@ def test_values_in_any_piece_are_counted_and_the_first_is_named(
     assert "3 NaN of" in problem.detail and f"first at [{places[0]}]" in problem.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_long_tensor_without_trouble_has_no_finding(tmp_path: Path, dtype: torch.dtype) -> None:
     assert stepguard.verify(_saved(_long(dtype), tmp_path / "long.pt")).ok

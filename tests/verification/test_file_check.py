@@ -9,6 +9,7 @@ import pytest
 import stepguard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "m.safetensors"])
 def test_truncation_anywhere_is_an_error(
     tmp_path: Path, whole: dict[str, bytes], name: str

@@ -16,6 +16,7 @@ import stepguard
 CASES = 1500
 
 
+@pytest.mark.slow
 def test_readers_survive_damage_of_every_format() -> None:
     assert fuzz.run(CASES, None, seed=1, keep=None) == CASES
 

@@ -93,6 +93,7 @@ def test_hostile_pickles_would_really_import_what_is_reported(tmp_path: Path) ->
             ), trick
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", hostile.GREEDY)
 def test_declared_sizes_are_not_believed(tmp_path: Path, name: str) -> None:
     found = verify(tmp_path / "model.pt", hostile.GREEDY[name])
@@ -116,6 +117,7 @@ def test_deep_key_is_not_hashed(tmp_path: Path) -> None:
     assert not kinds(verify(tmp_path / "model.pt", hostile.deep_key())) - {"limit"}
 
 
+@pytest.mark.slow
 def test_hundred_thousand_tensors_are_read(tmp_path: Path) -> None:
     content = hostile.in_zip(hostile.tensors_without_end(100_000), data__0=b"\0\0\x80?")
     found = verify(tmp_path / "model.pt", content)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import stepguard
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_flipped_bit_in_the_data_of_a_zip_is_found(

@@ -83,6 +83,7 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", LOOPS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_that_climbs_as_it_declares_is_not_a_jump(name: str, how: str) -> None:

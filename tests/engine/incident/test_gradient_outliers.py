@@ -64,6 +64,7 @@ def run(mode: str, at: Scene, config: Any, upto: int = AT + 1) -> Any:
     return LOOPS[mode](at, grouped(DATA[:upto], 1), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mode", LOOPS)
 @pytest.mark.parametrize("setting", [None, "note", "clip", "skip"])
@@ -87,6 +88,7 @@ def test_note_names_the_parameter_and_changes_nothing(mode: str, tmp_path: Path)
     assert "told, nothing done" in said["summary"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mode", LOOPS)
 def test_clip_scales_only_that_tensor_to_its_usual_largest(mode: str, fused: bool) -> None:

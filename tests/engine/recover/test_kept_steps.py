@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from engine.parts import step_of
@@ -34,6 +35,7 @@ def test_oldest_steps_are_dropped_beyond_the_limit_and_then_nothing_older_can_be
     assert _indices(kept, 2) is None
 
 
+@pytest.mark.slow
 def test_number_of_steps_is_bounded_whatever_the_limit() -> None:
     kept = KeptSteps(10**12)
     for index in range(MOST_STEPS + 3):

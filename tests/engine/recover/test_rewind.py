@@ -122,6 +122,7 @@ def decisions(guard: Guard) -> list[tuple[str, int | None, str | None]]:
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [nan_weight, nan_statistics, nan_moment])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
 def test_damaged_state_is_repaired_and_the_run_ends_bit_identical_to_one_that_was_never_damaged(
@@ -157,6 +158,7 @@ def test_scale_of_the_loss_comes_back_with_the_state(growth: int) -> None:
     assert difference(state_of(damaged), state_of(reference)) == ""
 
 
+@pytest.mark.slow
 def test_damaged_state_is_repaired_for_an_optimizer_that_evaluates_several_times() -> None:
     damaged, reference = scene("lbfgs"), scene("lbfgs")
     steps = grouped(DATA[:16], 1)

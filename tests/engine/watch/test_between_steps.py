@@ -75,6 +75,7 @@ def train(way: Way, *, fused: bool) -> tuple[list[Any], dict[str, Any]]:
     return done, {"snapshots": taken, "end": agent.state_dict(), "lr": schedule.get_last_lr()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("way", ["method", "children"])
 def test_damage_is_rewound_as_where_the_model_is_called(way: str, fused: bool) -> None:

@@ -201,6 +201,7 @@ def test_function_transforms_of_a_watched_model_work(watched_model: nn.Module) -
     assert torch.func.grad(loss)(params)["inner.weight"].shape == (8, 4)
 
 
+@pytest.mark.slow
 def test_whoever_keeps_a_loss_does_not_keep_the_guard() -> None:
     model = Net()
     guard = stepguard.watch(

@@ -108,6 +108,7 @@ def test_every_optimizer_of_torch_is_here() -> None:
     assert len(CLASSES) >= 15 and {"Muon", "Adafactor", "LBFGS", "SparseAdam"} <= set(CLASSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 3, 8], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -115,6 +116,7 @@ def test_bad_batch_never_came(variant: str, loop: str, at: int) -> None:
     _assert_never_came(lambda: _scene(variant), loop, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 3, 8], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("variant", SCALABLE)
@@ -122,6 +124,7 @@ def test_bad_batch_never_came_with_a_scaler(variant: str, loop: str, at: int) ->
     _assert_never_came(lambda: _scene(variant, scaled=True), loop, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_accumulated_step_of_bad_batches_never_came(variant: str, loop: str) -> None:
@@ -154,6 +157,7 @@ def _renormalised(scene: Scene, good: list[Any], count: int) -> None:
         scene.ema.update_parameters(scene.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [(0,), (2,), (1, 3)], ids=str)
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from guard.scenes import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("rate", [0.05, torch.tensor(0.05)], ids=["float", "tensor"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
