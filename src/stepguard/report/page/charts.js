@@ -189,10 +189,7 @@ class Panel {
     const ctx = u.ctx;
     branch.lines.forEach((line, series) => {
       if (this.hidden.has(series) || !branch.steps.length) return;
-      ctx.globalAlpha = 0.75;
       ctx.strokeStyle = styleValue("--left");
-      ctx.lineWidth = 1.4 * ratio;
-      ctx.setLineDash([3 * ratio, 3 * ratio]);
       ctx.beginPath();
       const joint = branch.joint?.[series];
       const joined = joint && joint.kind === FINITE;
@@ -201,6 +198,14 @@ class Panel {
         joined ? [branch.start, ...branch.steps] : branch.steps,
         joined ? [joint.value, ...line.values] : line.values,
       );
+      // A pale band: steps that were run again as they were lie exactly on the kept line.
+      ctx.globalAlpha = 0.25;
+      ctx.lineWidth = 7 * ratio;
+      ctx.lineJoin = "round";
+      ctx.stroke();
+      ctx.globalAlpha = 0.85;
+      ctx.lineWidth = 1.4 * ratio;
+      ctx.setLineDash([3 * ratio, 3 * ratio]);
       ctx.stroke();
       ctx.setLineDash([]);
       if (series === 0) {
