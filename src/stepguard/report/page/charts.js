@@ -6,6 +6,8 @@ const PAD_RIGHT = 14;
 const EDGE = 7;
 const COLOURS = 6;
 
+const LOG_AXIS = { splits: (u, axis, low, high) => logSplits(low, high), filter: (u, splits) => splits };
+
 function styleValue(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -20,7 +22,7 @@ class Panel {
     this.view = view;
     this.hidden = new Set(spec.series.map((s, i) => (s.off ? i : -1)).filter((i) => i >= 0));
     this.drawn = { marks: [], branches: [], points: 0 };
-    this.linear = false;
+    this.linear = Boolean(spec.linear);
     this.buildFrame(host);
     this.setRuns(runs);
   }
@@ -53,10 +55,7 @@ class Panel {
   }
 
   smoothedLines() {
-    return this.lines.map(({ line, run, series }) => {
-      if (this.spec.series[series].minor) return null;
-      return smooth(this.sources[run].steps, line.values);
-    });
+    return this.lines.map(({ line, run }) => smooth(this.sources[run].steps, line.values));
   }
 
   data() {
@@ -109,7 +108,7 @@ class Panel {
       },
       axes: [
         { ...axis, size: 26, space: 70, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8], values: (u, ticks) => ticks.map((t) => t.toLocaleString("en-US")) },
-        { ...axis, size: AXIS_LEFT, gap: 6, space: 26, values: (u, ticks) => ticks.map((t) => (t === null ? "" : shortNumber(t))) },
+        { ...axis, ...(distribution === 3 ? LOG_AXIS : {}), size: AXIS_LEFT, gap: 6, space: 26, values: (u, ticks) => ticks.map((t) => (t === null ? "" : shortNumber(t))) },
       ],
       series: [{ label: "step" }, ...lines],
       hooks: {
@@ -130,8 +129,9 @@ class Panel {
   }
 
   lineAlpha(i, series) {
-    if (this.smoothed[i]) return 0.45;
-    return this.spec.series[series].minor ? 0.75 : 1;
+    const minor = this.spec.series[series].minor;
+    if (this.smoothed[i]) return minor ? 0.22 : 0.45;
+    return minor ? 0.75 : 1;
   }
 
   lineColour(i) {
