@@ -10,7 +10,8 @@ BENCHES := overhead $(filter-out overhead crash table _%,$(patsubst benchmarks/%
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick coverage browser check format bench verify-recipes recipes-real \
+.PHONY: help venv demo test quick test-newest coverage browser check format bench verify-recipes \
+	recipes-real \
 	crash-campaign fuzz clean
 
 help: ## list the targets
@@ -39,6 +40,16 @@ test: venv ## every test
 
 quick: venv ## fast tests that start no process, in less than a minute
 	$(RUN) -m pytest -n 2 --dist worksteal -m 'not process and not slow'
+
+# parts that depend on torch's own behaviour; in a venv without the pin and without the frameworks
+NEWEST := .venv-newest
+CORE_TESTS := tests/engine tests/guard tests/locate tests/sentinel tests/state tests/tensors tests/numerics tests/device
+test-newest: ## the core tests on the newest torch: a download of several gigabytes
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[data]' \
+		tqdm transformers ninja pytest pytest-timeout pytest-xdist hypothesis
+	$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' $(CORE_TESTS)
 
 coverage: venv ## every test again, with the share of lines of src/stepguard that ran
 	$(RUN) -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered
@@ -80,5 +91,5 @@ crash-campaign: venv ## kill -9 a thousand times, stepguard's store beside the p
 	$(RUN) -m benchmarks.crash --runs 1000
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run
+	rm -rf $(VENV) $(NEWEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

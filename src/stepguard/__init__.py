@@ -8,54 +8,75 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from stepguard._errors import CapsuleError as CapsuleError
     from stepguard._errors import ConfigError as ConfigError
+    from stepguard._errors import JournalError as JournalError
+    from stepguard._errors import SaveRefused as SaveRefused
+    from stepguard._errors import StateError as StateError
     from stepguard._errors import StepguardError as StepguardError
+    from stepguard._errors import StoreError as StoreError
     from stepguard._errors import TrainingHalted as TrainingHalted
+    from stepguard.engine.wiring import WiringWarning as WiringWarning
     from stepguard.guard import Guard as Guard
     from stepguard.guard import StepResult as StepResult
-    from stepguard.guard import watch as watch
     from stepguard.records import Finding as Finding
     from stepguard.records import GuardConfig as GuardConfig
     from stepguard.records import Incident as Incident
     from stepguard.records import Origin as Origin
     from stepguard.records import Policy as Policy
     from stepguard.records import Problem as Problem
+    from stepguard.records import Sink as Sink
     from stepguard.records import Verification as Verification
     from stepguard.run.replay import replay as replay
     from stepguard.verification.api import verify as verify
+    from stepguard.watching import watch as watch
 
 # name -> module; resolved on first use, so that the torch-free commands never import torch
 _HOMES = {
+    "CapsuleError": "stepguard._errors",
     "ConfigError": "stepguard._errors",
     "Finding": "stepguard.records",
     "Guard": "stepguard.guard",
     "GuardConfig": "stepguard.records",
     "Incident": "stepguard.records",
+    "JournalError": "stepguard._errors",
     "Origin": "stepguard.records",
     "Policy": "stepguard.records",
     "Problem": "stepguard.records",
+    "SaveRefused": "stepguard._errors",
+    "Sink": "stepguard.records",
+    "StateError": "stepguard._errors",
     "StepResult": "stepguard.guard",
     "StepguardError": "stepguard._errors",
+    "StoreError": "stepguard._errors",
     "TrainingHalted": "stepguard._errors",
     "Verification": "stepguard.records",
+    "WiringWarning": "stepguard.engine.wiring",
     "replay": "stepguard.run.replay",
     "verify": "stepguard.verification.api",
-    "watch": "stepguard.guard",
+    "watch": "stepguard.watching",
 }
 
 __all__ = [
+    "CapsuleError",
     "ConfigError",
     "Finding",
     "Guard",
     "GuardConfig",
     "Incident",
+    "JournalError",
     "Origin",
     "Policy",
     "Problem",
+    "SaveRefused",
+    "Sink",
+    "StateError",
     "StepResult",
     "StepguardError",
+    "StoreError",
     "TrainingHalted",
     "Verification",
+    "WiringWarning",
     "__version__",
     "replay",
     "verify",

@@ -5,11 +5,14 @@ StepguardError
 ├── TrainingHalted     the policy stopped the run; carries the incident
 ├── JournalError       a run directory or journal cannot be read
 ├── CapsuleError       a capsule is damaged, too new, or cannot be run here
-└── StoreError         a checkpoint cannot be written, or none can be opened
+├── StoreError         a checkpoint cannot be written, or none can be opened
+├── StateError         a state cannot be kept, or does not fit the objects it should go into
+└── SaveRefused        a framework was about to save non-finite tensors; nothing was written
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _HERE = f"{Path(__file__).parent}/"
+TENSORS_NAMED = 3
+"""Tensors that a message names."""
 EXIT_OK = 0
 EXIT_SCRIPT_FAILED = 1
 EXIT_USAGE = 2
@@ -28,29 +33,82 @@ EXIT_PREFLIGHT = 5
 
 
 class StepguardError(Exception):
-    """Base of everything stepguard raises on purpose."""
+    """Base of everything stepguard raises on purpose.
+
+    except stepguard.StepguardError as error:
+        print(error)
+    """
 
 
 class ConfigError(StepguardError, ValueError):
-    """A setting has a value it cannot have; the message says what is allowed."""
+    """A setting has a value it cannot have; the message says what is allowed.
+
+    GuardConfig(clip_norm=-1.0)   # ConfigError: GuardConfig.clip_norm=-1.0 must be ...
+    """
 
 
 class JournalError(StepguardError):
-    """A run directory holds no journal, or one this version cannot read."""
+    """A run directory holds no journal, or one this version cannot read.
+
+    `stepguard report DIR` ends with exit code 2 and this message.
+    """
 
 
 class CapsuleError(StepguardError):
-    """A capsule is damaged, too new, without data, or its build function cannot be imported."""
+    """A capsule is damaged, too new, without data, or its build function cannot be imported.
+
+    stepguard.replay("runs/a/incidents/00000048-nonfinite_loss")   # may raise it
+    """
 
 
 class StoreError(StepguardError):
     """A checkpoint was not written, or no checkpoint can be opened; the message names what stands
     in the way.
+
+    try:
+        done = guard.restore()
+    except stepguard.StoreError:
+        done = 0   # nothing to go on from
     """
 
 
+class StateError(StepguardError):
+    """The state cannot be kept, or does not fit the objects it should go into; says which part.
+
+    guard.restore()   # StateError where model or optimizer are others than those saved
+    """
+
+
+class SaveRefused(StepguardError):  # noqa: N818 (an outcome, like TrainingHalted)
+    """A save was asked for while stored tensors are non-finite. Nothing was written or deleted.
+
+    try:
+        accelerator.save_state("checkpoint")
+    except stepguard.SaveRefused as refusal:
+        print(refusal.tensors)
+    """
+
+    def __init__(self, what: str, tensors: Sequence[str]) -> None:
+        super().__init__(what, tuple(tensors))
+        self.what = what
+        self.tensors = tuple(tensors)
+
+    def __str__(self) -> str:
+        named = ", ".join(self.tensors[:TENSORS_NAMED])
+        if len(self.tensors) > TENSORS_NAMED:
+            named += ", ..."
+        return (
+            f"refused to save {self.what}: non-finite stored tensors: {len(self.tensors)} "
+            f"({named}); load the last good checkpoint, or close() the guard to save it as it is"
+        )
+
+
 class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the design: it is an outcome, not a fault)
-    """The policy stopped the run. The weights are the newest good ones there are."""
+    """The policy stopped the run. The weights are the newest good ones there are.
+
+    except stepguard.TrainingHalted as halted:
+        print(halted.incident.summary, halted.state)
+    """
 
     def __init__(self, incident: Incident, *, state: str | None = None, restart: str = "") -> None:
         super().__init__(incident)

@@ -1,5 +1,6 @@
-"""The public guard: `Guard.step` runs a step under protection, `watch` protects a loop that stays
-as it is.
+"""The public guard: `Guard.step` runs a step under protection.
+
+A loop that stays as it is gets its guard from `stepguard.watch` (watching.py).
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ import atexit
 import signal
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -30,7 +30,9 @@ from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.exceptions import ending, last_uncaught
 from stepguard.engine.interception import offer
+from stepguard.engine.notebook_view import guard_html, guard_line
 from stepguard.engine.protect import Protection, in_words
+from stepguard.engine.recover.agreed_stop import AgreedStop
 from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.recover.signals import Signals
@@ -40,20 +42,25 @@ from stepguard.engine.wiring import (
     building_for,
     check_config,
     check_optimizer,
-    check_watched,
     owners,
 )
 from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.resumable_loader import ResumableLoader
-from stepguard.state.step import LossFn
+from stepguard.state.step import LossFn, total_loss
 
-__all__ = ["Guard", "StepResult", "watch"]
+__all__ = ["Guard", "StepResult"]
 
 
 class Guard:
     """Protects one model and its optimizer. A context manager; `close` undoes everything it
     installed.
+
+    with stepguard.Guard(model, optimizer, scheduler=scheduler) as guard:
+        for batch in loader:
+            result = guard.step(loss_fn, batch)
+
+    `stepguard.watch` takes the same arguments and protects a loop that makes its own steps.
     """
 
     def __init__(
@@ -90,15 +97,17 @@ class Guard:
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
         say = partial(self._context.outputs.note, "signal")
-        self._signals = Signals(self._leave, self.close, say)
-        self._rewinder.snapshots.duties += [self._saving, self._signals]
+        stop = AgreedStop(self._context) if self._context.agreement.size > 1 else None
+        self._signals = Signals(self._leave, self.close, say, stop)
+        self._rewinder.snapshots.duties.append(self._saving)
         self._closed = False
         self._entered = False
         self._framework = building_for.get()
         self._error: BaseException | None = None
         self._make_known()
         if self._saving.has_store and self._context.config.on_signal == "save":
-            self._signals.listen(ranks=self._context.agreement.size)
+            self._signals.listen(grace=self._context.config.signal_grace)
+            self._rewinder.snapshots.duties.append(self._signals)
             self._context.resources.callback(self._signals.stop_listening)
 
     def _make_known(self) -> None:
@@ -138,6 +147,26 @@ class Guard:
             return result
         finally:
             self._wiring.end_step(done=done)
+
+    def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
+        """`loss_fn(batch)`, remembered: a bad step of a watched loop is then replayed as a whole.
+
+        loss = guard.loss(loss_fn, batch)
+        loss.backward()
+
+        So its first incident has operation, line and sample, and a capsule, as with `guard.step`.
+        Call backward on what it returns, scaled or divided as you like; a term that the loop adds
+        to it is not part of the replay, and the guard then goes by the model's calls alone.
+        """
+        if self._closed:
+            return total_loss(loss_fn(batch))
+        if not isinstance(self._driver, WatchDriver):
+            raise ConfigError(
+                "guard.loss is for a loop that makes its own steps; build the guard with "
+                "stepguard.watch, or call guard.step(loss_fn, batch)."
+            )
+        offer(self._context, loss_fn)
+        return self._driver.loss_of(loss_fn, batch)
 
     def save(self) -> Path | None:
         """Seal the present state now. None: refused, because the state is not good; `last-good`
@@ -192,14 +221,17 @@ class Guard:
 
     @property
     def rank(self) -> int:
+        """Rank of this process, 0 without ranks."""
         return self._context.agreement.world_rank
 
     @property
     def model(self) -> nn.Module:
+        """The model, as it was given."""
         return self._context.model
 
     @property
     def optimizer(self) -> Optimizer:
+        """The optimizer, without a framework's wrapper around it."""
         return self._context.optimizer
 
     @property
@@ -241,7 +273,7 @@ class Guard:
                     self._last_look()
             with self._protect.part("incident at the end of the run"):
                 self._driver.transaction.record_open_incident()
-            if self._signals.due():
+            if self._signals.waiting is not None:
                 self._signals.do()  # no further step will come
             if self.armed:
                 with self._protect.part("check of the wiring"):
@@ -259,16 +291,7 @@ class Guard:
             self._driver.settle()
 
     def _schedule_by_epoch(self, feed: ResumableLoader | None) -> None:
-        if feed is None:
-            raise ConfigError(
-                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
-                "ends; give "
-                "stepguard.Guard(..., loader=loader) and iterate over guard.loader, or use "
-                "scheduler_every=None and "
-                "call scheduler.step() in your loop."
-            )
-        self._epochs = EpochSchedule(self._context, feed)
-        feed.after_pass.append(self._pass_ended)
+        self._epochs = EpochSchedule(self._context, feed, self._pass_ended)
         self._rewinder.after_commit.append(self._epochs.committed)
         self._rewinder.after_rewind.append(self._epochs.rewound)
 
@@ -284,12 +307,12 @@ class Guard:
             with self._protect.region:
                 self._driver.between()
 
-    def _leave(self, number: int) -> None:
-        """A signal is about to end the process."""
+    def _leave(self, number: int, together: bool) -> None:
+        """A signal is about to end the process. `together`: all ranks are at the same step."""
         saved: Path | None = None
         if self.armed:
             with self._protect.region:
-                saved = self._saving.leave()
+                saved = self._saving.leave(together=together)
         where = "no new checkpoint; the last good one stays"
         if saved is not None:
             where = f"saved {saved}"
@@ -297,8 +320,7 @@ class Guard:
 
     def _last_look(self) -> None:
         """Were the parameters still finite after the last update, which no step will read?"""
-        incidents = self._context.incidents
-        if incidents and incidents[-1].stopped:
+        if any(incident.stopped for incident in self._context.incidents[-1:]):
             return  # told already
         if not self._context.step or self.port.finite():
             return
@@ -324,7 +346,7 @@ class Guard:
         context.outputs.line("fault", {"step": context.step, "error": in_words(fault)})
 
     def in_use(self, framework: str) -> str:
-        """Why another guard cannot take the place of this one, in words; empty where it can."""
+        """Why another guard cannot take this one's place, in words; empty where it can."""
         if self._closed:
             return ""
         if self._wiring.stepping:
@@ -337,6 +359,12 @@ class Guard:
         """Another guard was made for the same optimizer: this one ends."""
         self.port.say("wiring", "this guard ends here: another one was made for the same optimizer")
         self.close()
+
+    def _repr_html_(self) -> str:
+        return guard_html(self._context, closed=self._closed, armed=self.armed)
+
+    def __repr__(self) -> str:
+        return f"<{guard_line(self._context, closed=self._closed, armed=self.armed)}>"
 
     def __enter__(self) -> Guard:
         self._entered = True
@@ -368,30 +396,3 @@ def _died(guard: weakref.ref[Guard]) -> None:
         alive.ended_by(error)
         with alive._protect.part("end of the run"):
             alive._end()
-
-
-def watch(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
-    """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`."""
-    check_watched(settings.get("config"))
-    return _watched(model, optimizer, **settings)
-
-
-def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
-    """For integrations: the guard is the framework's, and `clip_norm` tells its own clipping."""
-    token = building_for.set(framework)
-    try:
-        return _watched(model, optimizer, **settings)
-    finally:
-        building_for.reset(token)
-
-
-def _watched(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
-    config = settings.get("config")
-    if isinstance(config, GuardConfig):
-        # the loop advances its schedule itself
-        settings["config"] = replace(config, scheduler_every=None)
-    guard = Guard(model, optimizer, **settings)
-    guard._wiring.expect_own_steps()
-    guard._driver = WatchDriver(guard._context, guard._protect, guard._rewinder, guard._wiring)
-    guard.port.driver = guard._driver
-    return guard

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 import stepguard.numerics
 from report.literals import MASKED_ROW
 from stepguard import Guard, GuardConfig
+from stepguard.diagnose import RunFacts
+from stepguard.diagnose.engine import diagnose
 from stepguard.diagnose.source_line import find_expression
-from stepguard.records import Finding, Incident, Remedy
+from stepguard.engine.incident.run_facts import run_facts
+from stepguard.records import Finding, Incident, Reading, Remedy
 
 ZERO = torch.tensor([[0.0, 1.0], [0.0, 2.0]])
 UNIT = torch.tensor([[1.0, 0.5], [0.25, 0.5]])
@@ -154,8 +157,6 @@ def test_bad_samples_are_named() -> None:
 
 
 def test_remedies_of_a_page_are_shown_without_their_example() -> None:
-    from stepguard.diagnose.engine import diagnose
-
     ruined = replace(
         MASKED_ROW,
         origin=None,
@@ -164,3 +165,44 @@ def test_remedies_of_a_page_are_shown_without_their_example() -> None:
     )
     remedies: list[Remedy] = [r for finding in diagnose(ruined) for r in finding.remedies]
     assert remedies and not any(remedy.snippet for remedy in remedies)
+
+
+class Contrast(nn.Module):
+    """Its temperature is learned, and walks through 0 in steps as large as itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.temperature = nn.Parameter(torch.tensor(0.07))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x) / self.temperature
+        return out
+
+
+def test_parameter_that_ran_away_is_named() -> None:
+    torch.manual_seed(0)
+    net = Contrast()
+    groups = [
+        {"params": net.body.parameters(), "lr": 1e-4},
+        {"params": [net.temperature], "lr": 3e-2},
+    ]
+    optimizer = torch.optim.Adam(groups)
+    guard = Guard(net, optimizer, config=GuardConfig(terminal="quiet", anomalies="act"))
+    x = torch.randn(64, 4)
+    told = None
+    for step in range(60):
+        rate = 1e-5 if step < 50 else 3e-2
+        optimizer.param_groups[1]["lr"] = rate
+        told = told or guard.step(lambda x: net(x).pow(2).mean() * 1e-3, x).incident
+    facts = run_facts(guard._context, Reading(step=60))
+    guard.close()
+    assert facts.moved_most is not None and facts.moved_most[0] == "temperature"
+
+
+def test_runaway_parameter_comes_first_in_what_to_do() -> None:
+    spike = replace(MASKED_ROW, origin=None, verdict=replace(MASKED_ROW.verdict, kind="spike"))
+    facts = RunFacts(update_ratio=0.007, moved_most=("temperature", 0.4))
+    (finding,) = [found for found in diagnose(spike, facts) if found.code == "SG505"]
+    assert "`temperature` moved most: by 0.4 of its own size" in finding.evidence
+    assert finding.remedies[0].title.startswith("Give `temperature` a learning rate of its own")

@@ -6,17 +6,28 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import stepguard
 
-PATHS = [str(Path(stepguard.__file__).parents[1]), str(Path(__file__).parents[1])]
+TESTS = Path(__file__).parents[1]
+PATHS = [str(Path(stepguard.__file__).parents[1]), str(TESTS), str(TESTS.parent)]
+"""The package, the tests and the benchmarks, for processes of their own."""
 
 
 def launch(
-    worker: Path, out: Path, arguments: list[str], seconds: int, ranks: int = 2
+    worker: Path,
+    out: Path,
+    arguments: list[str],
+    seconds: int,
+    ranks: int = 2,
+    options: Sequence[str] = (),
 ) -> tuple[int | None, str]:
-    """Exit code and what was said; None when the ranks had to be killed."""
+    """Exit code and what was said; None when the ranks had to be killed.
+
+    `options`: further ones of torchrun.
+    """
     command = [
         sys.executable,
         "-m",
@@ -24,6 +35,7 @@ def launch(
         "--standalone",
         "--nproc-per-node",
         str(ranks),
+        *options,
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
     log = out / "log"

@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 sharded_worker.py OUT scenario-loop-eng
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -17,83 +18,124 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import stepguard
+from distributed.sharded_models import CLASSES, FEATURES, RATE, build, data_rank
+from distributed.worker import counted
 from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.engine.drivers import step_end
+from stepguard.records import Origin
 
-FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
+STEPS, BAD_STEP, BAD_RANK = 6, 2, 1
 LONG = 40
 """Steps after which the usual level of the loss is known."""
 CLIP = 0.7
 """Below the norm of most steps."""
 CONFIG = GuardConfig(terminal="quiet")
-Batch = tuple[Tensor, Tensor, str]
+Batch = tuple[Tensor, Tensor, str, bool | None]
+"""Inputs, targets, what is wrong with it, and where gradients are accumulated: is it the last?"""
+ACCUMULATED = 2
 
 
-def batch(engine: str, step: int, trouble: str) -> Batch:
-    """Each rank has its own data, but for tensor parallelism, where all compute one batch."""
-    rank = 0 if engine == "tp" else dist.get_rank()
-    source = torch.Generator().manual_seed(100 * step + rank)
+def has_trouble(engine: str) -> bool:
+    """The second rank, or the second pair where pairs share their data."""
+    return data_rank(engine) == BAD_RANK if engine == "both" else dist.get_rank() == BAD_RANK
+
+
+def batch(engine: str, step: int, trouble: str, last: bool | None = None) -> Batch:
+    """Each rank has its own data, but for ranks that compute one batch together."""
+    part = 0 if last is None else int(last)
+    seed = 100 * step + 10 * part + data_rank(engine)
+    source = torch.Generator().manual_seed(seed)
     inputs = torch.randn(4, FEATURES, generator=source)
     targets = torch.randint(CLASSES, (4,), generator=source)
-    if dist.get_rank() != BAD_RANK:
-        return inputs, targets, ""
+    if trouble == "two":
+        # each rank has a cause of its own
+        trouble = "input" if has_trouble(engine) else "labels"
+    elif not has_trouble(engine):
+        trouble = ""
     if trouble == "input":
         inputs[2, 0] = torch.nan
     if trouble == "labels":
         targets.fill_(-100)
-    return inputs, targets, trouble
+    return inputs, targets, trouble, last
 
 
-def loss_of(model: nn.Module, data: Batch) -> Tensor:
-    inputs, targets, trouble = data
+def micro_batches(engine: str, step: int, trouble: str) -> list[Batch]:
+    if engine != "accumulate":
+        return [batch(engine, step, trouble)]
+    return [batch(engine, step, trouble, last=False), batch(engine, step, "", last=True)]
+
+
+def loss_of(model: Any, data: Batch) -> Tensor:
+    inputs, targets, trouble, last = data
+    if last is not None:
+        model.set_requires_gradient_sync(last)
     out = model(inputs)
     loss = nn.functional.cross_entropy(out, targets)
+    if hasattr(model, "plain"):
+        # the same on every rank, as its gradient is not exchanged by anybody
+        loss = loss + (model.plain * model.plain).sum() / 10
     if trouble == "backward":
         return loss + torch.sqrt((out * 0.0).sum())
+    if trouble == "forward":
+        return loss + torch.log(-out.detach().abs().sum() - 1.0)
+    if trouble == "buffer":
+        for buffer in model.buffers():
+            buffer.fill_(torch.nan)
+    if trouble == "transient":
+        out.register_hook(hit_once)
     return loss + 50.0 if trouble == "spike" else loss
 
 
-def build(engine: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-    if engine == "fsdp1":
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    elif engine == "tp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    else:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy()
-        if engine == "mixed":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for part in model.children():
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+FIRED = Counter[str]()
 
 
-def clip_by_torch(model: nn.Module) -> float:
+def hit_once(grad: Tensor) -> Tensor:
+    """What a failing device would do: it does not happen again."""
+    FIRED["hits"] += 1
+    return grad * torch.nan if FIRED["hits"] == 1 else grad
+
+
+def set_rate(trouble: str, engine: str, optimizer: torch.optim.Optimizer) -> None:
+    """One rank's learning rate is NaN while there is this trouble."""
+    bad = trouble == "rate" and has_trouble(engine)
+    for group in optimizer.param_groups:
+        group["lr"] = math.nan if bad else RATE
+
+
+def clip_by_torch(model: nn.Module, most: float = CLIP) -> float:
     """What a loop of this engine calls."""
     if isinstance(model, FullyShardedDataParallel):
-        return float(model.clip_grad_norm_(CLIP))
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        return float(model.clip_grad_norm_(most))
+    if hasattr(model, "plain"):
+        return clip_by_hand(model, most)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), most)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def clip_by_hand(model: nn.Module, most: float) -> float:
+    """torch refuses to clip gradients of several meshes together."""
+    squares = 0.0
+    for parameter in model.parameters():
+        grad: Any = parameter.grad
+        full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        squares += float(full.double().square().sum())
+    norm = math.sqrt(squares)
+    for parameter in model.parameters():
+        local_part(parameter.grad).mul_(min(1.0, most / (norm + 1e-6)))
+    return norm
+
+
+def local_part(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def local(tensor: Any) -> Any:
     if not isinstance(tensor, Tensor):
         return tensor
-    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
-    return part.detach().clone()
+    return local_part(tensor).detach().clone()
 
 
 def end(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -107,14 +149,24 @@ def end(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def bare_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: Batch, *, clips: bool
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: list[Batch],
+    *,
+    clips: bool,
+    measures: bool = False,
 ) -> tuple[float, float | None]:
     optimizer.zero_grad()
-    loss = loss_of(model, data)
-    loss.backward()
+    total = 0.0
+    for part in data:
+        loss = loss_of(model, part)
+        loss.backward()
+        total += float(loss.detach())
     norm = clip_by_torch(model) if clips else None
+    if measures and not clips:
+        norm = clip_by_torch(model, most=math.inf)
     optimizer.step()
-    return float(loss.detach()), norm
+    return total, norm
 
 
 def reference(
@@ -124,9 +176,13 @@ def reference(
     model, optimizer = build(engine)
     said = []
     for step in range(steps):
-        if step not in troubles or not skip:
-            data = batch(engine, step, troubles.get(step, ""))
-            said.append(bare_step(model, optimizer, data, clips=clips))
+        if skip and step in troubles:
+            if engine == "dropout":
+                # a skipped step has drawn its random numbers all the same
+                model(batch(engine, step, "")[0]).sum().backward()
+            continue
+        data = micro_batches(engine, step, troubles.get(step, ""))
+        said.append(bare_step(model, optimizer, data, clips=clips, measures=True))
     return {"said": said, **end(model, optimizer)}
 
 
@@ -140,7 +196,7 @@ def spoil(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         held: Any = (
             parameter.detach() if kind == "weight" else optimizer.state[parameter]["exp_avg"]
         )
-        part = held.to_local() if hasattr(held, "to_local") else held
+        part = local_part(held)
         if part.numel():
             part.view(-1)[0] = torch.nan
             return
@@ -168,15 +224,17 @@ def guarded(
                 trouble = troubles.get(step, "")
                 if trouble in ("weight", "slot"):
                     spoil(trouble, model, optimizer)
-                data = batch(engine, step, trouble)
+                set_rate(trouble, engine, optimizer)
+                data = micro_batches(engine, step, trouble)
                 if loop == "watch":
                     out["said"].append(bare_step(model, optimizer, data, clips=clips))
                 else:
-                    result = guard.step(lambda b: loss_of(model, b), data)
+                    result = guard.step(lambda b: loss_of(model, b), *data)
                     out["said"].append((result.loss, result.grad_norm))
     except TrainingHalted as halt:
         out["halted"] = halt.incident.step
     out["armed"] = guard.armed
+    out["norms"] = list(guard._context.history.norms)
     out["incidents"] = [
         {
             "step": i.step,
@@ -186,10 +244,23 @@ def guarded(
             "state": i.reading.bad_state,
             "tensor": i.origin.tensor if i.origin else None,
             "rank": i.origin.rank if i.origin else None,
+            "place": place(i.origin) if i.origin else None,
         }
         for i in guard._context.incidents
     ]
     return {**out, **end(model, optimizer)}
+
+
+def place(origin: Origin) -> dict[str, Any]:
+    """What a replay says of it."""
+    return {
+        "phase": origin.phase,
+        "op": origin.op,
+        "module": origin.module,
+        "samples": origin.samples,
+        "reproduced": origin.reproduced,
+        "remarks": origin.remarks,
+    }
 
 
 def trouble(loop: str, engine: str, kind: str) -> dict[str, Any]:
@@ -201,10 +272,23 @@ def trouble(loop: str, engine: str, kind: str) -> dict[str, Any]:
     }
 
 
+def transient(loop: str, engine: str, kind: str) -> dict[str, Any]:
+    """A gradient of one rank is hit once, before ranks exchange it."""
+    FIRED.clear()
+    skipped = {BAD_STEP: kind}
+    return {
+        "guarded": guarded(loop, engine, skipped, CONFIG),
+        "reference": reference(engine, {}, skip=False, clips=False),
+        "without": reference(engine, skipped, skip=True, clips=False),
+    }
+
+
 def healthy(loop: str, engine: str, clipping: str) -> dict[str, Any]:
     clips = clipping == "clip"
+    with counted() as collectives:
+        run = guarded(loop, engine, {}, CONFIG, clips=clips)
     return {
-        "guarded": guarded(loop, engine, {}, CONFIG, clips=clips),
+        "guarded": {**run, "collectives": dict(collectives)},
         "reference": reference(engine, {}, skip=False, clips=clips),
     }
 
@@ -220,7 +304,10 @@ def spike(loop: str, engine: str, anomalies: Any) -> dict[str, Any]:
 
 
 def damage(loop: str, engine: str, kind: str) -> dict[str, Any]:
-    return {"guarded": guarded(loop, engine, {BAD_STEP: kind}, CONFIG)}
+    return {
+        "guarded": guarded(loop, engine, {BAD_STEP: kind}, CONFIG),
+        "reference": reference(engine, {}, skip=False, clips=False),
+    }
 
 
 def fault(loop: str, engine: str, clipping: str) -> dict[str, Any]:
@@ -251,7 +338,7 @@ def midway(engine: str) -> dict[str, Any]:
 
     handle = model.get_submodule("0").register_forward_hook(attach)
     said = [
-        bare_step(model, optimizer, batch(engine, step, ""), clips=True) for step in range(STEPS)
+        bare_step(model, optimizer, [batch(engine, step, "")], clips=True) for step in range(STEPS)
     ]
     handle.remove()
     with guards[0] as guard:
@@ -275,7 +362,7 @@ def refused() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
-    for function in (trouble, healthy, spike, damage, fault, midway, refused)
+    for function in (trouble, transient, healthy, spike, damage, fault, midway, refused)
 }
 
 

@@ -107,7 +107,9 @@ def test_bad_step_of_a_rank_that_runs_on_its_own_is_vetoed(name: str, outcomes: 
     assert _finite(other)
     assert _finite(hurt)
     assert hurt["steps"] == STEPS - 1
-    assert ["rank 0" in said for said in hurt["told"]] == [True]
+    assert other["incidents"] == []
+    assert [incident[2:] for incident in hurt["incidents"]] == [((1,), "skip")]
+    assert hurt["armed"] and hurt["told"] == []
 
 
 def test_save_on_one_rank_is_refused_and_shifts_nothing(outcomes: Outcomes) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from distributed.launch import PATHS
-from stepguard.engine.recover.stuck_process import GRACE
+from stepguard import GuardConfig
 
 WORKER = Path(__file__).with_name("stuck_worker.py")
 
@@ -22,7 +22,7 @@ def test_rank_that_waits_for_another_ends_by_the_signal(tmp_path: Path) -> None:
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
     try:
         assert ranks[0].wait(120) == -signal.SIGTERM
-        assert time.monotonic() - began > GRACE
+        assert time.monotonic() - began > GuardConfig().signal_grace
     finally:
         for process in ranks:
             process.kill()

@@ -30,8 +30,8 @@ from guard.scenes import (
 from stepguard import ConfigError, Guard, GuardConfig
 from stepguard.engine import wiring
 from stepguard.engine.wiring import WiringWarning
-from stepguard.guard import watch_for
 from stepguard.journal import read_run
+from stepguard.watching import watch_for
 
 DATA = batches(12)
 

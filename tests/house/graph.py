@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("port",),
     ("guard",),
+    ("watching",),
     ("run",),
     ("integrations", "cli"),
 )

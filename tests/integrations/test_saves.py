@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.integrations._saves import SaveRefused, to_delete
+from stepguard._errors import SaveRefused
+from stepguard.integrations._saves import to_delete
 
 ALL = ["c-1", "c-2", "c-3", "c-4"]
 

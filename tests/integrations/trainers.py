@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from transformers.trainer_callback import PrinterCallback
 
 from stepguard import GuardConfig, Incident, Policy
+from stepguard.records.codec import dumps, to_plain
 
 transformers.logging.set_verbosity_error()
 tqdm.monitor_interval = 0  # no thread of its own
@@ -169,7 +170,7 @@ def facts(incident: Incident) -> dict[str, Any]:
     return {
         "id": incident.id,
         "verdict": incident.verdict.kind,
-        "origin": repr(incident.origin),  # a NaN among its numbers equals nothing
+        "origin": dumps(to_plain(incident.origin)),  # a NaN among its numbers equals nothing
         "codes": [finding.code for finding in incident.findings],
         "decision": incident.decision,
         "bad_grads": incident.reading.bad_grads,

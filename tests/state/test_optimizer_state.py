@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from guard.optimizers import OPTIMIZERS as PUBLIC
 from guard.scenes import batches, calm_net, difference, plain_net, quiet
 from stepguard import Guard
-from stepguard.state.run_state import RunState, SavedState, StateError
+from stepguard._errors import StateError
+from stepguard.state.run_state import RunState, SavedState
 
 pytestmark = pytest.mark.slow
 

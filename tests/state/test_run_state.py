@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from guard.scenes import batches, difference, generators, noisy_net, plain_net
-from stepguard.state.run_state import RunState, SavedState, StateError
-from stepguard.state.sharded import why_sharded
+from stepguard._errors import StateError
+from stepguard.state.run_state import RunState, SavedState
 
 DATA = batches(6)
 SCHEDULES: dict[str, Any] = {
@@ -282,12 +282,3 @@ def test_what_cannot_be_kept_is_named() -> None:
         RunState(
             {"": model}, torch.optim.SGD(model.parameters(), 0.1), extra={"odd": Odd()}
         ).gather()
-
-
-def test_sharded_state_is_refused_with_what_to_use_instead() -> None:
-    class FullyShardedDataParallel(nn.Linear):
-        pass
-
-    model = nn.Sequential(FullyShardedDataParallel(2, 2))
-    why = why_sharded([model], torch.optim.SGD(model.parameters(), 0.1))
-    assert "FullyShardedDataParallel" in why and "torch.distributed.checkpoint" in why

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.algorithms import join
 from torch.nn.utils import clip_grad
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ConstantLR, SequentialLR
@@ -53,6 +54,15 @@ def _workers() -> Any:
     return dataloader._MultiProcessingDataLoaderIter
 
 
+def _wrapper() -> Any:
+    # The class only: an instance needs a process group.
+    return nn.parallel.DistributedDataParallel
+
+
+def _join() -> Any:
+    return join.Join
+
+
 def _sets(function: Any) -> Any:
     """Return an object with the attributes that the source of a function sets on `self`."""
     found = re.findall(r"self\.(_\w+)\b.*=", inspect.getsource(function))
@@ -87,6 +97,8 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "Optimizer.step._wrapped_by_lr_sched": lambda: _scheduled().step,
     "LRScheduler._last_lr": _schedule,
     "SequentialLR._schedulers": _sequence,
+    "DistributedDataParallel._comm_hooks": lambda: _sets(_wrapper().__init__),
+    "Join._joinables": lambda: _sets(_join().__init__),
     "OpOverload._schema": lambda: torch.ops.aten.add.Tensor,
     "Optimizer._opt_called": _stepped,
     "GradScaler._get_scale_async": lambda: GradScaler("cpu"),

@@ -159,6 +159,16 @@ def save_dcp(folder: Path, value: dict[str, Any]) -> Path:
     return folder
 
 
+def load_dcp(folder: Path, state: dict[str, Any]) -> None:
+    import warnings
+
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+
+
 def poison(value: torch.Tensor, number: float = float("nan")) -> torch.Tensor:
     """The same tensor with one bad element."""
     changed = value.clone()

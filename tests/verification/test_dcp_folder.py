@@ -44,10 +44,25 @@ class TestDcp:
         assert {error.kind for error in stepguard.verify(folder).errors} <= {"torn", "malformed"}
         assert stepguard.verify(folder).corrupt
 
+    def test_longer_file_of_another_save(self, folder: Path, everything: dict[str, Any]) -> None:
+        larger = {"model": {**everything["state_dict"], "z.weight": torch.ones(64, 64)}}
+        other = saved.save_dcp(folder.parent / "other", larger)
+        (folder / "__0_0.distcp").write_bytes((other / "__0_0.distcp").read_bytes())
+        errors = stepguard.verify(folder).errors
+        assert any("written by another save" in error.detail for error in errors)
+
     def test_file_that_is_not_named_is_a_warning(self, folder: Path) -> None:
         (folder / "__1_0.distcp").write_bytes(b"left over")
         found = stepguard.verify(folder)
         assert found.ok and any("__1_0.distcp" in warning.detail for warning in found.warnings)
+
+
+def test_file_with_a_piece_of_another_shape_is_of_another_save(tmp_path: Path) -> None:
+    folder = saved.save_dcp(tmp_path / "a", {"model": {"w": torch.ones(4, 6)}})
+    other = saved.save_dcp(tmp_path / "b", {"model": {"w": torch.ones(6, 4)}})
+    (folder / "__0_0.distcp").write_bytes((other / "__0_0.distcp").read_bytes())
+    (error,) = stepguard.verify(folder).errors
+    assert error.tensor == "model.w" and "[6, 4] here and [4, 6] in .metadata" in error.detail
 
 
 def test_dcp_folder(tmp_path: Path, everything: dict[str, Any]) -> None:

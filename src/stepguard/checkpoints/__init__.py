@@ -5,6 +5,7 @@ from stepguard.checkpoints.entries import Entry, PassedOver
 from stepguard.checkpoints.opening import Opened
 from stepguard.checkpoints.seal import Health, Seal, SealedFile, SealedTensor, read_seal
 from stepguard.checkpoints.store import Store
+from stepguard.checkpoints.tensor_files import Select
 
 __all__ = [
     "Background",
@@ -15,6 +16,7 @@ __all__ = [
     "Seal",
     "SealedFile",
     "SealedTensor",
+    "Select",
     "Store",
     "read_seal",
 ]

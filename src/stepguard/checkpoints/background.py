@@ -42,14 +42,32 @@ class Background:
 
         The tensors are not copied; they must not be written to until `idle()`.
         """
+        tensors = dict(tensors)
+        facts = dict(facts)
+
+        def save() -> Path:
+            path = self._store.save(step, tensors, facts, health)
+            if self._sealed is not None:
+                self._sealed(step, path, health)
+            return path
+
+        return self.offer_job(step, save)
+
+    def offer_job(self, step: int, job: Callable[[], Path | None]) -> bool:
+        """Start a save of any kind, which returns the path of what it wrote; False as `offer`."""
         if not self.idle():
             self._refused += 1
             return False
         self._saved = None
-        work = (step, dict(tensors), dict(facts), health)
-        self._thread = threading.Thread(target=self._save, args=work, name=f"stepguard-save-{step}")
+        self._thread = threading.Thread(
+            target=self._save, args=(step, job), name=f"stepguard-save-{step}"
+        )
         self._thread.start()
         return True
+
+    def left_out(self) -> None:
+        """Count a save that could not begin because one is still being written."""
+        self._refused += 1
 
     def idle(self) -> bool:
         """Is nothing being written?"""
@@ -66,14 +84,10 @@ class Background:
         """Finish the running save."""
         self.wait()
 
-    def _save(
-        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
-    ) -> None:
+    def _save(self, step: int, job: Callable[[], Path | None]) -> None:
         _lower_priority()
         try:
-            self._saved = self._store.save(step, tensors, facts, health)
-            if self._sealed is not None:
-                self._sealed(step, self._saved, health)
+            self._saved = job()
         except Exception as fault:
             self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
         if self._refused:

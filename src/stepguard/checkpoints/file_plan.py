@@ -88,6 +88,8 @@ class FilePlan:
     name: str
     header: bytes
     names: tuple[str, ...]
+    starts: tuple[int, ...]
+    """Where in the file the bytes of each begin."""
     size: int
 
 
@@ -118,11 +120,11 @@ def form_from_seal(dtype: str, shape: tuple[int, ...]) -> TensorForm:
     return TensorForm(_BY_NAME[dtype], shape)
 
 
-def plan_files(forms: Mapping[str, TensorForm]) -> list[FilePlan]:
-    """Plan the files of a checkpoint."""
+def plan_files(forms: Mapping[str, TensorForm], stem: str = "tensors") -> list[FilePlan]:
+    """Plan the files of a checkpoint, or of one rank's part of it."""
     plans = []
     for index, group in enumerate(_groups(stored_order(forms, forms), forms)):
-        plans.append(plan_file(f"tensors-{index:05d}.safetensors", group, forms))
+        plans.append(plan_file(f"{stem}-{index:05d}.safetensors", group, forms))
     return plans
 
 
@@ -137,9 +139,11 @@ def plan_file(name: str, names: Iterable[str], forms: Mapping[str, TensorForm]) 
     ordered = tuple(names)
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
+    begins: list[int] = []
     for tensor in ordered:
         form = forms[tensor]
         begin = end
+        begins.append(begin)
         end += form.nbytes
         entries[tensor] = {
             "dtype": form.stored_code,
@@ -150,7 +154,8 @@ def plan_file(name: str, names: Iterable[str], forms: Mapping[str, TensorForm]) 
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return FilePlan(name, header, ordered, len(header) + end)
+    starts = tuple(len(header) + begin for begin in begins)
+    return FilePlan(name, header, ordered, starts, len(header) + end)
 
 
 def _groups(order: list[str], forms: Mapping[str, TensorForm]) -> Iterator[list[str]]:

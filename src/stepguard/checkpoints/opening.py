@@ -6,37 +6,27 @@ taken, and the header of a tensor file is not parsed but computed from the seal 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from stepguard._errors import StoreError
 from stepguard.checkpoints.entries import LAST_GOOD, PassedOver, list_entries, read_pointer
-from stepguard.checkpoints.file_plan import (
-    FilePlan,
-    TensorForm,
-    form_from_seal,
-    plan_file,
-    stored_order,
-)
-from stepguard.checkpoints.pieces import PIECE, empty_tensor
 from stepguard.checkpoints.seal import (
     FACTS,
     Health,
-    Seal,
     SealedFile,
     digest_of,
     load_json,
-    open_plain,
+    read_rank_seals,
     read_seal,
     read_small,
 )
+from stepguard.checkpoints.tensor_files import Select, read_tensors
 from stepguard.records.codec import restore_floats
 
 
@@ -53,12 +43,17 @@ class Opened:
     """Checkpoints that would have been used if they were not damaged."""
 
 
-def open_last_good(folder: Path, device: torch.device | str | None = None) -> Opened:
+def open_last_good(
+    folder: Path,
+    device: torch.device | str | None = None,
+    select: Select | None = None,
+    but_not: Sequence[PassedOver] = (),
+) -> Opened:
     """Open last-good, else the newest good one that is undamaged; StoreError names them all."""
-    passed: dict[Path, PassedOver] = {}
+    passed = {each.path: each for each in but_not}
     while (path := _next_candidate(folder, passed)) is not None:
         try:
-            return replace(open_one(path, device), passed_over=tuple(passed.values()))
+            return replace(open_one(path, device, select), passed_over=tuple(passed.values()))
         except StoreError as fault:
             reason = str(fault)
             # by the rotation of a writer that is running
@@ -70,14 +65,16 @@ def open_last_good(folder: Path, device: torch.device | str | None = None) -> Op
     raise StoreError(_nothing_to_open(folder, list(passed.values())))
 
 
-def open_one(path: Path, device: torch.device | str | None = None) -> Opened:
-    """Open this checkpoint and no other."""
+def open_one(
+    path: Path, device: torch.device | str | None = None, select: Select | None = None
+) -> Opened:
+    """Open this checkpoint and no other. `select` says which part of each tensor is wanted."""
     seal = read_seal(path)
     if FACTS not in seal.files:
         raise StoreError(f"{path} has a seal without {FACTS}.")
     try:
         facts = _read_facts(path / FACTS, seal.files[FACTS])
-        tensors = _read_tensors(path, seal, device)
+        tensors = read_tensors(path, read_rank_seals(path, seal), device, select)
     except OSError as fault:
         raise StoreError(f"{path} cannot be read: {fault.strerror}.") from None
     return Opened(path=path, step=seal.step, tensors=tensors, facts=facts, health=seal.health)
@@ -123,95 +120,3 @@ def _read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
     except RecursionError:
         raise StoreError(f"{path} is nested too deeply to be read.") from None
     return facts
-
-
-def _read_tensors(path: Path, seal: Seal, device: torch.device | str | None) -> dict[str, Tensor]:
-    forms: dict[str, TensorForm] = {}
-    names_of: dict[str, list[str]] = {}
-    try:
-        for name, sealed in seal.tensors.items():
-            if sealed.same_as is None:
-                forms[name] = form_from_seal(sealed.dtype, sealed.shape)
-                names_of.setdefault(sealed.file, []).append(name)
-    except ValueError as fault:
-        raise StoreError(f"{path} cannot be read: {fault}.") from None
-    plans = []
-    for file in sorted(seal.files.keys() - {FACTS}):
-        plans.append(plan_file(file, stored_order(names_of.get(file, ()), forms), forms))
-    _check_before_reading(path, seal, plans)
-    tensors: dict[str, Tensor] = {}
-    for plan in plans:
-        tensors.update(_read_file(path / plan.name, plan, seal, forms, device))
-    return {name: tensors[sealed.same_as or name] for name, sealed in seal.tensors.items()}
-
-
-def _check_before_reading(path: Path, seal: Seal, plans: list[FilePlan]) -> None:
-    """Refuse all that can be known to be wrong before memory is taken for it."""
-    _check_names(path, seal, plans)
-    for plan in plans:
-        _check_size(path, seal, plan)
-    needed = sum(plan.size for plan in plans)
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > installed:
-        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
-
-
-def _check_names(path: Path, seal: Seal, plans: list[FilePlan]) -> None:
-    """Refuse a seal whose shared tensors differ from those they share, or that are in no file."""
-    planned = {name for plan in plans for name in plan.names}
-    for name, sealed in seal.tensors.items():
-        first = sealed.same_as or name
-        if first not in planned or seal.tensors[first] != replace(sealed, same_as=None):
-            raise StoreError(
-                f"{path} has a seal that contradicts itself: {name} is in no file as it is "
-                f"described."
-            )
-
-
-def _check_size(path: Path, seal: Seal, plan: FilePlan) -> None:
-    if plan.size != seal.files[plan.name].size:
-        raise StoreError(
-            f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it gives."
-        )
-    descriptor, size = open_plain(path / plan.name)
-    os.close(descriptor)
-    if size != plan.size:
-        raise StoreError(
-            f"{path} is not whole: {plan.name} has {size} bytes, {plan.size} were sealed."
-        )
-
-
-def _read_file(
-    path: Path,
-    plan: FilePlan,
-    seal: Seal,
-    forms: dict[str, TensorForm],
-    device: torch.device | str | None,
-) -> Iterator[tuple[str, Tensor]]:
-    descriptor, _ = open_plain(path)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        header = file.read(len(plan.header))
-        if header != plan.header:
-            raise StoreError(f"{path} is not what was sealed: its header differs.")
-        whole = xxhash.xxh3_128(header)
-        for name in plan.names:
-            tensor, view = empty_tensor(forms[name])
-            digest = xxhash.xxh3_128()
-            for at in range(0, len(view), PIECE):
-                piece = view[at : at + PIECE]
-                _fill(file.fileno(), piece, path)
-                digest.update(piece)
-                whole.update(piece)
-            if digest.hexdigest() != seal.tensors[name].digest:
-                raise StoreError(f"{path} is not what was sealed: {name} differs.")
-            yield name, tensor if device is None else tensor.to(device)
-        if whole.hexdigest() != seal.files[plan.name].digest:
-            raise StoreError(f"{path} is not what was sealed: its digest differs.")
-
-
-def _fill(descriptor: int, piece: memoryview, path: Path) -> None:
-    while piece:
-        count = os.readv(descriptor, [piece])
-        if not count:
-            raise StoreError(f"{path} ended while it was being read.")
-        piece = piece[count:]

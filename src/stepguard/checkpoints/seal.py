@@ -19,9 +19,11 @@ from pydantic import Field, ValidationError
 from stepguard._errors import StoreError
 from stepguard.records.codec import dumps, from_jsonable, to_plain
 
-SCHEMA = 1
+SCHEMA = 2
 SEAL = "seal.json"
 FACTS = "facts.json"
+PLAIN = 1
+"""Schema of a seal that knows no parts; written wherever one process wrote everything."""
 LARGEST = 1 << 26
 """Bytes of JSON that are written and read at most: a seal of 300 000 tensors."""
 _HEAD = re.compile(rb'\{"digest":"([0-9a-f]{32})","seal":')
@@ -29,7 +31,7 @@ _TAIL = b"}\n"
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 DigestText = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]
+FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}$")]
 """One name, no path: nothing in a seal can lead out of its folder."""
 
 
@@ -74,8 +76,23 @@ class SealedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SealedPart:
+    """A tensor of which this file holds a part only."""
+
+    whole: Annotated[tuple[Count, ...], Field(max_length=64)]
+    """Shape of all of it."""
+    offset: Annotated[tuple[Count, ...], Field(max_length=64)]
+    """Where the part begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What makes a folder a checkpoint."""
+    """What makes a folder a checkpoint.
+
+    Where several ranks have written, each has a seal of this form over its own files
+    (`rank-00001.json`), and `seal.json` is over all files, those seals among them: it has no
+    tensors of its own, and it exists only once every rank has written.
+    """
 
     step: Count
     health: Health
@@ -88,7 +105,11 @@ class Seal:
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     written: str = ""
-    schema: int = SCHEMA
+    ranks: Count = 0
+    """How many ranks have a seal of their own beside this one."""
+    parts: dict[str, SealedPart] = field(default_factory=dict)
+    """Those of the tensors that are parts of larger ones."""
+    schema: int = PLAIN
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -107,15 +128,35 @@ def read_seal(folder: Path) -> Seal:
     return parse_seal(read_small(folder / SEAL), folder)
 
 
-def parse_seal(content: bytes, folder: Path) -> Seal:
+def rank_seal_name(rank: int) -> str:
+    """Name of the seal over what one rank has written."""
+    return f"rank-{rank:05d}.json"
+
+
+def read_rank_seals(folder: Path, seal: Seal) -> list[Seal]:
+    """Read the seals that hold the tensors: those of all ranks, or the one that there is."""
+    if not seal.ranks:
+        return [seal]
+    found: list[Seal] = []
+    for rank in range(seal.ranks):
+        name = rank_seal_name(rank)
+        content = read_small(folder / name)
+        sealed = seal.files.get(name)
+        if sealed is None or digest_of(content) != sealed.digest:
+            raise StoreError(f"{folder} is not what was sealed: {name} differs.")
+        found.append(parse_seal(content, folder, name))
+    return found
+
+
+def parse_seal(content: bytes, folder: Path, name: str = SEAL) -> Seal:
     """Parse the bytes of a `seal.json`."""
     head = _HEAD.match(content)
     if head is None or not content.endswith(_TAIL):
-        raise StoreError(f"{folder} has a damaged seal: {SEAL} does not have the form of one.")
+        raise StoreError(f"{folder} has a damaged seal: {name} does not have the form of one.")
     body = content[head.end() : -len(_TAIL)]
     if digest_of(body) != head.group(1).decode():
-        raise StoreError(f"{folder} has a damaged seal: {SEAL} does not match its own digest.")
-    plain = load_json(body, folder / SEAL)
+        raise StoreError(f"{folder} has a damaged seal: {name} does not match its own digest.")
+    plain = load_json(body, folder / name)
     schema = plain.get("schema")
     if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
         raise StoreError(

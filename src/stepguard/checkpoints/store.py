@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from stepguard.checkpoints.entries import (
     LAST_GOOD,
     Entry,
     Known,
+    PassedOver,
     checkpoint_name,
     leftovers,
     list_entries,
@@ -27,12 +28,25 @@ from stepguard.checkpoints.entries import (
     read_pointer,
 )
 from stepguard.checkpoints.opening import Opened, open_last_good, open_one
+from stepguard.checkpoints.rank_files import gather_ranks, write_rank
 from stepguard.checkpoints.retention import removable, remove, sweep
-from stepguard.checkpoints.seal import FACTS, SEAL, Health, Seal, digest_of, first_line, seal_bytes
+from stepguard.checkpoints.seal import (
+    FACTS,
+    PLAIN,
+    SCHEMA,
+    SEAL,
+    Health,
+    Seal,
+    digest_of,
+    first_line,
+    seal_bytes,
+)
+from stepguard.checkpoints.tensor_files import Select
 from stepguard.checkpoints.writer_lock import WriterLock
-from stepguard.checkpoints.writing import read_back, write_json, write_tensors
+from stepguard.checkpoints.writing import WrittenFiles, read_back, write_json, write_tensors
 from stepguard.records.codec import dumps
 from stepguard.state.atomic import DISK, Disk, sibling, write_file
+from stepguard.tensors.sharding import TensorPart
 
 MOST_KNOWN = 1000
 """Entries that are remembered, at most."""
@@ -89,18 +103,25 @@ class Store:
             raise StoreError(self._refusal(step, fault)) from fault
 
     def open(
-        self, which: str | Path = LAST_GOOD, *, device: torch.device | str | None = None
+        self,
+        which: str | Path = LAST_GOOD,
+        *,
+        device: torch.device | str | None = None,
+        select: Select | None = None,
+        but_not: Sequence[PassedOver] = (),
     ) -> Opened:
         """Read a checkpoint, every byte proven against its seal.
 
         `"last-good"` falls back over damaged ones and says which (`Opened.passed_over`);
-        `"step-100"` or a path means that checkpoint and no other.
+        `"step-100"` or a path means that checkpoint and no other. `select` takes the name and the
+        whole shape of a tensor and returns the part of it to read; everything without it.
+        `but_not`: those that `"last-good"` passes over in any case.
         """
         if str(which) == LAST_GOOD:
-            return open_last_good(self.folder, device)
+            return open_last_good(self.folder, device, select, but_not)
         path = self._path_of(Path(which))
         try:
-            return open_one(path, device)
+            return open_one(path, device, select)
         except StoreError as fault:
             others = [entry.path.name for entry in self.list()[:5] if entry.path != path]
             usable = ", ".join(others) or "none"
@@ -134,22 +155,106 @@ class Store:
                 return entry.path
         return self.folder / which
 
+    # --- by several ranks: one begins and finishes, and every rank writes its part in between
+
+    def begin(self, step: int) -> Path:
+        """Make the temporary folder that every rank writes its part into."""
+        try:
+            self._disk.make_folders(self.folder)
+            with self._locked().turn():
+                sweep(leftovers(self.folder), self._disk, self.say)
+                temporary = sibling(self._free_path(step))
+                self._disk.mkdir(temporary)
+                return temporary
+        except OSError as fault:
+            raise StoreError(self._refusal(step, fault)) from fault
+
+    def write_part(
+        self,
+        folder: Path,
+        rank: int,
+        tensors: Mapping[str, Tensor],
+        parts: Mapping[str, TensorPart],
+        may_be_nonfinite: Collection[str] = (),
+    ) -> str:
+        """Write and prove what one rank holds; returns the digest of its seal.
+
+        Of tensors in `parts` this rank holds a part; `tensors` has those parts only.
+        """
+        try:
+            return write_rank(
+                folder,
+                rank,
+                tensors,
+                parts,
+                may_be_nonfinite,
+                self._disk,
+                reads_back=self._check == "read-back",
+            )
+        except OSError as fault:
+            raise StoreError(
+                f"rank {rank} could not write into {folder} ({fault.strerror or fault})."
+            ) from fault
+
+    def finish(
+        self,
+        folder: Path,
+        step: int,
+        facts: Mapping[str, Any],
+        health: Health,
+        digests: Sequence[str],
+    ) -> Path:
+        """Seal what all ranks have written, whose seals have these digests; then as `save`."""
+        try:
+            with self._locked().turn():
+                written = gather_ranks(folder, digests)
+                return self._conclude(self._free_path(step), folder, step, written, facts, health)
+        except OSError as fault:
+            raise StoreError(self._refusal(step, fault)) from fault
+
+    def drop(self, folder: Path) -> None:
+        """Remove the folder of a save that not every rank could finish."""
+        if folder.exists():
+            sweep([folder], self._disk, self.say)
+
+    # --- what both have in common
+
     def _save(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
     ) -> Path:
         # this process holds the lock, so their writers are dead
         sweep(leftovers(self.folder), self._disk, self.say)
-        entries = self.list()
         path = self._free_path(step)
         temporary = sibling(path)
-        serial = 1 + max((entry.serial for entry in entries), default=0)
         try:
+            # facts that cannot be written are refused before anything is
+            _json(dict(facts))
             self._disk.mkdir(temporary)
-            seal_digest = self._fill(temporary, step, tensors, facts, health, serial)
+            allowed = frozenset(facts.get("nonfinite_ok") or ())
+            written = write_tensors(temporary, tensors, allowed, self._disk)
+            if self._check == "read-back":
+                for name, sealed in written.files.items():
+                    read_back(temporary / name, sealed)
+        except BaseException:
+            self.drop(temporary)
+            raise
+        return self._conclude(path, temporary, step, written, facts, health)
+
+    def _conclude(
+        self,
+        path: Path,
+        temporary: Path,
+        step: int,
+        written: WrittenFiles,
+        facts: Mapping[str, Any],
+        health: Health,
+    ) -> Path:
+        """Write facts and seal, give the folder its name, move `last-good`, remove old ones."""
+        try:
+            seal_digest = self._seal(temporary, step, written, facts, health)
             self._disk.rename(temporary, path)
         except BaseException:
-            if temporary.exists():
-                sweep([temporary], self._disk, self.say)
+            self.drop(temporary)
             raise
         self._publish(path, seal_digest, health)
         # the save is done; a folder that cannot be listed must not make it look failed
@@ -157,31 +262,25 @@ class Store:
             self._rotate(health.run)
         return path
 
-    def _fill(
+    def _seal(
         self,
         folder: Path,
         step: int,
-        tensors: Mapping[str, Tensor],
+        written: WrittenFiles,
         facts: Mapping[str, Any],
         health: Health,
-        serial: int,
     ) -> str:
-        """Write everything of a checkpoint, the seal last; returns the digest of the seal."""
-        facts_content = _json(dict(facts))
-        written = write_tensors(
-            folder, tensors, frozenset(facts.get("nonfinite_ok") or ()), self._disk
-        )
-        written.files[FACTS] = write_json(folder / FACTS, facts_content, self._disk)
+        """Write the facts and, last, the seal; returns its digest."""
+        written.files[FACTS] = write_json(folder / FACTS, _json(dict(facts)), self._disk)
         if self._check == "read-back":
-            for name, sealed in written.files.items():
-                read_back(folder / name, sealed)
+            read_back(folder / FACTS, written.files[FACTS])
         config = facts.get("config")
         seal = Seal(
             step=step,
             health=health,
             files=written.files,
             tensors=written.tensors,
-            serial=serial,
+            serial=1 + max((entry.serial for entry in self.list()), default=0),
             nonfinite=tuple(written.nonfinite),
             config=dict(config) if isinstance(config, Mapping) else {},
             versions={
@@ -190,6 +289,8 @@ class Store:
                 "python": platform.python_version(),
             },
             written=datetime.now(UTC).isoformat(timespec="seconds"),
+            ranks=written.ranks,
+            schema=SCHEMA if written.ranks else PLAIN,
         )
         content = seal_bytes(seal)
         write_json(folder / SEAL, content, self._disk)

@@ -29,16 +29,22 @@ class WrittenFiles:
     files: dict[str, SealedFile] = field(default_factory=dict)
     tensors: dict[str, SealedTensor] = field(default_factory=dict)
     nonfinite: list[str] = field(default_factory=list)
+    ranks: int = 0
+    """How many ranks have written them, each with a seal of its own; 0 for one process."""
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], may_be_nonfinite: Collection[str], disk: Disk
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    may_be_nonfinite: Collection[str],
+    disk: Disk,
+    stem: str = "tensors",
 ) -> WrittenFiles:
     """Write every tensor, shared memory once; StoreError for NaN or Inf without permission."""
     written = WrittenFiles()
     first_names = _first_names(tensors)
     forms = {name: form_of(name, tensors[name]) for name in tensors if first_names[name] == name}
-    for plan in plan_files(forms):
+    for plan in plan_files(forms, stem):
         with disk.new_file(folder / plan.name) as file:
             _write_file(file, plan, forms, tensors, may_be_nonfinite, written)
             file.sync()

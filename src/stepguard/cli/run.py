@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from stepguard._errors import ConfigError
 
+if TYPE_CHECKING:
+    from stepguard.records import GuardConfig
+
+VARIABLE = "STEPGUARD_CONFIG"
+SETTINGS = (".toml", ".yaml", ".yml", ".json")
+WEBHOOK = "STEPGUARD_WEBHOOK"
+OPTIONS = ("--run-dir", "--human-log", "--config", "--restore", "--webhook", "-m")
+
 
 def run(
     context: typer.Context,
     script: str = typer.Argument(
-        help="The training script; everything after it goes to the script."
+        "", help="The training script; everything after it goes to the script."
     ),
     module: bool = typer.Option(
         False, "--module", "-m", help="SCRIPT is a module, as in `python -m`."
     ),
     run_dir: str | None = typer.Option(
-        None, "--run-dir", help="Folder for journal and incidents; none by default."
+        None, "--run-dir", help="Folder for journal, incidents and checkpoints; none by default."
     ),
     human_log: str | None = typer.Option(
         None, "--human-log", help="Folder for a readable latest.log."
@@ -26,42 +35,113 @@ def run(
     config: Path | None = typer.Option(  # noqa: B008 (typer reads the default)
         None,
         "--config",
-        metavar="FILE.toml",
-        help="Fields of GuardConfig, and of Policy below [policy].",
+        envvar=VARIABLE,
+        metavar="FILE",
+        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON.",
+    ),
+    restore: str | None = typer.Option(
+        None,
+        "--restore",
+        metavar="WHICH",
+        help="Go on from a checkpoint of the run folder: last-good, newest, auto (last-good if "
+        "there is one) or a path.",
+    ),
+    webhook: str | None = typer.Option(
+        None,
+        "--webhook",
+        envvar=WEBHOOK,
+        show_envvar=True,
+        metavar="URL",
+        help="Post incidents and a stop there, as Slack takes them.",
     ),
 ) -> None:
     """Run a training script under the guard, without changing it.
 
     Also under torchrun: torchrun -m stepguard run train.py.
     """
-    if not module:
-        _refuse_no_script(script)
-    from stepguard.run.config_file import read_config
-    from stepguard.run.guarded_script import run_script
+    _refuse_no_script(script, context, module=module)
+    given = _folders(run_dir, human_log)
+    if webhook:
+        from stepguard.report.webhook import WebhookSink
 
-    # Absolute paths: the script may change the current directory.
+        given["sinks"] = (WebhookSink(webhook, name=Path(script).name),)
+    settings = _settings(context, config, given)
+    from stepguard.run.guarded_script import run_script, start_from
+
+    resume = None
+    if restore is not None:
+        resume = start_from(restore, settings)
+    raise typer.Exit(
+        run_script(
+            script, list(context.args), settings, module=module, restore=resume, ours=OPTIONS
+        )
+    )
+
+
+def _settings(context: typer.Context, file: Path | None, given: dict[str, Any]) -> GuardConfig:
+    from stepguard.records import GuardConfig
+
+    if file is None:
+        return GuardConfig(**given)
+    try:
+        return GuardConfig.from_file(file, **given)
+    except ConfigError as error:
+        # By its name: newer releases of typer bring a click of their own.
+        source = context.get_parameter_source("config")
+        by_variable = source is not None and source.name == "ENVIRONMENT"
+        raise ConfigError(f"{VARIABLE if by_variable else '--config'} {error}") from None
+
+
+def _folders(run_dir: str | None, human_log: str | None) -> dict[str, Any]:
+    """The folders that were given, absolute: the script may change the current directory."""
     folders = {}
-    if run_dir:
-        folders["run_dir"] = str(Path(run_dir).resolve())
-    if human_log:
-        folders["human_log"] = str(Path(human_log).resolve())
-    settings = read_config(config, folders)
-    raise typer.Exit(run_script(script, list(context.args), settings, module=module))
+    for name, folder in (("run_dir", run_dir), ("human_log", human_log)):
+        if not folder:
+            continue
+        path = Path(folder).resolve()
+        if path.is_file():
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {folder} is a file; give a folder, which may be new.")
+        folders[name] = str(path)
+    return folders
 
 
-def _refuse_no_script(script: str) -> None:
+def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> None:
     """Say what is wrong with the word in the place of the script."""
-    path = Path(script)
-    if path.is_file():
-        return
+    if not script:
+        raise ConfigError(f"no script is given. {_taken_as_value(context)}")
     if script.startswith("-"):
         raise ConfigError(
-            f"{script} is not an option of `stepguard run`; its own stand before the "
-            "script (--run-dir, --human-log, --config, -m), those of the script after it. A policy "
-            "is set in a file: --config FILE.toml."
+            f"{script} is not an option of `stepguard run`; its own stand before the script "
+            f"({', '.join(OPTIONS)}), those of the script after it. A policy is set in a file: "
+            "--config FILE.toml."
         )
+    path = Path(script)
+    if module:
+        if path.is_file() and path.suffix == ".py":
+            raise ConfigError(f"{script} is a file; leave -m out, or give the name of a module.")
+        return
     if path.is_dir():
         raise ConfigError(
             f"{script} is a folder; give the Python script in it, or a package by -m."
         )
-    raise ConfigError(f"{script} does not exist; give the path of a Python script.")
+    if path.suffix.lower() in SETTINGS:
+        raise ConfigError(f"{script} is not a script; settings go before it: --config {script}.")
+    if not path.is_file():
+        raise ConfigError(f"{script} does not exist; {_way_out(script, context)}")
+
+
+def _way_out(script: str, context: typer.Context) -> str:
+    following = context.args[:1]
+    if following and following[0].endswith(".py"):
+        return f"leave it out: stepguard run {following[0]}."
+    return "give the path of a Python script."
+
+
+def _taken_as_value(context: typer.Context) -> str:
+    """Has an option taken the script for its value?"""
+    for name, value in context.params.items():
+        if str(value).endswith(".py"):
+            option = name.replace("_", "-")
+            return f"--{option} has taken {value} for its value; give it one, then the script."
+    return "Write: stepguard run [options] train.py [options of the script]."

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.ops import words
+from stepguard.diagnose.rules.sg505 import runaway_parameter
 from stepguard.diagnose.source_line import Expression, culprit_line, find_expression
 from stepguard.diagnose.wording import spell
 from stepguard.records import Finding, Remedy
@@ -172,9 +173,20 @@ def in_their_words(finding: Finding, case: Case) -> Finding:
     own = _for_operation(finding.code, case) or _for_data(finding.code, case)
     if own:
         return replace(finding, remedies=own)
+    own = _for_parameter(finding.code, case)
     # The examples of a page have variables of their own, which would be foreign here.
     titles = tuple(replace(remedy, snippet="") for remedy in finding.remedies)
-    return replace(finding, remedies=titles)
+    return replace(finding, remedies=own + titles)
+
+
+def _for_parameter(code: str, case: Case) -> tuple[Remedy, ...]:
+    """Name the one parameter that ran away."""
+    found = runaway_parameter(case) if code == "SG505" else None
+    if found is None:
+        return ()
+    name, _ = found
+    title = f"Give `{name}` a learning rate of its own, far lower, or train its logarithm"
+    return (Remedy(title=title, safety="changes-training"),)
 
 
 def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:

@@ -26,6 +26,8 @@ class RunFacts:
     """Finite gradient norms of the same steps."""
     update_ratio: float | None = None
     """Norm of the last update over the norm of the weights it changed."""
+    moved_most: tuple[str, float] | None = None
+    """The parameter that the last update changed most for its size, and by how much of it."""
     lost_squares: int = 0
     """Elements with a first moment but no second one, which no training leaves behind."""
     param_dtypes: tuple[str, ...] = ()
@@ -45,5 +47,7 @@ class RunFacts:
     """Steps committed before this one."""
     resumed: bool = False
     """Optimizer or scheduler state was loaded in this process."""
+    just_loaded: bool = False
+    """No step was made since."""
     outlier: tuple[int, str, float] | None = None
     """The last outlier that went into an update: step, parameter, times its usual largest."""

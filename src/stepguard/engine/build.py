@@ -20,17 +20,26 @@ from torch.optim import Optimizer
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
-from stepguard.engine.context import Context, automatic_guards, guarded, real_optimizer
+from stepguard.engine.context import (
+    Context,
+    automatic_guards,
+    guarded,
+    own_steps,
+    real_optimizer,
+)
 from stepguard.engine.drivers.schedule import members, one_schedule
 from stepguard.engine.incident.declared_rates import DeclaredRates
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.interception import borrowing
+from stepguard.engine.model_wrapper import data_parallel_wrapper
 from stepguard.engine.outputs import Outputs, add_people_outputs
 from stepguard.journal import Journal, starts_in
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.records import GuardConfig
 from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
+from stepguard.sentinel.sharded_gradients import Shares
+from stepguard.state.attached_state import AttachedState, communication_hooks
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.sharded import sharded_part
@@ -39,6 +48,7 @@ from stepguard.tensors.sharding import wrapped_by_fsdp1
 from stepguard.tensors.values import elements
 
 T = TypeVar("T")
+ENGINES = {"deepspeed": "DeepSpeed", "megatron": "Megatron"}
 
 
 def build_context(
@@ -51,9 +61,11 @@ def build_context(
     config: GuardConfig,
 ) -> Context:
     """Check what the user gave and open what the guard writes to."""
+    outer = optimizer
     optimizer = real_optimizer(optimizer)
     _check(model, optimizer, modules, extra)
     scheduler = _checked_schedule(scheduler)
+    model = data_parallel_wrapper(model) or model
     automatic_guards.pop(optimizer, lambda: None)()
     roots = {"": unwrapped(model), **(modules or {})}
     if config.clip_norm is not None:
@@ -71,11 +83,16 @@ def build_context(
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
+        outer=own_steps(outer, optimizer),
+        attached=AttachedState(lambda: communication_hooks(model)),
         sharded=bool(sharded_part(roots.values())),
         loss_scale=config.loss_scale or 1.0,
         effort=LocateBudget(config.locate_budget),
     )
     agreement.now = lambda: context.step
+    if context.sharded and agreement.mode == "collective":
+        agreement.adds = True
+        context.shares = Shares(roots.values(), agreement.size)
     _configure_rates(context)
     _register(context)
     if config.outliers is not None:
@@ -184,6 +201,7 @@ def _schedule(scheduler: Any) -> str:
 
 
 def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
+    _refuse_engines(model, optimizer)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give the torch.nn.Module that is trained."
@@ -198,6 +216,18 @@ def _check(model: object, optimizer: object, modules: object, extra: object) -> 
             "{'criterion': loss_module}."
         )
     _check_extra(extra)
+
+
+def _refuse_engines(model: object, optimizer: object) -> None:
+    """Engines with an update of their own, told by their package: torch's hooks never run there."""
+    for item in (model, optimizer):
+        packages = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
+        for package in packages & ENGINES.keys():
+            raise ConfigError(
+                f"{type(item).__name__} is {ENGINES[package]}'s: it keeps gradients and weights in "
+                "buffers of its own and updates them itself, where a guard cannot stop an update; "
+                "train without a guard, and look at its checkpoints with stepguard.verify(path)."
+            )
 
 
 def _check_clipping(roots: dict[str, nn.Module]) -> None:

@@ -24,10 +24,12 @@ from stepguard.engine.outputs import Outputs
 from stepguard.ledger import Ledger
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
-from stepguard.records import GuardConfig, Incident
+from stepguard.records import GuardConfig, Incident, Reading
 from stepguard.sentinel.gradients import GradientNorm
 from stepguard.sentinel.kept_norms import GradientNorms
 from stepguard.sentinel.rank_agreement import Agreement
+from stepguard.sentinel.sharded_gradients import Shares
+from stepguard.state.attached_state import AttachedState
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.ownership import Ownership
 from stepguard.state.resumable_loader import ResumableLoader
@@ -65,8 +67,14 @@ class Context:
     declared: DeclaredRates
     resources: ExitStack
     """Everything installed or opened; closing it undoes all."""
+    outer: Optimizer | None = None
+    """A wrapper around `optimizer` that the user steps, such as PostLocalSGDOptimizer."""
+    attached: AttachedState = field(default_factory=lambda: AttachedState(dict))
+    """States of communication hooks: what they remember of gradients is part of a step."""
     sharded: bool = False
     """No rank holds all parameters, so no step can be replayed by one rank alone."""
+    shares: Shares | None = None
+    """Measures gradients of which each rank holds a part."""
     name: str = ""
     """Which guard this is, where a process has several."""
     outputs: Outputs = field(default_factory=Outputs)
@@ -94,6 +102,8 @@ class Context:
     """Where lost samples are written down; made with the first loss."""
     resumed: bool = False
     """A checkpoint was restored in this process."""
+    resumed_at: int = 0
+    """The step at which it was."""
     outliers: Outliers | None = None
     """Gradients of single tensors, where `GuardConfig.outliers` asks for it."""
     anchor: tuple[Step, float] | None = None
@@ -106,6 +116,8 @@ class Context:
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     effort: LocateBudget = field(default_factory=LocateBudget)
     """What placing an incident may cost."""
+    own_reading: Reading | None = None
+    """What this rank itself saw of the last bad step, where ranks have agreed on another's."""
     gradient_norms: GradientNorms = field(default_factory=GradientNorms)
     """Norms of single gradients in the last steps, on the device until something is wrong."""
     norm_of_ranks: tuple[int, GradientNorm | None] | None = None
@@ -185,6 +197,23 @@ class Context:
             )
             self.outputs.note("schedule", summary)
 
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimizer that a loop calls: the wrapper, where there is one."""
+        return self.outer or self.optimizer
+
+    def remember(self) -> None:
+        """A step begins: remember buffers, attributes of modules and states of hooks."""
+        self.buffers.remember()
+        self.attached.remember()
+
+    def put_back(self) -> None:
+        """As if the step's forward and backward had never run."""
+        self.buffers.restore()
+        reset = self.attached.restore()
+        if reset:
+            self.outputs.note("veto", f"set to 0, since it was overwritten: {', '.join(reset)}")
+
     def on_purpose(self) -> set[str]:
         """Names of what may be non-finite, as are buffers that were so before the first step.
 
@@ -210,9 +239,21 @@ def bare_step(context: Context) -> Step:
     )
 
 
-def real_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside accelerate's wrapper, which has no hook lists of its own."""
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return inner
-    return optimizer
+def real_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper that has no hook lists of its own.
+
+    Such are accelerate's, torchft's and PostLocalSGDOptimizer: optimizers by class, made without
+    torch's constructor.
+    """
+    if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    inner = [item for item in vars(optimizer).values() if isinstance(item, Optimizer)]
+    return real_optimizer(inner[0]) if len(inner) == 1 else optimizer
+
+
+def own_steps(given: Optimizer, real: Optimizer) -> Optimizer | None:
+    """Return the wrapper where its `step` does more than that of the optimizer inside."""
+    if given is real or type(given).__module__.startswith("accelerate."):
+        # accelerate's own leaves out steps in which gradients are added up; guard.step adds them up
+        return None
+    return given

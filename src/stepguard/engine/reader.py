@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.optimizer_kinds import takes_found_inf
+from stepguard.engine.rank_numbers import RankNumbers
 from stepguard.engine.seen_alone import SeenAlone
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
@@ -114,6 +115,7 @@ class Reader:
         """Of every buffer before the first step, by its id, on the device."""
         self._scan = RotatingScan()
         self._alone = SeenAlone(context)
+        self._ranks = RankNumbers(context, self._alone)
         loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
         context.resources.callback(loading.remove)
 
@@ -199,7 +201,8 @@ class Reader:
         values += named.values()
         if not values:
             values = [torch.zeros(())]
-        values += self._reduced(losses, named)
+        loss = _added([micro.total for micro in losses]) if losses else None
+        values += self._ranks.reduced(loss, named, norm)
         values += followed.values()
         values += single_norms
         return Pending(
@@ -252,29 +255,6 @@ class Reader:
             return buffer
         return torch.where(torch.isfinite(first).all(), value, torch.zeros_like(value))
 
-    def _reduced(self, losses: list[MicroLoss], named: dict[str, Tensor]) -> list[Tensor]:
-        """What all ranks saw, where that takes a reduction: always the same four numbers."""
-        if self._context.agreement.mode != "collective":
-            return []
-        loss = _added([micro.total for micro in losses]) if losses else None
-        state = self._alone.rate()
-        if state is None:
-            state = named.get("state")
-        local = [loss, named.get("norm"), named.get("buffers"), state]
-        device = torch.device("cpu")
-        for value in local:
-            if value is not None:
-                device = value.device
-                break
-        zero = torch.zeros((), device=device)
-        line = [zero if v is None else v.detach().reshape(()).to(zero) for v in local]
-        values = torch.stack(line)
-        risk = self._alone.risk(values, named.get("least"))
-        shared = self._context.agreement.reduce(values, self._context.step, risk)
-        if shared is None:
-            return []
-        return list(shared.unbind())
-
     # --- complete -------------------------------------------------------------------------------
 
     def complete(self, pending: Pending, *, grads_gone: bool = False) -> Reading:
@@ -289,7 +269,7 @@ class Reader:
         micro = tuple(numbers[:end_of_micro])
         named = dict(zip(pending.names, numbers[end_of_parts:end_of_named], strict=True))
         shared = numbers[end_of_named:end_of_shared]
-        norm = named.get("norm")
+        norm = self._ranks.norm(pending.norm, named.get("norm"), shared)
         scale = named.get("scale")
         if scale is None and context.config.loss_scale:
             scale = context.loss_scale
@@ -310,7 +290,7 @@ class Reader:
             climbs=context.maximizes,
             labels=int(named["labels"]) if "labels" in named else None,
             seconds=seconds,
-            shared_loss=shared[0] if shared and micro else None,
+            shared_loss=self._ranks.loss(shared) if micro else None,
             alarm=any(shared[len(shared) // 2 :]),
             bad_state=_bad_stored(named),
         )
@@ -346,8 +326,10 @@ def own_norm(context: Context) -> GradientNorm | None:
     """Return the norm of the gradients; where sharded ones are clipped, that of all ranks."""
     each = is_custom(context.optimizer)
     max_norm = context.config.clip_norm
+    if context.shares is not None and max_norm is None:
+        # only to be read: the squares of all ranks are added by the reduction of the step
+        return context.shares.norm(context.parameters, each=each)
     if not context.sharded or max_norm is None:
-        # what is only read stays this rank's own: the flags of all ranks travel together anyway
         return gradient_norm(_gradients(context), each=each)
     norm = norm_over_ranks(context.roots[""], context.parameters, max_norm, each=each)
     context.norm_of_ranks = (context.step, norm)

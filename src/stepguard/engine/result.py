@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stepguard.records import Incident, Reading
+from stepguard.records.notebook_html import Row, box, number
 
 
 class StepResult:
-    """The outcome of one step. Unread, it costs no host sync."""
+    """The outcome of one step. Unread, it costs no host sync.
+
+    result = guard.step(loss_fn, batch)
+    if not result.committed:
+        print(result.incident.summary)
+    """
 
     __slots__ = ("_committed", "_incident", "_reading", "_settle")
 
@@ -74,6 +80,15 @@ class StepResult:
         if self._settle is not None:
             self._settle()
         return self._reading
+
+    def _repr_html_(self) -> str:
+        if self._settle is not None:
+            return box("StepResult, not read yet", [], bad=False)
+        title = "step committed" if self._committed else "step not committed"
+        rows: list[Row] = [("loss", number(self.loss)), ("gradient norm", number(self.grad_norm))]
+        if self._incident is not None:
+            rows += self._incident.html_rows()
+        return box(title, rows, bad=self._incident is not None)
 
     def __repr__(self) -> str:
         if self._settle is not None:

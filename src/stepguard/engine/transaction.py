@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from stepguard.detect import judge as judge_reading
 from stepguard.detect.judge import alarming
@@ -29,9 +29,10 @@ from stepguard.engine.incident.closer_look import (
 from stepguard.engine.incident.exploded_weights import blamed_on_update, exploded, surfaces_only
 from stepguard.engine.incident.halting import halt
 from stepguard.engine.incident.lost_samples import with_sample_names
+from stepguard.engine.incident.origin_of_ranks import find_together
 from stepguard.engine.incident.outcome import not_applied
 from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
-from stepguard.engine.incident.rank_reading import agreed_reading, with_rank
+from stepguard.engine.incident.rank_reading import agreed_reading
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
 from stepguard.engine.protect import Protection, explain_or_warn
@@ -41,7 +42,6 @@ from stepguard.engine.recover.rewind import Rewinder
 from stepguard.locate import locate
 from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
-from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.state.step import Step
 
 BORN_IN_THE_STEP = ("nonfinite_loss", "nonfinite_gradient", "infinite_norm")
@@ -284,23 +284,10 @@ class Transaction:
         return locate(step, reading, self.context.effort)
 
     def _located(self, incident: Incident, step: Step) -> Incident:
-        origin = mark_foreign_parameter(self.context, self._find_together(step, incident.reading))
+        context = self.context
+        found = find_together(context, self._find, step, incident.reading, self._not_explained)
+        origin = mark_foreign_parameter(context, found)
         return self._suspect_update(replace(incident, origin=origin))
-
-    def _find_together(self, step: Step, reading: Reading) -> Origin | None:
-        """The worst rank replays alone, which holds no collective; then all ranks know."""
-        agreement = self.context.agreement
-        if agreement.size == 1:
-            return self._find(step, reading)
-        leader = reading.bad_ranks[0] if reading.bad_ranks else agreement.members[0]
-
-        def look() -> dict[str, Any]:
-            if agreement.world_rank != leader:
-                return {}
-            return to_jsonable(with_rank(self._find(step, reading), reading))
-
-        told = agreement.together(look, "the origin")[agreement.members.index(leader)]
-        return from_jsonable(Origin, told) if told else None
 
     def _suspect_update(self, incident: Incident) -> Incident:
         """Blame the weights where an earlier batch, fine in its time, now fails on them as well.

@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.context import Context, automatic_guards, real_optimizer
+from stepguard.engine.drivers.outer_optimizer import voting_manager
 from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
+from stepguard.engine.model_wrapper import data_parallel_wrapper
 from stepguard.records import GuardConfig
 from stepguard.state.step import unwrapped
 from stepguard.tensors.names import optimizer_parameter_ids
@@ -34,7 +36,10 @@ building_for: ContextVar[str] = ContextVar("building_for", default="")
 
 
 class WiringWarning(UserWarning):
-    """The guard and the loop do not fit together; the message says what to change."""
+    """The guard and the loop do not fit together; the message says what to change.
+
+    warnings.simplefilter("error", stepguard.WiringWarning)   # to stop at the first one
+    """
 
 
 class Owner(Protocol):
@@ -64,10 +69,16 @@ def check_config(config: object) -> GuardConfig:
     return config
 
 
-def check_watched(config: object) -> None:
+def check_watched(config: object, optimizer: Any = None) -> None:
     """The loop makes its own update: what the guard would do to the gradients before it has no
     place.
     """
+    if voting_manager(optimizer) is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} asks its workers whether to commit before a watched step "
+            "could be judged; build stepguard.Guard and call guard.step(loss_fn, batch), whose "
+            "veto is part of that vote."
+        )
     if not isinstance(config, GuardConfig):
         return
     if config.clip_norm is not None:
@@ -210,6 +221,13 @@ class Wiring:
             raise ConfigError(
                 f"{REPLACED}; build optimizer and guard after loading or replacing the weights."
             )
+        if self._context.agreement.mode == "collective":
+            wrapper = data_parallel_wrapper(self._context.model)
+            if wrapper is not None:
+                raise ConfigError(
+                    "the model was wrapped in DistributedDataParallel after its guard was built; "
+                    "wrap it first and give the wrapper to the guard."
+                )
         self._look_for_anomaly_mode()
 
     def _look_for_anomaly_mode(self) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from stepguard.integrations._saves import SaveRefused
+from stepguard._errors import SaveRefused
 from stepguard.tensors.wrapping import wrap
 
 Place = str | Path

@@ -20,11 +20,12 @@ from transformers import TrainerCallback
 
 from stepguard._errors import ConfigError
 from stepguard.engine.context import guarded
-from stepguard.guard import Guard, watch_for
+from stepguard.guard import Guard
 from stepguard.integrations._holding import hold_schedule
 from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
 from stepguard.records import GuardConfig, Incident
 from stepguard.tensors.names import optimizer_parameters
+from stepguard.watching import watch_for
 
 UNSEEN = (
     "GradientMonitoringCallback vetoes bad updates, but it sees neither the batch nor the loss "

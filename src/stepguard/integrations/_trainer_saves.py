@@ -12,7 +12,8 @@ from typing import Any
 import transformers.trainer
 from transformers.trainer_utils import sort_checkpoints
 
-from stepguard.integrations._saves import SaveRefused, to_delete
+from stepguard._errors import SaveRefused
+from stepguard.integrations._saves import to_delete
 from stepguard.tensors.wrapping import swapped, wrap
 
 Look = Callable[[bool], tuple[str, ...]]

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from stepguard._errors import ConfigError
-from stepguard.guard import Guard, watch_for
+from stepguard._errors import ConfigError, SaveRefused
+from stepguard.guard import Guard
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.step import LossFn, total_loss
+from stepguard.watching import watch_for
 
 ACCELERATE = Framework("accelerate", first="1.10", before="2.0", tested="1.15.0")
 ACCELERATE.require()
@@ -36,7 +37,6 @@ from accelerate import Accelerator  # noqa: E402 (first the version, then what t
 from accelerate.utils import DistributedType  # noqa: E402
 
 from stepguard.integrations._holding import hold_schedule  # noqa: E402
-from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.tensors.names import optimizer_parameter_ids  # noqa: E402
 from stepguard.tensors.wrapping import wrap  # noqa: E402
 

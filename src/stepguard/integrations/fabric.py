@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepguard._errors import ConfigError
-from stepguard.guard import Guard, watch_for
+from stepguard._errors import ConfigError, SaveRefused
+from stepguard.guard import Guard
 from stepguard.integrations._host_logger import HostLogger
-from stepguard.integrations._saves import SaveRefused
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.step import LossFn, total_loss
 from stepguard.tensors.wrapping import swapped, wrap
+from stepguard.watching import watch_for
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]
 

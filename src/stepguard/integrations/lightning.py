@@ -18,10 +18,11 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepguard._errors import ConfigError
-from stepguard.guard import Guard, watch_for
+from stepguard._errors import ConfigError, SaveRefused
+from stepguard.guard import Guard
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
+from stepguard.watching import watch_for
 
 LIGHTNING = Framework(
     "lightning", first="2.6", before="2.7", tested="2.6.6", without=("2.6.2", "2.6.3")
@@ -34,7 +35,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # no
 from stepguard.integrations._host_logger import HostLogger  # noqa: E402
 from stepguard.integrations._lightning_saves import Gate, protect_checkpoints  # noqa: E402
 from stepguard.integrations._lightning_step import TrainingStep  # noqa: E402
-from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.tensors.wrapping import wrap  # noqa: E402
 
 __all__ = ["GuardCallback", "SaveRefused"]

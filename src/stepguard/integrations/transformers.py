@@ -19,11 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stepguard._errors import ConfigError, TrainingHalted
+from stepguard._errors import ConfigError, SaveRefused, TrainingHalted
 from stepguard.engine.incident.closer_look import bad_tensors
-from stepguard.guard import Guard, watch_for
+from stepguard.guard import Guard
 from stepguard.integrations._versions import Framework
 from stepguard.records import GuardConfig, Incident
+from stepguard.watching import watch_for
 
 TRANSFORMERS = Framework("transformers", first="5.2", before="6.0", tested="5.22.2")
 TRANSFORMERS.require()
@@ -37,7 +38,6 @@ TRANSFORMERS.need(transformers.trainer, "rotate_checkpoints")
 from stepguard.integrations._holding import hold_schedule  # noqa: E402
 from stepguard.integrations._monitoring import GradientMonitoringCallback, safe_compute_loss  # noqa: E402
 from stepguard.integrations._precision import half_precision  # noqa: E402
-from stepguard.integrations._saves import SaveRefused  # noqa: E402
 from stepguard.integrations._trainer_log import INCIDENTS, TrueLoss, correct  # noqa: E402
 from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
 from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402

@@ -57,8 +57,8 @@ def finite_step(reading: Reading) -> bool:
 
 def no_replay(step: Step) -> str | None:
     """Say why the step cannot be run again on this rank alone; None if it can."""
-    if step.sharded:
-        return "parameters are sharded over ranks"
+    if step.sharded and not step.gathered:
+        return step.not_gathered or "parameters are sharded over ranks"
     runnable = step.replayable or step.model_only
     if not runnable or not step.micro_batches or not step.rng:
         return "the guard did not run the step"
@@ -88,8 +88,8 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
 
 def _made_by_step(step: Step, reading: Reading) -> Origin:
     """Locate state that was fine before the step and is bad after it."""
-    if reading.bad_state[0].startswith("buffer:") and no_replay(step) is None:
-        return buffer_origin(step, reading)
+    if reading.bad_state[0].startswith("buffer:"):
+        return buffer_origin(step, reading, no_replay(step))
     return update_origin.update_origin(step, reading)
 
 

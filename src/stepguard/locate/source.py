@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import sys
 import sysconfig
 from functools import cache
@@ -86,9 +87,15 @@ def backward_caller() -> Caller:
 
 
 def spell(line: Line | None) -> str | None:
-    """Spell `file.py:88`, relative to the current directory where the file lies below it."""
+    """Spell `file.py:88`, relative to the current directory where the file lies below it.
+
+    In a notebook `cell [3], line 5`, by the number the cell had when it ran.
+    """
     if line is None:
         return None
+    cell = cell_number(line.file)
+    if cell is not None:
+        return f"cell [{cell}], line {line.number}"
     path = Path(line.file)
     name = path.name
     # ValueError: elsewhere. OSError: the current directory has been removed.
@@ -97,6 +104,21 @@ def spell(line: Line | None) -> str | None:
     if "site-packages" in name:
         name = path.name
     return f"{name}:{line.number}"
+
+
+def cell_number(file: str) -> int | None:
+    """Number of the notebook cell that was compiled under this name; None where it is a file."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None:
+        return None
+    # What IPython's own tracebacks say: ("Cell", "In[3]"). A shell of another make may not.
+    compiler = getattr(ipython.get_ipython(), "compile", None)
+    named_by = getattr(compiler, "format_code_name", None)
+    if named_by is None:
+        return None
+    named = named_by(file)
+    digits = re.sub(r"\D", "", named[1]) if named else ""
+    return int(digits) if digits else None
 
 
 def context(line: Line | None) -> tuple[str, ...]:

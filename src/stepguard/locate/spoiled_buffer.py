@@ -12,6 +12,7 @@ from stepguard.locate.model_replay import ModelReplayer
 from stepguard.locate.operands import summarise
 from stepguard.locate.origin_record import origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
+from stepguard.records.evidence import Evidence
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
 from stepguard.state.isolation import untouched
@@ -19,8 +20,11 @@ from stepguard.state.step import Step
 from stepguard.tensors.values import is_finite
 
 
-def buffer_origin(step: Step, reading: Reading) -> Origin:
-    """Name the operation that wrote the bad value into the first bad buffer."""
+def buffer_origin(step: Step, reading: Reading, no_replay: str | None = None) -> Origin:
+    """Name the operation that wrote the bad value into the first bad buffer.
+
+    `no_replay`: why the step cannot be run again; then the buffer's name is all that is known.
+    """
     name = reading.bad_state[0]
     unlocated = Origin(
         step=reading.step,
@@ -29,6 +33,9 @@ def buffer_origin(step: Step, reading: Reading) -> Origin:
         tensor=name,
         method="scan",
     )
+    if no_replay is not None:
+        remark = f"the step could not be run again: {no_replay}"
+        return replace(unlocated, evidence=Evidence(no_replay=no_replay), remarks=(remark,))
     with untouched(step) as keeper:
         # under `watch` only the calls of the model can be run again
         replayer = ModelReplayer(step, keeper) if step.model_only else Replayer(step, keeper)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -28,10 +28,12 @@ from stepguard.locate.tracer import Tracer
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
 from stepguard.records.origin import Operand, Origin, with_evidence
 from stepguard.records.reading import Reading
+from stepguard.sentinel.gradients import scale_gradients
 from stepguard.state.isolation import untouched
 from stepguard.state.step import Step
 from stepguard.tensors.names import named_parameters, names_by_id, optimizer_parameters
-from stepguard.tensors.values import is_finite
+from stepguard.tensors.sharding import is_distributed
+from stepguard.tensors.values import is_finite, local_part
 
 Gradients = dict[int, Tensor]
 
@@ -49,7 +51,7 @@ def update_origin(step: Step, reading: Reading) -> Origin:
     if not gradients:
         return origin
     twin = _Twin(step, gradients)
-    twin.clip(step.clip_norm)
+    twin.clip(step.clip_norm, reading.clip_factor if step.sharded else None)
     tracer = Tracer(ModuleSpans({}), stage="optimizer")
     for stored in twin.tensors():
         tracer.store(stored.name, stored.tensor)
@@ -110,7 +112,8 @@ class _Twin:
     """An independent optimizer on copied parameters, gradients and state, without any hooks."""
 
     def __init__(self, step: Step, gradients: Gradients) -> None:
-        memo: dict[int, Any] = {}
+        # what a deep copy finds here it takes for the copy
+        memo = _own_parts(step.optimizer)
         self.optimizer = copy.deepcopy(step.optimizer, memo)
         _copy_attributes(step.optimizer, self.optimizer, memo)
         self._parameters = optimizer_parameters(self.optimizer)
@@ -122,9 +125,11 @@ class _Twin:
             parameter.grad = None if gradient is None else gradient.detach().clone()
             self._names.append(names.get(id(original), ""))
 
-    def clip(self, limit: float | None) -> None:
-        """Clip the gradients as the step did."""
-        if limit is not None and any(p.grad is not None for p in self._parameters):
+    def clip(self, limit: float | None, factor: float | None = None) -> None:
+        """Clip the gradients as the step did. `factor`: what sharded ones were multiplied by."""
+        if factor is not None:
+            scale_gradients(self._parameters, factor)
+        elif limit is not None and any(p.grad is not None for p in self._parameters):
             clip_grad_norm_(self._parameters, limit)
 
     def tensors(self) -> Iterator[_Updated]:
@@ -148,6 +153,21 @@ def _copy_attributes(optimizer: Optimizer, twin: Optimizer, memo: dict[int, Any]
             setattr(twin, name, copy.deepcopy(value, memo))
 
 
+def _own_parts(optimizer: Optimizer) -> dict[int, Any]:
+    """Copies of what this rank holds of sharded tensors, to stand for them, by their ids.
+
+    No other rank joins what this one computes.
+    """
+    parts: dict[int, Any] = {}
+    for parameter in optimizer_parameters(optimizer):
+        if is_distributed(parameter):
+            parts[id(parameter)] = nn.Parameter(local_part(parameter.detach()).clone())
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and is_distributed(value):
+                parts[id(value)] = local_part(value.detach()).clone()
+    return parts
+
+
 def _epsilon(optimizer: Optimizer, parameter: Tensor) -> Evidence:
     """Say whether the group's epsilon is 0 in the parameter's dtype."""
     for group in optimizer.param_groups:
@@ -167,7 +187,7 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
         method="evidence",
         evidence=_learning_rate(reading),
     )
-    gradients = list(_gradients(step).values())
+    gradients = [gradient for gradient in _gradients(step).values() if gradient.numel()]
     if not gradients:
         return origin
     tracer = Tracer(ModuleSpans({}), stage="optimizer")
@@ -180,11 +200,15 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
     exact = math.sqrt(sum(float(g.detach().double().norm()) ** 2 for g in gradients))
     if math.isfinite(exact):
         origin = with_evidence(origin, Evidence(finite_norm=exact))
+    reproduced: bool | None = not is_finite(norm)
+    if step.sharded and not reproduced:
+        # what overflows is the norm of all ranks' parts, and this is one of them
+        reproduced = None
     return replace(
         origin,
         inputs=(_largest_gradient(gradients),),
         method="replay",
-        reproduced=not is_finite(norm),
+        reproduced=reproduced,
     )
 
 
@@ -196,8 +220,6 @@ def _largest_gradient(gradients: list[Tensor]) -> Operand:
 
 
 def _magnitude(gradient: Tensor) -> float:
-    if not gradient.numel():
-        return 0.0
     return float(gradient.detach().abs().max())
 
 
@@ -228,8 +250,9 @@ def _gradients(step: Step) -> Gradients:
 
 
 def _present_gradients(step: Step) -> Gradients:
+    """The gradients themselves; of sharded ones this rank's parts, with which it can work alone."""
     present = {}
     for parameter in optimizer_parameters(step.optimizer):
         if parameter.grad is not None:
-            present[id(parameter)] = parameter.grad
+            present[id(parameter)] = local_part(parameter.grad)
     return present

@@ -5,24 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepguard.records.decision import Decision
+from stepguard.records.field_docs import documented
 from stepguard.records.finding import Finding
+from stepguard.records.notebook_html import Row, box, stacked
 from stepguard.records.origin import Origin
 from stepguard.records.place import place_and_phase
 from stepguard.records.reading import Reading
 from stepguard.records.verdict import Verdict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Incident:
-    """Everything known about one bad step. Valid from the verdict on; the rest may stay empty."""
+    """Everything known about one bad step. Valid from the verdict on; the rest may stay empty.
+
+    for incident in guard.incidents:
+        print(incident.summary, incident.origin.source, incident.findings[0].code)
+    """
 
     id: str
+    """Step and kind, unique in its run: `00000048-nonfinite_loss`."""
     step: int
+    """Optimizer step, counted from 0."""
     verdict: Verdict
+    """What was seen: its kind, and a sentence in `verdict.summary`."""
     reading: Reading
+    """What was measured of the step: loss, gradient norm, learning rate, bad tensors."""
     origin: Origin | None = None
+    """Where the first harmful value was born; None where it was not looked for."""
     findings: tuple[Finding, ...] = ()
+    """Causes with evidence, the most certain first."""
     decision: Decision | None = None
+    """What was done about it, and why."""
     capsule: str | None = None
     """Folder of the bad step on disk, relative to the run directory."""
     replayable: bool = True
@@ -30,6 +44,7 @@ class Incident:
     run: str | None = None
     """Run directory, or None when nothing is written."""
     rank: int = 0
+    """Rank that recorded it; the rank of origin is `origin.rank`."""
 
     @property
     def stopped(self) -> bool:
@@ -38,6 +53,24 @@ class Incident:
         if self.verdict.kind == "exception" or self.decision is None:
             return False
         return self.decision.action == "stop"
+
+    def html_rows(self) -> list[Row]:
+        """What a notebook shows of it."""
+        rows = [("what", self.verdict.summary or self.verdict.kind)]
+        if self.origin is not None:
+            rows += self.origin.html_rows()
+        for finding in self.findings[:1]:
+            cause = f"{finding.code} {finding.title} ({finding.certainty})"
+            rows.append(("why", stacked((cause, *finding.evidence))))
+        if self.decision is not None:
+            rows.append(("done", f"{self.decision.action}: {self.decision.reason}".rstrip(": ")))
+        return rows
+
+    def _repr_html_(self) -> str:
+        return box(f"Incident at step {self.step}", self.html_rows(), bad=True)
+
+    def __repr__(self) -> str:
+        return f"<Incident {self.id}: {self.summary}>"
 
     @property
     def summary(self) -> str:
@@ -56,8 +89,6 @@ class Incident:
 
 def _where(origin: Origin) -> str:
     where = place_and_phase(origin)
-    if origin.samples:
-        where += " sample " + ", ".join(map(str, origin.samples))
-    if origin.rows:
-        where += f" ({', '.join(origin.rows)})"
+    if origin.samples or origin.rows:
+        where += f" {origin.culprits}"
     return where

@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
+from stepguard.records.field_docs import documented
+from stepguard.records.notebook_html import Row, box, code, stacked
 
 Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
     """One tensor or number that went into, or came out of, the operation."""
@@ -17,15 +20,21 @@ class Operand:
     name: str = ""
     """Argument name in the operator's schema, or a stored tensor's name."""
     dtype: str = ""
+    """Such as `float32`."""
     shape: tuple[int, ...] = ()
+    """Sizes, empty for a number."""
     min: float | None = None
     """Smallest finite element."""
     max: float | None = None
     """Largest finite element."""
     nan: int = 0
+    """How many elements are NaN."""
     posinf: int = 0
+    """How many are +Inf."""
     neginf: int = 0
+    """How many are -Inf."""
     zeros: int = 0
+    """How many are 0."""
     index: tuple[int, ...] | None = None
     """First non-finite element, or for an operand the element that broke the operation."""
     value: float | None = None
@@ -40,12 +49,21 @@ class Operand:
         return not (self.nan or self.posinf or self.neginf)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Origin:
-    """The birth of the first harmful value, as exactly as it could be confirmed."""
+    """The birth of the first harmful value, as exactly as it could be confirmed.
+
+    origin = guard.incidents[0].origin
+    print(origin.source, origin.op, origin.module, origin.samples)
+    """
 
     step: int
+    """Optimizer step, counted from 0."""
     phase: Phase
+    """input, forward, loss, backward, optimizer, state or checkpoint. `state`: a parameter, buffer
+    or optimizer slot was bad before the step.
+    """
     module: str | None = None
     """Dotted path; "" is the root model's own forward, None is outside every module."""
     op: str | None = None
@@ -66,9 +84,14 @@ class Origin:
     empty: not known.
     """
     micro_batch: int | None = None
+    """Which micro-batch of the step, counted from 0; None where there is one, or it is not known.
+    """
     rank: int | None = None
+    """Rank that made it; None where that is not known."""
     inputs: tuple[Operand, ...] = ()
+    """What the operation was given."""
     output: Operand | None = None
+    """What it returned."""
     method: str = ""
     """How it was found: `replay`, `scan`, `output-gradient`, ..."""
     reproduced: bool | None = None
@@ -79,6 +102,61 @@ class Origin:
     """What was measured around the bad value; the rules that name a cause read it."""
     remarks: tuple[str, ...] = ()
     """Sentences for people: what was not seen, and what was left out for lack of time."""
+
+    @property
+    def place(self) -> str:
+        """`aten._softmax in layers.3.attn at model.py:88`, as far as it is known."""
+        words = [self.tensor or self.op or ""]
+        if self.node:
+            words.append(f"({self.node})" if words[0] else self.node)
+        if self.module is not None:
+            words.append(f"in {self.module or 'the model itself'}")
+        if self.source:
+            words.append(f"at {self.source}")
+        return " ".join(words).strip()
+
+    @property
+    def culprits(self) -> str:
+        """`sample 4 (row 48211)` of the batch; empty where none could be confirmed."""
+        said = ""
+        if self.samples:
+            said = "sample " + ", ".join(map(str, self.samples))
+        if self.rows:
+            said += f" ({', '.join(self.rows)})"
+        return said
+
+    def html_rows(self) -> list[Row]:
+        """What a notebook shows of it."""
+        return [
+            ("where", f"{self.phase}: {self.place}" if self.place else self.phase),
+            ("sample", self.culprits.removeprefix("sample ")),
+            ("source", code(self.context)),
+            ("values", stacked(_in_words(operand) for operand in self.inputs)),
+            ("note", stacked(self.remarks)),
+        ]
+
+    def _repr_html_(self) -> str:
+        return box(f"Origin of the bad value, step {self.step}", self.html_rows(), bad=True)
+
+    def __repr__(self) -> str:
+        said = " ".join(part for part in (self.place, self.culprits) if part)
+        return f"<Origin: {self.phase} of step {self.step}, {said or 'place not known'}>"
+
+
+def _in_words(operand: Operand) -> str:
+    shape = "x".join(map(str, operand.shape)) or "number"
+    said = f"{operand.name or 'input'}: {operand.dtype} {shape}"
+    if operand.min is not None and operand.max is not None:
+        said += f", {operand.min:.6g} to {operand.max:.6g}"
+    counts = (
+        ("NaN", operand.nan),
+        ("Inf", operand.posinf + operand.neginf),
+        ("zero", operand.zeros),
+    )
+    for name, count in counts:
+        if count:
+            said += f", {count} {name}"
+    return said
 
 
 def with_evidence(origin: Origin, more: Evidence) -> Origin:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stepguard.records.origin import Origin
 
 
@@ -10,14 +12,9 @@ def place(origin: Origin, what: str = "") -> str:
 
     `what` names the operation or tensor; by default the stored tensor, or else the operation.
     """
-    words = [what or origin.tensor or origin.op or ""]
-    if origin.node:
-        words.append(f"({origin.node})" if words[0] else origin.node)
-    if origin.module is not None:
-        words.append(f"in {origin.module or 'the model itself'}")
-    if origin.source:
-        words.append(f"at {origin.source}")
-    return " ".join(words).strip()
+    if not what:
+        return origin.place
+    return replace(origin, tensor=what).place
 
 
 def place_and_phase(origin: Origin) -> str:

@@ -20,7 +20,8 @@ class Reading:
     followed: dict[str, float] = field(default_factory=dict)
     """What the user follows with `guard.follow`, by name."""
     grad_norm: float | None = None
-    """2-norm of all gradients in fp32, after unscaling and before clipping."""
+    """2-norm of all gradients in fp32, after unscaling and before clipping; of sharded ones that
+    of all ranks."""
     least_norm: float | None = None
     """Smallest norm of one parameter's gradient; read under optimizers that are not torch's."""
     grads_finite: bool = True
@@ -36,7 +37,8 @@ class Reading:
     labels: int | None = None
     """How many targets the step had, where the batch says so."""
     shared_loss: float | None = None
-    """Largest loss over all ranks, where they compare losses: finite anomalies are judged by it."""
+    """Where ranks compare losses, the largest of them, of sharded models their mean: finite
+    anomalies are judged by it."""
     seconds: float | None = None
     """Wall-clock time since the previous step was read."""
     bad_state: tuple[str, ...] = ()

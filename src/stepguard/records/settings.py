@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from os import PathLike
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from stepguard._errors import ConfigError
+from stepguard.records.config_file import number_as_text, read_tables
 from stepguard.records.decision import Action
+from stepguard.records.field_docs import documented
 from stepguard.records.sink import Sink
 
 ACTIONS: tuple[str, ...] = get_args(Action)
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What may be done about an incident, and how much may be lost. The fault decides the rest."""
+    """What may be done about an incident, and how much may be lost. The fault decides the rest.
+
+    Policy(actions=("skip", "stop"), max_lost_share=0.1)
+    """
 
     actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "rewind", "stop")
     """What is allowed. A bad step on good weights is run again if it failed by chance, else what is
@@ -91,9 +98,14 @@ class Policy:
         _one_of("Policy.exceptions", self.exceptions, ("raise", "skip"))
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardConfig:
-    """Settings of one guard."""
+    """Settings of one guard. A value that cannot be meant raises ConfigError here.
+
+    GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=Policy(max_total=20))
+    GuardConfig.from_file("guard.toml")
+    """
 
     clip_norm: float | None = None
     """Clip the gradients to this 2-norm inside `guard.step`; None leaves them alone."""
@@ -102,6 +114,7 @@ class GuardConfig:
     human_log: str | PathLike[str] | None = None
     """Folder for a readable log: `latest.log` (a link to the newest) and `training_log.jsonl`."""
     policy: Policy = field(default_factory=Policy)
+    """What may be done about an incident, and how much may be lost."""
     snapshot_every: int | Literal["auto"] = "auto"
     """Steps between in-memory snapshots; `auto` keeps copying under 0.5 % of the time of training.
     """
@@ -133,6 +146,10 @@ class GuardConfig:
     on_signal: Literal["save", "off"] = "save"
     """SIGTERM and Ctrl+C: `save` ends the step and saves a good state before they have their effect
     (where there is a `run_dir`); `off` leaves them alone.
+    """
+    signal_grace: float = 5.0
+    """Seconds from a signal until all ranks have to be at the step they agree to stop at, about a
+    second and one step later. A rank that is not, because it waits for another, ends by the signal.
     """
     loss_scale: float | None = None
     """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of
@@ -194,6 +211,23 @@ class GuardConfig:
     sinks: tuple[Sink, ...] = ()
     """Loggers that get every step and incident, on rank 0: see stepguard.integrations.sinks."""
 
+    @classmethod
+    def from_file(cls, path: str | PathLike[str], **given: Any) -> GuardConfig:
+        """Read a TOML, YAML or JSON file; what is `given` beside it comes first.
+
+        Fields of Policy stand below `policy`. Folders are meant from the current directory.
+        """
+        policy_names = [one.name for one in fields(Policy)]
+        table, policy = read_tables(Path(path), [one.name for one in fields(cls)], policy_names)
+        try:
+            return cls(**{"policy": Policy(**policy), **table, **given})
+        except ConfigError as error:
+            hint = number_as_text(Path(path), {**policy, **table})
+            raise ConfigError(f"{path}: {error}{hint}") from None
+        except TypeError as error:
+            # A text where a number belongs, and a check compared the two.
+            raise ConfigError(f"{path}: a field has a value of the wrong type: {error}.") from None
+
     def __post_init__(self) -> None:
         self._check_types()
         _positive("GuardConfig.clip_norm", self.clip_norm)
@@ -214,6 +248,7 @@ class GuardConfig:
         _count_or_none("GuardConfig.keep_every", self.keep_every, least=1)
         _one_of("GuardConfig.resume_lr", self.resume_lr, ("checkpoint", "config"))
         _one_of("GuardConfig.on_signal", self.on_signal, ("save", "off"))
+        _positive("GuardConfig.signal_grace", self.signal_grace)
         if not isinstance(self.policy, Policy):
             raise ConfigError(
                 f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy; give Policy(...)."

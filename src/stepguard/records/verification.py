@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from stepguard.records.field_docs import documented
+
 Role = Literal["parameter", "buffer", "optimizer", "ema", "scaler", "scheduler", "rng", "other"]
 Weight = Literal["error", "warning"]
 ProblemKind = Literal[
@@ -36,32 +38,46 @@ an error where pickle would call it, a warning where it would only be imported.
 """
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, or worth a look, in one file."""
+    """One thing that is wrong, or worth a look, in one file.
+
+    for problem in stepguard.verify("runs/a").problems:
+        print(problem)
+    """
 
     file: str
+    """Path of the file."""
     kind: ProblemKind
+    """Such as `nan`, `torn`, `missing`, `hostile`."""
     tensor: str | None = None
     """Name inside the file, such as `state_dict/layer.weight`."""
     detail: str = ""
+    """A sentence with the numbers."""
     severity: Weight = "error"
+    """`error`, or `warning` for what is worth a look."""
     role: Role | None = None
+    """What the tensor is: a parameter, a buffer, part of the optimizer, ..."""
 
     def __str__(self) -> str:
         place = f"{self.file}: {self.tensor}" if self.tensor else self.file
         return f"{place}: {self.detail}"
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
     """One learning rate that a checkpoint stores."""
 
     file: str
+    """Path of the file."""
     name: str
     """Where it stands, such as `optimizer/param_groups/0/lr`."""
     kind: Literal["lr", "initial_lr", "max_lr", "base_lr", "last_lr"]
+    """Which of the rates of an optimizer or schedule it is."""
     value: float
+    """The rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,25 +91,37 @@ class Watched:
     high: float
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The result of `stepguard.verify`: one checkpoint, or a folder with several in `parts`."""
+    """The result of `stepguard.verify`: one checkpoint, or a folder with several in `parts`.
+
+    found = stepguard.verify("runs/a/checkpoints")
+    assert found.ok, found.problems
+    """
 
     path: str
+    """What was verified."""
     format: str
     """Such as `torch zip`, `safetensors`, `sharded safetensors`, `DCP`, `sealed`, `folder`."""
     problems: tuple[Problem, ...] = ()
     """Everything that was found, those of the parts included."""
     tensors: int = 0
+    """How many tensors there are."""
     bytes: int = 0
+    """Size on disk."""
     files: int = 1
+    """How many files were read."""
     roles: dict[str, int] = field(default_factory=dict)
     """How many tensors there are of each role."""
     step: int | None = None
     """The training step it says it was written at."""
     rates: tuple[Rate, ...] = ()
+    """Learning rates it stores."""
     watched: tuple[Watched, ...] = ()
+    """Tensors that were asked for by name, with the range of their values."""
     seconds: float = 0.0
+    """How long it took."""
     parts: tuple[Verification, ...] = ()
     """The checkpoints of a folder, each with its own problems."""
 

@@ -191,7 +191,8 @@ def _source(origin: Origin, unicode: bool) -> RenderableType:
         match = _NUMBERED.match(line)
         numbers.append(match[1] if match else "")
         code.append(match[2] if match else line)
-    culprit = (origin.source or "").rpartition(":")[2]
+    # `file.py:88`, or `cell [3], line 5` in a notebook
+    culprit = re.split(r"\D", origin.source or "")[-1]
     digits = max(map(len, numbers), default=0)
     lines = []
     for number, text in zip(numbers, highlighted(dedent("\n".join(code))), strict=False):

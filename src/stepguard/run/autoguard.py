@@ -27,21 +27,36 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from stepguard._errors import StepguardError
 from stepguard.engine.context import automatic_guards, guarded
-from stepguard.guard import Guard, watch
+from stepguard.guard import Guard
 from stepguard.records import GuardConfig
 from stepguard.run.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
 from stepguard.state.faked_collectives import distributed
 from stepguard.tensors.wrapping import wrap
+from stepguard.watching import watch
 
 MOST_CALLS = 10_000
 """Module calls after which an optimizer without a model is left to its first step."""
 
 
-class AutomaticGuards:
-    """A context manager; leaving it closes every guard and undoes every wrap."""
+class NotRestored(BaseException):
+    """The checkpoint that was asked for cannot be loaded: the script must not start afresh.
 
-    def __init__(self, config: GuardConfig, complain: Callable[[str], None]) -> None:
+    Not an Exception: a script that catches everything would train from the beginning.
+    """
+
+
+class AutomaticGuards:
+    """A context manager; leaving it closes every guard and undoes every wrap.
+
+    `restore`: load this checkpoint into every model and optimizer before its first step.
+    """
+
+    def __init__(
+        self, config: GuardConfig, complain: Callable[[str], None], restore: str | None = None
+    ) -> None:
+        self._restore_from = restore
         self.guards: list[Guard] = []
         self.refused = 0
         """Optimizers that could not be guarded, each told with its reason."""
@@ -180,6 +195,23 @@ class AutomaticGuards:
             return
         self.guards.append(guard)
         automatic_guards[optimizer] = functools.partial(self._make_way, guard)
+        if self._restore_from is not None:
+            self._restore(guard, self._restore_from, late=called is None)
+
+    def _restore(self, guard: Guard, which: str, *, late: bool) -> None:
+        """Load the checkpoint; `late`: gradients of the fresh weights are there already."""
+        try:
+            done = guard.restore(which)
+        except StepguardError as fault:
+            raise NotRestored(f"--restore {which}: {fault}") from fault
+        if late:
+            # They belong to weights that are gone: the update at hand finds nothing to do.
+            guard.optimizer.zero_grad(set_to_none=True)
+        if guard.rank == 0:
+            self._complain(
+                f"{guard.name or 'the run'} goes on after {done} steps; the script's own loop and "
+                "its data begin at their start"
+            )
 
     def _make_way(self, guard: Guard) -> None:
         """Close a guard because the user has built one for the same optimizer."""

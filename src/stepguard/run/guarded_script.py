@@ -12,32 +12,90 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stepguard._errors import EXIT_HALTED, EXIT_SCRIPT_FAILED, TrainingHalted
+from stepguard._errors import (
+    EXIT_HALTED,
+    EXIT_SCRIPT_FAILED,
+    EXIT_USAGE,
+    ConfigError,
+    TrainingHalted,
+)
+from stepguard.checkpoints import Store
+from stepguard.engine.wiring import check_watched
 from stepguard.guard import Guard
 from stepguard.records import GuardConfig
-from stepguard.run.autoguard import AutomaticGuards
+from stepguard.run.autoguard import AutomaticGuards, NotRestored
 from stepguard.run.script import as_main
 
 EXIT_INTERRUPTED = 130
 SWALLOWED = (0, EXIT_SCRIPT_FAILED)
 """Exit codes of a wrapper that has caught the stop; any other is the script's own choice."""
+NAMED = ("last-good", "newest", "auto")
+"""What `--restore` knows by name."""
 _HERE = str(Path(__file__).parents[1])
 
 
+def start_from(which: str, config: GuardConfig) -> str | None:
+    """What `--restore` means for this run folder; None is a fresh start. Raises ConfigError."""
+    if config.run_dir is None:
+        raise ConfigError(
+            f"--restore {which} needs the folder of the run; give --run-dir DIR before the script."
+        )
+    folder = Path(config.run_dir) / "checkpoints"
+    if which not in NAMED:
+        path = Path(which).resolve()
+        if not path.is_dir():
+            raise ConfigError(
+                f"--restore {which} is neither {', '.join(NAMED)} nor a checkpoint folder."
+            )
+        return str(path)
+    if folder.is_dir() and Store(folder).list():
+        return "last-good" if which == "auto" else which
+    if which == "auto":
+        return None
+    raise ConfigError(
+        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts afresh where "
+        "there is none."
+    )
+
+
 def run_script(
-    script: str, arguments: list[str], config: GuardConfig, *, module: bool = False
+    script: str,
+    arguments: list[str],
+    config: GuardConfig,
+    *,
+    module: bool = False,
+    restore: str | None = None,
+    ours: Sequence[str] = (),
 ) -> int:
-    """Exit code: the script's own, 1 when it raised, 3 when the policy stopped it."""
+    """Exit code: the script's own, 1 when it raised, 3 when the policy stopped it.
+
+    `restore` names a checkpoint to go on from; `ours` are options that may have been misplaced.
+    """
+    check_watched(config)
     _end_before_python()
     with (
-        AutomaticGuards(config, tell) as automatic,
+        AutomaticGuards(config, tell, restore) as automatic,
         as_main(script, arguments, module=module) as start,
     ):
         code = _run(start, automatic)
     if code in SWALLOWED and _halted(automatic.guards):
         code = EXIT_HALTED
+    if code == EXIT_USAGE:
+        _tell_misplaced(script, arguments, ours)
     tell_how_it_ended(automatic.guards, automatic.refused, code)
     return code
+
+
+def _tell_misplaced(script: str, arguments: Sequence[str], ours: Sequence[str]) -> None:
+    """The script refused its options: perhaps one of them was meant for stepguard."""
+    for word in arguments:
+        option = word.partition("=")[0]
+        if option in ours:
+            tell(
+                f"{option} stands after the script and went to it; options of stepguard stand "
+                f"before: stepguard run {option} ... {Path(script).name}"
+            )
+            return
 
 
 def _end_before_python() -> None:
@@ -54,6 +112,9 @@ def _run(start: Callable[[], None], automatic: AutomaticGuards) -> int:
         start()
     except TrainingHalted:
         return EXIT_HALTED
+    except NotRestored as refusal:
+        tell(f"error: {refusal}")
+        return EXIT_USAGE
     except SystemExit as ending:
         code = _exit_code(ending.code)
         if code == EXIT_SCRIPT_FAILED and _comes_from_a_stop(ending):

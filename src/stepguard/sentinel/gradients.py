@@ -37,6 +37,9 @@ class GradientNorm:
     """The gradients were clipped when the norm was taken."""
     shards: bool = False
     """The norm of all ranks, of gradients of which each rank holds a part."""
+    squares: Tensor | None = None
+    """Of sharded gradients that were measured on this rank only: what it adds to the square of the
+    norm of all ranks."""
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Carry a few numbers from the device to the host: one transfer, awaited as late as possible.
 
 On an accelerator the copy goes to pinned memory behind the kernels already queued, with an event
-after it, so waiting for it does not wait for later work. That path is designed for and cannot be
-run where only a CPU is.
+after it, so waiting for it does not wait for later work (tests/device runs that path on a device
+that is no GPU).
 """
 
 from __future__ import annotations

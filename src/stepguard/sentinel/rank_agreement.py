@@ -13,6 +13,8 @@ only after all ranks have met (rank_meeting.py).
 from __future__ import annotations
 
 import itertools
+import os
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -22,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepguard.sentinel.rank_meeting import Meeting, RankAbsent, RankFault
+from stepguard.sentinel.rank_meeting import Meeting, RankAbsent, RankFault, RankJoined
+from stepguard.sentinel.reduced_steps import reduces_now
+from stepguard.sentinel.uneven_inputs import follow_join
 from stepguard.tensors.values import is_finite
 
 __all__ = ["Agreement", "RankAbsent", "RankFault", "world"]
@@ -72,19 +76,37 @@ class Agreement:
             self.mode = "spread" if isinstance(model, DistributedDataParallel) else "collective"
         self.now: Callable[[], int] = lambda: 0
         """The step at hand."""
+        self.adds = False
+        """Ranks hold parts of one gradient: the reduction adds instead of taking the largest."""
         self._reduced = -1
         self._shared: Tensor | None = None
         """The last reduction, equal on all ranks."""
         number = next(_numbers[self.members])
-        name = f"stepguard/{'-'.join(map(str, _span(self.members)))}/{number}"
-        self._meeting = Meeting(name, self.members, self.world_rank, seconds)
+        # torchrun keeps its store when it starts the ranks again, with all that was said before
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ranks = "-".join(map(str, _span(self.members)))
+        self.name = f"stepguard/{attempt}/{ranks}/{number}"
+        """The same on all ranks of this guard, and of no other guard."""
+        self._meeting = Meeting(self.name, self.members, self.world_rank, seconds)
         self._met: bool | None = None
         """Do all ranks take part in the reductions? None before the first one."""
+        self.apart = False
+        """The ranks exchange nothing in this step: this one decides about it by itself."""
+        self._reduces: bool | None = None
+        """Did a backward pass of this step reduce gradients over all ranks? None before any."""
+        self._model: weakref.ref[DistributedDataParallel] | None = None
+        self._stop_following: Callable[[], None] | None = None
+        if self.mode == "spread" and isinstance(model, DistributedDataParallel):
+            self._model = weakref.ref(model)
+            self._stop_following = follow_join(model, self._meeting)
         self._cell: Tensor | None = None
         self._hooks = self._carry(model) if self.mode == "spread" else []
 
     def announce(self, local: Sequence[Tensor]) -> None:
         """Before backward: let a non-finite value of this rank reach the others by gradients."""
+        model = self._model() if self._model is not None else None
+        if model is not None:
+            self._reduces = bool(self._reduces) or reduces_now(model)
         if self._cell is None or not local:
             return
         total = torch.stack([v.detach().reshape(()).to(self._cell) for v in local]).sum()
@@ -93,25 +115,38 @@ class Agreement:
 
     def announced(self) -> None:
         """After backward: the gradients carry it, a later backward must not carry it again."""
+        self.apart = self._reduces is False
+        self._reduces = None
         if self._cell is not None:
             self._cell.fill_(1.0)
 
     @torch.no_grad()
-    def reduce(self, values: Tensor, step: int, risk: Tensor | None = None) -> Tensor | None:
+    def reduce(
+        self,
+        values: Tensor,
+        step: int,
+        risk: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> Tensor | None:
         """Return largest finite values and non-finite flags over all ranks; None if not needed.
 
         Of the last value only the flag is of use; in the place of its number travels `risk`.
+        Where the ranks add, `sums` are the numbers, and the flags are counts.
         """
         if self.mode != "collective":
             return None
         self._enter(step)
         self._reduced = step
         flags = (~torch.isfinite(values)).to(values.dtype)
-        numbers = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        given = values if sums is None else sums
+        numbers = torch.nan_to_num(given, nan=0.0, posinf=0.0, neginf=0.0)
         numbers[RISK] = 0.0 if risk is None else risk
         # Not every backend has MAX for float64; float32 is enough for flags and to compare losses.
-        both = torch.cat([numbers, flags]).to(torch.float32)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        # Squares need its range.
+        dtype = torch.float64 if self.adds else torch.float32
+        operation = dist.ReduceOp.SUM if self.adds else dist.ReduceOp.MAX
+        both = torch.cat([numbers.to(dtype), flags.to(dtype)])
+        dist.all_reduce(both, op=operation, group=self._group)
         self._shared = both
         return both
 
@@ -152,6 +187,32 @@ class Agreement:
                 raise RankFault(f"rank {rank}: {why}")
         return [facts for _, facts in gathered]
 
+    @property
+    def follows_first_rank(self) -> bool:
+        """Will DDP send rank 0's buffers to all before the next step?
+
+        Inside Join the highest rank with data sends its own, and a local step sends none.
+        """
+        return not self.apart and not self._meeting.joining
+
+    @property
+    def deciding(self) -> tuple[int, ...]:
+        """The ranks that decide about this step together, as the user counts them."""
+        return (self.world_rank,) if self.apart else self.members
+
+    def in_step(self, look: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
+        """As `together`, about the step at hand: one answer for each rank that is `deciding`.
+
+        Where a rank has no data left (torch's Join), those that still have decide alike by what
+        their gradients have in common.
+        """
+        if not self.apart:
+            try:
+                return self.together(look, what)
+            except RankJoined:
+                self.apart = True
+        return [look()]
+
     def all_here(self, what: str) -> bool:
         """Do all ranks ask this now?"""
         if self.size == 1:
@@ -189,6 +250,9 @@ class Agreement:
     def close(self) -> None:
         """Remove the hooks from the model's parameters, and let no rank wait for this one."""
         self._remove_hooks()
+        if self._stop_following is not None:
+            self._stop_following()
+            self._stop_following = None
         if self.size > 1:
             self._meeting.leave("has closed its guard", for_good=True)
         self._group = None

@@ -33,6 +33,13 @@ class RankAbsent(RankFault):
     """Not all ranks came to an exchange, so none entered it."""
 
 
+class RankJoined(RankAbsent):
+    """A rank has no data left (torch's Join), so the others decide without it."""
+
+
+JOINED = "has no data left"
+
+
 class Meeting:
     """Where the ranks of one guard meet. `name` is the same on all of them."""
 
@@ -43,6 +50,8 @@ class Meeting:
         self._own = own
         self._seconds = seconds
         self._times: Counter[tuple[str, int]] = Counter()
+        self.joining = False
+        """This rank is inside torch's Join, in which ranks may run out of data."""
         self._over: list[str] = []
         """Keys of the last meeting, which every rank has read once all are at the next one."""
 
@@ -64,7 +73,8 @@ class Meeting:
             store.compare_set(word, "", self._missing(store, place, seconds))
         said = store.get(word).decode()
         if said != GO:
-            raise RankAbsent(f"{said} for {what} of step {step}")
+            kind = RankJoined if JOINED in said else RankAbsent
+            raise kind(f"{said} for {what} of step {step}")
         store.delete_key(f"{place}/{self._own}")
         if self._own == self._members[0]:
             for key in self._over:
@@ -79,6 +89,17 @@ class Meeting:
             store.set(f"{self._name}/left", f"rank {self._own} {why}, so it did not come")
             if for_good:
                 store.set(f"{self._name}/closed", str(self._own))
+
+    def no_data_left(self) -> None:
+        """This rank only follows the collectives of the others from now on."""
+        with contextlib.suppress(Exception):
+            default_store().set(f"{self._name}/joined", str(self._own))
+
+    def data_again(self) -> None:
+        """All ranks have run out of data, and go on together."""
+        self.joining = False
+        with contextlib.suppress(Exception):
+            default_store().delete_key(f"{self._name}/joined")
 
     def refuse_if_closed(self, step: int) -> None:
         """Raise RankAbsent if a rank has closed its guard: one question to the store."""
@@ -97,16 +118,23 @@ class Meeting:
         """
         pause = SHORTEST
         while not store.check([f"{place}/word"]):
-            if time.monotonic() >= deadline or store.check([f"{self._name}/left"]):
+            if time.monotonic() >= deadline or self._somebody_left(store):
                 return
             time.sleep(pause)
             pause = min(pause * 1.2, LONGEST)
+
+    def _somebody_left(self, store: Any) -> bool:
+        if store.check([f"{self._name}/left"]):
+            return True
+        return self.joining and bool(store.check([f"{self._name}/joined"]))
 
     def _missing(self, store: Any, place: str, seconds: float) -> str:
         left = f"{self._name}/left"
         if store.check([left]):
             said: str = store.get(left).decode()
             return said
+        if self.joining and store.check([f"{self._name}/joined"]):
+            return f"rank {store.get(f'{self._name}/joined').decode()} {JOINED}"
         missing = [str(rank) for rank in self._members if not store.check([f"{place}/{rank}"])]
         ranks = "rank" if len(missing) == 1 else "ranks"
         return f"{ranks} {', '.join(missing)} did not come within {seconds:g} s"

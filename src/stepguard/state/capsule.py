@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stepguard._errors import CapsuleError
+from stepguard._errors import CapsuleError, StateError
 from stepguard.records import Reading, Verdict
 from stepguard.records.codec import dumps, from_jsonable, to_plain
 from stepguard.state.atomic import new_folder
 from stepguard.state.rng import RngState, rng_from_facts, rng_to_facts
-from stepguard.state.run_state import RunState, SavedState, StateError
+from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.step import Step
 from stepguard.state.tree_json import NotPlainError, tree_from_json, tree_to_json
 from stepguard.tensors.names import Roots, named_modules

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stepguard.state.batch import is_record
 from stepguard.state.tree_json import key_from_json, tree_from_json
+from stepguard.tensors.sharding import is_distributed, sharded_like
+from stepguard.tensors.values import local_part
 
 
 class Refill:
@@ -23,70 +24,82 @@ class Refill:
         self._parameters = parameters
         self._made: dict[str, Tensor] = {}
 
-    def value(self, live: Any, structure: Any, device: torch.device | None = None) -> Any:
-        """Return the saved value; the live object itself, refilled, if it can hold it."""
-        if "tensor" in structure:
-            return self._tensor(live, structure, device)
-        if "mapping" in structure and isinstance(live, MutableMapping):
-            return self._mapping(live, structure, device)
-        if type(live) in (list, tuple, deque):
-            return self._sequence(live, structure, device)
-        return self._record(live, structure, device)
+    def value(self, live: Any, structure: Any, like: Tensor | None = None) -> Any:
+        """Return the saved value; the live object itself, refilled, if it can hold it.
 
-    def _tensor(self, live: Any, structure: Any, device: torch.device | None) -> Tensor:
+        `like`: the parameter that the value belongs to; a tensor that is made goes where that is.
+        """
+        if "tensor" in structure:
+            return self._tensor(live, structure, like)
+        if "mapping" in structure and isinstance(live, MutableMapping):
+            return self._mapping(live, structure, like)
+        if type(live) in (list, tuple, deque):
+            return self._sequence(live, structure, like)
+        return self._record(live, structure, like)
+
+    def _tensor(self, live: Any, structure: Any, like: Tensor | None) -> Tensor:
         name = structure["tensor"]
         kept = self._tensors[name]
-        if isinstance(live, Tensor) and (live.shape, live.dtype) == (kept.shape, kept.dtype):
-            live.detach().copy_(kept)
-            return live
+        if isinstance(live, Tensor):
+            own = local_part(live.detach())
+            if (own.shape, own.dtype) == (kept.shape, kept.dtype):
+                own.copy_(kept)
+                return live
         if name not in self._made:
             value = tree_from_json(structure, self._tensors)
-            # Counters stay on the host, as torch's own optimizers keep them.
-            self._made[name] = value.to(device) if device is not None and value.dim() else value
+            self._made[name] = value if like is None else _placed_like(like, value)
         return self._made[name]
 
-    def _mapping(
-        self, live: MutableMapping[Any, Any], structure: Any, device: torch.device | None
-    ) -> Any:
+    def _mapping(self, live: MutableMapping[Any, Any], structure: Any, like: Tensor | None) -> Any:
         saved: dict[Any, Any] = {}
         for key, item in structure["mapping"]:
             saved[key_from_json(key, self._parameters)] = item
         for key in [key for key in live if key not in saved]:
             del live[key]
         for key, item in saved.items():
-            live[key] = self.value(live.get(key), item, device)
+            live[key] = self.value(live.get(key), item, like)
         return live
 
-    def _sequence(self, live: Any, structure: Any, device: torch.device | None) -> Any:
+    def _sequence(self, live: Any, structure: Any, like: Tensor | None) -> Any:
         if type(live) is list and "list" in structure:
-            live[:] = self._items(live, structure["list"], device)
+            live[:] = self._items(live, structure["list"], like)
             return live
         if type(live) is tuple and "tuple" in structure:
-            return tuple(self._items(live, structure["tuple"], device))
+            return tuple(self._items(live, structure["tuple"], like))
         if type(live) is deque and "deque" in structure and live.maxlen == structure["most"]:
-            items = self._items(live, structure["deque"], device)
+            items = self._items(live, structure["deque"], like)
             live.clear()
             live.extend(items)
             return live
         return self._new(structure)
 
-    def _record(self, live: Any, structure: Any, device: torch.device | None) -> Any:
+    def _record(self, live: Any, structure: Any, like: Tensor | None) -> Any:
         if "named" in structure and isinstance(live, tuple) and hasattr(live, "_replace"):
-            return live._replace(**self._fields(live, structure["named"], device))
+            return live._replace(**self._fields(live, structure["named"], like))
         if "fields" in structure and is_record(live):
-            return dataclasses.replace(live, **self._fields(live, structure["fields"], device))
+            return dataclasses.replace(live, **self._fields(live, structure["fields"], like))
         return self._new(structure)
 
     def _new(self, structure: Any) -> Any:
         return tree_from_json(structure, self._tensors, self._parameters)
 
-    def _items(self, live: Any, saved: list[Any], device: torch.device | None) -> list[Any]:
+    def _items(self, live: Any, saved: list[Any], like: Tensor | None) -> list[Any]:
         old = list(live)[: len(saved)]
         old += [None] * (len(saved) - len(old))
-        return [self.value(mine, item, device) for mine, item in zip(old, saved, strict=True)]
+        return [self.value(mine, item, like) for mine, item in zip(old, saved, strict=True)]
 
-    def _fields(self, live: Any, saved: list[Any], device: torch.device | None) -> dict[str, Any]:
-        return {name: self.value(getattr(live, name, None), item, device) for name, item in saved}
+    def _fields(self, live: Any, saved: list[Any], like: Tensor | None) -> dict[str, Any]:
+        return {name: self.value(getattr(live, name, None), item, like) for name, item in saved}
+
+
+def _placed_like(parameter: Tensor, value: Tensor) -> Tensor:
+    # Counters stay on the host, as torch's own optimizers keep them.
+    if not value.dim():
+        return value
+    placed = value.to(parameter.device)
+    if is_distributed(parameter) and value.shape == local_part(parameter.detach()).shape:
+        return sharded_like(parameter, placed)
+    return placed
 
 
 def in_containers_of(live: Any, value: Any) -> Any:

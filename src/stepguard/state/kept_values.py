@@ -32,7 +32,8 @@ from stepguard.state.plain_data import (
     is_torchs,
     original,
 )
-from stepguard.tensors.values import PLAIN, is_expanded
+from stepguard.tensors.sharding import is_distributed
+from stepguard.tensors.values import PLAIN, is_expanded, local_part
 
 NUMBERS = "biufc"
 """Kinds of numpy dtypes that are numbers."""
@@ -109,6 +110,9 @@ def keep(value: Any, scope: Scope, depth: int = 0) -> KeptValue | None:
     if depth > DEEPEST or scope.knows(value):
         return None
     if isinstance(value, Tensor):
+        if is_distributed(value):
+            # What this rank holds of it, in the same memory: the rest is kept where it is.
+            value = local_part(value.detach())
         return KeptTensor(value, exact=scope.everything) if scope.copies(value) else None
     if isinstance(value, ATOMS):
         return None

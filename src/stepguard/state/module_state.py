@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stepguard.tensors.dtypes import dtype_and_shape
 from stepguard.tensors.torch_private import foreach_copy_
-from stepguard.tensors.values import is_expanded, is_lazy
+from stepguard.tensors.values import is_expanded, is_lazy, local_part
 
 
 def module_tensors(root: nn.Module) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def module_misfit(
             return f"{prefix}{name} is in the saved state and not in the model"
         if live is not None and not _takes(live, tensor):
             return (
-                f"{prefix}{name} is {dtype_and_shape(live)} in the model "
+                f"{prefix}{name} is {dtype_and_shape(local_part(live))} in the model "
                 f"and {dtype_and_shape(tensor)} in the saved state"
             )
     return ""
@@ -46,7 +46,10 @@ def module_misfit(
 
 def _takes(live: Tensor, tensor: Tensor) -> bool:
     """A lazy parameter takes any shape."""
-    return is_lazy(live) or (live.shape == tensor.shape and live.dtype == tensor.dtype)
+    if is_lazy(live):
+        return True
+    own = local_part(live)
+    return own.shape == tensor.shape and own.dtype == tensor.dtype
 
 
 def why_not_kept(tensor: Tensor) -> str:
@@ -72,13 +75,11 @@ def fill_module(root: nn.Module, stored: Mapping[str, Tensor]) -> None:
     sources: list[Tensor] = []
     made_or_resized: list[str] = []
     for name, tensor in stored.items():
-        target = live.get(name)
-        if target is not None and is_lazy(target):
-            target.materialize(tensor.shape)  # type: ignore[attr-defined]
-        if target is None or target.shape != tensor.shape:
+        own = _own_memory(live.get(name), tensor)
+        if own is None:
             made_or_resized.append(name)
             continue
-        targets.append(target.detach())
+        targets.append(own)
         sources.append(tensor)
     if targets:
         foreach_copy_(targets, sources)
@@ -87,6 +88,16 @@ def fill_module(root: nn.Module, stored: Mapping[str, Tensor]) -> None:
         owner = _buffer_owner(root, name)
         if owner is not None:
             owner._buffers[name.rpartition(".")[2]] = stored[name].clone().to(device)
+
+
+def _own_memory(target: Tensor | None, stored: Tensor) -> Tensor | None:
+    """Return what this rank holds of a live tensor; None where the stored one has another shape."""
+    if target is None:
+        return None
+    if is_lazy(target):
+        target.materialize(stored.shape)  # type: ignore[attr-defined]
+    own = local_part(target.detach())
+    return own if own.shape == stored.shape else None
 
 
 def _buffer_owner(root: nn.Module, name: str) -> nn.Module | None:

@@ -236,7 +236,7 @@ class OptimizerState:
         for parameter, name in self._names():
             if name in slots:
                 live = state.get(parameter, {})
-                state[parameter] = refill.value(live, slots[name], parameter.device)
+                state[parameter] = refill.value(live, slots[name], parameter)
             elif name in trained:
                 state.pop(parameter, None)
 
@@ -353,6 +353,9 @@ def _put(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _writes_itself(optimizer: Optimizer) -> bool:
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        # says what all ranks hold once they have sent it to one; each keeps its own part here
+        return False
     return type(optimizer).state_dict is not Optimizer.state_dict
 
 

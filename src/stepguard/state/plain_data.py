@@ -66,8 +66,18 @@ def _inside(value: Any) -> list[Any] | None:
 
 
 def is_torchs(value: object) -> bool:
-    """True for an object of a class that torch defines."""
-    return type(value).__module__.startswith("torch.")
+    """True for an object of a class that torch defines, and derives from no one else's.
+
+    FSDP2 puts a class of its own in the place of the user's, derived from both.
+    """
+    kind = type(value)
+    if not kind.__module__.startswith("torch."):
+        return False
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        if package != "torch" and package not in sys.stdlib_module_names:
+            return False
+    return True
 
 
 def has_graph(value: object) -> bool:

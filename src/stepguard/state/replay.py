@@ -15,7 +15,6 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.rng import restore_rng
 from stepguard.state.step import Step, total_loss
-from stepguard.tensors.names import optimizer_parameters
 from stepguard.tensors.values import is_finite
 
 
@@ -43,7 +42,7 @@ class Rerun:
 def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None = None) -> Rerun:
     """Run forward and backward again, with another loss scale or only some micro-batches."""
     assert step.loss_fn is not None, "a step that the guard did not run cannot be run again"
-    assert not step.sharded, "a sharded model cannot be run by one rank alone"
+    assert step.replayable, "a sharded model cannot be run by one rank alone"
     if scale is None:
         scale = step.scale
     if micro is None:
@@ -56,7 +55,7 @@ def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None
             loss = total_loss(step.loss_fn(step.micro_batches[index]))
             losses.append(float(loss.detach()))
             torch.autograd.backward(loss * scale if scale != 1.0 else loss)
-        gradients = tuple(p.grad for p in optimizer_parameters(step.optimizer))
+        gradients = tuple(p.grad for p in step.given_gradients())
         finite = all(g is None or is_finite(g) for g in gradients)
     return Rerun(tuple(losses), finite, gradients)
 
@@ -72,7 +71,7 @@ def model_finite(step: Step, *, scale: float = 1.0) -> bool:
             if not all(map(is_finite, outputs)):
                 return False
             _backward_through(outputs, gradients, scale)
-        gradients = [p.grad for p in optimizer_parameters(step.optimizer)]
+        gradients = [p.grad for p in step.given_gradients()]
         return all(gradient is None or is_finite(gradient) for gradient in gradients)
 
 

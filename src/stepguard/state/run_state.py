@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,22 +19,19 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepguard._errors import StepguardError
+from stepguard._errors import StateError
 from stepguard.state.in_place import Refill, in_containers_of
 from stepguard.state.module_counters import ModuleCounters
 from stepguard.state.module_state import fill_module, module_misfit, module_tensors, why_not_kept
 from stepguard.state.optimizer_state import OptimizerState, ParameterNames
 from stepguard.state.ownership import Ownership
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
-from stepguard.state.sharded import why_sharded
+from stepguard.state.sharded import show_shards
 from stepguard.state.tree_json import NotPlainError, tree_from_json, tree_to_json
 from stepguard.tensors.names import optimizer_parameter_ids
+from stepguard.tensors.sharding import TensorPart, is_distributed, part_of
 from stepguard.tensors.torch_private import scaler_tensors, start_scaler
-from stepguard.tensors.values import is_finite
-
-
-class StateError(StepguardError):
-    """The state cannot be kept, or does not fit the objects it should go into; says which part."""
+from stepguard.tensors.values import is_finite, local_part
 
 
 @dataclass(slots=True)
@@ -43,6 +40,8 @@ class SavedState:
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
+    parts: dict[str, TensorPart] = field(default_factory=dict)
+    """Tensors of which this rank holds a part, and which part that is."""
 
     def below(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors whose names begin with the prefix, without it."""
@@ -89,10 +88,8 @@ class RunState:
 
     def gather(self) -> SavedState:
         """Return references to the live tensors, and the rest as plain values, without a sync."""
-        why = why_sharded(self._modules.values(), self._optimizer)
-        if why:
-            raise StateError(why)
         self._ownership.look()
+        show_shards(self._modules.values())
         saved = self.gather_modules()
         tensors = saved.tensors
         saved.facts.update(self.gather_optimizer(tensors))
@@ -106,8 +103,19 @@ class RunState:
             str(self._rank): rng_to_facts(capture_rng(), tensors, f"rng/{self._rank}")
         }
         for name, tensor in tensors.items():
-            _refuse_odd(name, tensor)
+            if is_distributed(tensor):
+                saved.parts[name] = part_of(tensor)
+                tensors[name] = local_part(tensor.detach())
+            _refuse_odd(name, tensors[name])
         return saved
+
+    def parameter_parts(self) -> dict[str, TensorPart]:
+        """Which part of every sharded parameter this rank holds, by the optimizer's name for it."""
+        found: dict[str, TensorPart] = {}
+        for parameter, name in self._names.of(self._optimizer):
+            if is_distributed(parameter):
+                found[name] = part_of(parameter)
+        return found
 
     def gather_modules(self) -> SavedState:
         """Return parameters, buffers and plain counters of every module."""
@@ -231,7 +239,7 @@ class RunState:
             if id(parameter) not in trained or kept is None or not kept.is_floating_point():
                 continue
             wide = kept.double()
-            moved += float((parameter.detach().to(wide) - wide).square().sum())
+            moved += float((local_part(parameter.detach()).to(wide) - wide).square().sum())
             then += float(wide.square().sum())
         if not then:
             return None

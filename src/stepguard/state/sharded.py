@@ -1,30 +1,24 @@
-"""Know state that is sharded over ranks: one rank can neither keep it nor run the model alone."""
+"""Know state that is sharded over ranks: each keeps its own part, none can run the model alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from torch import nn
-from torch.optim import Optimizer
 
-from stepguard.tensors.sharding import is_distributed, sharding_class
-
-SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
-WAY_OUT = (
-    "snapshots, guard.save() and rewinding are off for this run; save with "
-    "torch.distributed.checkpoint "
-    "(torch.distributed.checkpoint.state_dict.get_state_dict gathers model and optimizer)."
-)
+from stepguard.tensors.sharding import FSDP2, is_distributed, sharding_class
 
 
-def why_sharded(modules: Iterable[nn.Module], optimizer: Optimizer) -> str:
-    """Say what is sharded and what to use instead; empty if every rank has all of the state."""
-    what = sharded_part(modules)
-    if what:
-        return f"{what}, every rank holds a part of it: {WAY_OUT}"
-    if type(optimizer).__name__ in SHARDING_OPTIMIZERS:
-        return f"{type(optimizer).__name__} keeps a part of its state on every rank: {WAY_OUT}"
-    return ""
+def show_shards(modules: Iterable[nn.Module]) -> None:
+    """Have FSDP2 modules hold their shards.
+
+    After an evaluation the root still holds whole parameters, which the optimizer does not know.
+    Asks no other rank, and the next forward pass gathers them again.
+    """
+    for root in modules:
+        for module in root.modules():
+            if sharding_class(module) == FSDP2:
+                module.reshard()  # type: ignore[operator]
 
 
 def sharded_part(modules: Iterable[nn.Module]) -> str:

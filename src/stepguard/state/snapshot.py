@@ -99,7 +99,8 @@ class Ring:
             [buffers[n] for n in names], [state.tensors[n] for n in names], non_blocking=True
         )
         self._serial += 1
-        snapshot = Snapshot(step, self._serial, SavedState(buffers, state.facts), watched_from=step)
+        kept = SavedState(buffers, state.facts, state.parts)
+        snapshot = Snapshot(step, self._serial, kept, watched_from=step)
         self.snapshots.append(snapshot)
         return snapshot
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from stepguard._errors import ConfigError
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import RngState
+from stepguard.tensors.names import optimizer_parameters
 
 PARALLEL_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
@@ -49,18 +50,31 @@ class Step:
     """`watch` mode: the model's part of the step; `micro_batches` are then calls of the model."""
     sharded: bool = False
     """The model's parameters are spread over ranks: no rank can run any of it alone."""
+    gathered: bool = False
+    """This rank holds all parameters at the moment, by a plan of all ranks."""
+    not_gathered: str = ""
+    """Why the ranks have agreed on no such plan."""
     lines: tuple[tuple[str, int] | None, ...] = ()
     """`watch` mode: file and line that called the model, for each call."""
 
     @property
     def replayable(self) -> bool:
-        """Can the step be run again from batch to loss?"""
-        return self.loss_fn is not None and not self.sharded
+        """Can the step be run again from batch to loss, by this rank alone?"""
+        return self.loss_fn is not None and self._runs_alone
+
+    @property
+    def repeatable(self) -> bool:
+        """Can the step be run again by all ranks together?"""
+        return self.loss_fn is not None
+
+    @property
+    def _runs_alone(self) -> bool:
+        return self.gathered or not self.sharded
 
     @property
     def model_only(self) -> bool:
         """Can only the model's part be run again?"""
-        if self.sharded or self.loss_fn is not None:
+        if not self._runs_alone or self.loss_fn is not None:
             return False
         return self.model_fn is not None and bool(self.micro_batches)
 
@@ -70,6 +84,13 @@ class Step:
         if self.began is not None:
             return self.began
         return self.rng[0] if self.rng else None
+
+    def given_gradients(self) -> list[Tensor]:
+        """Return what a backward pass by this rank alone leaves gradients in."""
+        if self.gathered:
+            # The optimizer holds the shards, which get none of it.
+            return [p for root in self.named_roots().values() for p in root.parameters()]
+        return optimizer_parameters(self.optimizer)
 
     def named_roots(self) -> dict[str, nn.Module]:
         """Return the root modules by the prefix of their names; the model's is ""."""

@@ -34,6 +34,7 @@ __all__ = [
     "foreach_max",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp2_groups",
     "graphs_compiled",
     "next_sequence_number",
     "pretend_stepped",
@@ -81,6 +82,8 @@ ATTRIBUTES = {
     "Optimizer.step._wrapped_by_lr_sched": "a schedule counts the steps of this optimizer",
     "LRScheduler._last_lr": "the rates that a schedule has set last",
     "SequentialLR._schedulers": "schedules inside a schedule",
+    "DistributedDataParallel._comm_hooks": "the hooks of a model, with what they remember",
+    "Join._joinables": "the models that uneven inputs are for",
     "OpOverload._schema": "name and arguments of an operation in a dispatch mode",
     "Optimizer._opt_called": "written by schedules, not a part of the state",
     "GradScaler._get_scale_async": "the scale as a tensor: get_scale() waits for the device",
@@ -125,6 +128,18 @@ def graphs_compiled() -> bool:
 def default_store() -> Any:
     """Return the key-value store of the default process group: a message without a collective."""
     return dist.distributed_c10d._get_default_store()
+
+
+def fsdp2_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters that FSDP2 gathers for this module; none for any other.
+
+    Its public calls set whether a group exchanges gradients and stays gathered, and tell of none.
+    """
+    state = getattr(module, "_get_fsdp_state", None)
+    if state is None:
+        return []
+    groups: list[Any] = state()._fsdp_param_groups
+    return groups
 
 
 def finished_work() -> Any:

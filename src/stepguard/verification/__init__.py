@@ -7,6 +7,7 @@ that name would hide it.
 from stepguard.verification.api import nothing_in, verify, verify_or_empty, with_lr
 from stepguard.verification.damage import Damaged
 from stepguard.verification.file_formats import is_checkpoint_file, read_content
+from stepguard.verification.folder_seal import seal_folder
 from stepguard.verification.path_check import Plan, check_checkpoint, check_path
 from stepguard.verification.pickle_values import PickledObject, TensorRecord
 
@@ -20,6 +21,7 @@ __all__ = [
     "is_checkpoint_file",
     "nothing_in",
     "read_content",
+    "seal_folder",
     "verify",
     "verify_or_empty",
     "with_lr",

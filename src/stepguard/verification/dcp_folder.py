@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepguard._errors import StoreError
+from stepguard.checkpoints.seal import SEAL, SealedFile, read_seal
 from stepguard.records.verification import ProblemKind, Role
 from stepguard.report.phrases import first_few
 from stepguard.verification import limits, pickle_contents, roles
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged, ProblemList
 from stepguard.verification.file_check import check_file
-from stepguard.verification.file_layout import FileLayout
+from stepguard.verification.file_layout import ChecksumRange, FileLayout
 from stepguard.verification.format_entry import (
     CheckedFolder,
     CheckpointFiles,
@@ -25,12 +27,13 @@ from stepguard.verification.format_entry import (
 )
 from stepguard.verification.pickle_stream import read_value
 from stepguard.verification.pickle_tensors import report_globals
-from stepguard.verification.pickle_values import PickledObject
+from stepguard.verification.pickle_values import PickledObject, TensorRecord
 from stepguard.verification.torch_zip_format import SIGNATURE, read_zip
 
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
 """Of the files with the tensors."""
+ANOTHER = "the file was written by another save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class DcpItem:
     length: int
     transformed: bool
     """Compressed or encrypted by an extension of the writer."""
+    shape: tuple[int, ...] | None = None
+    """Of the piece, as `.metadata` describes it; None for an object."""
 
 
 def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress) -> CheckedFolder:
@@ -58,9 +63,11 @@ def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress)
         )
         return _refused(folder, "missing", detail)
     items: list[DcpItem] = []
+    sealed = _sealed_files(folder, problems)
 
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
         layout.format = "DCP"
+        _compare_with_seal(source, layout, sealed)
         # torch itself loads `.metadata` with plain pickle, so its names matter most
         value, globals_seen = read_value(source)
         report_globals(layout, globals_seen)
@@ -68,10 +75,36 @@ def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress)
         _check_completeness(value, layout.problems)
 
     metadata = check_file(folder / METADATA, progress, read=read)
-    layouts = _check_files(folder, items, metadata.problems, progress)
+    layouts = _check_files(folder, items, sealed, metadata.problems, progress)
     if metadata.complete:
         _report_unnamed(folder, items, metadata.problems)
+    for name in sorted(sealed):
+        if not (folder / name).exists():
+            problems.add("missing", f"the seal names {name}, which is not there")
     return CheckedFolder([metadata, *layouts])
+
+
+def _sealed_files(folder: Path, problems: ProblemList) -> dict[str, SealedFile]:
+    """Return what a seal says of the files; nothing where there is none."""
+    if not (folder / SEAL).exists():
+        return {}
+    try:
+        return dict(read_seal(folder).files)
+    except StoreError as fault:
+        problems.add("seal", str(fault))
+        return {}
+
+
+def _compare_with_seal(
+    source: FileSlice, layout: FileLayout, sealed: Mapping[str, SealedFile]
+) -> None:
+    """Have the bytes of a file compared with the seal; a file of another save differs in them."""
+    name = layout.path.name
+    if name in sealed:
+        digest = sealed[name].digest
+        layout.checksums.append(ChecksumRange(0, source.size, name, "xxh3_128", digest))
+    elif sealed:
+        layout.problems.add("seal", "is not named by the seal")
 
 
 def _refused(folder: Path, kind: ProblemKind, detail: str) -> CheckedFolder:
@@ -81,7 +114,11 @@ def _refused(folder: Path, kind: ProblemKind, detail: str) -> CheckedFolder:
 
 
 def _check_files(
-    folder: Path, items: Sequence[DcpItem], problems: ProblemList, progress: Progress
+    folder: Path,
+    items: Sequence[DcpItem],
+    sealed: Mapping[str, SealedFile],
+    problems: ProblemList,
+    progress: Progress,
 ) -> list[FileLayout]:
     by_file: dict[str, list[DcpItem]] = {}
     for item in items:
@@ -99,7 +136,7 @@ def _check_files(
         elif (folder / name).is_symlink():
             problems.add("link", f"{name} is a link; it was not followed")
         else:
-            layouts.append(check_file(folder / name, progress, read=_reader(held)))
+            layouts.append(check_file(folder / name, progress, read=_reader(held, sealed)))
     return layouts
 
 
@@ -110,9 +147,10 @@ def _report_unnamed(folder: Path, items: Sequence[DcpItem], problems: ProblemLis
             problems.add("index", f"{path.name} is not named by {METADATA}", severity="warning")
 
 
-def _reader(items: list[DcpItem]) -> Read:
+def _reader(items: list[DcpItem], sealed: Mapping[str, SealedFile]) -> Read:
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
         layout.format = "DCP"
+        _compare_with_seal(source, layout, sealed)
         end = 0
         for item in sorted(items, key=lambda item: item.offset):
             try:
@@ -122,6 +160,10 @@ def _reader(items: list[DcpItem]) -> Read:
                 _read_item(source.part(item.offset, item.length), layout, item)
             except Damaged as damage:
                 layout.problems.add(damage.kind, damage.detail, tensor=item.name)
+        if source.size > end:
+            layout.problems.add(
+                "index", f"has {source.size:,} bytes and {METADATA} describes {end:,}: {ANOTHER}"
+            )
 
     return read
 
@@ -134,6 +176,9 @@ def _read_item(source: FileSlice, layout: FileLayout, item: DcpItem) -> None:
         return
     role = _role(item.name)
     value = read_zip(source, layout, role, prefix=f"{item.name}/").root
+    if isinstance(value, TensorRecord) and item.shape not in (None, tuple(value.shape)):
+        described = f"{list(value.shape)} here and {list(item.shape or ())} in {METADATA}"
+        layout.problems.add("index", f"is {described}: {ANOTHER}", tensor=item.name)
     if isinstance(value, float) and role is not None:
         _add_number(layout, item.name, role, value)
 
@@ -162,10 +207,31 @@ def _items(value: Any) -> list[DcpItem]:
     stored = value.field("storage_data") if isinstance(value, PickledObject) else None
     if not isinstance(stored, dict):
         raise Damaged("malformed", f"{METADATA} holds no storage_data")
-    return [_item(index, info) for index, info in stored.items()]
+    shapes = _shapes(value)
+    return [_item(index, info, shapes) for index, info in stored.items()]
 
 
-def _item(index: Any, info: Any) -> DcpItem:
+def _shapes(value: PickledObject) -> dict[tuple[str, tuple[int, ...]], tuple[int, ...]]:
+    """Return the shape of every piece that is described, by its tensor and its place in it."""
+    found: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    described = value.field("state_dict_metadata")
+    if not isinstance(described, dict):
+        return found
+    for name, entry in described.items():
+        chunks = entry.field("chunks") if isinstance(entry, PickledObject) else None
+        for chunk in chunks if isinstance(chunks, list) else ():
+            if not isinstance(chunk, PickledObject) or not isinstance(name, str):
+                continue
+            offsets = chunk.field("offsets")
+            sizes = chunk.field("sizes")
+            if limits.is_shape(offsets) and limits.is_shape(sizes):
+                found[name, tuple(offsets)] = tuple(sizes)
+    return found
+
+
+def _item(
+    index: Any, info: Any, shapes: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]]
+) -> DcpItem:
     if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
         raise Damaged("malformed", f"{METADATA} names a piece by a {type(index).__name__}")
     name = index.field("fqn")
@@ -175,7 +241,10 @@ def _item(index: Any, info: Any) -> DcpItem:
     is_named = isinstance(name, str) and isinstance(file, str)
     if not is_named or type(offset) is not int or type(length) is not int:
         raise Damaged("malformed", f"{METADATA} does not say where a piece lies")
-    return DcpItem(name, file, offset, length, bool(info.field("transform_descriptors")))
+    transformed = bool(info.field("transform_descriptors"))
+    at = index.field("offset")
+    shape = shapes.get((name, tuple(at))) if limits.is_shape(at) else None
+    return DcpItem(name, file, offset, length, transformed, shape)
 
 
 def _check_completeness(value: Any, problems: ProblemList) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 
 from stepguard._errors import StoreError
 from stepguard.checkpoints.entries import LAST_GOOD, list_entries, read_pointer
-from stepguard.checkpoints.seal import SEAL, Seal, read_seal
+from stepguard.checkpoints.seal import SEAL, Seal, SealedFile, read_rank_seals, read_seal
 from stepguard.records.verification import Problem, Role
 from stepguard.verification import dtype_names
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged, ProblemList
+from stepguard.verification.dcp_folder import METADATA
 from stepguard.verification.file_check import check_file
 from stepguard.verification.file_layout import ChecksumRange, FileLayout
 from stepguard.verification.format_entry import (
@@ -38,6 +41,7 @@ def check_sealed(
             "was sealed without being good: it is complete, but its run was in trouble",
             severity="warning",
         )
+    owners = _seal_of_each_file(folder, seal, problems)
     layouts = []
     for name in sorted(seal.files):
         path = folder / name
@@ -46,16 +50,37 @@ def check_sealed(
         elif not path.exists():
             problems.add("missing", f"the seal names {name}, which is not there")
         else:
-            layouts.append(_check_file(path, seal, progress))
+            layouts.append(_check_file(path, seal.files[name], owners[name], progress))
     for path in sorted(folder.iterdir()):
         if path.name not in seal.files and path.name != SEAL:
             problems.add("seal", f"{path.name} is not named by the seal", severity="warning")
     return CheckedFolder(layouts, seal.step)
 
 
-def _check_file(path: Path, seal: Seal, progress: Progress) -> FileLayout:
+def _seal_of_each_file(folder: Path, seal: Seal, problems: ProblemList) -> dict[str, Seal]:
+    """Which seal knows the tensors of a file: where several ranks have written, its rank's own."""
+    owners = dict.fromkeys(seal.files, seal)
+    try:
+        ranks = read_rank_seals(folder, seal)
+    except StoreError as fault:
+        problems.add("seal", str(fault))
+        return owners
+    held: Counter[str] = Counter()
+    whole: dict[str, int] = {}
+    for own in ranks:
+        owners.update(dict.fromkeys(own.files.keys() & seal.files.keys(), own))
+        for name, part in own.parts.items():
+            held[name] += math.prod(own.tensors[name].shape) if name in own.tensors else 0
+            whole[name] = math.prod(part.whole)
+    for name, needed in whole.items():
+        if held[name] != needed:
+            detail = f"its parts hold {held[name]:,} of {needed:,} elements"
+            problems.add("missing", detail, tensor=name)
+    return owners
+
+
+def _check_file(path: Path, sealed: SealedFile, seal: Seal, progress: Progress) -> FileLayout:
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
-        sealed = seal.files[path.name]
         layout.format = "sealed"
         layout.checksums.append(ChecksumRange(0, source.size, path.name, "xxh3_128", sealed.digest))
         if source.size != sealed.size:
@@ -106,7 +131,9 @@ def check_store(folder: Path) -> list[Problem]:
 
 
 def _is_sealed(files: list[Path]) -> bool:
-    return any(path.name == SEAL for path in files)
+    names = {path.name for path in files}
+    # a folder of torch.distributed.checkpoint may have a seal, too
+    return SEAL in names and METADATA not in names
 
 
 SEALED = FolderFormat(

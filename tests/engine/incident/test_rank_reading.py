@@ -24,7 +24,7 @@ BAD_GRADIENT = Reading(step=0, loss=1.0, grads_finite=False)
     [
         ({}, 0),
         ({"loss": math.nan, "micro_losses": (math.nan,)}, 2),
-        ({"bad_state": ("param:w",)}, 3),
+        ({"bad_state": ("param:w",)}, 4),
         ({"bad_inputs": ("batch:0",)}, 3),
         ({"grads_finite": False, "overflow": True}, 0),
     ],
@@ -39,6 +39,21 @@ def test_replay_tells_whose_gradients_were_exchanged() -> None:
     assert own_trouble(step_of(DATA[0]), BAD_GRADIENT) == 0
     assert own_trouble(step_of(poisoned(DATA[0])), BAD_GRADIENT) == 2
     assert own_trouble(step_of(DATA[0], loss_fn=None), BAD_GRADIENT) == 1
+
+
+@pytest.mark.parametrize(
+    ("troubles", "spreads", "bad"),
+    [
+        ((0, 1), False, []),  # the rank that holds the bad part need not have made it
+        ((2, 4), False, [1]),  # a bad shard spoils the loss of every rank
+        ((2, 3), False, [1, 0]),  # two causes
+        ((2, 3), True, [1]),  # ranks compute one batch together
+    ],
+)
+def test_ranks_of_a_sharded_model_are_blamed_for_what_they_made(
+    troubles: tuple[int, ...], spreads: bool, bad: list[int]
+) -> None:
+    assert module.blamed_ranks(troubles, sharded=True, spreads=spreads) == bad
 
 
 @pytest.mark.parametrize(

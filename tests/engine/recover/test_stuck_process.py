@@ -15,6 +15,7 @@ from stepguard.engine.recover import stuck_process
 from stepguard.engine.recover.stuck_process import StuckProcess
 
 pytestmark = pytest.mark.usefixtures("interruptible")
+GRACE = 30.0
 
 
 def wakeup_file() -> int:
@@ -25,7 +26,7 @@ def wakeup_file() -> int:
 
 def test_everything_is_as_before_afterwards() -> None:
     threads, before = threading.active_count(), wakeup_file()
-    watch = StuckProcess(lambda number: True)
+    watch = StuckProcess(lambda number: True, GRACE)
     assert wakeup_file() != -1
     watch.close()
     assert threading.active_count() == threads and wakeup_file() == before
@@ -36,7 +37,7 @@ def test_file_of_an_event_loop_stays_its_own() -> None:
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes)
     try:
-        watch = StuckProcess(lambda number: True)
+        watch = StuckProcess(lambda number: True, GRACE)
         assert wakeup_file() == writes
         watch.close()
         assert wakeup_file() == writes
@@ -53,14 +54,13 @@ def test_process_that_acts_or_would_go_on_is_not_ended(
     ended: list[int] = []
     asked = threading.Event()
     monkeypatch.setattr(stuck_process, "_die_of", ended.append)
-    monkeypatch.setattr(stuck_process, "GRACE", 30.0)
 
     def ends(number: int) -> bool:
         asked.set()
         return why == "acted"
 
     before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    watch = StuckProcess(ends)
+    watch = StuckProcess(ends, GRACE)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert asked.wait(20)

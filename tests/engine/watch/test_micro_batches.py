@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import stepguard
 from guard.scenes import NAN, quiet
 from stepguard import ConfigError, GuardConfig, Incident, Policy
+from stepguard.records.codec import dumps, to_plain
 
 LOCATED = quiet(locate=True)
 Batch = dict[str, Tensor]
@@ -117,7 +118,7 @@ def facts(incident: Incident) -> dict[str, Any]:
     reading = incident.reading
     return {
         "id": incident.id,
-        "origin": repr(incident.origin),  # a NaN among its numbers equals nothing
+        "origin": dumps(to_plain(incident.origin)),  # a NaN among its numbers equals nothing
         "codes": [finding.code for finding in incident.findings],
         "decision": incident.decision,
         "bad_grads": reading.bad_grads,

@@ -22,7 +22,7 @@ def train(folder: Path) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = GuardConfig(run_dir=folder, terminal="quiet", locate=False)
+    config = GuardConfig(run_dir=folder, terminal="quiet")
     guard = Guard(model, optimizer, config=config)
     for step in range(8):
         x = torch.full((2, 4), 1.0 + dist.get_rank())

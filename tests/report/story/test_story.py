@@ -108,6 +108,7 @@ def test_ranks_tell_one_story(tmp_path: Path) -> None:
     assert run.world == 2
     (one,) = run.incidents
     assert one.ranks == (0, 1) and one.incident.step == 5
+    assert "SG701" in {finding.code for finding in one.incident.findings}
     for table in run.by_rank.values():
         assert list(table.step) == list(range(8))
         assert table.incident[5] == 0

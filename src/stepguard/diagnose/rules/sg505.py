@@ -13,6 +13,10 @@ from stepguard.records import Certainty, Remedy
 
 STILL = 1e-5
 """Of their norm: an update so small moves no loss by itself."""
+LARGE_MOVE = 0.05
+"""Of its size, in one update: healthy parameters move by a thousandth."""
+STANDS_OUT = 10.0
+"""Times the move of all weights together."""
 EXTREME_NUMBER = 1e6
 """A factor that no loss function means: a temperature annealed to almost 0, or its reciprocal."""
 SIGNS = ("repeat_loss", "older_loss", "update_ratio", "moved")
@@ -105,6 +109,7 @@ def _sentences(case: Case) -> tuple[str, ...]:
         *_growth(case),
         _repeated(case),
         _update(case),
+        _moved_most(case),
         _rates(case),
         _impure(case),
         _surfaced(case),
@@ -138,6 +143,26 @@ def _update(case: Case) -> str:
     if ratio is None:
         return ""
     return f"the last update changed the weights by {ratio:.3g} of their norm; 0.001 is usual"
+
+
+def _moved_most(case: Case) -> str:
+    """One parameter that ran away, which the norm of all weights hides."""
+    found = runaway_parameter(case)
+    if found is None:
+        return ""
+    name, share = found
+    return f"`{name}` moved most: by {share:.3g} of its own size"
+
+
+def runaway_parameter(case: Case) -> tuple[str, float] | None:
+    """The parameter that moved far more for its size than the weights did as a whole."""
+    most = case.facts.moved_most
+    if most is None or most[1] < LARGE_MOVE:
+        return None
+    usual = case.facts.update_ratio
+    if usual is not None and most[1] < STANDS_OUT * usual:
+        return None
+    return most
 
 
 def _rates(case: Case) -> str:

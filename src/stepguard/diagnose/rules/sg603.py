@@ -18,7 +18,8 @@ def recognise(case: Case) -> Proof | None:
 
 def _brought_in(case: Case) -> Proof | None:
     """State that was loaded in this process and is bad before its first step."""
-    fresh = case.facts.resumed and case.facts.committed == 0
+    nothing_done = case.facts.just_loaded or case.facts.committed == 0
+    fresh = case.facts.resumed and nothing_done
     if not fresh or case.phase != "state" or not case.tensor or case.reading.state_born:
         return None
     text = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import SeveralSchedules, advance
 from stepguard.state.resumable_loader import ResumableLoader
@@ -14,8 +17,18 @@ class EpochSchedule:
     pass.
     """
 
-    def __init__(self, context: Context, feed: ResumableLoader) -> None:
-        self._context, self._feed = context, feed
+    def __init__(
+        self, context: Context, feed: ResumableLoader | None, pass_ended: Callable[[], None]
+    ) -> None:
+        if feed is None:
+            raise ConfigError(
+                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
+                "ends; give stepguard.Guard(..., loader=loader) and iterate over guard.loader, or "
+                "use scheduler_every=None and call scheduler.step() in your loop."
+            )
+        self._context = context
+        self._feed = feed
+        feed.after_pass.append(pass_ended)
         scheduler = context.scheduler
         self._schedulers = (
             scheduler._schedulers if isinstance(scheduler, SeveralSchedules) else [scheduler]

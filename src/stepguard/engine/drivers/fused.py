@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.optimizer_kinds import found_inf, takes_found_inf
+from stepguard.engine.drivers.outer_optimizer import voting_manager
 from stepguard.engine.drivers.scaler import restore_scaler, scaler_copy
 from stepguard.engine.drivers.schedule import ScheduleCopy
 from stepguard.engine.reader import Pending
@@ -21,7 +21,7 @@ from stepguard.state.step import Step
 
 def read_later(context: Context) -> bool:
     """Is this update read one step later? Outliers must be known before the update."""
-    if not takes_found_inf(context.optimizer):
+    if not takes_found_inf(context.optimizer) or voting_manager(context.outer) is not None:
         return False
     # where a scaler has set its own flag, the kernel decides in any case
     return context.outliers is None or found_inf(context.optimizer) is not None
@@ -48,11 +48,12 @@ class FusedUpdate:
         self._reading: Reading | None = None
         """The numbers, once they have been waited for."""
 
-    def update(self, optimizer: Optimizer) -> None:
+    def update(self, context: Context) -> None:
         """Step, unless the device finds something non-finite."""
+        optimizer = context.optimizer
         optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         try:
-            optimizer.step()
+            context.stepped.step()
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
@@ -95,4 +96,5 @@ class FusedUpdate:
             context.optimizer.state.pop(parameter, None)
         if not calibrating:
             self.step.buffers.restore()
+            context.attached.restore()
             restore_scaler(context, self._scaler)

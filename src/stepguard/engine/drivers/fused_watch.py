@@ -42,7 +42,8 @@ class FusedWatchedStep(WatchedStep):
                 fused.issued(self.context)
         try:
             self.dropped = False
-            if not self._remembered or self.context.buffers.changing():
+            changed = self.context.buffers.changing() or bool(self.context.attached)
+            if not self._remembered or changed:
                 # changed buffers cannot wait: the next forward needs them put back
                 self.dropped = self.settle(inside=True)
             else:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.fused import FusedUpdate, read_later
+from stepguard.engine.drivers.outer_optimizer import step_without_gradients, update
 from stepguard.engine.drivers.scaler import hold_scaler, scaled, unscale, update_scaler
-from stepguard.engine.drivers.step_end import StepEnd
+from stepguard.engine.drivers.step_end import StepEnd, UpdateNotCalled
 from stepguard.engine.drivers.unguarded import unguarded_step, unguarded_update
 from stepguard.engine.drivers.update_check import UpdateCheck
 from stepguard.engine.incident.exceptions import Exceptions
@@ -38,19 +39,6 @@ from stepguard.records.verdict import Verdict
 from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import LossFn, Step
-
-
-class UpdateNotCalled:
-    """A step whose `optimizer.step()` the guard has not called: only buffers have moved."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def stop(self) -> None:
-        """Nothing to stop: the guard does not call it."""
-
-    def restore_buffers(self) -> None:
-        self._context.buffers.restore()
 
 
 class StepDriver:
@@ -104,7 +92,7 @@ class StepDriver:
         with self.protect.part("snapshots and checkpoints"):
             self.rewinder.snapshots.between_steps()
         with self.protect.region:
-            context.buffers.remember()
+            context.remember()
             self.reader.start()
             return Step(
                 index=context.step,
@@ -123,7 +111,7 @@ class StepDriver:
         """Run the user's code; with `only`, some micro-batches with the random numbers they had."""
         context = self.context
         assert step.loss_fn is not None
-        context.optimizer.zero_grad(set_to_none=True)
+        context.stepped.zero_grad(set_to_none=True)
         losses = []
         for index, batch in enumerate(step.micro_batches):
             if only is None:
@@ -200,8 +188,9 @@ class StepDriver:
 
     def _drop(self, step: Step, reading: Reading, incident: Incident | None) -> StepResult:
         """Leave buffers, scaler and schedule as if this batch had never come."""
-        self.context.buffers.restore()
+        self.context.put_back()
         hold_scaler(self.context)
+        step_without_gradients(self.context)
         self.step_end.dropped(reading)
         self.context.step += 1
         incident = self.transaction.conclude(incident)
@@ -223,9 +212,11 @@ class StepDriver:
         check = UpdateCheck(context, self.protect)
         check.prepare(reading, at_risk=pending.at_risk)
         self._clip(pending, reading, outliers_kept_out=check.give_back is not None)
-        context.optimizer.step()
+        updated = update(context)
         if check.give_back is not None:
             check.give_back()
+        if not updated:
+            return self._end_without_update(step, reading)
         undone = check.undone(reading)
         if undone is not None:
             reading, verdict = self.transaction.assess(step, undone)
@@ -234,6 +225,13 @@ class StepDriver:
         self._end(step, reading, committed=True, incident=incident)
         incident = self.transaction.conclude(incident)
         return (result or StepResult()).resolve(reading, committed=True, incident=incident)
+
+    def _end_without_update(self, step: Step, reading: Reading) -> StepResult:
+        """A wrapper around the optimizer has refused a step that is good here."""
+        self.context.put_back()
+        hold_scaler(self.context)
+        self._end(step, reading, committed=False)
+        return StepResult().resolve(reading, committed=False)
 
     def _clip(self, pending: Pending, reading: Reading, *, outliers_kept_out: bool) -> None:
         context = self.context
@@ -316,7 +314,7 @@ class StepDriver:
             return None
         reading, verdict = self.transaction.assess(step, reading)
         if verdict.bad or verdict.kind == "scale_calibration":
-            context.buffers.restore()
+            context.put_back()
             return None
         return self._commit(step, pending, reading, incident, result)
 
@@ -330,7 +328,7 @@ class StepDriver:
         fused = FusedUpdate(context, step, pending, result)
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm)
-        fused.update(context.optimizer)
+        fused.update(context)
         if self.protect.armed:
             with self.protect.region:
                 fused.issued(context)

@@ -12,6 +12,19 @@ ANCHOR_EVERY = 16
 """Committed steps between two remembered healthy batches."""
 
 
+class UpdateNotCalled:
+    """A step whose `optimizer.step()` the guard has not called: only buffers have moved."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def stop(self) -> None:
+        """Nothing to stop: the guard does not call it."""
+
+    def restore_buffers(self) -> None:
+        self._context.put_back()
+
+
 class StepEnd:
     """What a committed or a dropped step leaves behind, the same for every driver."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.outer_optimizer import step_without_gradients
 from stepguard.engine.drivers.scaler import scaled, unscale
 from stepguard.engine.reader import micro_loss, own_norm
 from stepguard.engine.result import StepResult
@@ -16,7 +17,7 @@ from stepguard.state.step import LossFn
 
 def unguarded_step(context: Context, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
     """Forward, backward and update without a look at anything."""
-    context.optimizer.zero_grad(set_to_none=True)
+    context.stepped.zero_grad(set_to_none=True)
     for batch in micro_batches:
         loss, _ = micro_loss(loss_fn(batch), batch, context)
         torch.autograd.backward(scaled(context, loss))
@@ -29,6 +30,7 @@ def unguarded_update(context: Context) -> StepResult:
     # Armed ranks measure before they exchange what they saw: the same order of collectives.
     norm = _norm_of_ranks(context)
     if context.agreement.stay(context.step, context.parameters) and not context.scaling():
+        step_without_gradients(context)
         context.step += 1
         return StepResult().resolve(None, committed=False)  # a scaler would refuse by itself
     if context.config.clip_norm is not None and norm is not None:
@@ -56,7 +58,7 @@ def _norm_of_ranks(context: Context) -> GradientNorm | None:
 def _scaled_or_plain_update(context: Context) -> bool:
     """Did the optimizer really step?"""
     if context.scaler is None or not context.scaling():
-        context.optimizer.step()
+        context.stepped.step()
         return True
     before = context.scaler.get_scale()
     context.scaler.step(context.optimizer)

@@ -80,9 +80,9 @@ class UpdateCheck:
     def _of_all_ranks(self, born: list[str]) -> dict[int, list[str]]:
         """What the update has made non-finite, by rank: all of them undo it or none does."""
         agreement = self._context.agreement
-        told = agreement.together(lambda: {"born": born}, "the check of a risky update")
+        told = agreement.in_step(lambda: {"born": born}, "the check of a risky update")
         found: dict[int, list[str]] = {}
-        for rank, facts in zip(agreement.members, told, strict=True):
+        for rank, facts in zip(agreement.deciding, told, strict=True):
             if facts["born"]:
                 found[rank] = facts["born"]
         return found

@@ -33,7 +33,7 @@ from stepguard.engine.reader import count_labels
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.wiring import Wiring
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
-from stepguard.state.step import LossFn, unwrapped
+from stepguard.state.step import LossFn, total_loss, unwrapped
 
 IN_BACKWARD = (
     "its optimizer steps inside the backward pass: a guard for each parameter would keep "
@@ -71,6 +71,23 @@ class WatchDriver(JudgedStep):
     def begin_micro(self, loss_fn: LossFn, batch: Any) -> None:
         """A framework is about to run one micro-batch; calls of the model are not kept then."""
         self.model_calls.off = True
+        self._add_micro(loss_fn, batch)
+
+    def loss_of(self, loss_fn: LossFn, batch: Any) -> Tensor:
+        """Run the forward of one micro-batch for the loop, which calls backward on it itself.
+
+        Calls of the model are kept as well: the loop may add something to the loss.
+        """
+        self._add_micro(loss_fn, batch)
+        try:
+            loss = total_loss(loss_fn(batch))
+        except Exception as error:
+            self.raised(error)
+            raise
+        self.micro_batches.hand_out(loss)
+        return loss
+
+    def _add_micro(self, loss_fn: LossFn, batch: Any) -> None:
         if not self.protect.armed:
             return
         with self.protect.region:
@@ -85,6 +102,7 @@ class WatchDriver(JudgedStep):
         with self.protect.region, self.tracing.paused():
             self.reader.start()
             self.observed.before_backward(root)
+            self.micro_batches.heard(root)
         with self.protect.part("live tracing"):
             self.tracing.before_backward(root)
 

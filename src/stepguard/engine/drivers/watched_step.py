@@ -111,7 +111,7 @@ class WatchedStep:
         """Remember buffers and attributes of modules as they are now."""
         if self.protect.armed:
             with self.protect.region:
-                self.context.buffers.remember()
+                self.context.remember()
         self._remembered = self.protect.armed
 
     def settle(self, *, inside: bool = False) -> bool:
@@ -144,7 +144,8 @@ class WatchedStep:
         before = self._listening
         self._listening = False
         try:
-            yield
+            with self.model_calls.pausing():
+                yield
         finally:
             self._listening = before
 
@@ -205,7 +206,7 @@ class WatchedStep:
         """Put back the buffers; in words where the beginning of the step was not seen."""
         if not self._remembered:
             return NOT_REMEMBERED
-        self.context.buffers.restore()
+        self.context.put_back()
         return ""
 
     # --- a step ends ----------------------------------------------------------------------------

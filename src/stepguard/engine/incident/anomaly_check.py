@@ -18,6 +18,7 @@ from stepguard.engine.incident.run_facts import update_ratio
 from stepguard.engine.recover.earlier_weights import compare_with_best
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Reading, Verdict
+from stepguard.state.faked_collectives import CollectiveInReplayError
 from stepguard.state.replay import reevaluate
 from stepguard.state.step import Step
 
@@ -69,7 +70,7 @@ class AnomalyCheck:
 
     def _measured(self, reading: Reading) -> Reading:
         """Measure the last update and the way of the weights; the largest over the ranks."""
-        told = self._context.agreement.together(self._measure, "the last update")
+        told = self._context.agreement.in_step(self._measure, "the last update")
         return replace(
             reading, update_ratio=_largest(told, "ratio"), weights_moved=_largest(told, "moved")
         )
@@ -130,7 +131,7 @@ class AnomalyCheck:
 
     def earlier_batch_now(self) -> tuple[float, float] | None:
         """Loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
-        told = self._context.agreement.together(self._run_anchor, "an earlier batch")
+        told = self._context.agreement.in_step(self._run_anchor, "an earlier batch")
         known = [facts["again"] for facts in told if facts["again"] is not None]
         return max(known, key=_rise, default=None)
 
@@ -139,7 +140,10 @@ class AnomalyCheck:
         if anchor is None:
             return {"again": None}
         step, then = anchor
-        now = reevaluate(step)
+        try:
+            now = reevaluate(step)
+        except CollectiveInReplayError:
+            return {"again": None}
         if self._context.maximizes:
             now = -now
         return {"again": (now, then)}

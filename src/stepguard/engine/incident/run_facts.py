@@ -19,7 +19,7 @@ from stepguard.diagnose.run_facts import Scaling
 from stepguard.engine.context import Context
 from stepguard.records import Reading
 from stepguard.tensors.dtypes import dtype_name
-from stepguard.tensors.names import optimizer_parameters
+from stepguard.tensors.names import named_parameters, names_by_id, optimizer_parameters
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 FAR_ABOVE = 1e6
@@ -34,8 +34,10 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
     if optimizer.param_groups:
         first_group = optimizer.param_groups[0]
     ratio = None
+    most = None
     if history.rates:
         ratio = update_ratio(optimizer, history.rates[-1])
+        most = moved_most(context, history.rates[-1])
     dtypes = {dtype_name(p.dtype) for p in context.parameters}
     return RunFacts(
         lr_history=(*history.rates, reading.lr),
@@ -43,6 +45,7 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         first_lr=history.first_lr,
         initial_lr=tuple(_declared_rate(group) for group in optimizer.param_groups),
         update_ratio=ratio,
+        moved_most=most,
         lost_squares=lost_squares(optimizer),
         losses=tuple(history.losses),
         grad_norms=tuple(history.norms),
@@ -56,6 +59,7 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         world_size=context.agreement.size,
         committed=history.committed,
         resumed=context.resumed,
+        just_loaded=context.resumed and context.step == context.resumed_at,
         outlier=_outlier(context),
     )
 
@@ -134,6 +138,37 @@ def _last_moves(optimizer: Optimizer, rates: Sequence[float]) -> tuple[list[Tens
                 moves.append(rate * direction)
                 weights.append(parameter.detach())
     return moves, weights
+
+
+def moved_most(context: Context, rates: Sequence[float]) -> tuple[str, float] | None:
+    """The parameter whose last update was largest beside its own size; None if that is unknown."""
+    names = names_by_id(named_parameters(context.roots))
+    most: tuple[str, float] | None = None
+    for group, rate in zip(context.optimizer.param_groups, rates, strict=False):
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            moved = _relative_move(parameter, rate, _last_direction(context, group, parameter))
+            if name is None or moved is None:
+                continue
+            if most is None or moved > most[1]:
+                most = (name, moved)
+    return most
+
+
+def _last_direction(context: Context, group: dict[str, Any], parameter: Tensor) -> Tensor | None:
+    return _direction(group, context.optimizer.state.get(parameter, {}))
+
+
+def _relative_move(parameter: Tensor, rate: float, direction: Tensor | None) -> float | None:
+    """Of parameters that start at 0, as biases do, any move is large: they are left out."""
+    if direction is None or not _is_plain(parameter.data):
+        return None
+    size = _norm([parameter.detach()])
+    moved = rate * _norm([direction])
+    before = size - moved
+    if before <= 0.0 and parameter.numel() > 1:
+        return None
+    return moved / size if size > 0.0 and math.isfinite(moved / size) else None
 
 
 def _decay(optimizer: Optimizer, rates: Sequence[float]) -> float:

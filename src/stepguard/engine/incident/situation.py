@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stepguard.detect.anomalies import MOVED
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.outer_optimizer import voting_manager
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import working_scale
 from stepguard.engine.incident.exploded_weights import stored_culprit, weights_ruined
@@ -13,6 +14,9 @@ from stepguard.policy.decide import Fault, Situation, allows_continuing
 from stepguard.policy.rewind_choice import RewindPlan
 from stepguard.records import Incident, Reading
 from stepguard.state.step import Step
+
+HEALED = "torchft brings a replica back from its peers, and this one would part from them"
+APART = "the ranks exchange nothing in this step, so they cannot go back together"
 
 
 class SituationReader:
@@ -32,7 +36,7 @@ class SituationReader:
         reading = incident.reading
         ruined = self._ruined(incident)
         fault = self._fault(incident, committed=committed, ruined=ruined)
-        repeatable = self._reruns and step.replayable
+        repeatable = self._repeatable(step)
         may_act = fault == "anomaly" and self._anomalies.proven
         rewind, why_not = self._way_back(
             fault, may_act=may_act, visible=not ruined, repeatable=repeatable
@@ -57,6 +61,16 @@ class SituationReader:
             new_scale=self._new_scale(step, reading),
         )
 
+    def _repeatable(self, step: Step) -> bool:
+        """Can the step be run again? Ranks that decide alone would run its collectives alone."""
+        return self._reruns and step.repeatable and not self._why_alone()
+
+    def _why_alone(self) -> str:
+        """Why this process can neither run the step again nor go back; empty where it can."""
+        if voting_manager(self._context.outer) is not None:
+            return HEALED
+        return APART if self._context.agreement.apart else ""
+
     def _fault(self, incident: Incident, *, committed: bool, ruined: bool) -> Fault:
         """The fault decides the remedy: data, state, update or anomaly."""
         reading = incident.reading
@@ -77,7 +91,7 @@ class SituationReader:
     ) -> tuple[str, float]:
         """What is proven guilty, in words, and its share of the samples; else the whole step."""
         # ranks have to drop the same
-        if repeatable and self._context.agreement.size == 1:
+        if repeatable and step.replayable and self._context.agreement.size == 1:
             words = proven_guilty(step, incident)
             if words:
                 return words, share_of(step, incident)
@@ -95,6 +109,9 @@ class SituationReader:
         self, fault: Fault, *, may_act: bool, visible: bool, repeatable: bool
     ) -> tuple[RewindPlan | None, str]:
         """Return where a rewind would go, or why it cannot; only for faults a rewind answers."""
+        alone = self._why_alone()
+        if alone:
+            return None, alone
         if fault == "anomaly":
             if not may_act:
                 return None, ""
@@ -122,7 +139,7 @@ class SituationReader:
         """A static loss scale that works on every rank, where the present one overflows."""
         if not reading.overflow or not self._context.config.loss_scale:
             return None
-        of_ranks = self._context.agreement.together(
+        of_ranks = self._context.agreement.in_step(
             lambda: {"scale": working_scale(step)}, "the loss scale"
         )
         return min(float(told["scale"]) for told in of_ranks)

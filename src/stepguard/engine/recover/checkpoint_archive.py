@@ -7,26 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import StepguardError
-from stepguard.checkpoints import Background, Entry, Health, Store
+from stepguard.checkpoints import Background, Entry, Health, Select, Store
 from stepguard.engine.context import Context
 from stepguard.engine.recover.probation import Probation
 from stepguard.engine.recover.rank_weights import APART, RankWeights, add_parts, state_of_rank
-from stepguard.state.run_state import SavedState
+from stepguard.engine.recover.shared_save import SharedSave, begin_together
+from stepguard.engine.recover.wanted_parts import wanted_parts
+from stepguard.state.run_state import RunState, SavedState
 from stepguard.tensors.values import is_finite
 
 
 class Archive:
     """Writes checkpoints to one folder, and reads them."""
 
-    def __init__(self, context: Context, probation: Probation, folder: Path) -> None:
+    def __init__(
+        self, context: Context, probation: Probation, run_state: RunState, folder: Path
+    ) -> None:
         config = context.config
         self._context = context
         self._probation = probation
+        self._run_state = run_state
         self._rank_weights = RankWeights(context)
         self.store = Store(folder, keep=config.keep, keep_every=config.keep_every)
         self.background = Background(self.store, self._say, self._sealed)
         context.resources.callback(self.store.close)
         context.resources.callback(self.background.close)
+
+    @property
+    def shared(self) -> bool:
+        """Does every rank write its own part, because no rank holds all of the state?"""
+        return self._context.sharded and self._context.agreement.size > 1
 
     # --- reading
 
@@ -51,7 +61,7 @@ class Archive:
             if entry.step != step:
                 continue
             try:
-                opened = self.store.open(entry.path)
+                opened = self.store.open(entry.path, select=self.select())
             except StepguardError as fault:
                 self._say(str(fault))
                 return None
@@ -60,6 +70,10 @@ class Archive:
                 return state_of_rank(opened.tensors, opened.facts, rank)
             return None
         return None
+
+    def select(self) -> Select | None:
+        """Which part of every tensor this rank reads; None where it reads all of them."""
+        return wanted_parts(self._context, self._run_state) if self.shared else None
 
     # --- writing
 
@@ -72,6 +86,9 @@ class Archive:
         tensors = {name: t for name, t in state.tensors.items() if name.startswith(prefixes)}
         facts = {kind: state.facts.get(kind, {}).get(rank) for kind in APART}
         summary = self._rank_weights.summary(state)
+        if self.shared:
+            # every rank writes its own
+            tensors = {}
         return {"facts": facts, "tensors": tensors, "summary": summary}
 
     def own_weights(
@@ -80,6 +97,8 @@ class Archive:
         """What ranks hold that rank 0 does not, by rank; or why it cannot be written. All call."""
         if len({part.get("summary") for part in parts}) == 1:
             return {}, ""
+        if self.shared:
+            return self._rank_weights.keep_apart(state), ""
         return self._rank_weights.collect(state)
 
     def complete(
@@ -89,7 +108,7 @@ class Archive:
         weights: Mapping[str, Any] | None = None,
     ) -> None:
         """Add the parts of all ranks, and the names of tensors that are non-finite on purpose."""
-        add_parts(state, weights or {})
+        add_parts(state, weights or {}, tensors=not self.shared)
         for rank, part in enumerate(part for part in parts if part):
             state.tensors.update(part["tensors"])
             for kind, facts in part["facts"].items():
@@ -97,6 +116,18 @@ class Archive:
                     state.facts.setdefault(kind, {})[str(rank)] = facts
         bad = {name for name, tensor in state.tensors.items() if not is_finite(tensor)}
         state.facts["nonfinite_ok"] = sorted(self._probation.meant_nonfinite(bad))
+
+    def begin_shared(
+        self, state: SavedState, step: int, *, good: bool = True
+    ) -> tuple[SharedSave | None, str]:
+        """Begin a save that every rank writes a part of; or say why not. All ranks call."""
+        folder, why = begin_together(self._context, self.store, step)
+        if folder is None:
+            return None, why
+        allowed = frozenset(state.facts["nonfinite_ok"])
+        health = self.health(good=good)
+        where = (self._context, self.store, folder)
+        return SharedSave(*where, step, state, health, allowed, self._sealed), ""
 
     def health(self, *, good: bool = True) -> Health:
         """What the seal of a checkpoint says about the run."""

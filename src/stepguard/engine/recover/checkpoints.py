@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stepguard._errors import ConfigError
+from stepguard._errors import ConfigError, StateError
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.interception import borrowing
@@ -14,7 +14,7 @@ from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Incident
 from stepguard.sentinel.rank_agreement import RankAbsent
-from stepguard.state.run_state import SavedState, StateError
+from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 
@@ -38,7 +38,9 @@ class Checkpoints:
         run_dir = context.config.run_dir
         if run_dir is not None and not borrowing():
             folder = Path(run_dir) / "checkpoints"
-            self._archive = Archive(context, rewinder.probation, folder)
+            self._archive = Archive(
+                context, rewinder.probation, rewinder.snapshots.run_state, folder
+            )
             rewinder.planner.archive = self._archive
 
     @property
@@ -52,8 +54,11 @@ class Checkpoints:
 
     # --- when asked
 
-    def save(self) -> Path | None:
-        """Save the present state now; None, and a line, where it is not good."""
+    def save(self, *, asked: bool = True) -> Path | None:
+        """Save the present state now; None, and a line, where it is not good.
+
+        `asked`: by the user, who may have other ranks come later.
+        """
         archive = self._needed("guard.save()")
         archive.background.wait()
         state: SavedState | None = None
@@ -65,7 +70,7 @@ class Checkpoints:
                 why = str(fault)
         try:
             told = self._context.agreement.together(
-                lambda: {"why": why, "own": archive.rank_part(state)}, "guard.save()", asked=True
+                lambda: {"why": why, "own": archive.rank_part(state)}, "guard.save()", asked=asked
             )
         except RankAbsent as absent:
             self._refuse(f"NOT saved, all ranks have to call guard.save(): {absent}")
@@ -88,7 +93,10 @@ class Checkpoints:
         parts: list[dict[str, Any]],
         weights: dict[str, Any],
     ) -> Path | None:
-        """Rank 0 writes, and every rank learns where."""
+        """Rank 0 writes, or every rank its part, and every rank learns where."""
+        if archive.shared:
+            archive.complete(state, parts, weights)
+            return self._write_together(archive, state)
 
         def write() -> dict[str, Any]:
             if self._context.agreement.rank:
@@ -99,6 +107,17 @@ class Checkpoints:
 
         path = self._context.agreement.together(write, "writing", asked=True)[0]["path"]
         return None if path is None else Path(path)
+
+    def _write_together(self, archive: Archive, state: SavedState) -> Path | None:
+        step = self._context.step
+        save, why = archive.begin_shared(state, step)
+        try:
+            if save is not None:
+                return save.run()
+        except Exception as fault:
+            why = str(fault)
+        self._say(f"checkpoint of step {step} NOT saved, training goes on: {why}")
+        return None
 
     def _why_not_good(self) -> str:
         """What speaks against the present state, in words; empty when it is good."""
@@ -122,7 +141,7 @@ class Checkpoints:
         """Load a checkpoint and return the optimizer steps done; damaged ones are passed over."""
         archive = self._needed("guard.restore()")
         archive.background.wait()
-        done = restore_checkpoint(self._context, self._rewinder, archive.store, which)
+        done = restore_checkpoint(self._context, self._rewinder, archive, which)
         self._pending = None
         return done
 
@@ -181,6 +200,9 @@ class Checkpoints:
             self._refuse(f"the state of step {step} has not proved good: no checkpoint of it", step)
             return
         assert isinstance(pending, Snapshot)
+        if archive.shared and not all(facts["idle"] for facts in told):
+            archive.background.left_out()
+            return
         self._complete_and_lend(archive, pending, told)
 
     def _complete_and_lend(
@@ -188,16 +210,35 @@ class Checkpoints:
     ) -> None:
         """Add what other ranks have of their own, and have the first rank write it all."""
         parts = [facts["own"] for facts in told]
-        weights, why = archive.own_weights(pending.state, parts)
+        state = pending.state
+        if archive.shared:
+            # what only this rank holds gets another name in the file, not in the snapshot
+            state = SavedState(dict(state.tensors), dict(state.facts), state.parts)
+        weights, why = archive.own_weights(state, parts)
         if why:
             self._refuse(f"no checkpoint of step {pending.step}: {why}", pending.step)
+            return
+        good = all(facts["good"] for facts in told)
+        if archive.shared:
+            archive.complete(state, parts, weights)
+            self._lend_shards(archive, pending, state, good=good)
         elif self._context.agreement.rank == 0:
             archive.complete(pending.state, parts, weights)
-            self._lend(archive, pending, good=all(facts["good"] for facts in told))
+            self._lend(pending, archive.offer(pending.step, pending.state, good=good))
 
-    def _lend(self, archive: Archive, snapshot: Snapshot, *, good: bool) -> None:
-        """Have a snapshot written; its memory is not used again before it is."""
-        if archive.offer(snapshot.step, snapshot.state, good=good):
+    def _lend_shards(
+        self, archive: Archive, snapshot: Snapshot, state: SavedState, *, good: bool
+    ) -> None:
+        """Have the shards of a snapshot written by all ranks."""
+        save, why = archive.begin_shared(state, snapshot.step, good=good)
+        if save is None:
+            self._refuse(f"no checkpoint of step {snapshot.step}: {why}", snapshot.step)
+            return
+        self._lend(snapshot, archive.background.offer_job(snapshot.step, save.run))
+
+    def _lend(self, snapshot: Snapshot, is_taken: bool) -> None:
+        """Do not use the memory of a snapshot again before it is written."""
+        if is_taken:
             snapshot.lent = True
             self._lent = snapshot
         # else an earlier one is still being written, and stays lent until it is
@@ -210,7 +251,9 @@ class Checkpoints:
 
         def own() -> dict[str, Any]:
             kept = state is not None
-            return {"kept": kept, "good": proved, "own": archive.rank_part(state)}
+            # a rank that still writes the one before cannot begin another
+            idle = archive.background.idle()
+            return {"kept": kept, "good": proved, "idle": idle, "own": archive.rank_part(state)}
 
         try:
             return self._context.agreement.together(own, "a checkpoint")
@@ -248,18 +291,21 @@ class Checkpoints:
             return saved
         return next((entry.path for entry in archive.own_good()), None)
 
-    def leave(self) -> Path | None:
-        """A signal ends the process: save what is good, or with several ranks finish what began."""
+    def leave(self, *, together: bool) -> Path | None:
+        """A signal ends the process: save what is good.
+
+        `together`: all ranks are here. Otherwise only what has begun is finished.
+        """
         archive = self._archive
         if archive is None:
             return None
         archive.background.wait()
-        if self._context.agreement.size > 1:
-            self._say(
-                "signal received with several ranks: no checkpoint is written, last-good is kept"
-            )
-            return None
-        return self._save_newest_good(archive)
+        if self._context.agreement.size == 1:
+            return self._save_newest_good(archive)
+        if together:
+            return self.save(asked=False)
+        self._say("the ranks have not come to the same step: nothing is saved, last-good is kept")
+        return None
 
     def _save_newest_good(self, archive: Archive) -> Path | None:
         archive.background.wait()

@@ -51,7 +51,7 @@ class KeptSteps:
         """Every step from here on is kept, but for those that had no effect."""
 
     def keep(self, step: Step, loss: float | None) -> None:
-        if not step.replayable or not self._limit:
+        if not step.repeatable or not self._limit:
             self.broken(step.index)
             return
         tensors: list[Tensor] = []

@@ -6,7 +6,7 @@ beside it as `rank/1/model/NAME`, and `facts["ranks"]` says what each rank has a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -61,6 +61,23 @@ class RankWeights:
         self._say_once(first)
         return {str(rank): told["part"] for rank, told in enumerate(parts) if rank}, ""
 
+    def keep_apart(self, state: SavedState) -> dict[str, Any]:
+        """Name what this rank holds otherwise than the first one, in a state that all ranks write.
+
+        Those tensors stay on their rank; returned is what each rank has and lacks, by rank.
+        """
+        agreement = self._context.agreement
+        prints = [
+            told["prints"] for told in agreement.together(lambda: self._told_prints(state), WHAT)
+        ]
+        mine = _own_part(state, prints[0], prints[agreement.rank])
+        for name in mine["tensors"]:
+            state.tensors[f"rank/{agreement.rank}/{name}"] = state.tensors.pop(name)
+        own = {"lacks": mine["lacks"], "facts": mine["facts"], "has": sorted(mine["tensors"])}
+        told = agreement.together(lambda: {"own": own}, WHAT)
+        self._say_once(_first_difference(prints))
+        return {str(rank): facts["own"] for rank, facts in enumerate(told) if rank}
+
     def _told_prints(self, state: SavedState) -> dict[str, Any]:
         return {"prints": self._prints(state)}
 
@@ -69,7 +86,8 @@ class RankWeights:
         theirs = self._broadcast_buffers()
         compared: dict[str, Tensor] = {}
         for name, tensor in state.tensors.items():
-            if not name.startswith(prefixes) and name not in theirs and not _of_rank(name):
+            apart = name.startswith(prefixes) or name in theirs or _of_rank(name)
+            if not apart and name not in state.parts:
                 compared[name] = tensor
         found = tensor_fingerprints(compared)
         for kind, facts in state.facts.items():
@@ -81,6 +99,8 @@ class RankWeights:
         """Buffers that DDP sends from rank 0 to all before each forward pass: not a rank's own."""
         model = self._context.model
         if not isinstance(model, DistributedDataParallel) or not model.broadcast_buffers:
+            return set()
+        if not self._context.agreement.follows_first_rank:
             return set()
         names = {name for name, _ in model.module.named_buffers()}
         return {f"model/{name}" for name in names} | {f"model/module.{name}" for name in names}
@@ -95,15 +115,21 @@ class RankWeights:
             )
 
 
-def add_parts(state: SavedState, parts: Mapping[str, Any]) -> None:
-    """Put the parts of the other ranks beside the state of rank 0."""
+def add_parts(state: SavedState, parts: Mapping[str, Any], *, tensors: bool = True) -> None:
+    """Put the parts of the other ranks beside the state of rank 0.
+
+    `tensors`: theirs as well; not where every rank writes its own.
+    """
     if not parts:
         return
     ranks: dict[str, Any] = {}
     for rank, part in parts.items():
-        for name, tensor in part["tensors"].items():
-            state.tensors[f"rank/{rank}/{name}"] = tensor
-        ranks[rank] = {"lacks": part["lacks"], "facts": part["facts"]}
+        names = part.get("has", [])
+        if tensors:
+            names = sorted(part["tensors"])
+            for name, tensor in part["tensors"].items():
+                state.tensors[f"rank/{rank}/{name}"] = tensor
+        ranks[rank] = {"lacks": part["lacks"], "facts": part["facts"], "has": names}
     state.facts["ranks"] = ranks
 
 
@@ -123,21 +149,39 @@ def state_of_rank(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], rank:
 
 
 def refuse_other_size(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], size: int) -> None:
-    """Refuse a checkpoint whose trained weights belong to another number of ranks."""
+    """Refuse a checkpoint whose weights or optimizer state belong to another number of ranks."""
     ranks = facts.get("ranks", {})
     if not ranks or len(ranks) + 1 == size:
         return
-    trained = {name for group in facts["groups"] for name in group["params"]}
+    trained = _trained(facts["groups"])
     for own in ranks.values():
-        for group in own["facts"].get("groups", ()):
-            trained.update(group["params"])
-    for name in sorted(filter(_of_rank, tensors)):
-        bare = name.split("/", 2)[2]
-        if bare.partition("/")[2] in trained or bare.partition(":")[2] in trained:
+        trained |= _trained(own["facts"].get("groups", ()))
+    for bare in _held_apart(tensors, ranks):
+        if _of_training(bare, trained):
             raise StoreError(
-                f"the checkpoint holds other weights for each of {len(ranks) + 1} ranks "
+                f"the checkpoint holds other values for each of {len(ranks) + 1} ranks "
                 f"(first {bare}) and this run has {size}: restore it with {len(ranks) + 1}."
             )
+
+
+def _of_training(name: str, trained: set[str]) -> bool:
+    """Is it a trained weight, or a slot of an optimizer that is spread over the ranks?"""
+    if name.startswith("optimizer"):
+        return True
+    return name.partition("/")[2] in trained or name.partition(":")[2] in trained
+
+
+def _trained(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {name for group in groups for name in group["params"]}
+
+
+def _held_apart(tensors: Mapping[str, Tensor], ranks: Mapping[str, Any]) -> list[str]:
+    """Names of what ranks hold of their own."""
+    # by the facts, which all ranks have alike: of a state of shards a rank reads its own part only
+    named = {name for own in ranks.values() for name in own.get("has", ())}
+    if not named:
+        named = {name.split("/", 2)[2] for name in filter(_of_rank, tensors)}
+    return sorted(named)
 
 
 def _own_part(

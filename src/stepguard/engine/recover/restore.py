@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stepguard._errors import StepguardError, StoreError
-from stepguard.checkpoints import Opened, Store
+from stepguard._errors import StateError, StepguardError, StoreError
+from stepguard.checkpoints import Opened, PassedOver, Store
 from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.incident.lost_samples import skip_lost_batches
+from stepguard.engine.recover.checkpoint_archive import Archive
 from stepguard.engine.recover.past_attempts import (
     SAME_PLACE,
     PastAttempt,
@@ -28,22 +30,25 @@ from stepguard.engine.recover.rank_weights import refuse_other_size, state_of_ra
 from stepguard.engine.recover.resumed_data import resume_data
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
-from stepguard.state.run_state import SavedState, StateError
+from stepguard.state.run_state import SavedState
 from stepguard.state.tree_json import tree_from_json
 
 LAST_GOOD = "last-good"
 NEWEST = "newest"
+WHAT = "guard.restore()"
+"""What ranks meet for, as a message about a missing one says."""
 
 
 def restore_checkpoint(
-    context: Context, rewinder: Rewinder, store: Store, which: str | Path
+    context: Context, rewinder: Rewinder, archive: Archive, which: str | Path
 ) -> int:
     """Load a checkpoint into the live objects; returns the optimizer steps done."""
     attempts: list[PastAttempt] = []
     if context.outputs.journal is not None:
         # the last one is this process's own
         attempts = attempts_in(context.outputs.journal.path)[:-1]
-    opened = _open_together(context, store, _choose(context, store, which, attempts))
+    store = archive.store
+    opened = _open_together(context, archive, _choose(context, store, which, attempts))
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
     state = _state_that_fits(context, rewinder, opened)
@@ -90,28 +95,60 @@ def _choose(
     return which
 
 
-def _open_together(context: Context, store: Store, which: str | Path) -> Opened:
-    """Open the same checkpoint on every rank: the first one chooses. All raise, or none does."""
+def _open_together(context: Context, archive: Archive, which: str | Path) -> Opened:
+    """Open the same checkpoint on every rank: the first one chooses. All raise, or none does.
+
+    One that a rank finds damaged, which may read another part of it, is passed over by all.
+    """
+    passed: list[PassedOver] = []
+    while True:
+        opened, path, why = _open_candidate(context, archive, which, passed)
+        told = context.agreement.together(partial(dict, why=why), WHAT, asked=True)
+        reason = _first_reason([facts["why"] for facts in told])
+        if not reason:
+            assert opened is not None
+            return replace(opened, passed_over=opened.passed_over or tuple(passed))
+        if which != LAST_GOOD or path is None:
+            raise StoreError(reason)
+        passed.append(PassedOver(path, reason))
+
+
+def _first_reason(reasons: Sequence[str]) -> str:
+    """What speaks against it on the first rank where something does; named unless it is on all."""
+    for rank, reason in enumerate(reasons):
+        if reason:
+            return reason if all(reasons) else f"rank {rank}: {reason}"
+    return ""
+
+
+def _open_candidate(
+    context: Context, archive: Archive, which: str | Path, passed: Sequence[PassedOver]
+) -> tuple[Opened | None, Path | None, str]:
+    """What this rank reads of the first rank's choice, its path, and why it could not be read."""
     rank = context.agreement.rank
-    opened = None if rank else _opened(store, which)
+    opened = None if rank else _opened(archive, which, passed)
     mine = {"why": "", "path": ""}
     if isinstance(opened, StoreError):
         mine["why"] = str(opened)
     elif opened is not None:
         mine["path"] = str(opened.path)
-    first = context.agreement.together(lambda: mine, "guard.restore()", asked=True)[0]
-    if not first["why"] and rank:
-        opened = _opened(store, Path(first["path"]))
-    why = str(opened) if isinstance(opened, StoreError) else ""
-    _raise_together(context, first["why"] or why, StoreError)
-    assert isinstance(opened, Opened)
-    return opened
+    first = context.agreement.together(lambda: mine, WHAT, asked=True)[0]
+    if first["why"]:
+        return None, None, str(first["why"])
+    if rank:
+        opened = _opened(archive, Path(first["path"]), ())
+    path = Path(first["path"])
+    if isinstance(opened, StoreError):
+        return None, path, str(opened)
+    return opened, path, ""
 
 
-def _opened(store: Store, which: str | Path) -> Opened | StoreError:
+def _opened(
+    archive: Archive, which: str | Path, passed: Sequence[PassedOver]
+) -> Opened | StoreError:
     """Open a checkpoint; the error is returned, for the other ranks have to hear of it first."""
     try:
-        return store.open(which)
+        return archive.store.open(which, select=archive.select(), but_not=passed)
     except StoreError as why:
         return why
 
@@ -128,7 +165,7 @@ def _state_that_fits(context: Context, rewinder: Rewinder, opened: Opened) -> Sa
 
 def _raise_together(context: Context, why: str, kind: type[StepguardError]) -> None:
     """Raise on all ranks what one of them has against going on."""
-    told = context.agreement.together(lambda: {"why": why}, "guard.restore()", asked=True)
+    told = context.agreement.together(lambda: {"why": why}, WHAT, asked=True)
     for rank, facts in enumerate(told):
         if facts["why"]:
             same = why == facts["why"] or len(told) == 1
@@ -148,6 +185,7 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     # a restart by the user accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
     context.resumed = True
+    context.resumed_at = context.step
     random_numbers = run_state.random_numbers(state)
     run_state.put_back_random_numbers(state)
     if context.feed is not None:

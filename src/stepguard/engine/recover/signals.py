@@ -1,24 +1,32 @@
 """Save a good state at SIGTERM and Ctrl+C, after the step that is running; then let them act.
 
 One handler serves every guard of the process; it only sets a mark, and each guard acts on it
-between two of its steps. A second signal has its usual effect at once.
+between two of its steps; with several ranks all of them do before the same step, also those that
+got no signal (agreed_stop.py). A second signal has its usual effect at once.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from stepguard.engine.recover.agreed_stop import AgreedStop
 from stepguard.engine.recover.stuck_process import StuckProcess
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_TERMINATED = 128 + signal.SIGTERM
+ECHO = 3.0
+"""Seconds within which a second signal may be the first one again: Slurm and a terminal signal all
+processes of a job, and torchrun passes on to its ranks what it gets itself."""
 
 _listening: list[Signals] = []
 _before: dict[int, Any] = {}
+_heard: dict[int, float] = {}
+"""When each signal came last."""
 _stuck: list[StuckProcess] = []
 """At most one: with several ranks a process may wait for another where no handler is run."""
 
@@ -27,23 +35,33 @@ class Signals:
     """One guard's part. One of the duties between two steps."""
 
     def __init__(
-        self, save: Callable[[int], None], close: Callable[[], None], say: Callable[[str], None]
+        self,
+        save: Callable[[int, bool], None],
+        close: Callable[[], None],
+        say: Callable[[str], None],
+        stop: AgreedStop | None = None,
     ) -> None:
+        """`save` takes the signal, and whether all ranks are at the same step.
+
+        `stop`: where several ranks have to stop together.
+        """
         self._save = save
+        self._stop = stop
+        self._agreed = stop is None
         self._close = close
         self._say = say
         self.waiting: int | None = None
         """The signal that this guard has not acted upon yet."""
 
-    def listen(self, *, ranks: int = 1) -> None:
+    def listen(self, *, grace: float = 5.0) -> None:
         """Install the handler, if this is the first guard."""
         # Python allows signal handlers in the main thread only
         if threading.current_thread() is not threading.main_thread():
             return
         if not _listening:
             _install()
-        if ranks > 1 and not _stuck:
-            _stuck.append(StuckProcess(_ends_process))
+        if self._stop is not None and not _stuck:
+            _stuck.append(StuckProcess(_ends_process, grace))
         _listening.append(self)
 
     def stop_listening(self) -> None:
@@ -53,7 +71,16 @@ class Signals:
                 _uninstall()
 
     def due(self) -> bool:
-        return self.waiting is not None
+        """Is this the moment to act upon a signal, of this rank or of another one?"""
+        if self._stop is None or self._stop.lost:
+            return self.waiting is not None
+        told = self._stop.reached()
+        if told is None and self.waiting is not None:
+            self._stop.ask(self.waiting)
+        if told is not None:
+            self._agreed = True
+            self.waiting = self.waiting or told
+        return told is not None
 
     def do(self) -> None:
         """Save; the last guard to do so lets the signal have its effect."""
@@ -62,7 +89,7 @@ class Signals:
         self.waiting = None
         for process in _stuck:
             process.acted()
-        self._save(number)
+        self._save(number, self._agreed)
         if any(other.waiting is not None for other in _listening):
             return
         before = _before.get(number, signal.SIG_DFL)
@@ -75,10 +102,14 @@ class Signals:
         self.waiting = number
         name = signal.Signals(number).name
         second = f"a second {name} ends the process at once"
-        self._say(f"{name}: the state is saved when this step is over; {second}")
+        when = "this step is over" if self._stop is None else "all ranks are at the same step"
+        self._say(f"{name}: the state is saved when {when}; {second}")
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
+    if _stuck and number in _heard and time.monotonic() - _heard[number] < ECHO:
+        return
+    _heard[number] = time.monotonic()
     if any(guard.waiting is not None for guard in _listening):
         _usual_effect(number, _before.get(number, signal.SIG_DFL), frame)
         return
@@ -116,3 +147,4 @@ def _uninstall() -> None:
         if signal.getsignal(number) is _handle:
             signal.signal(number, before)
     _before.clear()
+    _heard.clear()

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Protocol
 
 from stepguard.detect.history import history_facts
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptSteps
 from stepguard.engine.recover.probation import Probation
+from stepguard.state.attached_state import AttachedState, averager
 from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 from stepguard.state.step import Step
@@ -36,7 +38,7 @@ class Snapshots:
             context.optimizer,
             scheduler=context.scheduler,
             scaler=context.scaler,
-            extra=context.extra,
+            extra={**context.extra, **_attached(context)},
             rank=context.agreement.rank,
             ownership=context.ownership,
         )
@@ -173,6 +175,17 @@ class Snapshots:
 
     def restarted(self) -> None:
         """The state has been replaced, by a rewind or a checkpoint: count from here."""
-        self._context.buffers.remember()
+        self._context.remember()
         self.cadence.rewound(self._context.step)
         self._seen = self._context.step
+
+
+def _attached(context: Context) -> dict[str, AttachedState]:
+    """States beside model and optimizer, where the run may have any."""
+    found: dict[str, AttachedState] = {}
+    if context.agreement.mode == "spread":
+        found["communication hooks"] = context.attached
+    outer = context.outer
+    if outer is not None and averager(outer):
+        found["averager"] = AttachedState(partial(averager, outer))
+    return found

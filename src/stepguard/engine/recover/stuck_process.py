@@ -15,16 +15,17 @@ import signal
 import threading
 from collections.abc import Callable
 
-GRACE = 5.0
-"""Seconds in which the main thread has to come to the end of its step."""
-
 
 class StuckProcess:
     """Watches over signals while several ranks train. Made in the main thread."""
 
-    def __init__(self, ends_process: Callable[[int], bool]) -> None:
-        """`ends_process` tells whether this signal would end the process without a guard."""
+    def __init__(self, ends_process: Callable[[int], bool], grace: float) -> None:
+        """`ends_process` tells whether this signal would end the process without a guard.
+
+        `grace`: seconds in which the main thread has to come to act on a signal.
+        """
         self._ends_process = ends_process
+        self._grace = grace
         self._acted = threading.Event()
         self._reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
@@ -60,7 +61,7 @@ class StuckProcess:
             heard = os.read(self._reads, 1)
             if not heard:
                 return
-            if self._ends_process(heard[0]) and not self._acted.wait(GRACE):
+            if self._ends_process(heard[0]) and not self._acted.wait(self._grace):
                 _die_of(heard[0])
 
 

@@ -115,7 +115,7 @@ class ModelCalls:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         arguments = {name: value for name, value in batch.items() if name != OUTPUT_GRADIENT}
         args = [arguments.pop(name) for name in list(arguments)[:positional]]
-        with self._pausing():
+        with self.pausing():
             outputs = differentiable(self._model(*args, **arguments))
         gradients = batch[OUTPUT_GRADIENT]
         return outputs, [gradients.get(i) for i in range(len(outputs))]
@@ -127,7 +127,8 @@ class ModelCalls:
         return partial(self._run, self.calls[-1].positional)
 
     @contextmanager
-    def _pausing(self) -> Iterator[None]:
+    def pausing(self) -> Iterator[None]:
+        """Calls in here are the guard's own."""
         before = self._paused
         self._paused = True
         try:

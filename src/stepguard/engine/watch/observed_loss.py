@@ -23,7 +23,7 @@ class ObservedLoss:
         self._context = context
         self._announce = announce
         self.losses: list[MicroLoss] = []
-        self._norm: Tensor | None = None
+        self._norm: GradientNorm | None = None
         self._at_norm: Marks = []
         self._at_start: Marks = []
         self._at_end: Marks = []
@@ -81,8 +81,13 @@ class ObservedLoss:
         if not all(mine is theirs for mine, theirs in zip(ours, tensors, strict=True)):
             return
         # Of sharded gradients each rank keeps its part: the whole would take a collective, which a
-        # rank without a guard does not join. A NaN of one rank travels with what ranks exchange.
-        self._norm = dense_values(norm)
+        # rank without a guard does not join. What ranks exchange for the step adds the parts up.
+        shares = self._context.shares
+        if shares is not None:
+            self._norm = shares.heard(norm)
+        else:
+            own = dense_values(norm)
+            self._norm = GradientNorm(own, own)
         if any(tensor.dtype in HALVES for tensor in tensors):
             # torch takes it in half precision, where it overflows early
             self._norm = None
@@ -98,18 +103,25 @@ class ObservedLoss:
             # clipping itself writes each gradient once
             if not same_tensor or writes > 1:
                 return self._scaled_norm()
-        return GradientNorm(self._norm, self._norm)
+        return self._norm
 
     def take_norm(self) -> Tensor | None:
         """The norm now, for another optimizer of the same step; kept for this one's own step."""
         found = self.norm()
         if found is None:
-            found = gradient_norm(self._gradients(), each=is_custom(self._context.optimizer))
+            found = self._measured()
             if found is not None:
                 self._taken = (found, self._gradient_marks())
         if found is None:
             return None
         return found.total
+
+    def _measured(self) -> GradientNorm | None:
+        each = is_custom(self._context.optimizer)
+        shares = self._context.shares
+        if shares is not None:
+            return shares.norm(self._context.parameters, each=each)
+        return gradient_norm(self._gradients(), each=each)
 
     def _taken_norm(self) -> GradientNorm | None:
         if self._taken is None:

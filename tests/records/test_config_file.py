@@ -1,4 +1,4 @@
-"""Settings of a guard from a TOML file."""
+"""Settings of a guard from a file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from stepguard import ConfigError, GuardConfig, Policy
-from stepguard.run.config_file import read_config
 
 
 def config(folder: Path, text: str, **given: str) -> GuardConfig:
     (folder / "guard.toml").write_text(text)
-    return read_config(folder / "guard.toml", given)
+    return GuardConfig.from_file(folder / "guard.toml", **given)
 
 
 def test_fields_of_both_are_taken_from_the_file(tmp_path: Path) -> None:
@@ -23,7 +22,46 @@ def test_fields_of_both_are_taken_from_the_file(tmp_path: Path) -> None:
     assert config(tmp_path, text) == GuardConfig(
         anomalies="act", probation=7, policy=Policy(actions=("skip", "stop"), max_lost_share=0.1)
     )
-    assert read_config(None, {}) == GuardConfig()
+    assert config(tmp_path, "") == GuardConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("guard.yaml", "terminal: quiet\npolicy:\n  actions: [skip, stop]\n"),
+        ("guard.yml", "{terminal: quiet, policy: {actions: [skip, stop]}}\n"),
+        ("guard.json", '{"terminal": "quiet", "policy": {"actions": ["skip", "stop"]}}'),
+    ],
+)
+def test_yaml_and_json_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    wanted = GuardConfig(terminal="quiet", policy=Policy(actions=("skip", "stop")))
+    assert GuardConfig.from_file(tmp_path / name) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("g.yaml", "agree_timeout: 6e1\n", ("agree_timeout='6e1'", "with a point")),
+        ("g.yaml", "a: [\n", ("is not YAML",)),
+        ("g.yaml", "!!python/object/apply:os.getcwd []\n", ("is not YAML",)),
+        ("g.json", "[1]", ("holds a list",)),
+        ("g.json", "{", ("is not JSON",)),
+        ("g.ini", "", ("is not a configuration by its name", ".toml, .yaml")),
+        ("g.toml", b"\xff\xfe", ("is not text",)),
+        ("g.toml", "a = 1\n" * 200_000, ("1,200,000 bytes",)),
+    ],
+)
+def test_every_kind_of_file_is_told_what_is_wrong(
+    tmp_path: Path, name: str, text: str | bytes, words: tuple[str, ...]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        GuardConfig.from_file(path)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert all(word in said for word in words), said
 
 
 def test_folders_are_absolute_and_the_command_line_comes_first(
@@ -43,6 +81,7 @@ def test_folders_are_absolute_and_the_command_line_comes_first(
             ("policy.max_totl is not known", "Did you mean policy.max_total?"),
         ),
         ("max_total = 3\n", ("max_total is not known", "field of [policy]")),
+        ("[policy]\nkeep = 3\n", ("policy.keep is not known", "outside of policy")),
         ("zzz = 3\n", ("zzz is not known", "clip_norm, run_dir")),
         ("anomalies = 'no'\n", ("anomalies", "'no' is not known", "'act'")),
         ("probation = 'many'\n", ("probation='many'", "whole number")),
@@ -60,10 +99,11 @@ def test_wrong_file_is_one_clear_line(tmp_path: Path, text: str, words: tuple[st
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize("path", ["nowhere.toml", "."])
+@pytest.mark.parametrize("path", ["nowhere.toml", "folder.toml"])
 def test_file_that_is_none_is_told(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.toml").mkdir()
     with pytest.raises(ConfigError, match="is not a file"):
-        read_config(Path(path), {})
+        GuardConfig.from_file(path)

@@ -1,0 +1,92 @@
+"""Writes the table of docs/distributed.md: which wrapper does what, as the tests declare it.
+
+python scripts/write_matrix.py            write the table
+python scripts/write_matrix.py --check    exit 1 if the page is not what the tests say
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "distributed.md"
+TESTS = ROOT / "tests" / "distributed"
+BEGIN, END = "<!-- matrix: written by scripts/write_matrix.py -->", "<!-- end of matrix -->"
+NOT_SHOWN = "-"
+Cells = dict[str, dict[str, set[str]]]
+"""Wrapper -> column -> outcomes that tests show."""
+
+
+class Collector:
+    """Reads what the tests declare; they are not run."""
+
+    def __init__(self, declared: list[Any]) -> None:
+        self.cells: Cells = {}
+        self.unused = list(declared)
+        """Declarations that no test has been found for."""
+        self._declared = list(declared)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        for item in items:
+            for mark in item.iter_markers("matrix"):
+                self._show(*mark.args)
+            for one in self._declared:
+                if item.name.startswith(f"{one.test}[") and one.part in item.name:
+                    self._show(one.wrapper, one.column, one.outcome)
+                    self.unused = [other for other in self.unused if other != one]
+
+    def _show(self, wrapper: str, column: str, outcome: str) -> None:
+        self.cells.setdefault(wrapper, {}).setdefault(column, set()).add(outcome)
+
+
+def collected(declared: list[Any]) -> Cells:
+    """The cells of all tests in tests/distributed."""
+    collector = Collector(declared)
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--no-header", "-o", "addopts="]
+    options += ["--import-mode=importlib", "--rootdir", str(ROOT), str(TESTS)]
+    code = pytest.main(options, plugins=[collector])
+    if code != pytest.ExitCode.OK:
+        raise SystemExit(f"the tests cannot be collected: pytest ended with {code}")
+    if collector.unused:
+        raise SystemExit(f"no test shows what is declared: {collector.unused[0]}")
+    return collector.cells
+
+
+def table(cells: Cells, rows: tuple[str, ...], columns: tuple[str, ...]) -> str:
+    """The cells as a table of markdown."""
+    unknown = cells.keys() - set(rows)
+    if unknown:
+        raise SystemExit(f"tests/distributed/matrix.py has no row {min(unknown)!r}")
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for wrapper in rows:
+        row = cells.get(wrapper, {})
+        words = [", ".join(sorted(row.get(column, {NOT_SHOWN}))) for column in columns]
+        lines.append(f"| {wrapper} | {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with this table between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+
+
+def main() -> None:
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+    from distributed.matrix import COLUMNS, ROWS, declared
+
+    page = PAGE.read_text(encoding="utf-8")
+    wanted = with_table(page, table(collected(declared()), ROWS, COLUMNS))
+    if "--check" not in sys.argv:
+        PAGE.write_text(wanted, encoding="utf-8")
+    elif wanted != page:
+        raise SystemExit(f"{PAGE} is not what the tests say: run python scripts/write_matrix.py")
+
+
+if __name__ == "__main__":
+    main()

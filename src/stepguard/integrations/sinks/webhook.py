@@ -1,0 +1,5 @@
+"""Alerts by webhook, beside the loggers: `GuardConfig(sinks=(WebhookSink(url),))`."""
+
+from stepguard.report.webhook import WebhookFailed, WebhookSink
+
+__all__ = ["WebhookFailed", "WebhookSink"]

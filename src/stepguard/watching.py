@@ -1,0 +1,81 @@
+"""`watch`: protect a loop that stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stepguard.engine.drivers.watch import WatchDriver
+from stepguard.engine.wiring import building_for, check_watched
+from stepguard.guard import Guard
+from stepguard.records import GuardConfig
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+    scaler: GradScaler | None = None,
+    modules: dict[str, nn.Module] | None = None,
+    loader: Any = None,
+    state: dict[str, Any] | None = None,
+    config: GuardConfig | None = None,
+) -> Guard:
+    """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`.
+
+    `scheduler` and `scaler` are held back by a vetoed update, `modules` are further modules by
+    name (a criterion), `loader` one to iterate over as `guard.loader`, `state` further objects
+    with `state_dict` and `load_state_dict` that belong to the run.
+
+    guard = stepguard.watch(model, optimizer, scheduler=scheduler)
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = guard.loss(loss_fn, batch)   # or loss_fn(batch), as it was
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    """
+    check_watched(config, optimizer)
+    guard = Guard(
+        model,
+        optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        modules=modules,
+        loader=loader,
+        state=state,
+        config=_for_a_loop(config),
+    )
+    return _watched(guard)
+
+
+def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings: Any) -> Guard:
+    """For integrations: the guard is the framework's, and `clip_norm` tells its own clipping."""
+    token = building_for.set(framework)
+    try:
+        config = _for_a_loop(settings.pop("config", None))
+        return _watched(Guard(model, optimizer, config=config, **settings))
+    finally:
+        building_for.reset(token)
+
+
+def _for_a_loop(config: GuardConfig | None) -> GuardConfig | None:
+    """The loop advances its schedule itself. What is no GuardConfig is refused by Guard."""
+    if isinstance(config, GuardConfig):
+        return replace(config, scheduler_every=None)
+    return config
+
+
+def _watched(guard: Guard) -> Guard:
+    """Give the guard the driver of a loop that makes its own steps."""
+    guard._wiring.expect_own_steps()
+    guard._driver = WatchDriver(guard._context, guard._protect, guard._rewinder, guard._wiring)
+    guard.port.driver = guard._driver
+    return guard
