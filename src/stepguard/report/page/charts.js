@@ -172,7 +172,10 @@ class Panel {
     ctx.rect(box.left, box.top - (EDGE + 4) * ratio, box.width, box.height + (EDGE + 4) * ratio);
     ctx.clip();
     this.sources.forEach((source) => source.branches.forEach((b) => this.drawBranch(u, b, ratio)));
-    this.smoothed.forEach((points, i) => points && this.drawSmooth(u, points, i, ratio));
+    // The first series on top: where nothing was clipped the others lie exactly on it.
+    for (let i = this.smoothed.length - 1; i >= 0; i--) {
+      if (this.smoothed[i]) this.drawSmooth(u, this.smoothed[i], i, ratio);
+    }
     this.isolated.forEach((points, i) => this.drawDots(u, points, i, ratio));
     this.lines.forEach(({ line, run, series }) => this.drawMarks(u, line.marks, series, false, ratio, run));
     this.sources.forEach((source, run) =>
