@@ -79,10 +79,15 @@ def measure_report(folder: Path) -> dict[str, Any]:
     with browser() as chromium:
         if chromium is not None:
             tab = chromium.new_page()
+            asked = tab.context.new_cdp_session(tab)
+            asked.send("Performance.enable", {"timeDomain": "threadTicks"})
             began = time.perf_counter()
             tab.goto(page.resolve().as_uri())
             tab.wait_for_selector("body[data-ready]", timeout=60_000)
             found["opened_s"] = round(time.perf_counter() - began, 2)
+            measured = asked.send("Performance.getMetrics")["metrics"]
+            used = next(one["value"] for one in measured if one["name"] == "TaskDuration")
+            found["opened_cpu_s"] = round(used, 2)
             marks = tab.evaluate("stepguardPage.panels[0].sources[0].lines[0].marks.length")
             found["marks"] = marks
     return found
@@ -171,7 +176,8 @@ def main() -> None:
     print(f"report of {STEPS:,} steps x 8 series")
     busy = f"{report['written_cpu_s']} s of processor time"
     print(f"  written in   {report['written_s']:6} s   (promised: under 5; {busy})")
-    print(f"  opened in    {report.get('opened_s', '-'):>6} s   (promised: under 3)")
+    busy = f"{report.get('opened_cpu_s', '-')} s of processor time"
+    print(f"  opened in    {report.get('opened_s', '-'):>6} s   (promised: under 3; {busy})")
     print(f"  size         {report['bytes'] / 1e6:6.2f} MB  (promised: under 6)")
     print(f"live: {RUNS} runs, {live['pages']} open pages")
     print(f"  rows shown   {live.get('rows', '-')}, lost {live.get('lost', '-')}  (promised: 0)")

@@ -27,7 +27,7 @@ def _went_well(run: Run) -> bool:
 
 
 def differences(good: Run, run: Run) -> list[list[str]]:
-    """Name, value in the good run, value now; only what differs."""
+    """Name, value in the good run, value now; only what differs. The first row names the runs."""
     before = dict(_flat(good.header))
     now = dict(_flat(run.header))
     rows = []
@@ -36,7 +36,14 @@ def differences(good: Run, run: Run) -> list[list[str]]:
         second = now.get(name, NOT_THERE)
         if name not in ALWAYS_DIFFERENT and first != second:
             rows.append([name, first, second])
-    return rows
+    if not rows:
+        return []
+    return [["", _folder(good), "this run"], *rows]
+
+
+def _folder(run: Run) -> str:
+    """The folder of a run, and which of several in it."""
+    return f"{run.path.parent.name} (run {run.number})"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

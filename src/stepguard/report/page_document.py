@@ -174,12 +174,16 @@ def panels(table: StepTable) -> list[dict[str, Any]]:
             smooth=True,
             colour=2,
         ),
-        _panel("lr", "learning rate", _rates(table), height=120, colour=4),
+        _panel("lr", "learning rate", _rates(table), height=120, colour=4, linear=True),
         _panel("scale", "loss scale", [("loss scale", "scale")], height=110, colour=3),
     ]
     for place, name in enumerate(sorted(n for n in names if n.startswith("followed/"))):
         label = name.removeprefix("followed/")
-        made.append(_panel(f"followed-{place}", label, [(label, name)], height=120, colour=place))
+        made.append(
+            _panel(
+                f"followed-{place}", label, [(label, name)], height=120, smooth=True, colour=place
+            )
+        )
     made.append(_panel("labels", "targets in the step", [("targets", "labels")], height=90))
     made.append(
         _panel("seconds", "step time", [("seconds", "seconds")], height=110, smooth=True, colour=5)
@@ -199,6 +203,7 @@ def _panel(
     *,
     height: int,
     smooth: bool = False,
+    linear: bool = False,
     colour: int = 0,
 ) -> dict[str, Any]:
     listed = []
@@ -212,6 +217,7 @@ def _panel(
         "series": listed,
         "height": height,
         "smooth": smooth,
+        "linear": linear,
         "colour": colour,
     }
 

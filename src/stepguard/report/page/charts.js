@@ -6,6 +6,8 @@ const PAD_RIGHT = 14;
 const EDGE = 7;
 const COLOURS = 6;
 
+const LOG_AXIS = { splits: (u, axis, low, high) => logSplits(low, high), filter: (u, splits) => splits };
+
 function styleValue(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -20,7 +22,7 @@ class Panel {
     this.view = view;
     this.hidden = new Set(spec.series.map((s, i) => (s.off ? i : -1)).filter((i) => i >= 0));
     this.drawn = { marks: [], branches: [], points: 0 };
-    this.linear = false;
+    this.linear = Boolean(spec.linear);
     this.buildFrame(host);
     this.setRuns(runs);
   }
@@ -53,10 +55,7 @@ class Panel {
   }
 
   smoothedLines() {
-    return this.lines.map(({ line, run, series }) => {
-      if (this.spec.series[series].minor) return null;
-      return smooth(this.sources[run].steps, line.values);
-    });
+    return this.lines.map(({ line, run }) => smooth(this.sources[run].steps, line.values));
   }
 
   data() {
@@ -109,7 +108,7 @@ class Panel {
       },
       axes: [
         { ...axis, size: 26, space: 70, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8], values: (u, ticks) => ticks.map((t) => t.toLocaleString("en-US")) },
-        { ...axis, size: AXIS_LEFT, gap: 6, space: 26, values: (u, ticks) => ticks.map((t) => (t === null ? "" : shortNumber(t))) },
+        { ...axis, ...(distribution === 3 ? LOG_AXIS : {}), size: AXIS_LEFT, gap: 6, space: 26, values: (u, ticks) => ticks.map((t) => (t === null ? "" : shortNumber(t))) },
       ],
       series: [{ label: "step" }, ...lines],
       hooks: {
@@ -130,8 +129,9 @@ class Panel {
   }
 
   lineAlpha(i, series) {
-    if (this.smoothed[i]) return 0.45;
-    return this.spec.series[series].minor ? 0.75 : 1;
+    const minor = this.spec.series[series].minor;
+    if (this.smoothed[i]) return minor ? 0.22 : 0.45;
+    return minor ? 0.75 : 1;
   }
 
   lineColour(i) {
@@ -172,7 +172,10 @@ class Panel {
     ctx.rect(box.left, box.top - (EDGE + 4) * ratio, box.width, box.height + (EDGE + 4) * ratio);
     ctx.clip();
     this.sources.forEach((source) => source.branches.forEach((b) => this.drawBranch(u, b, ratio)));
-    this.smoothed.forEach((points, i) => points && this.drawSmooth(u, points, i, ratio));
+    // The first series on top: where nothing was clipped the others lie exactly on it.
+    for (let i = this.smoothed.length - 1; i >= 0; i--) {
+      if (this.smoothed[i]) this.drawSmooth(u, this.smoothed[i], i, ratio);
+    }
     this.isolated.forEach((points, i) => this.drawDots(u, points, i, ratio));
     this.lines.forEach(({ line, run, series }) => this.drawMarks(u, line.marks, series, false, ratio, run));
     this.sources.forEach((source, run) =>
@@ -189,10 +192,7 @@ class Panel {
     const ctx = u.ctx;
     branch.lines.forEach((line, series) => {
       if (this.hidden.has(series) || !branch.steps.length) return;
-      ctx.globalAlpha = 0.75;
       ctx.strokeStyle = styleValue("--left");
-      ctx.lineWidth = 1.4 * ratio;
-      ctx.setLineDash([3 * ratio, 3 * ratio]);
       ctx.beginPath();
       const joint = branch.joint?.[series];
       const joined = joint && joint.kind === FINITE;
@@ -201,6 +201,14 @@ class Panel {
         joined ? [branch.start, ...branch.steps] : branch.steps,
         joined ? [joint.value, ...line.values] : line.values,
       );
+      // A pale band: steps that were run again as they were lie exactly on the kept line.
+      ctx.globalAlpha = 0.25;
+      ctx.lineWidth = 7 * ratio;
+      ctx.lineJoin = "round";
+      ctx.stroke();
+      ctx.globalAlpha = 0.85;
+      ctx.lineWidth = 1.4 * ratio;
+      ctx.setLineDash([3 * ratio, 3 * ratio]);
       ctx.stroke();
       ctx.setLineDash([]);
       if (series === 0) {

@@ -98,6 +98,19 @@ function isolated(steps, values) {
   return found;
 }
 
+// Where a log axis has lines: 1, 2 and 5 of each decade, or only powers of ten where there are many.
+function logSplits(low, high) {
+  const first = Math.floor(Math.log10(low) + 1e-9);
+  const last = Math.ceil(Math.log10(high) - 1e-9);
+  const every = Math.max(1, Math.ceil((last - first) / 6));
+  const mantissas = last - first > 2 ? [1] : [1, 2, 5];
+  const splits = [];
+  for (let decade = first; decade <= last; decade += every) {
+    for (const mantissa of mantissas) splits.push(mantissa * 10 ** decade);
+  }
+  return splits.filter((value) => value >= low * 0.999 && value <= high * 1.001);
+}
+
 // The next 1, 2 or 5 of a decade below the least value and above the greatest.
 function logRange(low, high) {
   const nice = (value, mantissas, round) => {

@@ -2,6 +2,7 @@
 // branches, checkpoints, ranks.
 
 const INCIDENT_APART = 24;
+const WIDEST_GROUP = 60;
 const ACTION_GLYPHS = { rewind: "↺", stop: "■", note: "i", leave_out: "−", skip: "×", undo: "↶", retry: "↻", lower_lr: "↓" };
 const STATES = { dropped: 1, calibration: 2, partial: 3 };
 
@@ -74,7 +75,8 @@ class Lanes {
     inView.sort((a, b) => a.step - b.step);
     for (const incident of inView) {
       const x = this.at(incident.step);
-      if (group.length && x - this.at(group[0].step) > INCIDENT_APART) flush();
+      const apart = group.length ? x - this.at(group[group.length - 1].step) : 0;
+      if (apart > INCIDENT_APART || (group.length && x - this.at(group[0].step) > WIDEST_GROUP)) flush();
       group.push(incident);
     }
     flush();

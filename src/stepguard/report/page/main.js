@@ -248,7 +248,7 @@ class Page {
 
   showRange() {
     const from = Math.max(0, Math.ceil(this.view.min)).toLocaleString("en-US");
-    const to = Math.floor(this.view.max).toLocaleString("en-US");
+    const to = Math.min(this.view.lastStep, Math.floor(this.view.max)).toLocaleString("en-US");
     byId("range").textContent = this.view.isFull() ? `all steps, ${from} to ${to}` : `steps ${from} to ${to}`;
     byId("whole").disabled = this.view.isFull();
   }

@@ -27,6 +27,7 @@ class View {
       }
     }
     if (low > high) [low, high] = [0, 1];
+    this.lastStep = high;
     const room = Math.max(0.5, (high - low) * 0.01);
     this.fullMin = low - room;
     this.fullMax = high + room;

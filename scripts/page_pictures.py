@@ -1,0 +1,88 @@
+"""Draw the pictures of the web page in docs/images, from real runs in a real browser.
+
+python scripts/page_pictures.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from examples.demo import main as demo  # noqa: E402
+
+from browser import opened, started  # noqa: E402
+from cli.journals import run_stepguard, write_run  # noqa: E402
+from report.real_runs import restarted, rewound  # noqa: E402
+from report.two_ranks import two_ranks  # noqa: E402
+from serve.served import serving  # noqa: E402
+from stepguard.cli._page import report_page  # noqa: E402
+
+STEPS = "120"
+
+
+def main() -> None:
+    """Make the runs, open their pages, and photograph each state."""
+    with tempfile.TemporaryDirectory() as place, started() as browser:
+        runs = Path(place) / "runs"
+        _reports(browser, runs)
+        _live(browser, runs)
+
+
+def _reports(browser: Any, runs: Path) -> None:
+    demo(["--steps", STEPS, "--run-dir", str(runs / "demo")])
+    rewound(runs / "rewound")
+    restarted(runs / "restarted")
+    two_ranks(runs / "ranks")
+    _picture(browser, _page(runs / "rewound"), "page-rewound.png")
+    _picture(browser, _page(runs / "demo"), "page-incident.png", "n", tall=True)
+    _picture(browser, _page(runs / "demo"), "page-dark.png", "n", scheme="dark")
+    _picture(browser, _page(runs / "restarted"), "page-restarted.png")
+    _picture(browser, _page(runs / "ranks"), "page-ranks.png", "n")
+    run_stepguard("compare", str(runs / "rewound"), str(runs / "restarted"), "--html")
+    _picture(browser, runs / "restarted" / "compare.html", "page-compare.png", tall=True)
+
+
+def _live(browser: Any, runs: Path) -> None:
+    write_run(runs / "healthy-so-far")
+    with serving(runs) as address:
+        _picture(browser, f"{address}runs/rewound", "page-live.png")
+        context = browser.new_context(viewport={"width": 1000, "height": 420})
+        page = context.new_page()
+        page.goto(address)
+        page.wait_for_selector("#runs tr")
+        page.screenshot(path=IMAGES / "page-list.png")
+        context.close()
+
+
+def _page(run: Path) -> Path:
+    path = run / "report.html"
+    path.write_text(report_page(run, None), encoding="utf-8")
+    return path
+
+
+def _picture(
+    browser: Any,
+    where: Path | str,
+    name: str,
+    *keys: str,
+    scheme: str = "light",
+    tall: bool = False,
+) -> None:
+    with opened(browser, where, color_scheme=scheme) as seen:
+        for key in keys:
+            seen.page.keyboard.press(key)
+        seen.settle()
+        if isinstance(where, str):
+            seen.page.wait_for_selector("#live-state.good")
+        seen.page.screenshot(path=IMAGES / name, full_page=tall)
+        print(f"wrote docs/images/{name}")
+
+
+if __name__ == "__main__":
+    main()
