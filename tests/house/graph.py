@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("verification",),
     ("locate", "preflight"),
+    ("look",),
     ("engine",),
     ("port",),
     ("guard",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepguard.engine.context import Context
+from stepguard.engine.looks import Looks
 from stepguard.engine.protect import Protection
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Reading
@@ -19,11 +20,13 @@ class StepEnd:
         self._context = context
         self._protect = protect
         self._rewinder = rewinder
+        self.looks = Looks(context, protect)
 
     def committed(self, step: Step, reading: Reading | None) -> None:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
         for hook in self._context.commit_hooks:
             hook()
+        self.looks.finish(committed=True)
         if reading is None or not self._protect.armed:
             return
         with self._protect.region:
@@ -35,6 +38,7 @@ class StepEnd:
 
     def dropped(self, reading: Reading | None) -> None:
         """The update did not happen."""
+        self.looks.finish(committed=False)
         if reading is None or not self._protect.armed:
             return
         with self._protect.part("journal"):
