@@ -19,6 +19,7 @@ from stepguard.cli.compare import compare
 from stepguard.cli.doctor import doctor
 from stepguard.cli.explain import explain
 from stepguard.cli.live import live
+from stepguard.cli.look import look
 from stepguard.cli.plot import plot
 from stepguard.cli.quarantine import quarantine
 from stepguard.cli.replay import replay
@@ -32,6 +33,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     plot,
     compare,
     live,
+    look,
     explain,
     replay,
     verify,
