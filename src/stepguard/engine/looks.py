@@ -10,13 +10,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
+from torch import Tensor
+
 from stepguard.engine.context import Context, guarded
 from stepguard.engine.drivers.optimizer_kinds import needs_closure
 from stepguard.engine.protect import Protection
-from stepguard.look.deep_look import DeepLook
+from stepguard.look.deep_look import DeepLook, digest_of
 from stepguard.records.look import Look
 from stepguard.tensors.names import optimizer_parameter_ids
-from stepguard.tensors.torch_private import dispatch_mode_stack, graphs_compiled
+from stepguard.tensors.torch_private import (
+    dispatch_mode_stack,
+    graphs_compiled,
+    tree_flatten,
+)
 
 SHARE = 0.001
 """Share of the run's time that looks may take, after the first one."""
@@ -165,14 +171,28 @@ class Looks:
         self.schedule.took(look.step, 0.0)
 
     def _tell(self, look: Look) -> None:
-        repeats = self._batches[look.facts.batch]
-        self._batches[look.facts.batch] += 1
-        if look.facts.batch:
-            look = replace(look, facts=replace(look.facts, repeats=repeats))
+        facts = replace(look.facts, averages=self._averages())
+        if facts.batch:
+            facts = replace(facts, repeats=self._batches[facts.batch])
+            self._batches[facts.batch] += 1
+        look = replace(look, facts=facts)
         self.last = look
         self._context.outputs.look(look)
         for tell in self.heard:
             tell(look)
+
+    def _averages(self) -> dict[str, str]:
+        """Digests of those further objects that look like an average of the weights."""
+        shapes = {parameter.shape for parameter in self._context.parameters}
+        found = {}
+        for name, thing in self._context.extra.items():
+            tensors = []
+            for value in tree_flatten(thing.state_dict())[0]:
+                if isinstance(value, Tensor) and value.shape in shapes:
+                    tensors.append(value)
+            if 2 * len(tensors) >= len(shapes):
+                found[name] = digest_of(tensors)
+        return found
 
     @contextmanager
     def paused(self) -> Iterator[None]:

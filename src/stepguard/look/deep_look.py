@@ -43,6 +43,7 @@ class DeepLook:
         self._updates: Updates | None = None
         self._seconds = 0.0
         self._kept_gradients = False
+        self._backwards = 0
 
     @property
     def fault(self) -> Exception | None:
@@ -71,8 +72,11 @@ class DeepLook:
 
     def before_backward(self, parameters: Sequence[Tensor]) -> None:
         """Are the gradients of the last step still there?"""
-        kept = [p.grad for p in parameters if p.grad is not None]
-        self._kept_gradients = bool(kept) and bool((sampled(kept[0], DIGEST_SAMPLE) != 0).any())
+        if self._backwards == 0:
+            kept = [p.grad for p in parameters if p.grad is not None]
+            self._kept_gradients = bool(kept) and bool((sampled(kept[0], DIGEST_SAMPLE) != 0).any())
+        # later passes of an accumulated step add to those before
+        self._backwards += 1
 
     def gradients_ready(self) -> None:
         """Forward and backward are over."""

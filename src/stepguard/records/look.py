@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Stage = Literal["stored", "forward", "backward"]
@@ -136,8 +136,8 @@ class StepFacts:
     """The logits of a cross entropy are probabilities already."""
     kept_gradients: bool = False
     """The step began with the gradients of the one before."""
-    average_moved: dict[str, float] | None = None
-    """Average of weights -> its distance to the weights over their norm, where one is known."""
+    averages: dict[str, str] = field(default_factory=dict)
+    """Average of weights that the guard was given -> digest of what it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +152,6 @@ class Look:
     attention: tuple[AttentionLook, ...] = ()
     norms: tuple[NormLook, ...] = ()
     units: tuple[UnitLook, ...] = ()
-    facts: StepFacts = StepFacts()
+    facts: StepFacts = field(default_factory=StepFacts)
     left_out: int = 0
     """Rows that were dropped to keep the record small; the worst are kept."""

@@ -6,6 +6,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.looks import Looks
 from stepguard.engine.protect import Protection
 from stepguard.engine.recover.rewind import Rewinder
+from stepguard.engine.silent_check import SilentCheck
 from stepguard.records import Reading
 from stepguard.state.step import Step
 
@@ -21,6 +22,8 @@ class StepEnd:
         self._protect = protect
         self._rewinder = rewinder
         self.looks = Looks(context, protect)
+        self._silent = SilentCheck(context)
+        self.looks.heard.append(self._silent.looked)
 
     def committed(self, step: Step, reading: Reading | None) -> None:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
@@ -31,6 +34,8 @@ class StepEnd:
             return
         with self._protect.region:
             add_to_history(self._context, step, reading)
+        with self._protect.part("silent failures"):
+            self._silent.committed(reading)
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=True)
         with self._protect.part("snapshots"):
