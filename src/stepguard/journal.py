@@ -12,6 +12,7 @@ from stepguard._errors import JournalError
 from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_plain
 from stepguard.records.incident import Incident
 from stepguard.records.linefile import LineFile
+from stepguard.records.look import Look
 from stepguard.records.old_fields import upgrade_incident
 from stepguard.records.reading import Reading
 from stepguard.records.sink import Sink
@@ -58,6 +59,9 @@ class Journal(Sink):
     def incident(self, incident: Incident) -> None:
         self.write("incident", {"incident": to_plain(incident)}, durable=True)
 
+    def look(self, look: Look) -> None:
+        self.write("look", {"step": look.step, "look": to_plain(look)})
+
     def close(self) -> None:
         self._file.close()
 
@@ -100,6 +104,8 @@ class RunRecord:
     steps: list[dict[str, Any]] = field(default_factory=list)
     """Step lines, oldest first, with non-finite floats restored."""
     incidents: list[Incident] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
+    """Deep looks at healthy steps, oldest first."""
     notes: list[dict[str, Any]] = field(default_factory=list)
     """Everything else worth a line: notes, faults of the guard itself, the end of the run."""
     torn: int = 0
@@ -147,6 +153,9 @@ def _sort(record: RunRecord, kind: str, fields: dict[str, Any]) -> None:
     if kind == "incident":
         _take_incident(record, fields.get("incident"))
         return
+    if kind == "look":
+        _take_look(record, fields.get("look"))
+        return
     plain = restore_floats(fields)
     if kind == "step":
         record.steps.append(plain)
@@ -154,6 +163,13 @@ def _sort(record: RunRecord, kind: str, fields: dict[str, Any]) -> None:
         record.header = plain
     else:
         record.notes.append(plain)
+
+
+def _take_look(record: RunRecord, value: Any) -> None:
+    try:
+        record.looks.append(from_jsonable(Look, value))
+    except (ValueError, AttributeError):  # pydantic's ValidationError is a ValueError
+        record.torn += 1
 
 
 def _take_incident(record: RunRecord, value: Any) -> None:

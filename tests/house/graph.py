@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("verification",),
     ("locate", "preflight"),
+    ("look",),
     ("engine",),
     ("port",),
     ("guard",),

@@ -19,6 +19,7 @@ from stepguard.cli.compare import compare
 from stepguard.cli.doctor import doctor
 from stepguard.cli.explain import explain
 from stepguard.cli.live import live
+from stepguard.cli.look import look
 from stepguard.cli.plot import plot
 from stepguard.cli.quarantine import quarantine
 from stepguard.cli.replay import replay
@@ -34,6 +35,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     compare,
     live,
     serve,
+    look,
     explain,
     replay,
     verify,

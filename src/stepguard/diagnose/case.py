@@ -9,6 +9,7 @@ from stepguard.diagnose.dtypes import NARROW, SHORT, floating, plain
 from stepguard.diagnose.run_facts import RunFacts
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
 from stepguard.records.evidence import NO_EVIDENCE
+from stepguard.records.look import Look
 from stepguard.records.place import place
 
 
@@ -20,6 +21,10 @@ class Case:
     verdict: Verdict
     origin: Origin | None = None
     facts: RunFacts = field(default_factory=RunFacts)
+    looks: tuple[Look, ...] = ()
+    """Deep looks of the run, oldest first, where a healthy run is examined."""
+    recent: tuple[Reading, ...] = ()
+    """The newest committed steps, oldest first, where a healthy run is examined."""
 
     @property
     def phase(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from stepguard.engine.protect import quiet_warning
 from stepguard.journal import Journal
 from stepguard.records import GuardConfig, Incident, Reading, Sink
+from stepguard.records.look import Look
 from stepguard.report.logging_sink import LoggingSink
 from stepguard.report.terminal import Terminal
 
@@ -68,6 +69,9 @@ class Outputs:
     def line(self, type_: str, fields: dict[str, Any]) -> None:
         """Write a journal line of another type: `rewind`, `fault`, `end`."""
         self._tell(lambda sink: sink.note(type_, fields))
+
+    def look(self, look: Look) -> None:
+        self._tell(lambda sink: sink.look(look))
 
     def halted(self, incident: Incident, exit_line: str) -> None:
         self._tell(lambda sink: sink.halted(incident, exit_line))

@@ -194,6 +194,10 @@ class GuardConfig:
     """How long placing one incident may take, in steps of the bare run; then what is known by then
     is told.
     """
+    look_every: int | Literal["auto"] | None = "auto"
+    """Steps between deep looks: statistics of a healthy step, taken while it runs. `auto` takes the
+    first step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
+    """
     agree_timeout: float = 60.0
     """Seconds that a rank waits for the others once a step is bad; ten times as many in `save` and
     `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
@@ -275,6 +279,8 @@ class GuardConfig:
         _count_or_none("GuardConfig.compare_ranks_every", self.compare_ranks_every, least=1)
         if self.hang_after is not None:
             _positive("GuardConfig.hang_after", self.hang_after)
+        if self.look_every not in ("auto", None):
+            _count("GuardConfig.look_every", self.look_every, least=1)
         if self.build is not None and self.build.count(":") != 1:
             raise ConfigError(
                 f"GuardConfig.build={self.build!r} must look like 'package.module:function'."

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepguard.records.incident import Incident
+from stepguard.records.look import Look
 from stepguard.records.reading import Reading
 
 
@@ -29,6 +30,9 @@ class Sink:
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Any other line of the journal: a note, a fault of the guard's own, the end of the run."""
+
+    def look(self, look: Look) -> None:
+        """A deep look was taken at a healthy step."""
 
     def halted(self, incident: Incident, exit_line: str) -> None:
         """The policy stops the run for this incident; `exit_line` says so to launch scripts."""

@@ -66,6 +66,7 @@ class JudgedStep(FusedWatchedStep):
         if late:
             with self.protect.region:
                 self._flag(pending)
+            self.looks.before_update()
             return
         reading = self._read(pending)
         if reading is None:
@@ -77,6 +78,7 @@ class JudgedStep(FusedWatchedStep):
         if not self.vetoing and self._check.undo is None:
             self._check.prepare(reading, at_risk=pending.at_risk)
             self._veto.give_back_later(self._check.give_back)
+            self.looks.before_update()
 
     def _issue_with(self, sharing: list[Sharing]) -> Pending:
         """Gradients of other optimizers from the same backward pass are tested in one packet."""

@@ -51,6 +51,7 @@ class StepDriver:
         self.transaction = Transaction(context, protect, rewinder)
         self.reader = self.transaction.reader
         self.step_end = StepEnd(context, protect, rewinder)
+        self.looks = self.step_end.looks
         self.exceptions = Exceptions(context, protect, self.transaction)
         self.not_called = UpdateNotCalled(context)
         self._fused: FusedUpdate | None = None
@@ -63,7 +64,8 @@ class StepDriver:
         if step is None:
             return unguarded_step(self.context, loss_fn, micro_batches)
         try:
-            losses = self.forward_backward(step)
+            with self.looks.during(micro_batches):
+                losses = self.forward_backward(step)
         except Exception as error:
             incident = self.exceptions.in_step(step, error)
             if incident is None:
@@ -130,7 +132,7 @@ class StepDriver:
     def _announce(self, loss: Tensor) -> None:
         """Before backward, whose exchange of gradients tells other ranks of a bad loss."""
         if self.protect.armed:
-            with self.protect.region:
+            with self.protect.region, self.looks.paused():
                 self.reader.announce(loss)
 
     def _issue(self, losses: list[MicroLoss]) -> Pending | None:
@@ -212,6 +214,7 @@ class StepDriver:
         check = UpdateCheck(context, self.protect)
         check.prepare(reading, at_risk=pending.at_risk)
         self._clip(pending, reading, outliers_kept_out=check.give_back is not None)
+        self.looks.before_update()
         updated = update(context)
         if check.give_back is not None:
             check.give_back()
@@ -328,6 +331,7 @@ class StepDriver:
         fused = FusedUpdate(context, step, pending, result)
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm)
+        self.looks.before_update()
         fused.update(context)
         if self.protect.armed:
             with self.protect.region:

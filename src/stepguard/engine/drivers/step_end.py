@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from stepguard.engine.context import Context
+from stepguard.engine.looks import Looks
 from stepguard.engine.protect import Protection
 from stepguard.engine.recover.rewind import Rewinder
+from stepguard.engine.silent_check import SilentCheck
 from stepguard.records import Reading
 from stepguard.state.step import Step
 
@@ -32,11 +34,15 @@ class StepEnd:
         self._context = context
         self._protect = protect
         self._rewinder = rewinder
+        self.looks = Looks(context, protect)
+        self._silent = SilentCheck(context)
+        self.looks.heard.append(self._silent.looked)
 
     def committed(self, step: Step, reading: Reading | None) -> None:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
         for hook in self._context.commit_hooks:
             hook()
+        self.looks.finish(committed=True)
         if reading is None or not self._protect.armed:
             return
         with self._protect.region:
@@ -44,6 +50,8 @@ class StepEnd:
         with self._protect.part("comparison of the ranks"):
             for tell in self._context.step_hooks:
                 tell(step)
+        with self._protect.part("silent failures"):
+            self._silent.committed(reading)
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=True)
         with self._protect.part("snapshots"):
@@ -51,6 +59,7 @@ class StepEnd:
 
     def dropped(self, reading: Reading | None) -> None:
         """The update did not happen."""
+        self.looks.finish(committed=False)
         if reading is None or not self._protect.armed:
             return
         with self._protect.part("journal"):

@@ -99,7 +99,8 @@ class WatchDriver(JudgedStep):
     def before_backward(self, root: Tensor) -> None:
         if not self._listening or not self.protect.armed:
             return
-        with self.protect.region, self.tracing.paused():
+        self.looks.before_backward()
+        with self.protect.region, self.tracing.paused(), self.looks.paused():
             self.reader.start()
             self.observed.before_backward(root)
             self.micro_batches.heard(root)
@@ -114,7 +115,7 @@ class WatchDriver(JudgedStep):
         if not self.protect.armed:
             return
         ours = False
-        with self.protect.region:
+        with self.protect.region, self.looks.paused():
             ours = self.observed.after_backward(failed=failed)
         self.wiring.backward(ours)
         with self.protect.part("live tracing"):
@@ -124,7 +125,7 @@ class WatchDriver(JudgedStep):
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         if self.protect.armed:
-            with self.protect.region:
+            with self.protect.region, self.looks.paused():
                 self.observed.after_norm(tensors, norm)
 
     def after_load(self) -> None:

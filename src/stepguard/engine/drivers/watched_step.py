@@ -51,6 +51,7 @@ class WatchedStep:
         )
         self.reader = self.transaction.reader
         self.step_end = StepEnd(context, protect, rewinder)
+        self.looks = self.step_end.looks
         self.exceptions = Exceptions(context, protect, self.transaction)
         self.observed = ObservedLoss(context, self.reader.announce)
         self.rollback = ScheduleRollback(context)
@@ -88,6 +89,7 @@ class WatchedStep:
     def _model_called(self, arguments: dict[str, Any]) -> None:
         self.boundary.root_called()
         self.tracing.model_called(arguments)
+        self.looks.saw_batch(arguments)
 
     def _step_begins(self) -> None:
         """Nothing of the next step has run yet; what the loop did since the update is its own."""
@@ -98,6 +100,7 @@ class WatchedStep:
             if not self._remembered or not self.context.buffers.norms_ran():
                 self.remember()
         self._timeline = self.context.budget.rewinds
+        self.looks.begin()
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one closed."""
@@ -152,6 +155,7 @@ class WatchedStep:
     def _end_trace(self) -> None:
         """From here on the guard works, not the user."""
         self.tracing.pause()
+        self.looks.gradients_ready()
         if self.protect.armed:
             with self.protect.part("live tracing"):
                 self.tracing.finish()

@@ -1,0 +1,26 @@
+"""SG913: an average of weights that does not follow."""
+
+from __future__ import annotations
+
+from stepguard.diagnose.case import Case
+from stepguard.diagnose.rule import Proof, Rule, certain
+from stepguard.diagnose.seen import last_looks, named, trained
+
+
+def recognise(case: Case) -> Proof | None:
+    looks = last_looks(case, 3)
+    if not looks or not any(one.update for one in trained(looks[-1])):
+        return None
+    still = []
+    for name, digest in looks[-1].facts.averages.items():
+        if all(look.facts.averages.get(name) == digest for look in looks):
+            still.append(name)
+    if not still:
+        return None
+    return certain(
+        f"{named(still)} holds exactly what it held at step {looks[0].step}, while the weights "
+        "have moved on"
+    )
+
+
+RULE = Rule(code="SG913", recognise=recognise)

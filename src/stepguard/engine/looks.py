@@ -1,0 +1,220 @@
+"""When a guard takes a deep look at a step, and what the step's driver tells it on the way."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from stepguard.engine.context import Context, guarded
+from stepguard.engine.drivers.optimizer_kinds import needs_closure
+from stepguard.engine.protect import Protection
+from stepguard.look.deep_look import DeepLook, digest_of
+from stepguard.records.look import Look
+from stepguard.tensors.names import optimizer_parameter_ids
+from stepguard.tensors.torch_private import (
+    dispatch_mode_stack,
+    graphs_compiled,
+    tree_flatten,
+)
+
+SHARE = 0.001
+"""Share of the run's time that looks may take, after the first one."""
+GROWTH = 0.05
+"""A look is at least this share of all steps so far after the last one: ever more rarely."""
+PART = "deep look"
+
+
+class LookSchedule:
+    """Says at which steps a look is due."""
+
+    def __init__(
+        self,
+        every: int | Literal["auto"] | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._every = every
+        self._clock = clock
+        self._began: float | None = None
+        self._spent = 0.0
+        self._cost = 0.0
+        """Of the last look."""
+        self._last: int | None = None
+        """The step of the last look."""
+
+    def due(self, step: int) -> bool:
+        """True if this step is to be looked at."""
+        if self._every is None:
+            return False
+        if self._began is None:
+            self._began = self._clock()
+        if self._last is None:
+            return True
+        if self._every != "auto":
+            return step - self._last >= self._every
+        if step < self._last + max(1.0, GROWTH * step):
+            return False
+        return self._spent + self._cost <= SHARE * (self._clock() - self._began)
+
+    def took(self, step: int, seconds: float) -> None:
+        """A look has been taken, or was tried."""
+        self._last = step
+        self._cost = seconds
+        # the first one is always allowed: what it tells of the setup comes too late otherwise
+        if self._cost and self._spent == 0.0:
+            self._spent = 1e-9
+            return
+        self._spent += seconds
+
+
+class Looks:
+    """The deep looks of one guard. A fault in here costs the look, never the step."""
+
+    def __init__(self, context: Context, protect: Protection) -> None:
+        self._context = context
+        self._protect = protect
+        self.schedule = LookSchedule(context.config.look_every)
+        self.last: Look | None = None
+        self.heard: list[Callable[[Look], None]] = []
+        """Who is told of every look."""
+        self._running: DeepLook | None = None
+        self._left_behind: DeepLook | None = None
+        """A look that an optimizer inside the backward pass has ended: no more are taken."""
+        self._batches: Counter[str] = Counter()
+        context.resources.callback(self.close)
+
+    def begin(self) -> None:
+        """The next step is about to begin."""
+        if self._left_behind is not None:
+            self._left_behind.abandon()
+            return
+        if self._running is not None or not self.schedule.due(self._context.step):
+            return
+        if not self._protect.armed or not self._possible():
+            return
+        with self._protect.part(PART):
+            context = self._context
+            owned: set[int] = set()
+            for optimizer in [*guarded, context.optimizer]:
+                owned |= optimizer_parameter_ids(optimizer)
+            look = DeepLook(context.step, context.roots, context.optimizer, owned)
+            self._running = look
+            look.begin()
+
+    def _possible(self) -> bool:
+        context = self._context
+        if context.agreement.world_rank != 0 or context.sharded:
+            return False
+        # Under another dispatch mode (a tracer, a FLOP counter) two would see each other's work.
+        if dispatch_mode_stack() or graphs_compiled():
+            return False
+        return not needs_closure(context.optimizer)
+
+    @contextmanager
+    def during(self, batch: Any) -> Iterator[None]:
+        """Around forward and backward of a step that the guard runs."""
+        self.begin()
+        self.saw_batch(batch)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+        self.gradients_ready()
+
+    def saw_batch(self, batch: Any) -> None:
+        """The data of the step."""
+        if self._running is not None:
+            with self._protect.part(PART), self.paused():
+                self._running.saw_batch(batch)
+
+    def before_backward(self) -> None:
+        """A backward pass is about to begin."""
+        if self._running is not None:
+            with self._protect.part(PART), self.paused():
+                self._running.before_backward(self._context.parameters)
+
+    def gradients_ready(self) -> None:
+        """Forward and backward are over: what follows is the guard's own work."""
+        if self._running is not None:
+            with self._protect.part(PART):
+                self._running.gradients_ready()
+
+    def before_update(self) -> None:
+        """The optimizer steps next."""
+        if self._running is not None:
+            with self._protect.part(PART):
+                self._running.gradients_ready()
+                self._running.before_update()
+
+    def finish(self, *, committed: bool) -> None:
+        """The step is over. A bad one is told elsewhere, and nothing is said of it here."""
+        look = self._running
+        if look is None:
+            return
+        self._running = None
+        if not look.abandon():
+            self._left_behind = look
+            return
+        with self._protect.part(PART):
+            taken = look.finish(committed=committed)
+            self.schedule.took(look.step, taken.seconds)
+            if committed and look.fault is None and is_finite(taken):
+                self._tell(taken)
+            return
+        self.schedule.took(look.step, 0.0)
+
+    def _tell(self, look: Look) -> None:
+        facts = replace(look.facts, averages=self._averages())
+        if facts.batch:
+            facts = replace(facts, repeats=self._batches[facts.batch])
+            self._batches[facts.batch] += 1
+        look = replace(look, facts=facts)
+        self.last = look
+        self._context.outputs.look(look)
+        for tell in self.heard:
+            tell(look)
+
+    def _averages(self) -> dict[str, str]:
+        """Digests of those further objects that look like an average of the weights."""
+        shapes = {parameter.shape for parameter in self._context.parameters}
+        found = {}
+        for name, thing in self._context.extra.items():
+            tensors = []
+            for value in tree_flatten(thing.state_dict())[0]:
+                if isinstance(value, Tensor) and value.shape in shapes:
+                    tensors.append(value)
+            if 2 * len(tensors) >= len(shapes):
+                found[name] = digest_of(tensors)
+        return found
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Work of the guard's own in the middle of the user's step."""
+        look = self._running
+        if look is None:
+            yield
+            return
+        look.pause(on=True)
+        try:
+            yield
+        finally:
+            look.pause(on=False)
+
+    def close(self) -> None:
+        """End a look that is under way, without a record."""
+        for look in (self._running, self._left_behind):
+            if look is not None:
+                look.abandon()
+        self._running = None
+
+
+def is_finite(look: Look) -> bool:
+    """False where the step was a bad one after all: a fused update is judged later."""
+    return all(math.isfinite(one.weight + (one.update or 0.0)) for one in look.parameters)

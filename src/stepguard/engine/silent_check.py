@@ -1,0 +1,52 @@
+"""Tell what a healthy run does wrong: every silent failure once, as a line."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from stepguard.diagnose.silent import silent_findings
+from stepguard.engine.context import Context
+from stepguard.records import Finding, Reading
+from stepguard.records.look import Look
+
+EVERY = 64
+"""Steps between two checks that need no look."""
+MOST_LOOKS = 64
+
+
+class SilentCheck:
+    """Keeps what the rules on healthy runs need, and tells each code once."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._looks: deque[Look] = deque(maxlen=MOST_LOOKS)
+        self._recent: deque[Reading] = deque(maxlen=EVERY)
+        self._told: set[str] = set()
+        self._steps = 0
+
+    def committed(self, reading: Reading) -> None:
+        """A step went through."""
+        self._recent.append(reading)
+        self._steps += 1
+        if self._steps % EVERY == 0:
+            self._check()
+
+    def looked(self, look: Look) -> None:
+        """A deep look was taken."""
+        self._looks.append(look)
+        self._check()
+
+    def _check(self) -> None:
+        for finding in silent_findings(self._looks, self._recent):
+            if finding.code not in self._told:
+                self._told.add(finding.code)
+                self._tell(finding)
+
+    def _tell(self, finding: Finding) -> None:
+        text = f"{finding.code} {finding.title}: {'; '.join(finding.evidence)}"
+        self._context.outputs.note(
+            "silent",
+            f"{text} (stepguard explain {finding.code})",
+            code=finding.code,
+            certainty=finding.certainty,
+        )

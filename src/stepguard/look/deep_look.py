@@ -1,0 +1,219 @@
+"""One deep look: begin before the forward pass, end after the update, and get a record."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stepguard.locate.finite import plain
+from stepguard.look.observer import ObservedResult, Observer
+from stepguard.look.parameters import Updates
+from stepguard.look.statistics import FIELDS, bits_above_floor, bits_of_headroom, sampled
+from stepguard.records.look import Look, ParameterLook, StepFacts, TensorLook
+from stepguard.tensors.names import named_buffers, named_modules, named_parameters
+from stepguard.tensors.torch_private import tree_flatten
+from stepguard.tensors.values import is_lazy
+
+MOST_ROWS = 400
+"""Rows of each kind that a record keeps, the worst ones."""
+DIGEST_SAMPLE = 4096
+
+
+class DeepLook:
+    """Watches one step. Nothing it does changes the step."""
+
+    def __init__(
+        self, step: int, roots: Mapping[str, nn.Module], optimizer: Optimizer, owned: set[int]
+    ) -> None:
+        self.step = step
+        self.batch = ""
+        """Digest of the batch, where it was seen."""
+        self._roots = roots
+        self._optimizer = optimizer
+        self._owned = owned
+        self._observer = Observer(roots)
+        self._updates: Updates | None = None
+        self._seconds = 0.0
+        self._kept_gradients = False
+        self._backwards = 0
+
+    @property
+    def fault(self) -> Exception | None:
+        """Why nothing more was measured."""
+        return self._observer.fault
+
+    def begin(self) -> None:
+        """The step begins."""
+        began = time.perf_counter()
+        for name, parameter in named_parameters(self._roots):
+            if not is_lazy(parameter):
+                self._observer.store(f"param:{name}", parameter)
+        for name, buffer in named_buffers(self._roots):
+            if not is_lazy(buffer):
+                self._observer.store(f"buffer:{name}", buffer)
+        self._seconds += time.perf_counter() - began
+        self._observer.start()
+
+    def pause(self, *, on: bool) -> None:
+        """The guard begins or ends work of its own."""
+        self._observer.paused = on
+
+    def saw_batch(self, batch: Any) -> None:
+        """The step's data, or a part of it."""
+        self.batch = digest_of(batch, self.batch)
+
+    def before_backward(self, parameters: Sequence[Tensor]) -> None:
+        """Are the gradients of the last step still there?"""
+        if self._backwards == 0:
+            kept = [p.grad for p in parameters if p.grad is not None]
+            self._kept_gradients = bool(kept) and bool((sampled(kept[0], DIGEST_SAMPLE) != 0).any())
+        # later passes of an accumulated step add to those before
+        self._backwards += 1
+
+    def gradients_ready(self) -> None:
+        """Forward and backward are over."""
+        self._observer.stop()
+
+    def before_update(self) -> None:
+        """The optimizer is about to step."""
+        began = time.perf_counter()
+        self._updates = Updates(self._roots, self._optimizer, self._owned)
+        self._seconds += time.perf_counter() - began
+
+    def abandon(self) -> bool:
+        """Nothing came of this step. False inside a backward pass, which keeps the observer."""
+        self._observer.stop()
+        return not self._observer.on_the_stack
+
+    def finish(self, *, committed: bool) -> Look:
+        """The update is over."""
+        began = time.perf_counter()
+        self._observer.stop()
+        parameters: tuple[ParameterLook, ...] = ()
+        if self._updates is not None:
+            parameters = self._updates.finish(committed=committed)
+        values = self._observer.numbers.read()
+        layers = self._observer.layers
+        tensors = tensor_rows(self._observer.seen, values)
+        look = Look(
+            step=self.step,
+            tensors=tuple(tensors[:MOST_ROWS]),
+            parameters=_worst_parameters(parameters),
+            attention=tuple(layers.attention(values)[:MOST_ROWS]),
+            norms=tuple(layers.norms(values)[:MOST_ROWS]),
+            units=tuple(layers.units(values)[:MOST_ROWS]),
+            facts=self._facts(layers.facts(values)),
+            left_out=max(0, len(tensors) - MOST_ROWS) + max(0, len(parameters) - MOST_ROWS),
+        )
+        self._seconds += time.perf_counter() - began
+        return replace(look, seconds=self._seconds + self._observer.seconds)
+
+    def _facts(self, facts: StepFacts) -> StepFacts:
+        dropout = []
+        norms = []
+        for name, module in named_modules(self._roots):
+            if module.training:
+                continue
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+                dropout.append(name)
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                norms.append(name)
+        return replace(
+            facts,
+            batch=self.batch,
+            training=next(iter(self._roots.values())).training,
+            dropout=tuple(dropout),
+            norms_in_eval=tuple(norms),
+            kept_gradients=self._kept_gradients,
+        )
+
+
+def digest_of(batch: Any, before: str = "") -> str:
+    """A short digest of a sample of every tensor in the batch."""
+    digest = hashlib.blake2b(before.encode(), digest_size=8)
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
+            part = sampled(plain(leaf), DIGEST_SAMPLE).cpu().contiguous()
+            digest.update(part.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tensor_rows(seen: Sequence[ObservedResult], values: list[list[float]]) -> list[TensorLook]:
+    """One row for each module, direction and dtype, those with the least headroom first."""
+    groups: dict[tuple[str, str, torch.dtype], list[int]] = {}
+    for index, one in enumerate(seen):
+        name = one.op if one.stage == "stored" else one.module
+        groups.setdefault((name, one.stage, one.dtype), []).append(index)
+    rows = []
+    for (name, _, dtype), indices in groups.items():
+        rows.append(_row(name, dtype, indices, seen, values))
+    return sorted(rows, key=lambda row: math.inf if row.headroom is None else row.headroom)
+
+
+def _row(
+    name: str,
+    dtype: torch.dtype,
+    indices: list[int],
+    seen: Sequence[ObservedResult],
+    values: list[list[float]],
+) -> TensorLook:
+    stats = []
+    rounded = 0.0
+    converted = 0.0
+    for index in indices:
+        stats.append(dict(zip(FIELDS, values[seen[index].vector], strict=True)))
+        number = seen[index].conversion
+        if number is not None:
+            rounded += values[number][0]
+            converted += values[number][1]
+    largest = max(range(len(stats)), key=lambda at: stats[at]["largest"])
+    smallest = min(one["smallest"] for one in stats)
+    elements = max(sum(one["elements"] for one in stats), 1.0)
+    return TensorLook(
+        module=name,
+        stage=seen[indices[0]].stage,
+        dtype=str(dtype).removeprefix("torch."),
+        op=seen[indices[largest]].op,
+        largest=stats[largest]["largest"],
+        smallest=smallest if math.isfinite(smallest) else None,
+        headroom=bits_of_headroom(stats[largest]["largest"], dtype),
+        floor=bits_above_floor(smallest, dtype),
+        zeros=sum(one["zeros"] for one in stats) / elements,
+        subnormal=sum(one["subnormal"] for one in stats) / elements,
+        rounded_away=rounded / converted if converted else 0.0,
+        infinities=sum(_born_infinite(index, seen, values) for index in indices),
+        elements=int(elements),
+    )
+
+
+def _born_infinite(index: int, seen: Sequence[ObservedResult], values: list[list[float]]) -> int:
+    """Infinities of this result that come from finite operands."""
+    one = seen[index]
+    infinities = FIELDS.index("infinities")
+    count = values[one.vector][infinities]
+    if not count or one.may_hold_infinity:
+        return 0
+    if any(values[seen[parent].vector][infinities] for parent in one.parents):
+        return 0
+    return int(count)
+
+
+def _worst_parameters(parameters: tuple[ParameterLook, ...]) -> tuple[ParameterLook, ...]:
+    """Keep the order of the model; drop what moves as it should where there are too many."""
+    if len(parameters) <= MOST_ROWS:
+        return parameters
+    ranked = sorted(parameters, key=_suspicion, reverse=True)[:MOST_ROWS]
+    kept = {one.name for one in ranked}
+    return tuple(one for one in parameters if one.name in kept)
+
+
+def _suspicion(one: ParameterLook) -> float:
+    return (one.lost or 0.0) + one.gradient_zeros + (one.ratio or 0.0)

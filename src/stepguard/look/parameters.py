@@ -1,0 +1,111 @@
+"""What an update does to each parameter, on a sample of its elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stepguard.locate.finite import plain
+from stepguard.look.statistics import Numbers, root_mean_square, sampled
+from stepguard.records.look import ParameterLook
+from stepguard.tensors.names import parameter_names
+from stepguard.tensors.values import is_lazy
+
+MOMENTS = ("exp_avg_sq", "square_avg", "sum", "v")
+"""Names that optimizers give to their second moments."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One parameter before its update."""
+
+    name: str
+    parameter: Tensor
+    owned: bool
+    before: Tensor
+    gradient: Tensor | None
+    numbers: int
+    """Size of the weight, size of the gradient, share of zeros in it."""
+
+
+class Updates:
+    """Sample all parameters before an update, and see what became of them."""
+
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        optimizer: Optimizer,
+        owned: set[int],
+    ) -> None:
+        """`owned`: identities of the parameters that any optimizer of the process updates."""
+        self._numbers = Numbers()
+        self._optimizer = optimizer
+        self._sampled = []
+        for parameter, name in parameter_names(roots, optimizer):
+            if not is_lazy(parameter) and parameter.is_floating_point() and parameter.numel():
+                self._sampled.append(self._sample(name, parameter, id(parameter) in owned))
+
+    def _sample(self, name: str, parameter: Tensor, owned: bool) -> Sampled:
+        before = sampled(plain(parameter)).clone()
+        numbers = [root_mean_square(before)]
+        gradient: Tensor | None = None
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            gradient = sampled(plain(parameter.grad)).clone()
+            zeros = (gradient == 0).to(torch.float64).mean().reshape(1)
+            numbers += [root_mean_square(gradient), zeros]
+        number = self._numbers.add(torch.cat(numbers))
+        return Sampled(name, parameter, owned, before, gradient, number)
+
+    def finish(self, *, committed: bool) -> tuple[ParameterLook, ...]:
+        """The update is over, or did not happen."""
+        after = []
+        for one in self._sampled:
+            after.append(self._after(one) if committed else None)
+        values = self._numbers.read()
+        found = []
+        for one, number in zip(self._sampled, after, strict=True):
+            found.append(_record(one, values[one.numbers], values[number] if number else []))
+        return tuple(found)
+
+    def _after(self, one: Sampled) -> int | None:
+        """Numbers of the update; None where the parameter has no gradient or was replaced."""
+        now = sampled(plain(one.parameter))
+        if one.gradient is None or now.shape != one.before.shape:
+            return None
+        change = now.to(torch.float64) - one.before.to(torch.float64)
+        asked = one.gradient != 0
+        count = asked.sum().clamp_min(1).to(torch.float64)
+        lost = (asked & (now == one.before)).sum().to(torch.float64) / count
+        parts = [root_mean_square(change), lost.reshape(1)]
+        moment = self._moment(one.parameter)
+        if moment is not None and moment.shape == asked.shape:
+            empty = (asked & (moment == 0)).sum().to(torch.float64) / count
+            smallest = torch.where(moment > 0, moment, torch.inf).amin()
+            parts += [empty.reshape(1), smallest.to(torch.float64).reshape(1)]
+        return self._numbers.add(torch.cat(parts))
+
+    def _moment(self, parameter: Tensor) -> Tensor | None:
+        state = self._optimizer.state.get(parameter, {})
+        for name in MOMENTS:
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                return sampled(plain(value))
+        return None
+
+
+def _record(one: Sampled, before: list[float], after: list[float]) -> ParameterLook:
+    known = dict(zip(("weight", "gradient", "gradient_zeros"), before, strict=False))
+    moved = dict(zip(("update", "lost", "variance_zeros", "variance"), after, strict=False))
+    return ParameterLook(
+        name=one.name,
+        dtype=str(one.parameter.dtype).removeprefix("torch."),
+        elements=one.parameter.numel(),
+        trainable=one.parameter.requires_grad,
+        owned=one.owned,
+        **known,
+        **moved,
+    )

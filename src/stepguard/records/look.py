@@ -1,0 +1,157 @@
+"""A deep look at one healthy step: how far its numbers are from what their dtypes can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Stage = Literal["stored", "forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLook:
+    """What one module computed in one dtype, in one direction."""
+
+    module: str
+    """Dotted name; empty outside every module, as in the loss function."""
+    stage: Stage
+    """`stored` for parameters, buffers and the batch."""
+    dtype: str
+    op: str = ""
+    """The operation that made the largest value."""
+    largest: float = 0.0
+    """Largest magnitude of a finite value."""
+    smallest: float | None = None
+    """Smallest magnitude that is not 0; None where all is 0."""
+    headroom: float | None = None
+    """Bits between `largest` and the largest number of the dtype."""
+    floor: float | None = None
+    """Bits between `smallest` and the smallest normal number of the dtype; negative below it."""
+    zeros: float = 0.0
+    """Share of elements that are exactly 0."""
+    subnormal: float = 0.0
+    """Share of elements below the smallest normal number, which hold fewer bits."""
+    rounded_away: float = 0.0
+    """Share of elements of conversions to this dtype that were not 0 and became 0."""
+    infinities: int = 0
+    """Infinite values born here of finite ones; the step was finite all the same."""
+    elements: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLook:
+    """One parameter, its gradient and its update."""
+
+    name: str
+    dtype: str
+    elements: int = 0
+    weight: float = 0.0
+    """Root mean square of the values before the update."""
+    gradient: float | None = None
+    """Root mean square of the gradient; None without one."""
+    gradient_zeros: float = 0.0
+    """Share of the gradient that is exactly 0."""
+    trainable: bool = True
+    """`requires_grad`."""
+    owned: bool = True
+    """An optimizer updates it."""
+    update: float | None = None
+    """Root mean square of the change by the update; None where it was not seen."""
+    lost: float | None = None
+    """Share of elements with a gradient that the update left exactly as they were."""
+    variance_zeros: float | None = None
+    """Share of elements with a gradient whose second moment is exactly 0 (Adam and its like)."""
+    variance: float | None = None
+    """Smallest second moment that is not 0."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Size of the update beside that of the weight."""
+        if self.update is None or self.weight == 0.0:
+            return None
+        return self.update / self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLook:
+    """One softmax over keys, on a sample of its rows."""
+
+    module: str
+    largest_logit: float
+    entropy: float
+    """Mean entropy of a row over that of the uniform row: 1 looks everywhere, 0 at one key."""
+    collapsed: float
+    """Share of rows with more than 99 % of their weight on one key."""
+    uniform: float = 0.0
+    """Share of rows whose entropy is above 99.9 % of the uniform row's."""
+    keys: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormLook:
+    """What goes into one normalisation layer, and whether anything comes out."""
+
+    module: str
+    scale: float
+    """Root mean square of the input."""
+    dtype: str = ""
+    output_zeros: float = 0.0
+    """Share of the output that is exactly 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLook:
+    """Units behind one activation function."""
+
+    module: str
+    op: str
+    units: int
+    dead: float = 0.0
+    """Share of units that are 0 for every sample and position of the step."""
+    saturated: float = 0.0
+    """Share of values in the flat ends of a sigmoid or tanh."""
+    positions: int = 0
+    """Samples and positions that each unit was seen at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What else the look has seen of the step."""
+
+    batch: str = ""
+    """Digest of the batch's tensors."""
+    repeats: int = 0
+    """Steps before this one with the same batch, of those that were compared."""
+    training: bool = True
+    """The model is in training mode."""
+    dropout: tuple[str, ...] = ()
+    """Dropout layers with a probability above 0 that are in evaluation mode."""
+    norms_in_eval: tuple[str, ...] = ()
+    """Batch norms in evaluation mode while the model trains."""
+    labels: int = 0
+    """Targets of the classification losses."""
+    ignored: int = 0
+    """Targets among them that do not count."""
+    softmax_twice: bool = False
+    """The logits of a cross entropy are probabilities already."""
+    kept_gradients: bool = False
+    """The step began with the gradients of the one before."""
+    averages: dict[str, str] = field(default_factory=dict)
+    """Average of weights that the guard was given -> digest of what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Everything one deep look has measured."""
+
+    step: int
+    seconds: float = 0.0
+    """Time that the look itself took."""
+    tensors: tuple[TensorLook, ...] = ()
+    parameters: tuple[ParameterLook, ...] = ()
+    attention: tuple[AttentionLook, ...] = ()
+    norms: tuple[NormLook, ...] = ()
+    units: tuple[UnitLook, ...] = ()
+    facts: StepFacts = field(default_factory=StepFacts)
+    left_out: int = 0
+    """Rows that were dropped to keep the record small; the worst are kept."""

@@ -1,0 +1,126 @@
+"""When looks are taken, and that a run with looks is the bare run."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stepguard
+from stepguard import ConfigError, Guard, GuardConfig
+from stepguard.engine.looks import SHARE, LookSchedule
+from stepguard.journal import read_run
+from stepguard.tensors.torch_private import dispatch_mode_stack
+
+STEPS = 8
+
+
+def test_automatic_looks_take_a_thousandth_of_the_time() -> None:
+    now = 0.0
+    schedule = LookSchedule("auto", clock=lambda: now)
+    looked = []
+    for step in range(20_000):
+        if schedule.due(step):
+            looked.append(step)
+            schedule.took(step, 0.1)
+            now += 0.1
+        now += 0.05
+    assert looked[0] == 0
+    gaps = [after - before for before, after in itertools.pairwise(looked)]
+    assert len(looked) > 5 and min(gaps) >= 1990
+    assert 0.1 * (len(looked) - 1) <= SHARE * now
+
+
+def test_looks_become_rarer() -> None:
+    now = 0.0
+    schedule = LookSchedule("auto", clock=lambda: now)
+    looked = []
+    for step in range(1000):
+        if schedule.due(step):
+            looked.append(step)
+            schedule.took(step, 0.0)
+        now += 1.0
+    assert 20 < len(looked) < 150
+    assert looked[-1] - looked[-2] >= 40
+
+
+def test_every_so_many_steps_or_never() -> None:
+    schedule = LookSchedule(3)
+    looked = []
+    for step in range(9):
+        if schedule.due(step):
+            looked.append(step)
+            schedule.took(step, 1.0)
+    assert looked == [0, 3, 6]
+    assert not LookSchedule(None).due(0)
+
+
+@pytest.mark.parametrize("value", [0, -1, "often", 1.5])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="look_every"):
+        GuardConfig(look_every=value)
+
+
+def train(way: str, folder: Path, *, fused: bool, every: int | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    config = GuardConfig(run_dir=folder, look_every=every, terminal="quiet")
+
+    def loss(batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    data = [torch.randn(16, 4) for _ in range(STEPS)]
+    if way == "step":
+        with Guard(model, optimizer, config=config) as guard:
+            for batch in data:
+                guard.step(loss, batch)
+    else:
+        watching = stepguard.watch(model, optimizer, config=config) if way == "watch" else None
+        for batch in data:
+            optimizer.zero_grad()
+            loss(batch).backward()
+            optimizer.step()
+        if watching is not None:
+            watching.close()
+    state = [value for one in optimizer.state.values() for value in one.values()]
+    return [*model.state_dict().values(), *state, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["step", "watch"])
+def test_run_with_looks_is_bit_identical_to_the_bare_one(
+    way: str, fused: bool, tmp_path: Path
+) -> None:
+    bare = train("bare", tmp_path, fused=fused, every=None)
+    looked = train(way, tmp_path, fused=fused, every=3)
+    assert all(map(torch.equal, bare, looked))
+    looks = read_run(tmp_path).looks
+    assert [look.step for look in looks] == [0, 3, 6]
+    assert all(one.update for look in looks for one in look.parameters)
+    assert not dispatch_mode_stack()
+
+
+def test_bad_step_leaves_no_look(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    with Guard(model, optimizer, config=config) as guard:
+        guard.step(lambda x: model(x).mean(), torch.full((2, 4), torch.nan))
+        guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
+    record = read_run(tmp_path)
+    assert len(record.incidents) == 1
+    assert [look.step for look in record.looks] == [1]
+
+
+def test_exception_in_the_step_ends_the_look() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guard(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        with pytest.raises(RuntimeError):
+            guard.step(lambda x: model(x).mean(), torch.ones(2, 5))
+        assert not dispatch_mode_stack()

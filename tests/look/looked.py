@@ -1,0 +1,34 @@
+"""One looked-at step, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepguard.look.deep_look import DeepLook
+from stepguard.records.look import Look
+
+
+def look_at(
+    model: nn.Module,
+    loss: Callable[[Any], Tensor],
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Look:
+    """Run one step of this loss under a look."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    optimizer.zero_grad()
+    look = DeepLook(0, {"": model}, optimizer, owned)
+    look.begin()
+    look.saw_batch(batch)
+    loss(batch).backward()
+    look.gradients_ready()
+    look.before_update()
+    optimizer.step()
+    found = look.finish(committed=True)
+    assert look.fault is None
+    return found
