@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stepguard._errors import ConfigError
-from stepguard.cli._run_folder import RankOption, open_run
+from stepguard.cli._run_folder import RankOption, RunArgument, WhichOption, open_run
 
 
 def look(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or its journal.")],
+    run: RunArgument,
     as_json: Annotated[
         bool, typer.Option("--json", help="Every look as one JSON line instead of tables.")
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Every row instead of the worst ones.")
     ] = False,
-    rank: RankOption = 0,
+    which: WhichOption = None,
+    rank: RankOption = None,
 ) -> None:
     """Show how far the numbers of a run are from their limits, from its deep looks."""
     from stepguard.records.codec import dumps, to_plain
     from stepguard.report import looks, screen
 
-    found = open_run(run, rank).looks
+    found = open_run(run, rank, which).looks
     if not found:
         raise ConfigError(
             f"{run} holds no deep looks: GuardConfig(look_every=None), compiled or sharded models, "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from stepguard.records.codec import from_jsonable
+from stepguard.records.look import Look
 from stepguard.report.story.lane import Lane, words
 from stepguard.report.story.model import (
     Attempt,
@@ -24,6 +27,8 @@ from stepguard.report.story.model import (
 from stepguard.report.story.processes import Process, grouped, matched, processes_of
 from stepguard.report.story.rows import RunRows, lay_out, link_incidents, with_incidents
 
+LOOK = "look"
+"""The type of journal lines that hold a deep look."""
 FOREIGN = 10**12
 """Added to the order of what other ranks wrote: it comes after what this rank wrote by then."""
 
@@ -79,6 +84,8 @@ def _run(
         notes += [_moved(note, own.table) for note in faults]
     incidents = sorted(incidents, key=lambda one: (one.at, one.order))
     notes.sort(key=lambda note: (note.at, note.order))
+    looks = _looks(notes)
+    notes = [note for note in notes if note.type != LOOK]
     by_rank: dict[int, StepTable] = {}
     for rows in (own, *theirs):
         by_rank[rows.table.rank] = with_incidents(rows.table, told[rows.table.rank], incidents)
@@ -93,6 +100,7 @@ def _run(
         incidents=tuple(incidents),
         notes=tuple(notes),
         checkpoints=tuple(_checkpoints(notes)),
+        looks=looks,
         torn=torn,
     )
 
@@ -205,6 +213,18 @@ def _with_incident(
             left = replace(left, incident=places.get((branch.attempt, branch.end_row, left.to)))
         named.append(replace(branch, left=left))
     return tuple(named)
+
+
+def _looks(notes: Sequence[Note]) -> tuple[Look, ...]:
+    """Deep looks; one that does not fit its record is left out, as any torn line is."""
+    found = []
+    for note in notes:
+        fields = note.fields.get("look")
+        if note.type != LOOK or not isinstance(fields, dict):
+            continue
+        with suppress(ValueError):  # pydantic's ValidationError is one
+            found.append(from_jsonable(Look, fields))
+    return tuple(found)
 
 
 def _checkpoints(notes: Sequence[Note]) -> list[CheckpointEvent]:

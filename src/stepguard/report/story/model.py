@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepguard.records import Incident
+from stepguard.records.look import Look
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -264,6 +265,8 @@ class Run:
     incidents: tuple[StoryIncident, ...]
     notes: tuple[Note, ...]
     checkpoints: tuple[CheckpointEvent, ...]
+    looks: tuple[Look, ...] = ()
+    """Deep looks at healthy steps, oldest first."""
     torn: int = 0
     """Lines of the whole folder that cannot be read."""
 
