@@ -74,8 +74,7 @@ def test_worst_rank_speaks_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = [
-        {"trouble": trouble, "fault": "", "needs_others": False, "part": {}}
-        for trouble in troubles
+        {"trouble": trouble, "fault": "", "needs_others": False, "part": {}} for trouble in troubles
     ]
 
     def together(look: Any, what: str) -> list[dict[str, Any]]:
