@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
 from process_group import gloo
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Policy
 from stepguard.engine.protect import GuardDisarmed
 
 WIDTH, STEPS, BAD_STEP, BAD_RANK, CLIP = 16, 8, 5, 1, 0.05
@@ -271,7 +271,11 @@ def restore(kind: str, loop: str, out: Path) -> dict[str, Any]:
 
 def rewind(kind: str, loop: str, out: Path) -> dict[str, Any]:
     """A weight of one rank turns NaN between two steps."""
-    settings = {"snapshot_every": 1, "probation": 1}
+    # without healing from the other rank, which would come first
+    policy = Policy(actions=("retry", "leave_out", "skip", "rewind", "stop"))
+    settings: dict[str, Any] = {"snapshot_every": 1, "probation": 1}
+    if kind != "local":
+        settings["policy"] = policy
     with running(kind, loop, **settings) as (run, wrapped):
         for step in wrapped.steps():
             if step == DAMAGED_AT and dist.get_rank() == BAD_RANK and loop != "bare":
@@ -294,6 +298,8 @@ def signal(kind: str, loop: str, out: Path) -> dict[str, Any]:
                 if step == 3:
                     os.kill(os.getpid(), signals.SIGTERM)
                 run.step(step)
+            # the loop is shorter than ranks take to agree on a step: then it acts at the end
+            run.guard.close()
         except SystemExit as end:
             ended = end.code
     dist.barrier()

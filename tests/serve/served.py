@@ -23,7 +23,7 @@ PATIENCE = 60.0
 
 @contextmanager
 def serving(runs: Path, *options: str) -> Iterator[str]:
-    """The address of a server of these runs, at a free port."""
+    """The address of a server of these runs, at a free port; it must end without a word."""
     source = str(Path(stepguard.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": source, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "stepguard", "serve", str(runs), "--port", "0", *options]
@@ -43,7 +43,9 @@ def serving(runs: Path, *options: str) -> Iterator[str]:
         watchdog.cancel()
         process.terminate()
         process.wait(timeout=PATIENCE)
+        left = process.stdout.read()
         process.stdout.close()
+    assert left == ""
 
 
 def get(address: str, **headers: str) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -46,8 +46,9 @@ HEADERS = {
 class LiveRuns:
     """The followers of the runs that somebody looks at, one for each run."""
 
-    def __init__(self, folders: RunFolders) -> None:
+    def __init__(self, folders: RunFolders, ending: Callable[[], bool]) -> None:
         self.folders = folders
+        self._ending = ending
         self._followers: dict[str, RunFollower] = {}
 
     def follower(self, name: str) -> RunFollower:
@@ -89,7 +90,7 @@ class LiveRuns:
         place = _asked_place(request)
         if place is None:
             raise HTTPException(400, "from, number and version say how far the page has come")
-        stream = _stream(follower, place)
+        stream = _stream(follower, place, self._ending)
         return StreamingResponse(stream, media_type="text/event-stream")
 
 
@@ -102,9 +103,11 @@ def _asked_place(request: Request) -> Place | None:
     return Place.parse(":".join(asked))
 
 
-async def _stream(follower: RunFollower, place: Place) -> AsyncIterator[str]:
+async def _stream(
+    follower: RunFollower, place: Place, ending: Callable[[], bool]
+) -> AsyncIterator[str]:
     quiet = 0.0
-    while True:
+    while not ending():
         found = await follower.since(place)
         if found is None:
             await asyncio.sleep(EVERY)
@@ -166,9 +169,14 @@ class AccessCheck:
         return PlainTextResponse("the token is missing or wrong", status_code=401)
 
 
-def build_app(root: Path, token: str | None = None) -> Starlette:
-    """The application for a run, or a folder of runs; without a token for the loopback only."""
-    runs = LiveRuns(RunFolders(root))
+def build_app(
+    root: Path, token: str | None = None, ending: Callable[[], bool] = lambda: False
+) -> Starlette:
+    """The application for a run, or a folder of runs; without a token for the loopback only.
+
+    `ending`: the server is about to stop, so streams end by themselves.
+    """
+    runs = LiveRuns(RunFolders(root), ending)
     routes = [
         Route("/", runs.home),
         Route("/runs.json", runs.listing),

@@ -38,14 +38,16 @@ def serve_runs(
         ) from missing
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
-    app = build_app(root, token)
+    servers: list[uvicorn.Server] = []
+    app = build_app(root, token, lambda: any(server.should_exit for server in servers))
     with _bound(host, port) as listening:
         at = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         ending = f"/?token={token}" if token else "/"
         say(f"serving {root} at http://{shown}:{at}{ending} (Ctrl+C ends it)")
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
-        uvicorn.Server(config).run(sockets=[listening])
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
+        servers.append(uvicorn.Server(config))
+        servers[0].run(sockets=[listening])
 
 
 def _bound(host: str, port: int | None) -> socket.socket:

@@ -130,6 +130,8 @@ class SituationReader:
             return "no stored tensor is damaged"
         if "heal" not in policy.actions or self._context.budget.heals >= policy.max_heals:
             return "the policy allows none"
+        if self._context.agreement.apart:
+            return APART
         return self._rewinder.healing.plan(incident.step)
 
     def _ruined(self, incident: Incident) -> bool:
