@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stepguard
 from stepguard import ConfigError, Guard, GuardConfig
-from stepguard.engine.looks import SHARE, LookSchedule
+from stepguard.engine.looks import FIRST, SHARE, LookSchedule
 from stepguard.journal import read_run
 from stepguard.tensors.torch_private import dispatch_mode_stack
 
@@ -29,7 +29,7 @@ def test_automatic_looks_take_a_thousandth_of_the_time() -> None:
             schedule.took(step, 0.1)
             now += 0.1
         now += 0.05
-    assert looked[0] == 0
+    assert looked[0] == FIRST
     gaps = [after - before for before, after in itertools.pairwise(looked)]
     assert len(looked) > 5 and min(gaps) >= 1990
     assert 0.1 * (len(looked) - 1) <= SHARE * now
@@ -55,8 +55,8 @@ def test_every_so_many_steps_or_never() -> None:
         if schedule.due(step):
             looked.append(step)
             schedule.took(step, 1.0)
-    assert looked == [0, 3, 6]
-    assert not LookSchedule(None).due(0)
+    assert looked == [2, 5, 8]
+    assert not LookSchedule(None).due(2)
 
 
 @pytest.mark.parametrize("value", [0, -1, "often", 1.5])
@@ -100,7 +100,7 @@ def test_run_with_looks_is_bit_identical_to_the_bare_one(
     looked = train(way, tmp_path, fused=fused, every=3)
     assert all(map(torch.equal, bare, looked))
     looks = read_run(tmp_path).looks
-    assert [look.step for look in looks] == [0, 3, 6]
+    assert [look.step for look in looks] == [2, 5]
     assert all(one.update for look in looks for one in look.parameters)
     assert not dispatch_mode_stack()
 
@@ -110,17 +110,19 @@ def test_bad_step_leaves_no_look(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
     with Guard(model, optimizer, config=config) as guard:
-        guard.step(lambda x: model(x).mean(), torch.full((2, 4), torch.nan))
-        guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
+        for value in (1.0, 1.0, torch.nan, 1.0):
+            guard.step(lambda x: model(x).mean(), torch.full((2, 4), value))
     record = read_run(tmp_path)
     assert len(record.incidents) == 1
-    assert [look.step for look in record.looks] == [1]
+    assert [look.step for look in record.looks] == [3]
 
 
 def test_exception_in_the_step_ends_the_look() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Guard(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        for _ in range(FIRST):
+            guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
         with pytest.raises(RuntimeError):
             guard.step(lambda x: model(x).mean(), torch.ones(2, 5))
         assert not dispatch_mode_stack()

@@ -83,9 +83,13 @@ def test_digest_is_that_of_the_values() -> None:
 
 def test_gradients_of_the_step_before_are_noticed() -> None:
     model = nn.Linear(2, 1)
-    look = DeepLook(0, {"": model}, torch.optim.SGD(model.parameters(), lr=0.1), set())
-    look.before_backward(list(model.parameters()))
-    assert not look.finish(committed=True).facts.kept_gradients
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fresh = DeepLook(0, {"": model}, optimizer, set())
+    fresh.before_backward(list(model.parameters()))
     model(torch.ones(1, 2)).sum().backward()
-    look.before_backward(list(model.parameters()))
-    assert look.finish(committed=True).facts.kept_gradients
+    # the second backward pass of an accumulated step
+    fresh.before_backward(list(model.parameters()))
+    assert not fresh.finish(committed=True).facts.kept_gradients
+    stale = DeepLook(1, {"": model}, optimizer, set())
+    stale.before_backward(list(model.parameters()))
+    assert stale.finish(committed=True).facts.kept_gradients

@@ -28,6 +28,9 @@ SHARE = 0.001
 """Share of the run's time that looks may take, after the first one."""
 GROWTH = 0.05
 """A look is at least this share of all steps so far after the last one: ever more rarely."""
+FIRST = 2
+"""Step of the first look: what torch.compile compiles has been compiled by then, and is left alone.
+"""
 PART = "deep look"
 
 
@@ -47,6 +50,8 @@ class LookSchedule:
         """Of the last look."""
         self._last: int | None = None
         """The step of the last look."""
+        self._offset: int | None = None
+        """The first step that was asked for."""
 
     def due(self, step: int) -> bool:
         """True if this step is to be looked at."""
@@ -55,7 +60,9 @@ class LookSchedule:
         if self._began is None:
             self._began = self._clock()
         if self._last is None:
-            return True
+            # counted from where this process began: a restored run compiles again
+            self._offset = step if self._offset is None else self._offset
+            return step >= self._offset + FIRST
         if self._every != "auto":
             return step - self._last >= self._every
         if step < self._last + max(1.0, GROWTH * step):

@@ -196,7 +196,7 @@ class GuardConfig:
     """
     look_every: int | Literal["auto"] | None = "auto"
     """Steps between deep looks: statistics of a healthy step, taken while it runs. `auto` takes the
-    first step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
+    third step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
     """
     agree_timeout: float = 60.0
     """Seconds that a rank waits for the others once a step is bad; ten times as many in `save` and
