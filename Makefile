@@ -62,7 +62,8 @@ browser: ## install Chromium for the browser tests, where it is missing and apt-
 		echo "no Chromium: the browser tests will be left out" >&2
 
 docs: venv ## the pages of docs/ as a site in site/, built strictly and without a network
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	# not --quiet: mkdocs then counts no warning, and strict means nothing
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 	@echo "site/index.html opens from disk"
 
 docs-serve: venv ## the site while you write, on http://127.0.0.1:8000

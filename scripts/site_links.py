@@ -28,8 +28,8 @@ PICTURES = (".png", ".svg")
 PREFIX = "repository/"
 """Where they are in the site."""
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
-FENCE = re.compile(r"^\s*```")
-CODE = re.compile(r"`[^`]+`")
+FENCED = re.compile(r"(^[ \t]*```.*?^[ \t]*```[ \t]*$)", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]+`")
 
 
 def on_config(config: Any) -> Any:
@@ -62,16 +62,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def site_text(markdown: str, uri: str) -> str:
     """The text of a page with its links as the site needs them; code blocks stay as they are."""
-    lines = []
-    fenced = False
-    for line in markdown.splitlines():
-        if FENCE.match(line):
-            fenced = not fenced
-        if not fenced:
-            line = LINK.sub(lambda found: _site_link(found, uri), line)
-            line = CODE.sub(_plain_bars, line)
-        lines.append(line)
-    return "\n".join(lines) + "\n"
+    parts = FENCED.split(markdown)
+    for place in range(0, len(parts), 2):  # the others are the fenced blocks themselves
+        text = LINK.sub(lambda found: _site_link(found, uri), parts[place])
+        parts[place] = CODE.sub(_plain_bars, text)
+    return "".join(parts)
 
 
 def _plain_bars(code: re.Match[str]) -> str:

@@ -39,20 +39,38 @@ def test_api_page_has_every_public_name() -> None:
     assert named == set(stepguard.__all__) - {"__version__"}
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(settings: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build a site as `make docs` does. With --quiet mkdocs counts no warning, so never quiet."""
     if find_spec("mkdocs") is None or find_spec("mkdocstrings") is None:
         pytest.skip(NO_SITE)
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     # a proxy that nobody listens at: a build that asks the network fails
     away = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    environment = {**os.environ, **away, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    return subprocess.run(
+        [*command, "-f", str(settings), "-d", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **away, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = built(ROOT / "mkdocs.yml", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def test_a_dead_link_would_fail_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[dead](nothing.md)\n", encoding="utf-8")
+    (tmp_path / "mkdocs.yml").write_text("site_name: a\n", encoding="utf-8")
+    done = built(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 1
+    assert "nothing.md" in done.stderr
 
 
 def test_site_builds_strictly_with_a_page_for_each_file(site: Path) -> None:
@@ -60,6 +78,15 @@ def test_site_builds_strictly_with_a_page_for_each_file(site: Path) -> None:
         built = site / page.relative_to(ROOT / "docs").with_suffix(".html")
         assert built.is_file(), page
     assert (site / "repository" / "CONTRIBUTING.html").is_file()
+
+
+def test_links_between_docs_and_the_repository_lead_to_pages_of_the_site(site: Path) -> None:
+    page = (site / "how-it-works.html").read_text(encoding="utf-8")
+    assert 'href="repository/CONTRIBUTING.html"' in page
+    back = (site / "repository" / "CONTRIBUTING.html").read_text(encoding="utf-8")
+    assert 'href="../how-it-works.html"' in back
+    recipe = (site / "repository" / "recipes" / "sft" / "index.html").read_text(encoding="utf-8")
+    assert 'src="half-adapters.png"' in recipe
 
 
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
