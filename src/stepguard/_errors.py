@@ -43,6 +43,8 @@ class StepguardError(Exception):
 class ConfigError(StepguardError, ValueError):
     """A setting has a value it cannot have; the message says what is allowed.
 
+    For instance:
+
         GuardConfig(clip_norm=-1.0)   # ConfigError: GuardConfig.clip_norm=-1.0 must be ...
     """
 
@@ -56,6 +58,8 @@ class JournalError(StepguardError):
 
 class CapsuleError(StepguardError):
     """A capsule is damaged, too new, without data, or its build function cannot be imported.
+
+    For instance:
 
         stepguard.replay("runs/a/incidents/00000048-nonfinite_loss")   # may raise it
     """
@@ -75,12 +79,16 @@ class StoreError(StepguardError):
 class StateError(StepguardError):
     """The state cannot be kept, or does not fit the objects it should go into; says which part.
 
+    For instance:
+
         guard.restore()   # StateError where model or optimizer are others than those saved
     """
 
 
 class SaveRefused(StepguardError):  # noqa: N818 (an outcome, like TrainingHalted)
     """A save was asked for while stored tensors are non-finite. Nothing was written or deleted.
+
+    For instance:
 
         try:
             accelerator.save_state("checkpoint")

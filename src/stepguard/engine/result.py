@@ -11,6 +11,8 @@ from stepguard.records.notebook_html import Row, box, number
 class StepResult:
     """The outcome of one step. Unread, it costs no host sync.
 
+    For instance:
+
         result = guard.step(loss_fn, batch)
         if not result.committed:
             print(result.incident.summary)

@@ -31,6 +31,8 @@ class Remedy:
 class Finding:
     """One cause, most certain first in an incident.
 
+    For instance:
+
         finding = guard.incidents[0].findings[0]
         print(finding.code, finding.title, *finding.evidence)
     """

@@ -54,6 +54,8 @@ class Operand:
 class Origin:
     """The birth of the first harmful value, as exactly as it could be confirmed.
 
+    For instance:
+
         origin = guard.incidents[0].origin
         print(origin.source, origin.op, origin.module, origin.samples)
     """

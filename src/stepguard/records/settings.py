@@ -22,6 +22,8 @@ ACTIONS: tuple[str, ...] = get_args(Action)
 class Policy:
     """What may be done about an incident, and how much may be lost. The fault decides the rest.
 
+    For instance:
+
         Policy(actions=("skip", "stop"), max_lost_share=0.1)
     """
 
@@ -102,6 +104,8 @@ class Policy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardConfig:
     """Settings of one guard. A value that cannot be meant raises ConfigError here.
+
+    For instance:
 
         GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=Policy(max_total=20))
         GuardConfig.from_file("guard.toml")

@@ -43,6 +43,8 @@ an error where pickle would call it, a warning where it would only be imported.
 class Problem:
     """One thing that is wrong, or worth a look, in one file.
 
+    For instance:
+
         for problem in stepguard.verify("runs/a").problems:
             print(problem)
     """
@@ -95,6 +97,8 @@ class Watched:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The result of `stepguard.verify`: one checkpoint, or a folder with several in `parts`.
+
+    For instance:
 
         found = stepguard.verify("runs/a/checkpoints")
         assert found.ok, found.problems
