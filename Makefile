@@ -12,7 +12,7 @@ BENCHES := overhead $(filter-out overhead crash soak table _%,$(patsubst benchma
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test quick test-newest coverage browser check format bench verify-recipes \
 	recipes-real \
-	crash-campaign fuzz clean
+	crash-campaign fuzz docs docs-serve pictures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,17 @@ browser: ## install Chromium for the browser tests, where it is missing and apt-
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }; }; } || \
 		echo "no Chromium: the browser tests will be left out" >&2
 
+docs: venv ## the pages of docs/ as a site in site/, built strictly and without a network
+	# not --quiet: mkdocs then counts no warning, and strict means nothing
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	@echo "site/index.html opens from disk"
+
+docs-serve: venv ## the site while you write, on http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve
+
+pictures: venv browser ## draw every picture of docs/images again, from real runs
+	$(RUN) -m scripts.screenshots
+
 check: venv ## lint, format, types, complexity, import direction
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
@@ -91,5 +102,5 @@ crash-campaign: venv ## kill -9 a thousand times, stepguard's store beside the p
 	$(RUN) -m benchmarks.crash --runs 1000
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) $(NEWEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run
+	rm -rf $(VENV) $(NEWEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from scripts.picture import FORMAT, ROOT, WIDTH, theme
+import torch
+from scripts.picture import ROOT, WIDTH, svg_format, theme
 
 from stepguard.preflight.run import check
 from stepguard.preflight.target import Request, resolve
@@ -33,6 +34,7 @@ TITLE = "A preflight: the state of the run, failures with evidence and fix, what
 def picture() -> str:
     """The table as SVG."""
     console = paper(width=WIDTH, colour=True, record=True)
+    torch.manual_seed(0)
     with contextlib.chdir(PROJECT):
         request = Request(
             target="tinychat.faults:several_at_once",
@@ -42,17 +44,18 @@ def picture() -> str:
         subject, context = resolve(request)
         result = check(subject, only=SHOWN, target="train:build", context=context)
     paint_preflight(console, result)
-    code_format = FORMAT.replace(
-        "A training step meets NaN and is vetoed, named and skipped; the run goes on", TITLE
-    )
     return console.export_svg(
         title="stepguard check train:build --config config.json --launcher launch.json",
         theme=theme(),
-        code_format=code_format,
+        code_format=svg_format(TITLE),
         unique_id="check",
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
     PICTURE.write_text(picture(), encoding="utf-8")
     print(f"wrote {PICTURE.name}")
+
+
+if __name__ == "__main__":
+    main()

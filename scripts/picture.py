@@ -32,9 +32,10 @@ WIDTH = 100
 FONTS = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 NORMAL = ("#16181d", "#f06262", "#7ec778", "#e5c068", "#6aa5f0", "#c686dd", "#56c2c8", "#d6d9de")
 BRIGHT = ("#6e7480", "#ff7b7b", "#98dc92", "#f6d582", "#8abbff", "#d9a0ec", "#76d6dc", "#ffffff")
+TITLE = "A training step meets NaN; its sample is named and left out, and the run goes on"
 # rich's own format fetches a font from a content network; this one is the same picture without it
 FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<title>A training step meets NaN; its sample is named and left out, and the run goes on</title>
+<title>TITLE</title>
 <style>
 .{unique_id}-matrix {{ font-family: FONTS; font-size: {char_height}px; \
 line-height: {line_height}px; }}
@@ -56,6 +57,11 @@ line-height: {line_height}px; }}
 </g>
 </svg>
 """.replace("FONTS", FONTS)
+
+
+def svg_format(title: str) -> str:
+    """The format of an SVG that says what it shows."""
+    return FORMAT.replace("TITLE", title)
 
 
 def theme() -> TerminalTheme:
@@ -88,7 +94,7 @@ def picture(steps: int) -> str:
         ]
     _draw(console, outcomes, steps)
     return console.export_svg(
-        title="make demo", theme=theme(), code_format=FORMAT, unique_id="stepguard"
+        title="make demo", theme=theme(), code_format=svg_format(TITLE), unique_id="stepguard"
     )
 
 

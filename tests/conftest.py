@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 import processes
 from browser import NO_BROWSER
+from house.left_out import NO_SITE
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
@@ -90,6 +91,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         said = f"LEFT OUT: {_left_out} tests that start a process or are slow, and {folders}"
         terminalreporter.write_line(f"{said}; `make test` runs them too", yellow=True)
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    if any(NO_SITE in reason for reason in skipped):
+        terminalreporter.write_line(f"LEFT OUT: {NO_SITE}", red=True)
     without = sum(NO_BROWSER in reason for reason in skipped)
     if without:
         said = f"LEFT OUT: {without} browser tests, for {NO_BROWSER} was found"

@@ -43,7 +43,9 @@ class StepguardError(Exception):
 class ConfigError(StepguardError, ValueError):
     """A setting has a value it cannot have; the message says what is allowed.
 
-    GuardConfig(clip_norm=-1.0)   # ConfigError: GuardConfig.clip_norm=-1.0 must be ...
+    For instance:
+
+        GuardConfig(clip_norm=-1.0)   # ConfigError: GuardConfig.clip_norm=-1.0 must be ...
     """
 
 
@@ -57,7 +59,9 @@ class JournalError(StepguardError):
 class CapsuleError(StepguardError):
     """A capsule is damaged, too new, without data, or its build function cannot be imported.
 
-    stepguard.replay("runs/a/incidents/00000048-nonfinite_loss")   # may raise it
+    For instance:
+
+        stepguard.replay("runs/a/incidents/00000048-nonfinite_loss")   # may raise it
     """
 
 
@@ -65,27 +69,31 @@ class StoreError(StepguardError):
     """A checkpoint was not written, or no checkpoint can be opened; the message names what stands
     in the way.
 
-    try:
-        done = guard.restore()
-    except stepguard.StoreError:
-        done = 0   # nothing to go on from
+        try:
+            done = guard.restore()
+        except stepguard.StoreError:
+            done = 0   # nothing to go on from
     """
 
 
 class StateError(StepguardError):
     """The state cannot be kept, or does not fit the objects it should go into; says which part.
 
-    guard.restore()   # StateError where model or optimizer are others than those saved
+    For instance:
+
+        guard.restore()   # StateError where model or optimizer are others than those saved
     """
 
 
 class SaveRefused(StepguardError):  # noqa: N818 (an outcome, like TrainingHalted)
     """A save was asked for while stored tensors are non-finite. Nothing was written or deleted.
 
-    try:
-        accelerator.save_state("checkpoint")
-    except stepguard.SaveRefused as refusal:
-        print(refusal.tensors)
+    For instance:
+
+        try:
+            accelerator.save_state("checkpoint")
+        except stepguard.SaveRefused as refusal:
+            print(refusal.tensors)
     """
 
     def __init__(self, what: str, tensors: Sequence[str]) -> None:

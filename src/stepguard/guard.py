@@ -58,9 +58,9 @@ class Guard:
     """Protects one model and its optimizer. A context manager; `close` undoes everything it
     installed.
 
-    with stepguard.Guard(model, optimizer, scheduler=scheduler) as guard:
-        for batch in loader:
-            result = guard.step(loss_fn, batch)
+        with stepguard.Guard(model, optimizer, scheduler=scheduler) as guard:
+            for batch in loader:
+                result = guard.step(loss_fn, batch)
 
     `stepguard.watch` takes the same arguments and protects a loop that makes its own steps.
     """
@@ -155,8 +155,8 @@ class Guard:
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """`loss_fn(batch)`, remembered: a bad step of a watched loop is then replayed as a whole.
 
-        loss = guard.loss(loss_fn, batch)
-        loss.backward()
+            loss = guard.loss(loss_fn, batch)
+            loss.backward()
 
         So its first incident has operation, line and sample, and a capsule, as with `guard.step`.
         Call backward on what it returns, scaled or divided as you like; a term that the loop adds

@@ -34,13 +34,13 @@ def watch(
     name (a criterion), `loader` one to iterate over as `guard.loader`, `state` further objects
     with `state_dict` and `load_state_dict` that belong to the run.
 
-    guard = stepguard.watch(model, optimizer, scheduler=scheduler)
-    for batch in loader:
-        optimizer.zero_grad()
-        loss = guard.loss(loss_fn, batch)   # or loss_fn(batch), as it was
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
+        guard = stepguard.watch(model, optimizer, scheduler=scheduler)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = guard.loss(loss_fn, batch)   # or loss_fn(batch), as it was
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
     """
     check_watched(config, optimizer)
     guard = Guard(

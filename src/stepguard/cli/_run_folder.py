@@ -19,7 +19,12 @@ RunArgument = Annotated[
 ]
 RankOption = Annotated[
     int | None,
-    typer.Option("--rank", min=0, help="Whose steps to show, in a run on several ranks."),
+    typer.Option(
+        "--rank",
+        min=0,
+        metavar="K",
+        help="Whose steps to show, in a run on several ranks; by default the lowest.",
+    ),
 ]
 WhichOption = Annotated[
     int | None,

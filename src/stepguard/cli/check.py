@@ -41,9 +41,15 @@ RunDir = Annotated[Path | None, typer.Option(metavar="PATH", help="Where checkpo
 Watch = Annotated[
     list[str], typer.Option(metavar="PATTERN=LIMIT", help="Largest magnitude of matching tensors.")
 ]
-LabelKey = Annotated[str | None, typer.Option(help="Key of the targets in an example.")]
-IgnoreIndex = Annotated[int | None, typer.Option(help="Target value that does not count (-100).")]
-Examples = Annotated[int | None, typer.Option(min=1, help="Scan at most so many examples.")]
+LabelKey = Annotated[
+    str | None, typer.Option(metavar="KEY", help="Key of the targets in an example.")
+]
+IgnoreIndex = Annotated[
+    int | None, typer.Option(metavar="N", help="Target value that does not count (-100).")
+]
+Examples = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Scan at most so many examples.")
+]
 Only = Annotated[list[str], typer.Option(metavar="ITEM", help="Only this id, section or pattern.")]
 Skip = Annotated[list[str], typer.Option(metavar="ITEM", help="Not this id, section or pattern.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Warnings fail as well.")]

@@ -36,12 +36,14 @@ EXITS = {
 def live(
     run: RunArgument,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Give a verdict after this many steps.")
+        int | None,
+        typer.Option("--steps", min=1, metavar="N", help="Give a verdict after this many steps."),
     ] = None,
     stage: Annotated[
         list[str] | None,
         typer.Option(
             "--stage",
+            metavar="'A-B: NAME<LIMIT, ...'",
             help="What must hold, such as '0-500: loss<5, incidents=0, fall>1'. Repeatable.",
         ),
     ] = None,

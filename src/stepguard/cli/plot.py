@@ -28,11 +28,19 @@ ENDINGS = {".png": PlotFormat.PNG, ".html": PlotFormat.HTML}
 def plot(
     run: RunArgument,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where to write; loss_curve.png inside RUN.")
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="PATH",
+            help="Where to write; by default loss_curve.png inside RUN.",
+        ),
     ] = None,
     kind: Annotated[
         PlotFormat | None,
-        typer.Option("--format", help="By default what --out ends with, else png."),
+        typer.Option(
+            "--format", metavar="png|html", help="By default what --out ends with, else png."
+        ),
     ] = None,
     rank: RankOption = None,
     which: WhichOption = None,

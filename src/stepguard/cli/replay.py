@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 
 
 def replay(
-    capsule: Annotated[str, typer.Argument(help="Folder `incidents/<id>/capsule` of a run.")],
+    capsule: Annotated[
+        str, typer.Argument(metavar="CAPSULE", help="Folder `incidents/<id>/capsule` of a run.")
+    ],
     script: Annotated[
-        str | None, typer.Option(help="Script to take model, optimizer and loss from.")
+        str | None,
+        typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
     ] = None,
     build: Annotated[
-        str | None, typer.Option(help="`module:function` that returns (model, optimizer, loss_fn).")
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the incident as strict JSON.")

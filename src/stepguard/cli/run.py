@@ -27,17 +27,21 @@ def run(
         False, "--module", "-m", help="SCRIPT is a module, as in `python -m`."
     ),
     run_dir: str | None = typer.Option(
-        None, "--run-dir", help="Folder for journal, incidents and checkpoints; none by default."
+        None,
+        "--run-dir",
+        metavar="DIR",
+        help="Folder for journal, incidents and checkpoints; none by default.",
     ),
     human_log: str | None = typer.Option(
-        None, "--human-log", help="Folder for a readable latest.log."
+        None, "--human-log", metavar="DIR", help="Folder for a readable latest.log."
     ),
     config: Path | None = typer.Option(  # noqa: B008 (typer reads the default)
         None,
         "--config",
         envvar=VARIABLE,
         metavar="FILE",
-        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON.",
+        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON. Also by "
+        "the variable STEPGUARD_CONFIG.",
     ),
     restore: str | None = typer.Option(
         None,

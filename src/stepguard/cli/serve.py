@@ -13,15 +13,28 @@ def serve(
         Path, typer.Argument(metavar="RUNS", help="A run directory, or a folder with several.")
     ],
     host: Annotated[
-        str, typer.Option("--host", help="Address to bind; beyond the loopback with a token.")
+        str,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Where to bind, 127.0.0.1 by default; beyond the loopback a token is asked for, "
+            "and made where none is given.",
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option("--port", min=0, max=65535, help="Default: the first free one from 8321."),
+        typer.Option(
+            "--port", min=0, max=65535, metavar="N", help="Default: the first free one from 8321."
+        ),
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option("--token", envvar="STEPGUARD_TOKEN", help="Ask for this token."),
+        typer.Option(
+            "--token",
+            envvar="STEPGUARD_TOKEN",
+            metavar="TEXT",
+            help="Ask for this token; also by the variable STEPGUARD_TOKEN.",
+        ),
     ] = None,
 ) -> None:
     """Show runs live in the browser, from their journals; training is not touched."""

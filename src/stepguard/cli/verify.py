@@ -27,7 +27,9 @@ def verify(
     ] = False,
     lr: Annotated[
         float | None,
-        typer.Option("--lr", help="The learning rate of your configuration, to compare with."),
+        typer.Option(
+            "--lr", metavar="X", help="The learning rate of your configuration, to compare with."
+        ),
     ] = None,
     config: Annotated[
         Path | None,

@@ -11,9 +11,11 @@ from stepguard.records.notebook_html import Row, box, number
 class StepResult:
     """The outcome of one step. Unread, it costs no host sync.
 
-    result = guard.step(loss_fn, batch)
-    if not result.committed:
-        print(result.incident.summary)
+    For instance:
+
+        result = guard.step(loss_fn, batch)
+        if not result.committed:
+            print(result.incident.summary)
     """
 
     __slots__ = ("_committed", "_incident", "_reading", "_settle")

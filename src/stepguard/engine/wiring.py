@@ -38,7 +38,9 @@ building_for: ContextVar[str] = ContextVar("building_for", default="")
 class WiringWarning(UserWarning):
     """The guard and the loop do not fit together; the message says what to change.
 
-    warnings.simplefilter("error", stepguard.WiringWarning)   # to stop at the first one
+    For instance:
+
+        warnings.simplefilter("error", stepguard.WiringWarning)   # to stop at the first one
     """
 
 

@@ -31,8 +31,10 @@ class Remedy:
 class Finding:
     """One cause, most certain first in an incident.
 
-    finding = guard.incidents[0].findings[0]
-    print(finding.code, finding.title, *finding.evidence)
+    For instance:
+
+        finding = guard.incidents[0].findings[0]
+        print(finding.code, finding.title, *finding.evidence)
     """
 
     code: str

@@ -19,8 +19,10 @@ from stepguard.records.verdict import Verdict
 class Incident:
     """Everything known about one bad step. Valid from the verdict on; the rest may stay empty.
 
-    for incident in guard.incidents:
-        print(incident.summary, incident.origin.source, incident.findings[0].code)
+    For instance:
+
+        for incident in guard.incidents:
+            print(incident.summary, incident.origin.source, incident.findings[0].code)
     """
 
     id: str

@@ -54,8 +54,10 @@ class Operand:
 class Origin:
     """The birth of the first harmful value, as exactly as it could be confirmed.
 
-    origin = guard.incidents[0].origin
-    print(origin.source, origin.op, origin.module, origin.samples)
+    For instance:
+
+        origin = guard.incidents[0].origin
+        print(origin.source, origin.op, origin.module, origin.samples)
     """
 
     step: int

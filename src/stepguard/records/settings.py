@@ -22,7 +22,9 @@ ACTIONS: tuple[str, ...] = get_args(Action)
 class Policy:
     """What may be done about an incident, and how much may be lost. The fault decides the rest.
 
-    Policy(actions=("skip", "stop"), max_lost_share=0.1)
+    For instance:
+
+        Policy(actions=("skip", "stop"), max_lost_share=0.1)
     """
 
     actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "heal", "rewind", "stop")
@@ -106,8 +108,10 @@ class Policy:
 class GuardConfig:
     """Settings of one guard. A value that cannot be meant raises ConfigError here.
 
-    GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=Policy(max_total=20))
-    GuardConfig.from_file("guard.toml")
+    For instance:
+
+        GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=Policy(max_total=20))
+        GuardConfig.from_file("guard.toml")
     """
 
     clip_norm: float | None = None

@@ -13,11 +13,11 @@ from stepguard.records.reading import Reading
 class Sink:
     """Receives a run's events as they happen. Override what you need.
 
-    class Pager(stepguard.Sink):
-        def incident(self, incident):
-            page(incident.summary)
+        class Pager(stepguard.Sink):
+            def incident(self, incident):
+                page(incident.summary)
 
-    guard = stepguard.Guard(model, optimizer, config=GuardConfig(sinks=(Pager(),)))
+        guard = stepguard.Guard(model, optimizer, config=GuardConfig(sinks=(Pager(),)))
 
     A sink of yours is called on rank 0; if it raises, it is dropped and training continues.
     """

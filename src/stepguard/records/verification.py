@@ -43,8 +43,10 @@ an error where pickle would call it, a warning where it would only be imported.
 class Problem:
     """One thing that is wrong, or worth a look, in one file.
 
-    for problem in stepguard.verify("runs/a").problems:
-        print(problem)
+    For instance:
+
+        for problem in stepguard.verify("runs/a").problems:
+            print(problem)
     """
 
     file: str
@@ -96,8 +98,10 @@ class Watched:
 class Verification:
     """The result of `stepguard.verify`: one checkpoint, or a folder with several in `parts`.
 
-    found = stepguard.verify("runs/a/checkpoints")
-    assert found.ok, found.problems
+    For instance:
+
+        found = stepguard.verify("runs/a/checkpoints")
+        assert found.ok, found.problems
     """
 
     path: str

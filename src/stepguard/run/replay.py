@@ -49,7 +49,7 @@ def replay(
 ) -> Incident:
     """Run the bad step again and locate its first harmful value. Raises CapsuleError.
 
-    incident = stepguard.replay("runs/a/incidents/00000048-nonfinite_loss", script="train.py")
+        incident = stepguard.replay("runs/a/incidents/00000048-nonfinite_loss", script="train.py")
 
     `inspect` is called with the step and the incident while the script's objects are still alive.
     """

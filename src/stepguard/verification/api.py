@@ -33,7 +33,7 @@ def verify(
 ) -> Verification:
     """Verify a checkpoint file, a checkpoint folder, or everything below a folder.
 
-    assert stepguard.verify("runs/a/checkpoints").ok
+        assert stepguard.verify("runs/a/checkpoints").ok
 
     Reads `.pt` `.pth` `.bin` `.ckpt` (both formats of torch.save, plain pickles), safetensors,
     sharded and transformers folders, DCP folders and sealed checkpoints. What is wrong is in

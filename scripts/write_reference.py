@@ -1,0 +1,161 @@
+"""Writes what the docs say about settings and options, from the code that reads them.
+
+python scripts/write_reference.py            write docs/configuration.md and the tables of cli.md
+python scripts/write_reference.py --check    exit 1 and name the pages that are not up to date
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from stepguard.cli.app import app
+from stepguard.records import GuardConfig, Policy
+from stepguard.records.field_docs import fields_with_text
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+COMMAND_LINE = ROOT / "docs" / "cli.md"
+END = "<!-- end of options -->"
+TOPICS = {
+    "What is written": ("run_dir", "human_log", "terminal", "sinks"),
+    "The step": ("clip_norm", "loss_scale", "scheduler_every", "lr"),
+    "What may be done": ("policy", "anomalies", "outliers", "spike_sigmas", "spike_window"),
+    "Going back": ("snapshot_every", "snapshots", "snapshot_memory", "probation", "replay_memory"),
+    "Checkpoints": ("checkpoint_every", "keep", "keep_every", "resume_lr"),
+    "Signals and ranks": ("on_signal", "signal_grace", "agree_timeout"),
+    "Finding the place": ("locate", "locate_budget", "capsule", "capsule_limit", "build"),
+    "Samples and labels": ("id_key", "labels_key", "ignore_index"),
+}
+"""The order in which the page tells the fields of GuardConfig."""
+FURTHER = "Further settings"
+INTRODUCTION = """# Configuration
+
+Written by `python scripts/write_reference.py` from the fields of `GuardConfig` and `Policy`. All
+have a default: `GuardConfig()` is a guard that watches, vetoes and explains, and writes nothing to
+disk.
+
+```python
+policy = stepguard.Policy(max_total=20)
+config = stepguard.GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=policy)
+config = stepguard.GuardConfig.from_file("guard.toml")
+```
+
+The same fields in a file, for scripts that stay as they are:
+[settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is). A value that cannot be
+meant is a `ConfigError` where it is built. `help(stepguard.GuardConfig)` shows the fields, too.
+"""
+POLICY = """
+## Policy
+
+`GuardConfig(policy=Policy(...))`: what may be done about an incident, and how much may be lost.
+[Recovery](recovery.md) says which fault gets which remedy.
+
+"""
+
+
+def configuration() -> str:
+    """The page of GuardConfig and Policy."""
+    fields = fields_with_text(GuardConfig)
+    told = {name for names in TOPICS.values() for name in names}
+    topics = dict(TOPICS)
+    rest = tuple(name for name in fields if name not in told)
+    if rest:
+        topics[FURTHER] = rest
+    parts = [INTRODUCTION]
+    for topic, names in topics.items():
+        parts.append(f"\n## {topic}\n\n{_fields({name: fields[name] for name in names})}")
+    parts.append(POLICY + _fields(fields_with_text(Policy)))
+    return "".join(parts)
+
+
+def _fields(fields: dict[str, tuple[str, str]]) -> str:
+    lines = ["| field | type and default | meaning |", "|---|---|---|"]
+    for name, (declaration, text) in fields.items():
+        kind = declaration.partition(": ")[2].replace("field(default_factory=Policy)", "Policy()")
+        lines.append(f"| `{name}` | `{_cell(kind)}` | {_cell(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text that does not end its cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def begin(command: str) -> str:
+    """The line after which the options of a command stand."""
+    return f"<!-- options of stepguard {command}: written by scripts/write_reference.py -->"
+
+
+def command_line(page: str) -> str:
+    """The page of the command line with the tables of options as typer knows them."""
+    group: Any = get_command(app)
+    for name, command in group.commands.items():
+        block = f"{begin(name)}\n\n{_options(command)}\n{END}"
+        there = re.compile(re.escape(begin(name)) + r".*?" + re.escape(END), re.DOTALL)
+        if there.search(page):
+            page = there.sub(lambda _, block=block: block, page)
+        else:
+            summary = " ".join(command.help.split())
+            page += f"\n## stepguard {name}\n\n{summary}\n\n{block}\n"
+    return page
+
+
+def _options(command: Any) -> str:
+    lines = ["| option | meaning |", "|---|---|"]
+    for parameter in command.params:
+        if not parameter.hidden:
+            lines.append(f"| {_name(parameter)} | {_cell(parameter.help or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _name(parameter: Any) -> str:
+    """How an option or argument is typed."""
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar or parameter.name.upper()}`"
+    value = "" if parameter.default is False else f" {_value(parameter)}"
+    return ", ".join(f"`{_cell(option + value)}`" for option in parameter.opts)
+
+
+def _value(parameter: Any) -> str:
+    if parameter.metavar:
+        return str(parameter.metavar)
+    return str(parameter.name.upper().replace("_", "-"))
+
+
+def pages() -> dict[Path, str]:
+    """File -> what it should say."""
+    return {
+        CONFIGURATION: configuration(),
+        COMMAND_LINE: command_line(COMMAND_LINE.read_text(encoding="utf-8")),
+    }
+
+
+def stale() -> list[str]:
+    """Pages that say something else than the code."""
+    found = []
+    for path, wanted in pages().items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != wanted:
+            found.append(str(path.relative_to(ROOT)))
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--check"]:
+        for name in stale():
+            print(f"{name} is not up to date; run python scripts/write_reference.py")
+        return 1 if stale() else 0
+    if arguments:
+        print(f"unknown argument {arguments[0]!r}; use --check or nothing")
+        return 2
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
