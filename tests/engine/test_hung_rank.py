@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from distributed.launch import PATHS
-from stepguard.engine.hung_rank import Place, behind
+from stepguard.engine.hung_rank import RankProgress, behind
 
 WORKER = Path(__file__).parents[1] / "distributed" / "hung_worker.py"
 SEEN = 7
@@ -33,17 +33,22 @@ def test_rank_that_stalls_in_its_forward_pass_is_named_with_its_line(tmp_path: P
 
 
 def test_ranks_at_one_place_are_nothing_to_tell() -> None:
-    assert behind({0: Place(4, 1, 100.0, "a.py:1"), 1: Place(4, 1, 101.0, "b.py:2")}, 90.0) == ""
+    assert (
+        behind(
+            {0: RankProgress(4, 1, 100.0, "a.py:1"), 1: RankProgress(4, 1, 101.0, "b.py:2")}, 90.0
+        )
+        == ""
+    )
 
 
 def test_rank_without_a_word_is_dead_or_frozen() -> None:
-    places = {0: Place(4, 1, 100.0, ""), 1: Place(4, 1, 10.0, "")}
+    places = {0: RankProgress(4, 1, 100.0, ""), 1: RankProgress(4, 1, 10.0, "")}
     assert behind(places, 90.0) == "rank 1 has said nothing since step 4: dead or frozen"
 
 
 def test_many_ranks_are_counted() -> None:
-    places = {rank: Place(3, 0, 100.0, "") for rank in range(20)}
-    places[20] = Place(3, 1, 100.0, "")
+    places = {rank: RankProgress(3, 0, 100.0, "") for rank in range(20)}
+    places[20] = RankProgress(3, 1, 100.0, "")
     words = behind(places, 90.0)
     assert words.count("has not come") == 8
     assert words.endswith("and 12 ranks more")

@@ -11,7 +11,7 @@ from cli.journals import write_run
 from stepguard.journal import Journal
 from stepguard.records import Reading
 from stepguard.serve import follower
-from stepguard.serve.follower import Place, RunFollower
+from stepguard.serve.follower import PageProgress, RunFollower
 
 
 @pytest.fixture(autouse=True)
@@ -21,20 +21,20 @@ def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_place_is_read_back_and_nonsense_is_not() -> None:
-    place = Place(2, 17, "1-2-3")
-    assert Place.parse(str(place)) == place
+    place = PageProgress(2, 17, "1-2-3")
+    assert PageProgress.parse(str(place)) == place
     for text in ("", "1", "1:", "a:1:", "1:-1:", "1:1e3:"):
-        assert Place.parse(text) is None
+        assert PageProgress.parse(text) is None
 
 
 def test_rows_come_once_and_facts_when_something_else_was_written(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     following = RunFollower(run, "run")
 
-    async def ask(place: Place) -> tuple[Place, dict[str, object]] | None:
+    async def ask(place: PageProgress) -> tuple[PageProgress, dict[str, object]] | None:
         return await following.since(place)
 
-    place, message = asyncio.run(ask(Place(1, 0, "")))
+    place, message = asyncio.run(ask(PageProgress(1, 0, "")))
     assert (message["from"], message["count"]) == (0, 12)
     assert "facts" in message and "parts" in message
     assert asyncio.run(ask(place)) is None
@@ -52,7 +52,7 @@ def test_rows_come_once_and_facts_when_something_else_was_written(tmp_path: Path
 def test_another_run_in_the_folder_is_told_without_rows(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     following = RunFollower(run, "run")
-    place, _ = asyncio.run(following.since(Place(1, 0, "")))
+    place, _ = asyncio.run(following.since(PageProgress(1, 0, "")))
     write_run(run)
     now, message = asyncio.run(following.since(place))
     assert now.number == 2 and message == {}

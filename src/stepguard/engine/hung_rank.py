@@ -30,7 +30,7 @@ TELLERS = 2
 MOST_NAMED = 8
 
 
-class Place(NamedTuple):
+class RankProgress(NamedTuple):
     """Where a rank was when it last wrote it down."""
 
     step: int
@@ -79,7 +79,7 @@ class HungRank:
         if place != self._last:
             self._last = place
             self._since = time.monotonic()
-        own = Place(*place, time.time(), self._line())
+        own = RankProgress(*place, time.time(), self._line())
         default_store().set(f"{self._name}/{context.agreement.world_rank}", json.dumps(own))
         waited = time.monotonic() - self._since
         if waited < self._after or self._told == place or context.agreement.rank >= TELLERS:
@@ -89,13 +89,13 @@ class HungRank:
         if words:
             context.outputs.note("hang", f"nothing has moved for {waited:.0f} s: {words}")
 
-    def _places(self, context: Context) -> dict[int, Place]:
+    def _places(self, context: Context) -> dict[int, RankProgress]:
         store = default_store()
-        found: dict[int, Place] = {}
+        found: dict[int, RankProgress] = {}
         for rank in context.agreement.members:
             key = f"{self._name}/{rank}"
             if store.check([key]):
-                found[rank] = Place(*json.loads(store.get(key)))
+                found[rank] = RankProgress(*json.loads(store.get(key)))
         return found
 
     def _line(self) -> str:
@@ -109,7 +109,7 @@ class HungRank:
         return ""
 
 
-def behind(places: dict[int, Place], heard_after: float) -> str:
+def behind(places: dict[int, RankProgress], heard_after: float) -> str:
     """Say which ranks are behind the others, and which have said nothing since `heard_after`."""
     furthest = max((place[:2] for place in places.values()), default=(0, 0))
     words: list[str] = []

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stepguard.records.look import Look, ParameterLook, TensorLook
+from stepguard.records.look import Look, ParameterLook, StepFacts, TensorLook
 from stepguard.report import phrases
 from stepguard.report.unbroken import middle
 
@@ -49,13 +49,27 @@ def paint(looks: Sequence[Look], console: Console, *, most: int | None = MOST_LI
 
 def remarks(look: Look) -> list[str]:
     """What else the look has seen, in sentences."""
-    facts = look.facts
+    told = [*_remarks_on_loss(look.facts), *_remarks_on_loop(look.facts)]
+    missing = [one.name for one in look.parameters if one.trainable and not one.owned]
+    if missing:
+        told.append(f"no optimizer updates {phrases.first_few(missing, 4)}")
+    if look.left_out:
+        told.append(f"{phrases.count(look.left_out, 'row')} left out of the record")
+    return told
+
+
+def _remarks_on_loss(facts: StepFacts) -> list[str]:
     told = []
     if facts.labels and facts.ignored:
         share = facts.ignored / facts.labels
         told.append(f"{share:.0%} of {facts.labels:,} targets are ignored by the loss")
     if facts.softmax_twice:
         told.append("the logits of the cross entropy are probabilities already")
+    return told
+
+
+def _remarks_on_loop(facts: StepFacts) -> list[str]:
+    told = []
     if not facts.training:
         told.append("the model is in evaluation mode")
     elif facts.dropout:
@@ -65,11 +79,6 @@ def remarks(look: Look) -> list[str]:
         told.append("the step began with the gradients of the one before")
     if facts.repeats:
         told.append(f"the batch is the same as in {phrases.count(facts.repeats, 'earlier look')}")
-    missing = [one.name for one in look.parameters if one.trainable and not one.owned]
-    if missing:
-        told.append(f"no optimizer updates {phrases.first_few(missing, 4)}")
-    if look.left_out:
-        told.append(f"{phrases.count(look.left_out, 'row')} left out of the record")
     return told
 
 

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stepguard.report.page_facts import overview
 from stepguard.report.run_page import policy, render_page
 from stepguard.serve.folders import RunFolders
-from stepguard.serve.follower import EVERY, Place, RunFollower
+from stepguard.serve.follower import EVERY, PageProgress, RunFollower
 from stepguard.serve.run_list import render_list
 
 KEEP_ALIVE = 15.0
@@ -94,17 +94,17 @@ class LiveRuns:
         return StreamingResponse(stream, media_type="text/event-stream")
 
 
-def _asked_place(request: Request) -> Place | None:
+def _asked_place(request: Request) -> PageProgress | None:
     """How far the page has come: as it says, or after a broken connection as the browser says."""
     last = request.headers.get("last-event-id")
     if last:
-        return Place.parse(last)
+        return PageProgress.parse(last)
     asked = [request.query_params.get(name, "") for name in ("number", "from", "version")]
-    return Place.parse(":".join(asked))
+    return PageProgress.parse(":".join(asked))
 
 
 async def _stream(
-    follower: RunFollower, place: Place, ending: Callable[[], bool]
+    follower: RunFollower, place: PageProgress, ending: Callable[[], bool]
 ) -> AsyncIterator[str]:
     quiet = 0.0
     while not ending():

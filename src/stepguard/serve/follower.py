@@ -30,7 +30,7 @@ REST = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PageProgress:
     """How far a page has come: which run of the folder, how many rows, which facts."""
 
     number: int
@@ -41,7 +41,7 @@ class Place:
         return f"{self.number}:{self.rows}:{self.version}"
 
     @classmethod
-    def parse(cls, text: str) -> Place | None:
+    def parse(cls, text: str) -> PageProgress | None:
         """What `str` wrote; None for anything else."""
         number, _, rest = text.partition(":")
         rows, _, facts = rest.partition(":")
@@ -92,18 +92,18 @@ class RunFollower:
         document = await asyncio.to_thread(story_document, story, self.name, self._extras)
         return {**document, "live": {"events": events}}
 
-    async def since(self, place: Place) -> tuple[Place, dict[str, Any]] | None:
+    async def since(self, place: PageProgress) -> tuple[PageProgress, dict[str, Any]] | None:
         """What came since; None if nothing did. A new run in the folder is told by its number."""
         story = await self.look()
         run = story.latest
-        now = Place(run.number, len(run.steps), version(run))
+        now = PageProgress(run.number, len(run.steps), version(run))
         if now == place:
             return None
         if now.number != place.number or now.rows < place.rows:
             return now, {}
         return now, await asyncio.to_thread(self._message, story, place, now)
 
-    def _message(self, story: Story, place: Place, now: Place) -> dict[str, Any]:
+    def _message(self, story: Story, place: PageProgress, now: PageProgress) -> dict[str, Any]:
         run = story.latest
         names = drawn_columns(run.steps)
         message: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule, certain, likely
 from stepguard.diagnose.seen import last_looks, named, rate_is_zero, trained
+from stepguard.records.look import Look
 
 MOST_LOST = 0.5
 """Share of the elements with a gradient that an update may leave as they were."""
@@ -15,13 +16,7 @@ def recognise(case: Case) -> Proof | None:
     looks = last_looks(case)
     if not looks or rate_is_zero(case):
         return None
-    shares = []
-    for look in looks:
-        rows = [one for one in trained(look) if one.lost is not None]
-        elements = sum(one.elements for one in rows)
-        if not elements:
-            return None
-        shares.append(sum((one.lost or 0.0) * one.elements for one in rows) / elements)
+    shares = [_lost_share(look) for look in looks]
     if min(shares) < MOST_LOST:
         return None
     rows = [one for one in trained(looks[-1]) if (one.lost or 0.0) > MOST_LOST]
@@ -30,9 +25,24 @@ def recognise(case: Case) -> Proof | None:
         f"{shares[-1]:.0%} of all weights with a gradient are exactly as before the update of step "
         f"{looks[-1].step}: {named([one.name for one in rows])} in {named(dtypes)}"
     )
+    return _proof(sentence, dtypes)
+
+
+def _proof(sentence: str, dtypes: list[str]) -> Proof:
     if set(dtypes) <= set(NARROW):
         return certain(sentence, "bfloat16 holds 8 bits: a change below 0.4 % of a weight is lost")
     return likely(sentence)
+
+
+def _lost_share(look: Look) -> float:
+    """Share of all weights with a gradient that the update left as they were."""
+    elements = 0
+    lost = 0.0
+    for one in trained(look):
+        if one.lost is not None:
+            elements += one.elements
+            lost += one.lost * one.elements
+    return lost / elements if elements else 0.0
 
 
 RULE = Rule(code="SG901", recognise=recognise)

@@ -1,4 +1,4 @@
-"""SG905: dead units."""
+"""SG905: units behind an activation that are dead."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule, certain, likely
 from stepguard.diagnose.seen import named, newest_look
-from stepguard.records.look import TensorLook
+from stepguard.records.look import Look, TensorLook
 
 ALL_ZERO = 0.99
 SQUARE_OVERFLOWS = 255.0
@@ -16,18 +16,23 @@ def recognise(case: Case) -> Proof | None:
     look = newest_look(case)
     if look is None:
         return None
-    silent = []
-    for one in look.norms:
-        if one.output_zeros >= ALL_ZERO and one.scale >= SQUARE_OVERFLOWS:
-            silent.append(one.module)
+    silent = _switched_off(look)
     born = [one for one in look.tensors if one.infinities and one.dtype == "float16"]
     if not silent and not born:
         return None
     sentences = [_birth(one, look.step) for one in born[:2]]
     if silent:
-        sentences.append(f"the output of {named(silent)} is 0")
-        return certain(*sentences)
+        return certain(*sentences, f"the output of {named(silent)} is 0")
     return likely(*sentences)
+
+
+def _switched_off(look: Look) -> list[str]:
+    """Norms whose input is too large to be squared, and whose output is 0."""
+    found = []
+    for one in look.norms:
+        if one.output_zeros >= ALL_ZERO and one.scale >= SQUARE_OVERFLOWS:
+            found.append(one.module)
+    return found
 
 
 def _birth(row: TensorLook, step: int) -> str:
