@@ -282,6 +282,9 @@ def running_script() -> dict[str, Any]:
     here = Path.cwd()
     if main.suffix != ".py" or not main.is_file() or not main.is_relative_to(here):
         return {}
+    if "site-packages" in main.parts:
+        # an installed program (pytest, a notebook's kernel) in an environment below the project
+        return {}
     facts: dict[str, Any] = {"script": str(main.relative_to(here)), "arguments": sys.argv[1:]}
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.origin == str(main):
