@@ -24,10 +24,11 @@ import runpy
 import shlex
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,13 @@ def _extras(words: Sequence[str], root: Path) -> str:
     return ""
 
 
+def _run_module(module: str) -> None:
+    with warnings.catch_warnings():
+        # it may have been imported already, which runpy warns of
+        warnings.simplefilter("ignore", RuntimeWarning)
+        runpy.run_module(module, run_name="__main__")
+
+
 def _python(words: list[str], root: Path) -> str:
     if words == ["-m"]:
         return ""  # words about the option itself
@@ -207,8 +215,7 @@ def _python(words: list[str], root: Path) -> str:
         path = (root / Path(*module.split("."))).with_suffix(".py")
         if not path.is_file():
             return f"there is no module {module}"
-        run = lambda: runpy.run_module(module, run_name="__main__")  # noqa: E731
-        return _refused(path, words[2:], run)
+        return _refused(path, words[2:], partial(_run_module, module))
     path = root / words[0]
     if not path.is_file():
         return f"{words[0]} does not exist"

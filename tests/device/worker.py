@@ -93,12 +93,12 @@ def reads_of(do: Callable[[Batch], Any], data: list[Batch]) -> list[int]:
 
 def healthy() -> dict[str, Any]:
     """The same training bare, under guard.step and under watch."""
-    config = GuardConfig(snapshots=0, **QUIET)
+    config = GuardConfig(snapshots=0, look_every=None, **QUIET)
     bare = Scene()
     alone = reads_of(bare.bare_step, batches(STEPS))
     wanted = bare.state()
     stepped = Scene()
-    clipped = GuardConfig(snapshots=0, clip_norm=1.0, **QUIET)
+    clipped = GuardConfig(snapshots=0, look_every=None, clip_norm=1.0, **QUIET)
     with Guard(stepped.net, stepped.optimizer, config=clipped) as guard:
         by_guard = reads_of(lambda b: guard.step(stepped.loss_fn, b), batches(STEPS))
     by_step = stepped.state()

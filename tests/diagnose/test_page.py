@@ -126,7 +126,7 @@ def test_unknown_code_names_the_near_ones() -> None:
 
 
 def test_nonsense_names_the_whole_range() -> None:
-    with pytest.raises(UnknownCode, match="SG101 to SG803"):
+    with pytest.raises(UnknownCode, match="SG101 to SG914"):
         explain("why")
 
 

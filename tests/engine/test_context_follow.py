@@ -20,6 +20,7 @@ from stepguard import ConfigError, Guard
 from stepguard.journal import read_run
 from stepguard.report.run_terminal import render_terminal
 from stepguard.report.stages import judge_stages, parse_stage
+from stepguard.report.story import read_story
 from stepguard.report.summary import summarize
 from stepguard.sentinel.packet import Packet
 
@@ -121,12 +122,12 @@ def test_incident_report_and_stages_know_what_was_followed(tmp_path: Path) -> No
             batch = poisoned(DATA[index]) if index == 6 else DATA[index]
             guard.step(following(made, lambda: guard, lambda step: 0.01 * 2**step), batch)
         (incident,) = guard.incidents
-    record = read_run(tmp_path)
+    story = read_story(tmp_path).latest
 
     assert incident.reading.followed == {"gate": pytest.approx(0.64)}
-    assert "gate" in render_terminal(summarize(record)).partition("before the first incident")[2]
+    assert "gate" in render_terminal(summarize(story)).partition("before the first incident")[2]
     stages = [parse_stage("0-3: gate<0.1"), parse_stage("0-7: gate<0.1")]
-    assert [outcome.state for outcome in judge_stages(record, stages)] == ["passed", "failed"]
+    assert [outcome.state for outcome in judge_stages(story, stages)] == ["passed", "failed"]
 
 
 def test_what_is_no_number_is_refused_with_its_name() -> None:
@@ -144,4 +145,4 @@ def test_the_schedule_is_named_in_the_report(tmp_path: Path) -> None:
         made.model, made.optimizer, scheduler=schedule, config=quiet(run_dir=tmp_path)
     ) as guard:
         guard.step(made.loss_fn, DATA[0])
-    assert "OneCycleLR at 0" in render_terminal(summarize(read_run(tmp_path)))
+    assert "OneCycleLR at 0" in render_terminal(summarize(read_story(tmp_path).latest))

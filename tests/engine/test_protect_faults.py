@@ -55,7 +55,7 @@ pytestmark = pytest.mark.slow
 DATA = batches(16)
 STEPS = grouped(DATA, 2)
 WEAK_SPOTS: dict[str, tuple[Any, str]] = {
-    "norm": (stepguard.sentinel.gradients, "get_total_norm"),
+    "norm": (stepguard.sentinel.gradients, "foreach_norm"),
     "look at the weights": (stepguard.engine.reader, "largest"),
     "reading": (stepguard.sentinel.packet.Packet, "fetch"),
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),

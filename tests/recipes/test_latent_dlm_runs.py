@@ -15,8 +15,8 @@ import torch
 from recipe_latent_dlm import TINY, places, quiet, same, settings
 from recipe_process import RECIPES, run
 from stepguard import Policy
-from stepguard.journal import read_run
 from stepguard.report.compare import compare
+from stepguard.report.story import read_story
 
 # --- loops
 # --------------------------------------------------------------------------------------------------
@@ -110,9 +110,8 @@ def test_logs_of_both_versions_can_be_read_plotted_and_compared(
         for line in (tmp_path / "logs" / "training_log.jsonl").read_text().splitlines()
     ]
     log = (tmp_path / "logs" / "latest.log").read_text()
-    rows = {
-        row.aspect: row for row in compare(read_run(original.folder), read_run(stable.folder)).rows
-    }
+    runs = [read_story(folder).latest for folder in (original.folder, stable.folder)]
+    rows = {row.aspect: row for row in compare(*runs).rows}
     steps = [
         json.loads(line) for line in (stable.folder / "metrics.jsonl").read_text().splitlines()
     ]

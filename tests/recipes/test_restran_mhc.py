@@ -13,6 +13,7 @@ import torch
 
 from stepguard.journal import read_run
 from stepguard.report.stages import judge_stages, parse_stage
+from stepguard.report.story import read_story
 
 TINY = {
     "CHANNELS": (4, 8),
@@ -191,7 +192,9 @@ def test_gates_scores_and_accuracy_can_be_asked_for_by_stages(folder: Path, tmp_
         for text in ("0-2: alpha<0.1, routing<88", "3-5: val_acc>=0", "0-5: alpha>1")
     ]
 
-    assert [outcome.state for outcome in judge_stages(record, stages)] == [
+    assert [
+        outcome.state for outcome in judge_stages(read_story(tmp_path / "run").latest, stages)
+    ] == [
         "passed",
         "passed",
         "passed",

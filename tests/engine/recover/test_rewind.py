@@ -299,7 +299,7 @@ def test_rewinds_of_one_trouble_go_further_back_each_time(tmp_path: Path) -> Non
     assert len(places) >= 2 and places == sorted(places, reverse=True) and len(set(places)) >= 2
     assert len({incident.id for incident in record.incidents}) == len(record.incidents)
     shown = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert shown.exit_code == 0 and "rewound from step" in shown.output
+    assert shown.exit_code == 0 and "rewound to step" in shown.output
 
 
 def test_skipped_window_lowers_the_rate_where_the_policy_says_so() -> None:
