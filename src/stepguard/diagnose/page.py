@@ -22,6 +22,7 @@ GROUPS = {
     "6": "Stored state",
     "7": "Ranks, hardware, compiler",
     "8": "Configuration",
+    "9": "Silent failures",
 }
 
 
