@@ -32,6 +32,7 @@ def test_healthy_project_is_ready(tmp_path: Path) -> None:
     assert " ready: 0 failed, 0 warned" in out
 
 
+@pytest.mark.slow
 def test_failed_item_is_exit_code_5_with_evidence_and_fix() -> None:
     code, out, _ = run(
         "tinychat.faults:half_weights", "--config", "config.json", "--only", "optimizer.eps"

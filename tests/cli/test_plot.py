@@ -47,6 +47,7 @@ def test_contradicting_options_are_one_line(run: Path, words: list[str], message
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_run_without_a_step_is_one_line(tmp_path: Path) -> None:
     Journal(tmp_path).close()
     done = CliRunner().invoke(app, ["plot", str(tmp_path)])

@@ -25,6 +25,7 @@ def test_healthy_run_raises_no_suspicion(kind: str, seed: int) -> None:
     assert spoken == []
 
 
+@pytest.mark.slow
 @given(st.lists(finite, max_size=80))
 @example([1.8e307] * 70)
 @example([-1e200, 1e200] * 40)

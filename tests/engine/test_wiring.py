@@ -238,6 +238,7 @@ def test_watched_optimizer_that_never_steps_is_told(
     )
 
 
+@pytest.mark.slow
 def test_long_accumulation_is_no_mistake(tmp_path: Path) -> None:
     at = scene()
     with silence(), stepguard.watch(at.model, at.optimizer, config=quiet(run_dir=tmp_path)):

@@ -89,6 +89,7 @@ def _loss_of(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.slow
 def test_step_runs_every_optimizer_as_a_loop_does() -> None:
     for name in OPTIMIZERS:
         (model, optimizer), (bare, theirs) = built(name), built(name)
@@ -99,6 +100,7 @@ def test_step_runs_every_optimizer_as_a_loop_does() -> None:
         assert difference(everything(model, optimizer), everything(bare, theirs)) == "", name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_watched_healthy_run_is_the_bare_one(name: str) -> None:
     (model, optimizer), (bare, theirs) = built(name), built(name)

@@ -39,6 +39,7 @@ def refused(part: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tool", ["stepguard", "pytest", "make", "pip", "torchrun", "accelerate", "python"]
 )
@@ -121,6 +122,7 @@ def real() -> list[Command]:
     return list(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", real(), ids=str)
 def test_an_example_does_what_the_page_says(command: Command, prepared: Path) -> None:
     done = CliRunner().invoke(app, list(command.words[1:]))

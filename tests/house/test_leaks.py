@@ -68,6 +68,7 @@ def test_every_kind_of_leak_is_tried_here() -> None:
     assert LEAVE.keys() == leaks.PROBES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("kind", LEAVE)
 def test_leak_is_named_and_undone(kind: str) -> None:

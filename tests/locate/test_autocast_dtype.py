@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -10,6 +11,7 @@ from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.tracer import Tracer
 
 
+@pytest.mark.slow
 def test_the_dtype_of_the_users_context_is_seen_also_under_the_tracer() -> None:
     model = nn.Linear(4, 1)
     observer = AutocastObserver(["cpu"])

@@ -180,6 +180,7 @@ def test_budget_survives_a_checkpoint() -> None:
     assert budget_from({"consecutive": 1, "recent": [], "total": 1, "rewinds": 0}).lost == ()
 
 
+@pytest.mark.slow
 @given(policies, situations)
 def test_decision_is_one_of_the_policy_and_the_same_on_every_rank(
     policy: Policy, situation: Situation

@@ -111,6 +111,7 @@ HEALTHY: dict[str, Callable[[int, int], list[float]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [12, 60, 300, 1200])
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_runs_stay_healthy_whatever_their_loss_looks_like(kind: str, steps: int) -> None:

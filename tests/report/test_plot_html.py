@@ -15,6 +15,7 @@ from stepguard.report.plot_html import write_html
 pytest.importorskip("plotly")
 
 
+@pytest.mark.slow
 def test_page_needs_no_network_and_has_every_mark(tmp_path: Path) -> None:
     run = troubled_run()
     write_html(describe(told(run), "training loss: demo"), tmp_path / "a.html")

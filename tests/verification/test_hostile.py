@@ -108,6 +108,7 @@ def test_broken_stream_is_one_clear_error(tmp_path: Path, name: str) -> None:
     assert len(found.errors[0].detail) > 10
 
 
+@pytest.mark.slow
 def test_deep_nesting_is_cut_off(tmp_path: Path) -> None:
     found = verify(tmp_path / "model.pt", hostile.deep())
     assert kinds(found) == {"limit"} and "deep" in found.errors[0].detail

@@ -204,6 +204,7 @@ def first_incident(scene: Scene) -> Incident:
         return guard.incidents[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
 @pytest.mark.parametrize("case", EVERY_TWELFTH, ids=lambda case: case.name)
 def test_first_incident_of_a_zoo_case_is_placed_in_a_plain_loop(case: Case) -> None:

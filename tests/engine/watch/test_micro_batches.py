@@ -131,6 +131,7 @@ def facts(incident: Incident) -> dict[str, Any]:
 FAULTS = [zero_scale, nan_input, no_label, negative_root]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_told_micro_batches_give_the_incident_of_guard_step(
