@@ -126,3 +126,54 @@ def test_exception_in_the_step_ends_the_look() -> None:
         with pytest.raises(RuntimeError):
             guard.step(lambda x: model(x).mean(), torch.ones(2, 5))
         assert not dispatch_mode_stack()
+
+
+def test_evaluation_is_not_looked_at(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    with stepguard.watch(model, optimizer, config=config):
+        for _ in range(FIRST + 2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+                assert not dispatch_mode_stack()
+
+
+def test_exception_in_a_watched_forward_ends_the_look() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")):
+        for _ in range(FIRST):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 5))
+        assert not dispatch_mode_stack()
+
+
+def test_object_of_the_user_is_not_asked_for_its_state() -> None:
+    class Counts:
+        asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    def asked(every: int | None) -> int:
+        counts = Counts()
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = GuardConfig(look_every=every, snapshots=0, terminal="quiet")
+        with Guard(model, optimizer, state={"counts": counts}, config=config) as guard:
+            for _ in range(FIRST + 4):
+                guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
+        return counts.asked
+
+    assert asked(1) == asked(None)

@@ -78,11 +78,10 @@ def test_machine_path_would_be_caught(line: str, folder: str) -> None:
     assert hygiene.machine_paths(line.format(folder)) == [line.format(folder)]
 
 
-@pytest.mark.parametrize(
-    "line", ["https://example.org/work/x", "src/work/x", "network/root/x", "{run}/work/x"]
-)
-def test_other_slashes_are_let_through(line: str) -> None:
-    assert hygiene.machine_paths(line) == []
+@pytest.mark.parametrize("before", ["https://example.org", "src", "network", "{run}"])
+@pytest.mark.parametrize("folder", ["work", "root"])
+def test_other_slashes_are_let_through(before: str, folder: str) -> None:
+    assert hygiene.machine_paths(f"{before}/{folder}/x") == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import nn
 
 from stepguard.engine.context import Context, guarded
 from stepguard.engine.drivers.optimizer_kinds import needs_closure
@@ -18,11 +19,7 @@ from stepguard.engine.protect import Protection
 from stepguard.look.deep_look import DeepLook, digest_of
 from stepguard.records.look import Look
 from stepguard.tensors.names import optimizer_parameter_ids
-from stepguard.tensors.torch_private import (
-    dispatch_mode_stack,
-    graphs_compiled,
-    tree_flatten,
-)
+from stepguard.tensors.torch_private import dispatch_mode_stack, graphs_compiled
 
 SHARE = 0.001
 """Share of the run's time that looks may take, after the first one."""
@@ -69,8 +66,12 @@ class LookSchedule:
             return False
         return self._spent + self._cost <= SHARE * (self._clock() - self._began)
 
+    def stop(self) -> None:
+        """No further look."""
+        self._every = None
+
     def took(self, step: int, seconds: float) -> None:
-        """A look has been taken, or was tried."""
+        """A look has been taken."""
         self._last = step
         self._cost = seconds
         # the first one is always allowed: what it tells of the setup comes too late otherwise
@@ -87,7 +88,6 @@ class Looks:
         self._context = context
         self._protect = protect
         self.schedule = LookSchedule(context.config.look_every)
-        self.last: Look | None = None
         self.heard: list[Callable[[Look], None]] = []
         """Who is told of every look."""
         self._running: DeepLook | None = None
@@ -118,6 +118,8 @@ class Looks:
         context = self._context
         if context.agreement.world_rank != 0 or context.sharded:
             return False
+        if not torch.is_grad_enabled():
+            return False  # an evaluation or a rollout, which may be long: no step begins here
         # Under another dispatch mode (a tracer, a FLOP counter) two would see each other's work.
         if dispatch_mode_stack() or graphs_compiled():
             return False
@@ -175,7 +177,8 @@ class Looks:
             if committed and look.fault is None and is_finite(taken):
                 self._tell(taken)
             return
-        self.schedule.took(look.step, 0.0)
+        # measuring failed, and would fail again at every look
+        self.schedule.stop()
 
     def _tell(self, look: Look) -> None:
         facts = replace(look.facts, averages=self._averages())
@@ -183,7 +186,6 @@ class Looks:
             facts = replace(facts, repeats=self._batches[facts.batch])
             self._batches[facts.batch] += 1
         look = replace(look, facts=facts)
-        self.last = look
         self._context.outputs.look(look)
         for tell in self.heard:
             tell(look)
@@ -193,10 +195,10 @@ class Looks:
         shapes = {parameter.shape for parameter in self._context.parameters}
         found = {}
         for name, thing in self._context.extra.items():
-            tensors = []
-            for value in tree_flatten(thing.state_dict())[0]:
-                if isinstance(value, Tensor) and value.shape in shapes:
-                    tensors.append(value)
+            # of a module only: `state_dict` of another object is the user's code
+            if not isinstance(thing, nn.Module):
+                continue
+            tensors = [value for value in thing.parameters() if value.shape in shapes]
             if 2 * len(tensors) >= len(shapes):
                 found[name] = digest_of(tensors)
         return found

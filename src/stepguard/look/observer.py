@@ -26,7 +26,7 @@ from stepguard.records.look import Stage
 from stepguard.state import faked_collectives
 from stepguard.tensors.torch_private import TorchDispatchMode, current_autograd_node
 
-MOST_RESULTS = 50_000
+MOST_RESULTS = 20_000
 """Results that are measured; a validation between two updates must not fill the memory."""
 CONVERSIONS = aten("_to_copy copy_")
 DISPATCH_SECONDS = 5e-6

@@ -191,6 +191,7 @@ class WatchedStep:
     def raised(self, error: BaseException | None, attempt: Attempt | None = None) -> None:
         """An exception passes through the model or its backward, and not in a replay."""
         if self._listening:
+            self.looks.close()
             with self.tracing.paused(), self._not_listening():
                 self.exceptions.in_loop(self._step(None), error, attempt)
 
