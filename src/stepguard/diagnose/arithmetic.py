@@ -9,6 +9,7 @@ from stepguard.diagnose.ops import (
     COUNTED,
     CURVED,
     MEASURED,
+    NLL,
     NORM_LAYERS,
     PRODUCTS,
     STATISTICS,
@@ -180,7 +181,8 @@ def _looks_like_count(case: Case, divisor: Operand) -> bool:
     if case.op != "div" or not _nothing_above(case):
         return False
     if elements(divisor) == 1:
-        return in_loss
+        # transformers divides the summed cross entropy inside the model, by a count of its own
+        return in_loss or base_name(case.evidence.numerator_from) in NLL
     return counting
 
 

@@ -49,6 +49,10 @@ EVEN = words(
 )
 """Functions that grow as an exponential does to both sides."""
 EXPONENTIALS = words("exp exp2 expm1 special_exp2 special_expm1") | EVEN
+NLL = words(
+    "nll_loss_forward nll_loss2d_forward nll_loss nll_loss2d nll_loss_nd cross_entropy_loss"
+)
+"""Cross entropy, by the names it has on its way down."""
 COUNTED = words("sum nansum count_nonzero numel len size ne eq gt ge lt le any bincount count")
 """What a divisor that counts something is made by."""
 MEASURED = words(

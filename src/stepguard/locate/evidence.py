@@ -97,11 +97,12 @@ def _division(bad_op: BadOp) -> Evidence:
     above = DIVIDED.get(bad_op.operator.base)
     found = Evidence(
         zero_denominator=True,
-        zero_numerator=above is not None and bad_op.at(above) == 0.0,
         denominator_from=_computed_by(bad_op, name),
         denominator_root=_only_batch_tensor(bad_op, name),
         eps_vanished=_vanished_epsilon(bad_op, name),
     )
+    if above is not None and bad_op.at(above) == 0.0:
+        found |= Evidence(zero_numerator=True, numerator_from=_computed_by(bad_op, above))
     read = bad_op.read(name)
     if read is None:
         return found

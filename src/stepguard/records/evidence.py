@@ -50,6 +50,8 @@ class Evidence:
     """The divisor was computed from weights, so it does not count anything."""
     denominator_from: str | None = None
     """The operation that computed the divisor, behind casts and copies."""
+    numerator_from: str | None = None
+    """The operation that computed what was divided, where that is 0 too."""
     denominator_root: str | None = None
     """The only stored tensor the divisor was computed from, if that is one batch tensor."""
     argument: Literal["zero", "negative"] | None = None

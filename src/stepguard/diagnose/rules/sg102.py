@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import counts_nothing, zero_divisor
 from stepguard.diagnose.case import Case, elements, high, low, reach
-from stepguard.diagnose.ops import words
+from stepguard.diagnose.ops import NLL, words
 from stepguard.diagnose.rule import Proof, Rule, certain
 from stepguard.diagnose.wording import describe, spell
 from stepguard.records import Operand
 
-NLL = words(
-    "nll_loss_forward nll_loss2d_forward nll_loss nll_loss2d nll_loss_nd cross_entropy_loss"
-)
 NLL_BACKWARD = frozenset({"nll_loss_backward", "nll_loss2d_backward"})
 REDUCTIONS = words(
     """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from stepguard.diagnose.arithmetic import counts_nothing, log_argument, negative_root, zero_divisor
 from stepguard.diagnose.case import Case, high, low, met
-from stepguard.diagnose.ops import base_name, words
+from stepguard.diagnose.ops import NLL, base_name, words
 from stepguard.diagnose.rule import Proof, Rule, certain, likely
-from stepguard.diagnose.rules.sg102 import NLL
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Operand
 
