@@ -97,6 +97,13 @@ def faults(seed: int, steps: int, every: int) -> dict[int, Fault]:
     return found
 
 
+def fixed_teacher() -> nn.Linear:
+    """The same task for every seed: else the noise between seeds is that between tasks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(12345)
+        return nn.Linear(FEATURES, CLASSES)
+
+
 class Soak:
     """One training of this rank."""
 
@@ -106,7 +113,7 @@ class Soak:
         self.steps = steps
         self.faults = faults(seed, steps, every)
         self.rank = dist.get_rank()
-        self.teacher = nn.Linear(FEATURES, CLASSES)
+        self.teacher = fixed_teacher()
         self.model = Classifier()
         self.wrapped = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.wrapped.parameters(), lr=LR)
@@ -116,8 +123,9 @@ class Soak:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         return self._draw(2 * step + self.rank, BATCH)
 
-    def _draw(self, number: int, count: int) -> tuple[Tensor, Tensor]:
-        source = torch.Generator().manual_seed(10**7 * (self.seed + 1) + number)
+    def _draw(self, number: int, count: int, seed: int | None = None) -> tuple[Tensor, Tensor]:
+        source = torch.Generator()
+        source.manual_seed(10**7 * ((self.seed if seed is None else seed) + 1) + number)
         inputs = torch.randn(count, FEATURES, generator=source)
         noise = torch.randn(count, CLASSES, generator=source)
         with torch.no_grad():
@@ -156,7 +164,7 @@ class Soak:
     def held_out(self) -> float:
         self.model.eval()
         with torch.no_grad():
-            inputs, targets = self._draw(9_999_991, 4096)
+            inputs, targets = self._draw(9_999_991, 4096, seed=0)
             out = nn.functional.cross_entropy(self.model(inputs), targets)
         self.model.train()
         return float(out)
