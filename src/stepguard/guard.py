@@ -263,9 +263,7 @@ class Guard:
         self._context.commit_hooks.append(hook)
 
     def close(self) -> None:
-        """Read what is still pending, say how the run ended, and undo every hook. Safe to call
-        twice.
-        """
+        """Read what is pending, say how the run ended, undo every hook. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -282,6 +280,7 @@ class Guard:
             if self.armed:
                 with self._protect.part("check of the wiring"):
                     self._wiring.close()
+                self._driver.step_end.run_ended(self._error)
             with self._protect.part("end of the run"):
                 self._end()
         finally:
