@@ -212,3 +212,39 @@ def test_batch_of_the_step_after_a_look_is_compared(tmp_path: Path) -> None:
     assert after([kept] * 8, tmp_path / "kept") == ["unknown", "same"]
     again = [kept.clone() for _ in range(8)]
     assert after(again, tmp_path / "equal") == ["unknown", "equal"]
+
+
+def train_scaled(folder: Path, every: int | None) -> list[Tensor]:
+    """Half precision, dropout, batch norm and a GradScaler that skips its first steps; bare where
+    nothing is looked at.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=4)
+    guard = None
+    if every is not None:
+        config = GuardConfig(run_dir=folder, look_every=every, terminal="quiet")
+        guard = stepguard.watch(model, optimizer, scaler=scaler, config=config)
+    for _ in range(24):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            output = model(torch.randn(16, 4))
+        scaler.scale(output.float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    if guard is not None:
+        guard.close()
+    momentum = [value for one in optimizer.state.values() for value in one.values()]
+    scale = torch.tensor([scaler.get_scale()])
+    return [*model.state_dict().values(), *momentum, scale, torch.get_rng_state()]
+
+
+def test_looked_at_run_with_a_scaler_is_bit_identical_to_the_bare_one(tmp_path: Path) -> None:
+    bare = train_scaled(tmp_path, None)
+    looked = train_scaled(tmp_path, 2)
+    assert len(bare) == len(looked)
+    assert all(map(torch.equal, bare, looked))
+    record = read_run(tmp_path)
+    assert len(record.looks) > 3
+    assert [note for note in record.notes if note.get("kind") == "silent"] == []
