@@ -59,6 +59,11 @@ def test_factor_is_a_word_where_a_name_may_be_a_number() -> None:
     assert said == ["the first factor", "the second factor"]
 
 
+def test_line_of_a_notebook_cell_is_read() -> None:
+    found = origin("loss", "aten.log", X, source="cell [3], line 7", context=("7 y = p.log()",))
+    assert name_operands(found).inputs[0].label == "p"
+
+
 def test_operands_of_a_slope_are_words() -> None:
     assert labels("aten.div", "y = a / b", X, Y, phase="backward") == [
         "the dividend",

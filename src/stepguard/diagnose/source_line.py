@@ -74,7 +74,8 @@ def bracketed(text: str) -> str:
 
 def culprit_line(origin: Origin) -> str:
     """The source line of the origin as the user wrote it; empty where it is not known."""
-    wanted = (origin.source or "").rpartition(":")[2]
+    # `file.py:88`, or `cell [3], line 5` in a notebook
+    wanted = re.split(r"\D", origin.source or "")[-1]
     for numbered in origin.context:
         match = _NUMBERED.match(numbered)
         if match and match[1] == wanted:
