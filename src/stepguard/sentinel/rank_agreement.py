@@ -264,6 +264,14 @@ class Agreement:
         answer: dict[str, Any] = facts
         return answer
 
+    def tell(self, about: str, text: str) -> None:
+        """Leave a word for all ranks, for which nobody waits; the empty text takes it back."""
+        self._meeting.tell(about, text)
+
+    def told(self, about: str) -> str:
+        """What a rank has left about this; empty if nothing."""
+        return self._meeting.told(about)
+
     def give_up(self, why: str) -> None:
         """Let no rank wait in vain: this one has failed in the step at hand."""
         if self.size > 1:

@@ -112,6 +112,24 @@ class Meeting:
             if for_good:
                 store.set(f"{self._name}/closed", str(self._own))
 
+    def tell(self, about: str, text: str) -> None:
+        """Leave a word for all ranks; nobody waits for it. The empty text takes it back."""
+        with contextlib.suppress(Exception):
+            store = default_store()
+            if text:
+                store.set(f"{self._name}/{about}", text)
+            else:
+                store.delete_key(f"{self._name}/{about}")
+
+    def told(self, about: str) -> str:
+        """What a rank has left, empty if nothing: one question to the store."""
+        with contextlib.suppress(Exception):
+            store = default_store()
+            if store.check([f"{self._name}/{about}"]):
+                text: str = store.get(f"{self._name}/{about}").decode()
+                return text
+        return ""
+
     def no_data_left(self) -> None:
         """This rank only follows the collectives of the others from now on."""
         with contextlib.suppress(Exception):
