@@ -287,6 +287,10 @@ class Agreement:
             return False
         return True
 
+    def absent(self, step: int) -> bool:
+        """Has a rank said that it comes to no meeting any more, or to none of this step?"""
+        return self._meeting.absent(step)
+
     def broadcast(self, tensor: Tensor, source: int, group: Any = None) -> None:
         """Overwrite a tensor by that of rank `source`; only after all ranks have met for it."""
         dist.broadcast(tensor, src=source, group=self._group if group is None else group)

@@ -162,6 +162,12 @@ class Meeting:
             default_store().set(self._given_up(step), f"rank {self._own} has failed ({why})")
             self._gave_up.append(self._given_up(step))
 
+    def absent(self, step: int) -> bool:
+        """Has a rank left, or failed in this step?"""
+        store = default_store()
+        keys = (f"{self._name}/left", self._given_up(step))
+        return any(store.check([key]) for key in keys)
+
     def _given_up(self, step: int) -> str:
         return f"{self._name}/failed/{step}"
 
