@@ -203,13 +203,24 @@ class Agreement:
             return [look()]
         # Before the look, which may take long on one rank: once all are here, all will answer.
         patience = PATIENCE if asked else 1.0
-        self._meeting.all_came(what, self.now(), patience, whatever_failed=whatever_failed)
+        self._meet(what, patience, whatever_failed)
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, _answer(look), group=self._group)
         for rank, (why, _) in zip(self.members, gathered, strict=True):
             if why:
                 raise RankFault(f"rank {rank}: {why}")
         return [facts for _, facts in gathered]
+
+    def _meet(self, what: str, patience: float, whatever_failed: bool) -> None:
+        """Come to the meeting; a rank that cannot calls it off, so that the others do not wait."""
+        times = self._meeting.times(what, self.now())
+        try:
+            self._meeting.all_came(what, self.now(), patience, whatever_failed=whatever_failed)
+        except RankFault:
+            raise
+        except Exception as fault:
+            self._meeting.call_off(what, self.now(), times + 1, str(fault))
+            raise RankFault(f"rank {self.world_rank}: {fault}") from fault
 
     @property
     def follows_first_rank(self) -> bool:

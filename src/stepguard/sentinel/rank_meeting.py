@@ -91,6 +91,17 @@ class Meeting:
             raise kind(f"{said} for {what} of step {step}")
         self._tidy_up(store, place)
 
+    def times(self, what: str, step: int) -> int:
+        """How often this rank has come to a meeting of this name in this step."""
+        return self._times[what, step]
+
+    def call_off(self, what: str, step: int, time: int, why: str) -> None:
+        """This rank cannot come to that meeting: those who wait there go at once."""
+        self._times[what, step] = time
+        with contextlib.suppress(Exception):
+            word = f"{self._name}/{what}/{step}/{time}/word"
+            default_store().compare_set(word, "", f"rank {self._own} has failed ({why})")
+
     def _tidy_up(self, store: Any, place: str) -> None:
         """Everybody is here: what was said before has been read."""
         store.delete_key(f"{place}/{self._own}")

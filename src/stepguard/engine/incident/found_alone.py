@@ -2,8 +2,8 @@
 
 Under DDP whatever a rank knows before its backward pass reaches the others with the gradients. A
 learning rate or a gradient that turns NaN after it, or an update that makes NaN, may be one rank's
-alone. That rank refuses its own update and says so with the gradients of the next step; then all ranks go back
-to a state they share.
+alone. That rank refuses its own update and says so with the gradients of the next step; then all
+ranks go back to a state they share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stepguard.records import Decision, Incident, Reading
 WAIT = 1.0
 """Seconds that a rank waits for others to find the same. They wait for it in the next step."""
 WAIT_GRADIENT = 10.0
-"""Bad gradients are almost always everybody's: a rank that comes late must not be taken for gone."""
+"""Bad gradients are almost always everybody's: a rank that is late is not to be taken for gone."""
 WHAT = "what was found after the exchange"
 LATER = "only this rank has seen it, after the gradients were exchanged: the others hear of it next"
 
