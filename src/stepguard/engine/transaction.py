@@ -30,6 +30,7 @@ from stepguard.engine.incident.closer_look import (
 from stepguard.engine.incident.exploded_weights import blamed_on_update, exploded, surfaces_only
 from stepguard.engine.incident.found_alone import FoundAlone
 from stepguard.engine.incident.halting import halt
+from stepguard.engine.incident.lead_up import keep_lead_up
 from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.origin_of_ranks import find_together
 from stepguard.engine.incident.outcome import not_applied
@@ -205,6 +206,8 @@ class Transaction:
         self.record_open_incident()
         incident = self.open_incident(step, reading, verdict)
         self._unrecorded = (incident, step)
+        with self.protect.part("steps before the incident"):
+            keep_lead_up(self.context, self.rewinder.snapshots, incident, step)
         if self._alone.now and not verdict.finite_anomaly:
             incident = self._alone.left_behind(self.diagnose(incident))
             self.rewinder.left_behind(step, reading.loss)
