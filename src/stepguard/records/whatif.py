@@ -36,6 +36,8 @@ class TrialOutcome:
     """Steps that were run for it, evaluations included as a third."""
     change: str = ""
     """What to change so that the next run has it."""
+    value: float | None = None
+    """The new epsilon or norm to clip to, where that is what is changed."""
     answers: tuple[str, ...] = ()
     """Codes of the incident's findings whose remedy this is."""
     why_not: str = ""

@@ -65,6 +65,11 @@ class Candidate:
     own: OwnFix | None = None
 
     @property
+    def value(self) -> float | None:
+        """The one number that is new, where it is one."""
+        return self.clip_norm or dict(self.settings).get("eps")
+
+    @property
     def late(self) -> bool:
         """Does it change nothing before the bad step?"""
         early = self.settings or self.wide is not None or self.own is not None

@@ -20,6 +20,7 @@ SAME_LOSS = 1e-3
 Progress = Callable[[int, int, str], None]
 """Told how many trials are done, of how many, and the name of the next."""
 Wanted = Callable[[Candidate], bool]
+Adapt = Callable[[Candidate], Candidate]
 
 
 def compare_candidates(
@@ -27,12 +28,16 @@ def compare_candidates(
     *,
     own: OwnFix | None = None,
     wanted: Wanted = lambda candidate: True,
+    adapt: Adapt = lambda candidate: candidate,
+    usual_norm: float | None = None,
     most_steps: int = MOST_STEPS,
     progress: Progress = lambda done, total, name: None,
 ) -> WhatIf:
     """Run the trials and rank them. Model, optimizer and random numbers end as they began.
 
-    `wanted`: which candidates to try. Raises StateError where the state cannot be copied.
+    `wanted`: which candidates to try; `adapt` changes each before its trial. `usual_norm`: of the
+    gradients, where the steps before the bad one do not tell. Raises StateError where the state
+    cannot be copied.
     """
     with undone(subject.step, subject.run_state):
         trials = Trials(subject, most_steps)
@@ -44,10 +49,10 @@ def compare_candidates(
             subject.incident,
             subject.bad,
             first=trials.steps[0] if trials.steps else None,
-            usual_norm=trials.usual_norm,
+            usual_norm=trials.usual_norm or usual_norm,
             own=own,
         )
-        waiting = [candidate for candidate in waiting if wanted(candidate)]
+        waiting = [adapt(candidate) for candidate in waiting if wanted(candidate)]
         outcomes: list[TrialOutcome] = []
         for number, candidate in enumerate(waiting):
             progress(number, len(waiting), candidate.label)

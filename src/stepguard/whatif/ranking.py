@@ -28,6 +28,15 @@ def ranked(outcomes: Sequence[TrialOutcome], recorded: Sequence[float]) -> list[
     return order + sorted(failing, key=_longest_first)
 
 
+def no_worse(one: TrialOutcome, other: TrialOutcome) -> bool:
+    """Does it end at a loss that is not clearly higher?"""
+    mine = _loss(one)
+    theirs = _loss(other)
+    if mine is None or theirs is None:
+        return True
+    return mine <= theirs + NOISE_SHARE * abs(theirs)
+
+
 def _equal_to_best(working: Sequence[TrialOutcome], noise: float) -> list[TrialOutcome]:
     """Those whose loss is that of the best, as far as so few batches can tell."""
     losses = [loss for outcome in working if (loss := _loss(outcome)) is not None]

@@ -31,6 +31,8 @@ class LeadUp:
     """Those since the snapshot, without the bad one."""
     earlier: list[WindowStep] = field(default_factory=list)
     """Healthy steps from before the snapshot."""
+    failed_before: list[WindowStep] = field(default_factory=list)
+    """Bad steps shortly before this one, oldest first."""
 
 
 @dataclass(slots=True)

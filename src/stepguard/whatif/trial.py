@@ -116,6 +116,7 @@ class Trials:
             label=candidate.label,
             cost=candidate.cost,
             change=candidate.change,
+            value=candidate.value,
             answers=answered(candidate, codes),
         )
         assert self._before_bad is not None, "the way to the bad step is run first"

@@ -15,11 +15,15 @@ from stepguard.state.steps_before import WindowStep, window_step
 from stepguard.tensors.torch_private import compiled_call
 from stepguard.whatif.subject import LeadUp
 
+SHORTLY = 4
+"""Steps within which one bad step belongs to another."""
+
 
 def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, step: Step) -> None:
     """Keep what trials need of this step: references, and a snapshot that is not overwritten."""
-    if context.lead_up is not None and context.lead_up.snapshot is not None:
-        context.lead_up.snapshot.held = False
+    last = context.lead_up
+    if last is not None and last.snapshot is not None:
+        last.snapshot.held = False
     context.lead_up = None
     if why_not(context, step):
         return
@@ -29,6 +33,10 @@ def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, ste
         bad=window_step(step, incident.reading.loss, incident.reading.lr),
         timeline=context.budget.rewinds,
     )
+    if last is not None and last.timeline == lead_up.timeline:
+        recent = [*last.failed_before, last.bad]
+        since = step.index - SHORTLY
+        lead_up.failed_before = [one for one in recent if since <= one.index < step.index]
     snapshot = _before(snapshots, step.index)
     if snapshot is not None:
         snapshot.held = True
