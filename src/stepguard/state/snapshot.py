@@ -38,6 +38,10 @@ class Snapshot:
     """The step its probation counts from: its own, or that of the last incident since."""
     lent: bool = False
     """It is being written to disk and must not be overwritten."""
+    held: bool = False
+    """The last incident is to be tried again from it: dropped by the ring, it stays as it is."""
+    overwritten: bool = False
+    """Its memory was needed and holds another state now."""
 
 
 class Ring:
@@ -135,8 +139,18 @@ class Ring:
 
     def _forget(self, snapshot: Snapshot) -> None:
         self.snapshots.remove(snapshot)
-        if not snapshot.lent:
-            self._spare.append(snapshot.state.tensors)
+        if snapshot.lent or (snapshot.held and self._fits_one_more(snapshot.state)):
+            return
+        snapshot.overwritten = True
+        self._spare.append(snapshot.state.tensors)
+
+    def _fits_one_more(self, state: SavedState) -> bool:
+        """Is there memory for a snapshot beside those of the ring?"""
+        size = sum(t.numel() * t.element_size() for t in state.tensors.values())
+        if self._limit is not None:
+            return (len(self.snapshots) + 2) * size <= self._limit
+        free = self._free()
+        return free is None or size <= free * SHARE_OF_FREE
 
     def _give_up_one(self, must: bool) -> bool:
         """Drop the oldest bad one, else the oldest good one but the newest, else a young one."""

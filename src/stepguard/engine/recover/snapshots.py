@@ -171,10 +171,10 @@ class Snapshots:
         self.off = why
         self.ring.clear()
 
-    def keep(self, step: Step, loss: float | None) -> None:
+    def keep(self, step: Step, loss: float | None, lr: tuple[float, ...] = ()) -> None:
         """Keep a healthy step, where a rewind may have to run it again."""
         if self.wanted:
-            self.kept.keep(step, loss)
+            self.kept.keep(step, loss, lr)
 
     def restarted(self) -> None:
         """The state has been replaced, by a rewind or a checkpoint: count from here."""
