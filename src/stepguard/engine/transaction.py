@@ -163,11 +163,7 @@ class Transaction:
             decision = self.rewinder.heal(decision, incident.step)
         if decision.new_scale is not None:
             self.context.loss_scale = decision.new_scale
-<<<<<<< HEAD
-        if decision.lr_factor is not None:
-            optimizer = self.context.optimizer
-            factors = [decision.lr_factor] * len(optimizer.param_groups)
-            scale_rates(optimizer, self.context.scheduler, factors)
+        change_settings(self.context, decision)
         return self._left_good(replace(incident, decision=decision))
 
     def _left_good(self, incident: Incident) -> Incident:
@@ -177,12 +173,6 @@ class Transaction:
             return incident
         with self.protect.part("good weights at the stop"):
             decision = replace(decision, rewound_to=self.rewinder.leave_good_in_memory())
-=======
-        change_settings(self.context, decision)
-        if decision.action == "stop" and incident.reading.bad_state:
-            with self.protect.part("good weights at the stop"):
-                decision = replace(decision, rewound_to=self.rewinder.leave_good_in_memory())
->>>>>>> whatif
         return replace(incident, decision=decision)
 
     def record(self, incident: Incident, step: Step) -> Incident:
