@@ -164,9 +164,15 @@ class Transaction:
         if decision.new_scale is not None:
             self.context.loss_scale = decision.new_scale
         change_settings(self.context, decision)
-        if decision.action == "stop" and incident.reading.bad_state:
-            with self.protect.part("good weights at the stop"):
-                decision = replace(decision, rewound_to=self.rewinder.leave_good_in_memory())
+        return self._left_good(replace(incident, decision=decision))
+
+    def _left_good(self, incident: Incident) -> Incident:
+        """Where a run stops on damaged weights, leave undamaged ones. Runs when disarmed, too."""
+        decision = incident.decision
+        if decision is None or decision.action != "stop" or not incident.reading.bad_state:
+            return incident
+        with self.protect.part("good weights at the stop"):
+            decision = replace(decision, rewound_to=self.rewinder.leave_good_in_memory())
         return replace(incident, decision=decision)
 
     def record(self, incident: Incident, step: Step) -> Incident:
@@ -235,7 +241,7 @@ class Transaction:
         if self.protect.armed:
             with self.protect.region:
                 applied = self.apply(incident)
-        incident = self.record(applied or not_applied(incident), step)
+        incident = self.record(applied or self._left_good(not_applied(incident)), step)
         if incident.stopped:
             self._halt(incident)
         return incident

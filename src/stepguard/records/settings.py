@@ -121,7 +121,9 @@ class GuardConfig:
     """
 
     clip_norm: float | None = None
-    """Clip the gradients to this 2-norm inside `guard.step`; None leaves them alone."""
+    """Clip the gradients to this 2-norm inside `guard.step`; None leaves them alone. Refused with
+    `watch` and `stepguard run`: such a loop clips before its own update.
+    """
     run_dir: str | PathLike[str] | None = None
     """Where journal, incidents and checkpoints go; None writes nothing."""
     human_log: str | PathLike[str] | None = None

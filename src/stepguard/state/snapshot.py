@@ -48,9 +48,16 @@ class Ring:
     """The last few snapshots, oldest first. The newest good one never makes way for a young one."""
 
     def __init__(
-        self, size: int, limit: int | None, *, free: Callable[[], int | None] = free_memory
+        self,
+        size: int,
+        limit: int | None,
+        *,
+        among_ranks: bool = False,
+        free: Callable[[], int | None] = free_memory,
     ) -> None:
+        """`among_ranks`: other processes must keep the snapshots of the same steps."""
         self._size = size
+        self._among_ranks = among_ranks
         self._limit = limit
         self._free = free
         self._serial = 0
@@ -59,11 +66,18 @@ class Ring:
         """How many fit, once the first state has been seen."""
         self.snapshots: list[Snapshot] = []
         self._best: Snapshot | None = None
-        """The good one with the lowest loss: it stays while there is room for three."""
+        """The good one with the lowest loss: it stays while there is room for three.
+
+        Among ranks, whose losses differ, the one of the roundest step, which all of them know.
+        """
 
     def keep_best(self) -> None:
         """Choose the best again after a snapshot has become good, by `level` in its memory."""
-        known = [s for s in self._with_standing("good") if s.memory.get("level") is not None]
+        good = self._with_standing("good")
+        if self._among_ranks:
+            self._best = max(good, key=lambda s: (s.step & -s.step, s.step), default=None)
+            return
+        known = [s for s in good if s.memory.get("level") is not None]
         self._best = min(known, key=lambda s: s.memory["level"], default=None)
 
     def too_small(self, state: SavedState) -> str:
