@@ -53,7 +53,9 @@ def _before(snapshots: Snapshots, index: int) -> Snapshot | None:
     for snapshot in snapshots.ring.snapshots:
         if snapshot.step > index or snapshots.kept.since(snapshot.step) is None:
             continue
-        if snapshots.probation.sound(snapshot):
+        # steps from before parameters were added would be trained with them
+        grown = snapshots.run_state.grown_since(snapshot.state)
+        if not grown and snapshots.probation.sound(snapshot):
             usable.append(snapshot)
     good = [snapshot for snapshot in usable if snapshot.standing == "good"]
     if good:
