@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from examples.demo import main as demo
-from scripts import check_picture, picture
+from scripts import check_picture, picture, whatif_picture
 from torch import nn
 
 import stepguard
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     picture.main([])
     check_picture.main()
+    whatif_picture.main()
     REPORT.write_text(report_picture(), encoding="utf-8")
     print(f"wrote {REPORT.name}")
     LOOK.write_text(look_picture(), encoding="utf-8")
