@@ -27,7 +27,7 @@ class LookCost:
     looked_seconds: float
     """A guarded step with one."""
     claimed_seconds: float
-    """What a look says that it took; the schedule of `auto` goes by it."""
+    """What a look says that it took."""
 
     @property
     def steps(self) -> float:
@@ -38,11 +38,12 @@ class LookCost:
     def amortised(self) -> float:
         """Ratio of a long run under `auto`, after its first look.
 
-        `auto` lets looks take a share of the time as they measure it themselves; what they really
-        take may be more, by what they do not see of their own cost.
+        `auto` charges a look with what it says, and with what its step took beyond that, up to as
+        much again: a look that takes more than twice what it says costs more than its share.
         """
         added = self.looked_seconds - self.plain_seconds
-        return 1.0 + SHARE * added / self.claimed_seconds
+        unseen = min(max(0.0, added - self.claimed_seconds), self.claimed_seconds)
+        return 1.0 + SHARE * added / (self.claimed_seconds + unseen)
 
 
 def look_cost(workload: Workload, rounds: int = ROUNDS) -> LookCost:

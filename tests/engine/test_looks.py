@@ -35,6 +35,20 @@ def test_automatic_looks_take_a_thousandth_of_the_time() -> None:
     assert 0.1 * (len(looked) - 1) <= SHARE * now
 
 
+def test_look_is_charged_with_what_it_does_not_see_of_itself() -> None:
+    now = 0.0
+    schedule = LookSchedule("auto", clock=lambda: now)
+    looked = []
+    for step in range(20_000):
+        if schedule.due(step):
+            looked.append(step)
+            schedule.took(step, 0.1)
+            now += 0.15
+        now += 0.05
+    assert len(looked) > 5
+    assert 0.15 * (len(looked) - 1) <= SHARE * now
+
+
 def test_looks_become_rarer() -> None:
     now = 0.0
     schedule = LookSchedule("auto", clock=lambda: now)

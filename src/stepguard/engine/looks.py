@@ -57,6 +57,12 @@ class LookSchedule:
         """The step of the last look."""
         self._offset: int | None = None
         """The first step that was asked for."""
+        self._asked = 0.0
+        """When the schedule was last asked: that is once a step."""
+        self._usual = 0.0
+        """Time of the newest step without a look."""
+        self._unsettled = False
+        """The last look has cost what it says, and perhaps more."""
 
     def due(self, step: int) -> bool:
         """True if this step is to be looked at."""
@@ -64,6 +70,7 @@ class LookSchedule:
             return False
         if self._began is None:
             self._began = self._clock()
+        self._settle()
         if self._last is None:
             # counted from where this process began: a restored run compiles again
             self._offset = step if self._offset is None else self._offset
@@ -74,6 +81,22 @@ class LookSchedule:
             return False
         return self._spent + self._cost <= SHARE * (self._clock() - self._began)
 
+    def _settle(self) -> None:
+        """Charge a look with what its step took beyond the usual, which it sees only a part of.
+
+        At most as much again: a validation after the step is not the look's.
+        """
+        now = self._clock()
+        took = now - self._asked
+        self._asked = now
+        if not self._unsettled:
+            self._usual = took
+            return
+        self._unsettled = False
+        unseen = min(max(0.0, took - self._usual - self._cost), self._cost)
+        self._spent += unseen
+        self._cost += unseen
+
     def stop(self) -> None:
         """No further look."""
         self._every = None
@@ -82,6 +105,7 @@ class LookSchedule:
         """A look has been taken."""
         self._last = step
         self._cost = seconds
+        self._unsettled = True
         # the first one is always allowed: what it tells of the setup comes too late otherwise
         if self._cost and self._spent == 0.0:
             self._spent = 1e-9
