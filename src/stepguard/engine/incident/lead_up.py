@@ -33,10 +33,8 @@ def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, ste
         bad=window_step(step, incident.reading.loss, incident.reading.lr),
         timeline=context.budget.rewinds,
     )
-    if last is not None and last.timeline == lead_up.timeline:
-        recent = [*last.failed_before, last.bad]
-        since = step.index - SHORTLY
-        lead_up.failed_before = [one for one in recent if since <= one.index < step.index]
+    if last is not None:
+        lead_up.failed_before = _failed_shortly_before(last, lead_up)
     snapshot = _before(snapshots, step.index)
     if snapshot is not None:
         snapshot.held = True
@@ -45,6 +43,15 @@ def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, ste
         earlier = [kept for kept in snapshots.kept.intact() if kept.step.index < snapshot.step]
         lead_up.earlier = as_window(earlier)
     context.lead_up = lead_up
+
+
+def _failed_shortly_before(last: LeadUp, present: LeadUp) -> list[WindowStep]:
+    """Bad steps of the same timeline that belong to the present one."""
+    if last.timeline != present.timeline:
+        return []
+    now = present.bad.index
+    recent = [*last.failed_before, last.bad]
+    return [one for one in recent if now - SHORTLY <= one.index < now]
 
 
 def _before(snapshots: Snapshots, index: int) -> Snapshot | None:
