@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stepguard
 from stepguard import ConfigError, Guard, GuardConfig
-from stepguard.engine.looks import FIRST, SHARE, LookSchedule
+from stepguard.engine.looks import FIRST, SHARE, LookSchedule, is_average, tensors_held
 from stepguard.journal import read_run
 from stepguard.tensors.torch_private import dispatch_mode_stack
 
@@ -177,3 +177,38 @@ def test_object_of_the_user_is_not_asked_for_its_state() -> None:
         return counts.asked
 
     assert asked(1) == asked(None)
+
+
+class Shadow:
+    """An average as scripts write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.means = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_average_is_known_by_its_type_or_its_name() -> None:
+    model = nn.Linear(4, 2)
+    assert is_average("second", torch.optim.swa_utils.AveragedModel(model))
+    assert is_average("model_ema", model)
+    assert is_average("slow", Shadow(model))
+    assert not is_average("reference", model)
+    assert [value.shape for value in tensors_held(Shadow(model))] == [(2, 4), (2,)]
+    assert tensors_held(3) == []
+
+
+def test_batch_of_the_step_after_a_look_is_compared(tmp_path: Path) -> None:
+    def after(batches: list[Tensor], folder: Path) -> list[str]:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = GuardConfig(run_dir=folder, look_every=4, terminal="quiet")
+        with Guard(model, optimizer, config=config) as guard:
+            for batch in batches:
+                guard.step(lambda x: model(x).mean(), batch)
+        return [look.facts.batch_after for look in read_run(folder).looks]
+
+    epoch = [torch.randn(2, 4) for _ in range(4)]
+    kept = epoch[0]
+    assert after([*epoch, *epoch, *epoch], tmp_path / "epochs") == ["unknown", "other", "other"]
+    assert after([kept] * 8, tmp_path / "kept") == ["unknown", "same"]
+    again = [kept.clone() for _ in range(8)]
+    assert after(again, tmp_path / "equal") == ["unknown", "equal"]

@@ -17,10 +17,18 @@ from stepguard.records.verdict import OK
 SERIES = "SG9"
 
 
-def silent_findings(looks: Sequence[Look], recent: Sequence[Reading]) -> tuple[Finding, ...]:
+def silent_findings(
+    looks: Sequence[Look], recent: Sequence[Reading], *, schedule_stood_for: int = 0
+) -> tuple[Finding, ...]:
     """What the run does wrong without a bad value, by code. Pure."""
     newest = recent[-1] if recent else Reading(step=looks[-1].step if looks else 0)
-    case = Case(reading=newest, verdict=OK, looks=tuple(looks), recent=tuple(recent))
+    case = Case(
+        reading=newest,
+        verdict=OK,
+        looks=tuple(looks),
+        recent=tuple(recent),
+        schedule_stood_for=schedule_stood_for,
+    )
     found = []
     for rule in RULES:
         if rule.code.startswith(SERIES):

@@ -11,15 +11,21 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine.context import Context, guarded
 from stepguard.engine.drivers.optimizer_kinds import needs_closure
 from stepguard.engine.protect import Protection
-from stepguard.look.deep_look import DeepLook, digest_of
-from stepguard.records.look import Look
+from stepguard.look.batches import SeenBatch, digest_of
+from stepguard.look.deep_look import DeepLook
+from stepguard.records.look import Look, NextBatch
 from stepguard.tensors.names import optimizer_parameter_ids
-from stepguard.tensors.torch_private import dispatch_mode_stack, graphs_compiled
+from stepguard.tensors.torch_private import (
+    dispatch_mode_stack,
+    graphs_compiled,
+    tree_flatten,
+)
 
 SHARE = 0.001
 """Share of the run's time that looks may take, after the first one."""
@@ -29,6 +35,8 @@ FIRST = 2
 """Step of the first look: what torch.compile compiles has been compiled by then, and is left alone.
 """
 PART = "deep look"
+AVERAGES = ("ema", "average", "averaging", "swa", "shadow", "polyak")
+"""Words by which people call an average of weights."""
 
 
 class LookSchedule:
@@ -94,6 +102,11 @@ class Looks:
         self._left_behind: DeepLook | None = None
         """A look that an optimizer inside the backward pass has ended: no more are taken."""
         self._batches: Counter[str] = Counter()
+        self._last_batch: SeenBatch | None = None
+        """That of the last look."""
+        self._next_batch: SeenBatch | None = None
+        """That of the step after it, until that step is over."""
+        self._batch_after: NextBatch = "unknown"
         context.resources.callback(self.close)
 
     def begin(self) -> None:
@@ -139,15 +152,12 @@ class Looks:
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step."""
+        if self._next_batch is not None:
+            with self._protect.part(PART), self.paused():
+                self._next_batch.add(batch)
         if self._running is not None:
             with self._protect.part(PART), self.paused():
                 self._running.saw_batch(batch)
-
-    def before_backward(self) -> None:
-        """A backward pass is about to begin."""
-        if self._running is not None:
-            with self._protect.part(PART), self.paused():
-                self._running.before_backward(self._context.parameters)
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's own work."""
@@ -164,6 +174,7 @@ class Looks:
 
     def finish(self, *, committed: bool) -> None:
         """The step is over. A bad one is told elsewhere, and nothing is said of it here."""
+        self._compare_batches()
         look = self._running
         if look is None:
             return
@@ -176,12 +187,21 @@ class Looks:
             self.schedule.took(look.step, taken.seconds)
             if committed and look.fault is None and is_finite(taken):
                 self._tell(taken)
+            self._last_batch = look.batch
+            self._next_batch = SeenBatch()
             return
         # measuring failed, and would fail again at every look
         self.schedule.stop()
 
+    def _compare_batches(self) -> None:
+        """The step after a look is over: was it given the same batch?"""
+        if self._last_batch is not None and self._next_batch is not None:
+            self._batch_after = self._last_batch.compared(self._next_batch)
+        self._last_batch = None
+        self._next_batch = None
+
     def _tell(self, look: Look) -> None:
-        facts = replace(look.facts, averages=self._averages())
+        facts = replace(look.facts, averages=self._averages(), batch_after=self._batch_after)
         if facts.batch:
             facts = replace(facts, repeats=self._batches[facts.batch])
             self._batches[facts.batch] += 1
@@ -195,10 +215,9 @@ class Looks:
         shapes = {parameter.shape for parameter in self._context.parameters}
         found = {}
         for name, thing in self._context.extra.items():
-            # of a module only: `state_dict` of another object is the user's code
-            if not isinstance(thing, nn.Module):
+            if not is_average(name, thing):
                 continue
-            tensors = [value for value in thing.parameters() if value.shape in shapes]
+            tensors = [value for value in tensors_held(thing) if value.shape in shapes]
             if 2 * len(tensors) >= len(shapes):
                 found[name] = digest_of(tensors)
         return found
@@ -227,3 +246,25 @@ class Looks:
 def is_finite(look: Look) -> bool:
     """False where the step was a bad one after all: a fused update is judged later."""
     return all(math.isfinite(one.weight + (one.update or 0.0)) for one in look.parameters)
+
+
+def is_average(name: str, thing: Any) -> bool:
+    """Told by its type or by what it is called: a frozen teacher looks the same, and stays."""
+    if isinstance(thing, AveragedModel):
+        return True
+    called = f"{name} {type(thing).__name__}".lower()
+    return any(word in called for word in AVERAGES)
+
+
+def tensors_held(thing: Any) -> list[Tensor]:
+    """Tensors of a module, or in the attributes of another object: in lists and dicts as well.
+
+    Nothing of the object is called: its `state_dict` is the user's code.
+    """
+    if isinstance(thing, nn.Module):
+        return list(thing.parameters())
+    try:
+        attributes = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return []
+    return [leaf for leaf in tree_flatten(dict(attributes))[0] if isinstance(leaf, Tensor)]

@@ -33,25 +33,24 @@ def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, ste
         bad=window_step(step, incident.reading.loss, incident.reading.lr),
         timeline=context.budget.rewinds,
     )
-    if last is not None:
-        lead_up.failed_before = _failed_shortly_before(last, lead_up)
-    snapshot = _before(snapshots, step.index)
-    if snapshot is not None:
-        snapshot.held = True
-        lead_up.snapshot = snapshot
-        lead_up.steps = as_window(snapshots.kept.since(snapshot.step) or [])
-        earlier = [kept for kept in snapshots.kept.intact() if kept.step.index < snapshot.step]
-        lead_up.earlier = as_window(earlier)
+    if last is not None and last.timeline == lead_up.timeline:
+        recent = [*last.failed_before, last.bad]
+        since = step.index - SHORTLY
+        lead_up.failed_before = [one for one in recent if since <= one.index < step.index]
+    _hold_window(snapshots, lead_up)
     context.lead_up = lead_up
 
 
-def _failed_shortly_before(last: LeadUp, present: LeadUp) -> list[WindowStep]:
-    """Bad steps of the same timeline that belong to the present one."""
-    if last.timeline != present.timeline:
-        return []
-    now = present.bad.index
-    recent = [*last.failed_before, last.bad]
-    return [one for one in recent if now - SHORTLY <= one.index < now]
+def _hold_window(snapshots: Snapshots, lead_up: LeadUp) -> None:
+    """The snapshot that trials begin with, and the kept steps since and before it."""
+    snapshot = _before(snapshots, lead_up.step.index)
+    if snapshot is None:
+        return
+    snapshot.held = True
+    lead_up.snapshot = snapshot
+    lead_up.steps = as_window(snapshots.kept.since(snapshot.step) or [])
+    earlier = [kept for kept in snapshots.kept.intact() if kept.step.index < snapshot.step]
+    lead_up.earlier = as_window(earlier)
 
 
 def _before(snapshots: Snapshots, index: int) -> Snapshot | None:
