@@ -42,10 +42,19 @@ def test_noise_widens_the_interval() -> None:
         series(20, 0.0, 0.0, noise=1.0),
         series(20, 0.0, 0.01, noise=2.0),
         [(10 * i, math.log(1 + i)) for i in range(20)],
+        [(10 * i, 0.1 * i + 9.0 * (i > 6)) for i in range(10)],
         series(10, 0.0, -0.1),
         series(10, 20.0, 0.1),
     ],
-    ids=["few points", "noise", "noise above the slope", "levelling off", "falling", "past it"],
+    ids=[
+        "few points",
+        "noise",
+        "noise above the slope",
+        "levelling off",
+        "jump",
+        "falling",
+        "past it",
+    ],
 )
 def test_what_is_no_clear_trend_is_not_extended(points: list[tuple[int, float]]) -> None:
     assert crossing(points, 12.0, rising=True) is None

@@ -1,41 +1,111 @@
-"""What the rules on coming trouble share: the series of a figure, and the sentence of a forecast."""
+"""What the rules on coming trouble share: a figure of the looks, its limit, and its forecast."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
 
-from stepguard.diagnose.crossing import Crossing, crossing
+from stepguard.diagnose.crossing import CLEAR, Clarity, Crossing, Points, crossing
+from stepguard.records import Reading
+from stepguard.records.forecast import Forecast
 from stepguard.records.look import Look
 
-Figures = Callable[[Look], Iterable[tuple[str, float | None]]]
-"""Name of a thing, and its figure in this look."""
+LARGEST_POWER = 1023.0
+"""What Python's numbers can hold."""
+LEARNED = 0.1
+"""A loss that falls by more than this share during a trend is a run that learns."""
 
 
-def soonest(
-    looks: Sequence[Look], figures: Figures, limit: Callable[[str], float], *, rising: bool
-) -> tuple[str, list[tuple[int, float]], Crossing] | None:
-    """The thing whose figure meets its limit first, with its series."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for look in looks:
-        for name, value in figures(look):
-            if value is not None and math.isfinite(value):
-                series.setdefault(name, []).append((look.step, value))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One number of one look, as a binary logarithm."""
+
+    place: str
+    """Module or parameter."""
+    value: float | None
+    limit: float
+    """As a binary logarithm."""
+    near: bool
+    """Close enough to its limit to be worth a forecast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """A quantity of the looks that must not reach its limit."""
+
+    quantity: str
+    figures: Callable[[Look], Iterable[Figure]]
+    rising: bool = True
+    doubted: Callable[[Forecast, Sequence[Look]], bool] = lambda forecast, looks: False
+    """True where another figure explains the trend harmlessly."""
+
+
+def soonest(looks: Sequence[Look], trend: Trend, clarity: Clarity = CLEAR) -> Forecast | None:
+    """The forecast for the place that meets its limit first."""
+    if len(looks) < clarity.fewest:
+        return None
+    # asked of the newest look first: in a healthy run nothing is near, and no history is gathered
+    newest = {figure.place: figure for figure in trend.figures(looks[-1]) if figure.near}
+    if not newest:
+        return None
     found = []
-    for name, points in series.items():
-        ahead = crossing(points, limit(name), rising=rising)
+    for place, points in _series(looks, trend, newest).items():
+        limit = newest[place].limit
+        ahead = crossing(points, limit, rising=trend.rising, clarity=clarity)
         if ahead is not None:
-            found.append((name, points, ahead))
-    return min(found, key=lambda one: one[2].step, default=None)
+            forecast = forecast_of(trend.quantity, place, points, limit, ahead)
+            if not trend.doubted(forecast, looks):
+                found.append(forecast)
+    return min(found, key=lambda one: one.step, default=None)
 
 
-def when(ahead: Crossing) -> str:
-    """`at about step 1200 (1100 to 1500)`."""
-    return f"at about step {ahead.step} ({ahead.earliest} to {ahead.latest})"
+def _series(
+    looks: Sequence[Look], trend: Trend, places: Iterable[str]
+) -> dict[str, list[tuple[int, float]]]:
+    """Place -> its figure in every look."""
+    series: dict[str, list[tuple[int, float]]] = {place: [] for place in places}
+    for look in looks:
+        for figure in trend.figures(look):
+            if figure.place in series and figure.value is not None:
+                series[figure.place].append((look.step, figure.value))
+    return series
 
 
-def log2(value: float) -> float | None:
+def forecast_of(
+    quantity: str, place: str, points: Points, limit: float, ahead: Crossing
+) -> Forecast:
+    """A crossing of logarithms as a forecast of numbers."""
+    return Forecast(
+        quantity=quantity,
+        place=place,
+        since=ahead.since,
+        first=2.0 ** dict(points)[ahead.since],
+        now=points[-1][0],
+        value=2.0 ** points[-1][1],
+        limit=2.0 ** min(limit, LARGEST_POWER),
+        step=ahead.step,
+        earliest=ahead.earliest,
+        latest=ahead.latest,
+    )
+
+
+def is_learning(recent: Sequence[Reading], since: int) -> bool:
+    """The loss falls clearly since this step: what grows may grow towards what is to be learned."""
+    losses = []
+    for reading in recent:
+        if reading.step >= since and reading.loss is not None and math.isfinite(reading.loss):
+            losses.append(reading.loss)
+    quarter = len(losses) // 4
+    # a loss that is negative may fall for ever
+    if quarter == 0 or min(losses) <= 0.0:
+        return False
+    return median(losses[-quarter:]) < (1.0 - LEARNED) * median(losses[:quarter])
+
+
+def log2(value: float | None) -> float | None:
     """For figures that grow by factors; None where there is no logarithm."""
-    if value <= 0.0 or not math.isfinite(value):
+    if value is None or value <= 0.0 or not math.isfinite(value):
         return None
     return math.log2(value)

@@ -23,6 +23,8 @@ from stepguard.tensors.torch_private import dispatch_mode_stack, graphs_compiled
 
 SHARE = 0.001
 """Share of the run's time that looks may take, after the first one."""
+SAVED = 0.0005
+"""Part of that share that is saved for the time when a trend begins to show."""
 GROWTH = 0.05
 """A look is at least this share of all steps so far after the last one: ever more rarely."""
 FIRST = 2
@@ -49,6 +51,8 @@ class LookSchedule:
         """The step of the last look."""
         self._offset: int | None = None
         """The first step that was asked for."""
+        self.hurry = False
+        """A trend begins to show: spend what was saved for this, and leave no steps in between."""
 
     def due(self, step: int) -> bool:
         """True if this step is to be looked at."""
@@ -62,9 +66,12 @@ class LookSchedule:
             return step >= self._offset + FIRST
         if self._every != "auto":
             return step - self._last >= self._every
-        if step < self._last + max(1.0, GROWTH * step):
-            return False
-        return self._spent + self._cost <= SHARE * (self._clock() - self._began)
+        share = SHARE
+        if not self.hurry:
+            share -= SAVED
+            if step < self._last + max(1.0, GROWTH * step):
+                return False
+        return self._spent + self._cost <= share * (self._clock() - self._began)
 
     def stop(self) -> None:
         """No further look."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from stepguard.diagnose.ahead import log2, soonest, when
+from stepguard.diagnose.ahead import Figure, Trend, log2, soonest
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, likely
+from stepguard.diagnose.rule import Proof, Rule, foretold
 from stepguard.records.look import Look
 
 SATURATED = 1000.0
@@ -17,21 +17,20 @@ HARMLESS = 20.0
 
 
 def recognise(case: Case) -> Proof | None:
-    found = soonest(case.looks, _logits, lambda name: math.log2(SATURATED), rising=True)
-    if found is None:
-        return None
-    module, points, ahead = found
-    if 2 ** points[-1][1] < HARMLESS:
-        return None
-    return likely(
-        f"the largest attention logit of {module or 'the model'} grew from {2 ** points[0][1]:.3g} "
-        f"at step {points[0][0]} to {2 ** points[-1][1]:.3g} at step {points[-1][0]}; it passes "
-        f"{SATURATED:g} {when(ahead)}, and attention looks at one key only"
+    return foretold(
+        soonest(case.looks, TREND), "attention looks at one key only, and stops to learn"
     )
 
 
-def _logits(look: Look) -> Iterable[tuple[str, float | None]]:
-    return [(one.module, log2(one.largest_logit)) for one in look.attention]
+def _figures(look: Look) -> Iterable[Figure]:
+    for one in look.attention:
+        yield Figure(
+            place=one.module or "the model",
+            value=log2(one.largest_logit),
+            limit=math.log2(SATURATED),
+            near=one.largest_logit >= HARMLESS,
+        )
 
 
+TREND = Trend(quantity="the largest attention logit", figures=_figures)
 RULE = Rule(code="SG952", recognise=recognise)

@@ -4,35 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stepguard.diagnose.ahead import soonest, when
+from stepguard.diagnose.ahead import Figure, Trend, is_learning, log2, soonest
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, likely
+from stepguard.diagnose.rule import Proof, Rule, foretold
 from stepguard.records.look import Look
 
-NEAR = 8.0
+NEAR = {"float16": 8.0}
 """Bits of headroom from which on a trend is told."""
+NEAR_WIDE = 64.0
+"""The same for wider dtypes: squares overflow from here on."""
+OUTSIDE = "the loss function"
 
 
 def recognise(case: Case) -> Proof | None:
-    found = soonest(case.looks, _headroom, lambda name: 0.0, rising=False)
-    if found is None:
+    trend = TREND
+    if case.reading.scale is not None:
+        trend = UNSCALED
+    forecast = soonest(case.looks, trend)
+    if forecast is None or is_learning(case.recent, forecast.since):
         return None
-    name, points, ahead = found
-    if points[-1][1] > NEAR:
-        return None
-    return likely(
-        f"{name}: {points[0][1]:.1f} bits below the largest number at step {points[0][0]}, "
-        f"{points[-1][1]:.1f} bits at step {points[-1][0]}; it overflows {when(ahead)}"
-    )
+    return foretold(forecast, "beyond is infinity")
 
 
-def _headroom(look: Look) -> Iterable[tuple[str, float | None]]:
-    found = []
+def _figures(look: Look) -> Iterable[Figure]:
     for one in look.tensors:
-        if one.stage != "stored":
-            place = one.module or "outside of modules"
-            found.append((f"{one.stage} in {place}, {one.dtype}", one.headroom))
-    return found
+        value = log2(one.largest)
+        if value is None or one.headroom is None or one.stage == "stored":
+            continue
+        yield Figure(
+            place=f"{one.module or OUTSIDE} ({one.stage}, {one.dtype})",
+            value=value,
+            limit=value + one.headroom,
+            near=one.headroom <= NEAR.get(one.dtype, NEAR_WIDE),
+        )
 
 
+def _unscaled(look: Look) -> Iterable[Figure]:
+    """Without what holds the loss scale, which a GradScaler takes back by itself."""
+    for figure in _figures(look):
+        if "(forward, " in figure.place and not figure.place.startswith(OUTSIDE):
+            yield figure
+
+
+TREND = Trend(quantity="the largest value", figures=_figures)
+UNSCALED = Trend(quantity="the largest value", figures=_unscaled)
 RULE = Rule(code="SG953", recognise=recognise)

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-from stepguard.diagnose.ahead import log2, soonest, when
+from stepguard.diagnose.ahead import Figure, Trend, log2, soonest
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, likely
+from stepguard.diagnose.rule import Proof, Rule, foretold
 from stepguard.records.look import Look
 
-SMALLEST = 2.0**-126
-"""Smallest normal float32 number."""
+SMALLEST = {"float16": -24.0, "bfloat16": -133.0, "float32": -149.0}
+"""Binary logarithm of the smallest number that is not 0."""
 
 
 def recognise(case: Case) -> Proof | None:
-    found = soonest(case.looks, _moments, lambda name: math.log2(SMALLEST), rising=False)
-    if found is None:
-        return None
-    name, points, ahead = found
-    return likely(
-        f"the smallest second moment of {name} fell from {2 ** points[0][1]:.2g} at step "
-        f"{points[0][0]} to {2 ** points[-1][1]:.2g} at step {points[-1][0]}; it underflows "
-        f"{when(ahead)}, and the update divides by epsilon alone"
+    return foretold(
+        soonest(case.looks, TREND), "it is 0 from then on, and the update divides by nothing"
     )
 
 
-def _moments(look: Look) -> Iterable[tuple[str, float | None]]:
-    found = []
+def _figures(look: Look) -> Iterable[Figure]:
     for one in look.parameters:
-        if one.variance is not None:
-            found.append((one.name, log2(one.variance)))
-    return found
+        smallest = SMALLEST.get(one.dtype)
+        if one.variance is None or smallest is None:
+            continue
+        # beside an epsilon that is larger than its root a second moment of 0 changes nothing
+        covered = one.epsilon is None or one.epsilon**2 >= 2.0**smallest
+        yield Figure(place=one.name, value=log2(one.variance), limit=smallest, near=not covered)
 
 
+TREND = Trend(quantity="the smallest second moment", figures=_figures, rising=False)
 RULE = Rule(code="SG954", recognise=recognise)

@@ -2,62 +2,84 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from stepguard.diagnose.crossing import crossing
-from stepguard.diagnose.ahead import log2, soonest, when
+from stepguard.diagnose.ahead import Figure, Trend, forecast_of, log2, soonest
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, likely
+from stepguard.diagnose.crossing import Clarity, Points, crossing
+from stepguard.diagnose.rule import Proof, Rule, foretold
+from stepguard.records import Reading
+from stepguard.records.forecast import Forecast
 from stepguard.records.look import Look
 
-LARGEST = 2.0**127
-"""What float32 and bfloat16 can hold."""
-SQUARES = {"float16": 2.0**8}
-"""Input of a norm whose square overflows; elsewhere the root of the largest number."""
-FEWEST_DOUBLINGS = 6.0
-"""Growth of a gradient norm within the window that no healthy run shows."""
+SQUARES = 64.0
+"""What is above 2**64 has a square that float32 and bfloat16 cannot hold."""
+LARGEST = 128.0
+"""The end of float32 and bfloat16."""
+LARGE_WEIGHT = 2.0**10
+LARGE_INPUT = 2.0**20
+"""Root mean squares that no healthy run shows."""
+LEAST_GROWTH = 4.0
+"""Doublings of loss and gradient norm, both, that make a divergence."""
+DIVERGING = Clarity(fewest=6, farthest=10.0)
+"""Both grow together or not at all in a healthy run, so a forecast may reach farther."""
+BEGINS = Clarity(fewest=6, farthest=20.0)
+CONSEQUENCE = "its square is infinity from then on"
 
 
 def recognise(case: Case) -> Proof | None:
-    return _input_of_norm(case) or _gradient_norm(case)
+    forecast = diverging(case.recent, DIVERGING) or soonest(case.looks, TREND)
+    return foretold(forecast, CONSEQUENCE)
 
 
-def _input_of_norm(case: Case) -> Proof | None:
-    found = soonest(case.looks, _scales, _limit, rising=True)
-    if found is None:
+def diverging(recent: Sequence[Reading], clarity: Clarity) -> Forecast | None:
+    """Loss and gradient norm grow together, step by step."""
+    norms = _points([(reading.step, reading.grad_norm) for reading in recent])
+    losses = _points([(reading.step, _size(reading.loss)) for reading in recent])
+    if _growth(norms) < LEAST_GROWTH or _growth(losses) < LEAST_GROWTH:
         return None
-    name, points, ahead = found
-    return likely(
-        f"the input of {name} grew from {2 ** points[0][1]:.3g} at step {points[0][0]} to "
-        f"{2 ** points[-1][1]:.3g} at step {points[-1][0]}; its square overflows {when(ahead)}"
-    )
+    found = []
+    for name, points, limit in (
+        ("the gradient norm", norms, SQUARES),
+        ("the loss", losses, LARGEST),
+    ):
+        ahead = crossing(points, limit, rising=True, clarity=clarity)
+        if ahead is not None:
+            found.append(forecast_of(name, "", points, limit, ahead))
+    return min(found, key=lambda one: one.step, default=None)
 
 
-def _scales(look: Look) -> Iterable[tuple[str, float | None]]:
-    return [(f"{one.module} ({one.dtype})", log2(one.scale)) for one in look.norms]
+def _size(loss: float | None) -> float | None:
+    # a critic's loss runs away downwards
+    return None if loss is None else abs(loss)
 
 
-def _limit(name: str) -> float:
-    dtype = name.rpartition("(")[2].rstrip(")")
-    return math.log2(SQUARES.get(dtype, 2.0**63))
-
-
-def _gradient_norm(case: Case) -> Proof | None:
+def _points(values: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
     points = []
-    for reading in case.recent:
-        value = log2(reading.grad_norm or 0.0)
-        if value is not None:
-            points.append((reading.step, value))
-    if len(points) < 2 or points[-1][1] - points[0][1] < FEWEST_DOUBLINGS:
-        return None
-    ahead = crossing(points, math.log2(LARGEST), rising=True)
-    if ahead is None:
-        return None
-    return likely(
-        f"the gradient norm grew from {2 ** points[0][1]:.3g} at step {points[0][0]} to "
-        f"{2 ** points[-1][1]:.3g} at step {points[-1][0]}; it overflows float32 {when(ahead)}"
-    )
+    for step, value in values:
+        logarithm = log2(value)
+        if logarithm is not None:
+            points.append((step, logarithm))
+    return points
 
 
+def _growth(points: Points) -> float:
+    """Doublings above the lowest value seen."""
+    if not points:
+        return 0.0
+    return points[-1][1] - min(value for _, value in points)
+
+
+def _figures(look: Look) -> Iterable[Figure]:
+    for weight in look.parameters:
+        value = log2(weight.weight)
+        large = weight.weight >= LARGE_WEIGHT
+        yield Figure(place=weight.name, value=value, limit=SQUARES, near=large)
+    for norm in look.norms:
+        value = log2(norm.scale)
+        large = norm.scale >= LARGE_INPUT
+        yield Figure(place=f"what enters {norm.module}", value=value, limit=SQUARES, near=large)
+
+
+TREND = Trend(quantity="the root mean square", figures=_figures)
 RULE = Rule(code="SG955", recognise=recognise)
