@@ -29,7 +29,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Kind:
-    """A family of trainings; seed 0 to 9 are reported, others are for choosing thresholds."""
+    """A family of trainings."""
 
     name: str
     begin: Callable[[int], Training]

@@ -15,7 +15,9 @@ from stepguard.records.look import Look
 LARGEST_POWER = 1023.0
 """What Python's numbers can hold."""
 LEARNED = 0.1
-"""A loss that falls by more than this share during a trend is a run that learns."""
+"""Share by which the loss falls during a trend in a run that learns."""
+LEARNS = 0.01
+"""Share by which it falls from the third quarter of the trend to the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,9 @@ def forecast_of(
 
 
 def is_learning(recent: Sequence[Reading], since: int) -> bool:
-    """The loss falls clearly since this step: what grows may grow towards what is to be learned."""
+    """The loss fell clearly since this step, and still falls: what grows may grow towards what is
+    to be learned, and end there.
+    """
     losses = []
     for reading in recent:
         if reading.step >= since and reading.loss is not None and math.isfinite(reading.loss):
@@ -101,7 +105,9 @@ def is_learning(recent: Sequence[Reading], since: int) -> bool:
     # a loss that is negative may fall for ever
     if quarter == 0 or min(losses) <= 0.0:
         return False
-    return median(losses[-quarter:]) < (1.0 - LEARNED) * median(losses[:quarter])
+    now = median(losses[-quarter:])
+    before = median(losses[-2 * quarter : -quarter])
+    return now < (1.0 - LEARNED) * median(losses[:quarter]) and now < (1.0 - LEARNS) * before
 
 
 def log2(value: float | None) -> float | None:

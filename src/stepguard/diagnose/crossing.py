@@ -19,7 +19,7 @@ MOST_POINTS = 16
 """A longer stretch is thinned out: slopes of all pairs are taken."""
 SLOWING = 0.5
 """A second half that is slower than this share of the first is levelling off."""
-JUMP = 0.75
+JUMP = 0.5
 """Share of the whole change between two neighbours that makes it a jump."""
 LIKELY_SLOPES = (0.1, 0.9)
 """Shares of all pairs that are slower than the ends of the interval."""

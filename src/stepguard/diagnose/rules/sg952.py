@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from stepguard.diagnose.ahead import Figure, Trend, log2, soonest
+from stepguard.diagnose.ahead import Figure, Trend, is_learning, log2, soonest
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule, foretold
 from stepguard.records.look import Look
@@ -17,9 +17,11 @@ HARMLESS = 20.0
 
 
 def recognise(case: Case) -> Proof | None:
-    return foretold(
-        soonest(case.looks, TREND), "attention looks at one key only, and stops to learn"
-    )
+    forecast = soonest(case.looks, TREND)
+    # sharp attention is what some tasks ask for
+    if forecast is None or is_learning(case.recent, forecast.since):
+        return None
+    return foretold(forecast, "attention looks at one key only, and stops to learn")
 
 
 def _figures(look: Look) -> Iterable[Figure]:
